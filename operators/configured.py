@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from raysgd.config import BATCH_SIZE
+from raysgd._internal.config import BATCH_SIZE
 from raysgd.operators.options import (
     Option,
     any_of,

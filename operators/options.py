@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.config import BATCH_SIZE
+from raysgd._internal.config import BATCH_SIZE
 
 __all__ = [
     "REQUIRED",

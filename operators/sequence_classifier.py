@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch.nn import functional
 
-from raysgd.imports import import_extra
+from raysgd._internal.imports import import_extra
 from raysgd.metrics import Sums
 from raysgd.operators.confusion import confusion_matrix, macro_f1
 from raysgd.operators.options import REQUIRED, Option, any_of, integer, number

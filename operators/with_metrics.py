@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from raysgd.imports import import_extra
+from raysgd._internal.imports import import_extra
 from raysgd.metrics import BATCH_COUNT, MergeableMetric, computed
 from raysgd.operators.options import shown
 from raysgd.operators.supervised import in_full_precision

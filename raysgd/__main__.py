@@ -1,6 +1,6 @@
 """``python -m raysgd``, which is the command ``raysgd``."""
 
-from raysgd.cli import app
+from raysgd.cli.commands import app
 
 __all__: list[str] = []
 

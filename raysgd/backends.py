@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import importlib
 
+from raysgd._internal.context import WorkerContext
 from raysgd.comm.backend import Backend
 
-__all__ = ["Backend", "backend_names", "create_backend", "register_backend"]
+__all__ = ["Backend", "WorkerContext", "backend_names", "create_backend", "register_backend"]
 
 _BACKENDS = {
     "gloo": "raysgd.comm.torch:TorchBackend",

@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from raysgd.config import BATCH_SIZE
+from raysgd._internal.config import BATCH_SIZE
+from raysgd._internal.timers import TimerCollection, TimerStat
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES, AverageMeter, AverageMeterCollection
-from raysgd.timers import TimerCollection, TimerStat
 
 __all__ = [
     "BATCH_COUNT",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from raysgd.context import Progress
+from raysgd._internal.context import Progress
 from raysgd.elastic.events import Event
 
 __all__ = ["Callback", "History", "LastCall", "Trainer"]

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from raysgd._internal.context import Progress
+from raysgd._internal.nested import deep_copied, loading, map_leaves
+from raysgd._internal.paths import without_secrets
 from raysgd.callbacks.base import Callback, Trainer
-from raysgd.context import Progress
 from raysgd.errors import CallbackError, RemoteTraceback
-from raysgd.paths import without_secrets
-from raysgd.trees import deep_copied, loading, map_leaves
 
 __all__ = ["CallbackList", "checked_callbacks"]
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
+from raysgd._internal.nested import map_leaves
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.logger import folder_for
 from raysgd.callbacks.values import meant
@@ -17,7 +18,6 @@ from raysgd.checkpoint import BackgroundWriter, CheckpointStore
 from raysgd.checkpoint.folder import UnsharedFolderError
 from raysgd.checkpoint.location import locate
 from raysgd.errors import CheckpointError, WorkerLostError
-from raysgd.trees import map_leaves
 
 __all__ = ["CheckpointCallback"]
 

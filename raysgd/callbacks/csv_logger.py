@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from raysgd._internal.files import replacing
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.logger import LoggerCallback, end_line, folder_for, record_of
 from raysgd.callbacks.values import plain_values
-from raysgd.files import replacing
 
 __all__ = ["CsvLogger"]
 

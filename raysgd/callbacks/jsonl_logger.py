@@ -13,11 +13,11 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+from raysgd._internal.paths import checked_path
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.logger import LoggerCallback, end_line, folder_for, record_of
 from raysgd.callbacks.values import json_dict, jsonable, plain_values, shown_config
 from raysgd.elastic.events import Event
-from raysgd.paths import checked_path
 
 __all__ = ["JsonlLogger"]
 

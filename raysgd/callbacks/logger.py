@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from raysgd._internal.paths import checked_path
 from raysgd.callbacks.base import Callback, LastCall, Trainer
 from raysgd.callbacks.values import numbers_in
 from raysgd.elastic.events import Event
-from raysgd.paths import checked_path
 
 __all__ = ["LoggerCallback", "end_line", "folder_for", "measured", "record_of"]
 

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from raysgd._internal.imports import import_extra
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.logger import LoggerCallback, measured
 from raysgd.callbacks.values import scalars, shown_config
 from raysgd.elastic.events import Event
-from raysgd.imports import import_extra
 
 __all__ = ["MLflowLogger", "MLflowRun", "name_for_mlflow"]
 

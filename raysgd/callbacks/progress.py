@@ -8,9 +8,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from raysgd._internal.context import Progress
 from raysgd.callbacks.base import Trainer
 from raysgd.callbacks.epoch_lines import EpochLines, is_interactive, means_in, place_of
-from raysgd.context import Progress
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 
 __all__ = ["ProgressBar"]

@@ -7,12 +7,12 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from raysgd._internal.paths import checked_path
 from raysgd.callbacks.base import Callback
 from raysgd.callbacks.callback_list import checked_callbacks
 from raysgd.callbacks.jsonl_logger import JsonlLogger
 from raysgd.callbacks.progress import ProgressBar
 from raysgd.callbacks.run_report import RunReport
-from raysgd.paths import checked_path
 
 __all__ = ["checked_logdir", "trainer_callbacks"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from raysgd.callbacks.base import Callback, Trainer
-from raysgd.report import make_report
+from raysgd.callbacks.report import make_report
 
 __all__ = ["RunReport"]
 

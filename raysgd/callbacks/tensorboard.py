@@ -9,11 +9,11 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+from raysgd._internal.imports import import_extra
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.logger import LoggerCallback, folder_for, measured
 from raysgd.callbacks.values import json_dict, scalars, shown_config, shown_repr
 from raysgd.elastic.events import Event
-from raysgd.imports import import_extra
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 
 __all__ = ["TensorBoardLogger", "import_writer", "write_scalars"]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from raysgd.paths import HIDDEN, without_secrets
+from raysgd._internal.paths import HIDDEN, without_secrets
 
 __all__ = [
     "json_dict",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any, Literal
 
+from raysgd._internal.imports import import_extra
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.logger import LoggerCallback, folder_for, measured
 from raysgd.callbacks.values import json_dict, shown_config, shown_repr
 from raysgd.elastic.events import Event
-from raysgd.imports import import_extra
 
 __all__ = ["WandbLogger"]
 

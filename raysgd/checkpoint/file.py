@@ -12,13 +12,13 @@ from typing import IO, Any
 
 import numpy as np
 
+from raysgd._internal.nested import map_leaves
 from raysgd.checkpoint import arrays
 from raysgd.checkpoint.checksum import add_checksums, checked_manifest
 from raysgd.checkpoint.folder import STATE, checked_tensors
 from raysgd.checkpoint.location import LocalFile, Location, locate
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
-from raysgd.trees import map_leaves
 
 __all__ = [
     "check_writable",

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from raysgd._internal.files import TEMPORARY_NAME, sync_folder, temporary_name
 from raysgd.checkpoint.location import LocalFile, Location
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
-from raysgd.files import TEMPORARY_NAME, sync_folder, temporary_name
 
 __all__ = [
     "FILE",

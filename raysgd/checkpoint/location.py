@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeAlias, TypeVar
 
+from raysgd._internal.files import replacing, sync_folder
+from raysgd._internal.paths import checked_path
 from raysgd.errors import CheckpointError
-from raysgd.files import replacing, sync_folder
-from raysgd.paths import checked_path
 
 if TYPE_CHECKING:
     from raysgd.checkpoint.remote import RemoteFile

@@ -12,15 +12,15 @@ from typing import IO, Any, TypeVar
 
 import fsspec
 
+from raysgd._internal.config import env_seconds
+from raysgd._internal.files import temporary_name
+from raysgd._internal.paths import shown_url, without_secrets
 from raysgd.checkpoint.location import (
     UnreachableError,
     first_line,
     system_error,
 )
-from raysgd.config import env_seconds
 from raysgd.errors import CheckpointError
-from raysgd.files import temporary_name
-from raysgd.paths import shown_url, without_secrets
 
 __all__ = ["RemoteFile"]
 

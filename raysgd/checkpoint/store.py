@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, TypeVar
 
+from raysgd._internal.files import TEMPORARY_NAME
 from raysgd.checkpoint.file import read_checkpoint, read_manifest, write_file
 from raysgd.checkpoint.folder import (
     STATE,
@@ -22,7 +23,6 @@ from raysgd.checkpoint.folder import (
 from raysgd.checkpoint.location import LocalFile, UnreachableError, locate
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
-from raysgd.files import TEMPORARY_NAME
 
 __all__ = ["CheckpointStore", "Restored", "rating", "surplus"]
 

@@ -25,10 +25,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.comm.connection import Address, Listener, connect
 from raysgd.comm.network import address_towards, is_single_node
 from raysgd.comm.sockets import shut_down
-from raysgd.elastic.policies import WorkerInfo
 
 __all__ = ["DriverWatch", "HostLostError", "HostMonitor", "HostWatch", "LostError"]
 

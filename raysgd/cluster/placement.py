@@ -31,9 +31,9 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
+from raysgd.cluster.group_options import WAIT_LONGER
+from raysgd.cluster.group_sizes import start_sizes, workers_that_fit
 from raysgd.cluster.worker import is_worker_process
-from raysgd.cluster.worker_group import WAIT_LONGER
-from raysgd.elastic.policies import start_sizes, workers_that_fit
 from raysgd.errors import InsufficientResourcesError
 
 __all__ = [

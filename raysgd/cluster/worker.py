@@ -16,12 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from raysgd.cluster.forks import end_forks_with_this_process
-from raysgd.cluster.host_monitor import DriverWatch
-from raysgd.cluster.serialization import Packed, dumps, pack
-from raysgd.comm.backend import Backend
-from raysgd.comm.connection import Address
-from raysgd.context import (
+from raysgd._internal.context import (
     OutOfMemoryError,
     PausedError,
     Preemption,
@@ -30,10 +25,15 @@ from raysgd.context import (
     Runner,
     WorkerContext,
 )
-from raysgd.elastic.policies import WorkerInfo
+from raysgd._internal.imports import frozen_imports
+from raysgd._internal.tracebacks import is_the_users, shortened_text
+from raysgd.cluster.child_processes import end_forks_with_this_process
+from raysgd.cluster.host_monitor import DriverWatch
+from raysgd.cluster.serialization import Packed, dumps, pack
+from raysgd.cluster.worker_info import WorkerInfo
+from raysgd.comm.backend import Backend
+from raysgd.comm.connection import Address
 from raysgd.errors import RemoteError, RemoteTraceback
-from raysgd.imports import frozen_imports
-from raysgd.tracebacks import is_the_users, shortened_text
 
 __all__ = ["CONTROL_METHODS", "Outcome", "Worker", "is_worker_process"]
 

@@ -7,20 +7,26 @@ import functools
 import inspect
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.cluster.clock import Clock
-from raysgd.cluster.drains import Drains, Notice
+from raysgd.cluster.departures import Drains, Notice
+from raysgd.cluster.group_options import COME_UP_S, WAIT_LONGER, GroupOptions
 from raysgd.cluster.host_monitor import HostMonitor
-from raysgd.cluster.members import ActorMember, InlineMember, Member, ThreadMember, is_loss
 from raysgd.cluster.worker import CONTROL_METHODS, Worker
-from raysgd.elastic.policies import WorkerInfo
+from raysgd.cluster.worker_handle import (
+    ActorHandle,
+    InlineHandle,
+    ThreadHandle,
+    WorkerHandle,
+    is_loss,
+)
+from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
 
-__all__ = ["COME_UP_S", "WAIT_LONGER", "GroupOptions", "WorkerGroup"]
+__all__ = ["WorkerGroup"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,40 +35,6 @@ _TEARDOWN_S = 5.0
 _LARGE_BYTES = 2**20
 _MENTION_S = 30.0
 """After how long to say what a start waits for."""
-COME_UP_S = 60.0
-"""How long worker processes may take to come up once they have room."""
-WAIT_LONGER = (
-    "To wait longer, set SGD_PLACEMENT_GROUP_TIMEOUT_S to more seconds, or for raysgd.train "
-    "TRAIN_PLACEMENT_GROUP_TIMEOUT_S."
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupOptions:
-    """How many workers there are and what each of them reserves."""
-
-    num_workers: int
-    min_workers: int = 1
-    num_cpus: float = 1
-    num_gpus: float = 0
-    resources: Mapping[str, float] = field(default_factory=dict)
-    use_local: bool = False
-    start_timeout_s: float = 100.0
-    strategy: str = "SPREAD"
-    """How Ray places the workers on nodes."""
-    label_selectors: Sequence[Mapping[str, str]] = ()
-    """For each worker, what the labels of its node have to be; none where that is the same."""
-
-    @property
-    def bundle(self) -> dict[str, float]:
-        """What one worker reserves, as Ray names it."""
-        bundle = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
-        return {name: amount for name, amount in bundle.items() if amount}
-
-    @property
-    def inline(self) -> bool:
-        """Whether the only worker runs in the caller's thread, without Ray."""
-        return self.use_local and self.num_workers == 1
 
 
 class WorkerGroup:
@@ -75,7 +47,7 @@ class WorkerGroup:
     ) -> None:
         self.options = options
         self.clock = clock or Clock()
-        self.members: list[Member] = []
+        self.members: list[WorkerHandle] = []
         self.drains = Drains(self.clock)
         self.suspects: list[Any] = []
         """Room on hosts that were silent, until a worker has come up there: so much more is
@@ -84,7 +56,7 @@ class WorkerGroup:
         """Room that was requested beside that of lost or leaving workers."""
         self._reservation: Any = None
         self._local: _LocalSlot | None = None
-        self._slots: dict[Member, Any] = {}
+        self._slots: dict[WorkerHandle, Any] = {}
         self._monitor: HostMonitor | None = None
         self._ending = threading.RLock()
         self._is_wanted = True
@@ -176,7 +148,7 @@ class WorkerGroup:
             raise
         self.members += members
 
-    def _find_places(self, members: Sequence[Member], timeout_s: float) -> None:
+    def _find_places(self, members: Sequence[WorkerHandle], timeout_s: float) -> None:
         """Wait until workers are up, and note where each of them is."""
         places = [member.control("info") for member in members]
         missing = self.clock.wait(places, min(timeout_s, _MENTION_S))
@@ -199,12 +171,12 @@ class WorkerGroup:
                     raise WorkerLostError(f"A worker died as it came up: {error}", -1) from error
                 raise
 
-    def new_member(self, slot: Any) -> Member:
+    def new_member(self, slot: Any) -> WorkerHandle:
         """Start a worker in a slot; it is no member of the group yet."""
         options = self.options
-        member: Member
+        member: WorkerHandle
         if slot is self._local:
-            member = InlineMember() if options.inline else _local_member()
+            member = InlineHandle() if options.inline else _local_member()
         else:
             actor_class = _actor_class().options(
                 scheduling_strategy=slot.strategy,
@@ -213,7 +185,7 @@ class WorkerGroup:
                 resources=dict(options.resources) or None,
                 label_selector=dict(slot.label_selector or {}) or None,
             )
-            member = ActorMember(actor_class.remote(catches_sigterm=True), self._monitor)
+            member = ActorHandle(actor_class.remote(catches_sigterm=True), self._monitor)
         self._slots[member] = slot
         return member
 
@@ -223,7 +195,7 @@ class WorkerGroup:
 
         return placement.nodes()
 
-    def leaving(self) -> dict[Member, Notice]:
+    def leaving(self) -> dict[WorkerHandle, Notice]:
         """Return the members that are announced to go."""
         if not self.drains:
             return {}
@@ -272,7 +244,7 @@ class WorkerGroup:
         if extra and self._reservation is not None:
             self._reservation.drop_pending(extra)
 
-    def slot_of(self, member: Member) -> Any:
+    def slot_of(self, member: WorkerHandle) -> Any:
         """Return the room that a worker is in."""
         return self._slots.get(member)
 
@@ -284,7 +256,7 @@ class WorkerGroup:
 
         return placement.demand(self.options.bundle)
 
-    def discard(self, member: Member) -> None:
+    def discard(self, member: WorkerHandle) -> None:
         """End a worker and leave its slot vacant."""
         if not member.remote:
             member.control("interrupt")
@@ -295,12 +267,12 @@ class WorkerGroup:
         if member in self.members:
             self.members.remove(member)
 
-    def in_order(self, members: Sequence[Member]) -> list[Member]:
+    def in_order(self, members: Sequence[WorkerHandle]) -> list[WorkerHandle]:
         """Return workers of a node next to each other; otherwise the order stays."""
         nodes = list(dict.fromkeys(member.info.node_id for member in members))
         return sorted(members, key=lambda member: nodes.index(member.info.node_id))
 
-    def shared(self, data: bytes, members: Sequence[Member] | None = None) -> Any:
+    def shared(self, data: bytes, members: Sequence[WorkerHandle] | None = None) -> Any:
         """Return `data`, or where it is large a reference, so that it is sent to a node once."""
         to = self.members if members is None else members
         if len(data) < _LARGE_BYTES or not all(member.remote for member in to):
@@ -324,7 +296,7 @@ class WorkerGroup:
 
     def _shutdown(self, force: bool, patience_s: float) -> None:
         everyone = list(dict.fromkeys([*self.members, *self._slots]))
-        leaving: dict[Member, Future[bool]] = {}
+        leaving: dict[WorkerHandle, Future[bool]] = {}
         try:
             pending = []
             for member in self.members:
@@ -382,10 +354,10 @@ def _actor_class() -> Any:
     return remote(concurrency_groups={"work": 1, "control": _CONTROL_THREADS})(Worker)
 
 
-def _local_member() -> Member:
+def _local_member() -> WorkerHandle:
     import ray
 
-    member = ThreadMember()
+    member = ThreadHandle()
     member.info = WorkerInfo(
         node_id=ray.get_runtime_context().get_node_id(),
         node_ip=ray.util.get_node_ip_address(),

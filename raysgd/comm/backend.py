@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from raysgd.context import WorkerContext
+from raysgd._internal.context import WorkerContext
 
 __all__ = ["Backend"]
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from raysgd._internal.context import WorkerContext
 from raysgd.comm.backend import Backend
 from raysgd.comm.network import LOOPBACK, driver_address, interface_of, is_single_node
 from raysgd.comm.sockets import endpoints
-from raysgd.context import WorkerContext
 
 __all__ = ["HorovodBackend", "HorovodRendezvous", "check_horovod", "horovod_environment"]
 

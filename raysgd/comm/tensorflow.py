@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raysgd._internal.context import WorkerContext
 from raysgd.comm.backend import Backend
 from raysgd.comm.connection import Address
 from raysgd.comm.network import LOOPBACK, driver_address, is_single_node
 from raysgd.comm.rendezvous import StoreClient, StoreServer
-from raysgd.context import WorkerContext
 
 __all__ = [
     "TensorflowBackend",

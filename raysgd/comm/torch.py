@@ -13,6 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 
+from raysgd._internal.config import env_seconds
+from raysgd._internal.context import WorkerContext
 from raysgd.comm.backend import Backend
 from raysgd.comm.connection import Address, derived_key
 from raysgd.comm.gloo import Entry, GlooGroup
@@ -27,8 +29,6 @@ from raysgd.comm.network import (
 from raysgd.comm.rendezvous import StoreServer
 from raysgd.comm.sockets import Endpoint, endpoints, listeners
 from raysgd.comm.torch_store import TorchStore
-from raysgd.config import env_seconds
-from raysgd.context import WorkerContext
 
 __all__ = ["TorchBackend", "TorchRendezvous"]
 

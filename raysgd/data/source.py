@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raysgd.data.shard import Place, Shard, places_of
+from raysgd.data.partition import EpochPartition, MicroBatch, micro_batches_of
 
-__all__ = ["ShardedSource", "Source", "own_split"]
+__all__ = ["BatchSource", "PartitionedSource", "own_split"]
 
 
 def own_split(loader: Any) -> tuple[Any, Any] | None:
@@ -29,7 +29,7 @@ def own_split(loader: Any) -> tuple[Any, Any] | None:
     return None
 
 
-class Source:
+class BatchSource:
     """A loader as a worker reads it. This one is left as it is; what is shared out derives from it.
 
     An offset is a position in an epoch. For a loader that is shared out it counts the samples of
@@ -125,7 +125,7 @@ class Source:
         """Let an epoch end after so many steps; None: after all."""
         self._max_steps = steps
 
-    def places(self, offset: int, num_steps: int, in_parts: bool) -> Sequence[Place] | None:
+    def places(self, offset: int, num_steps: int, in_parts: bool) -> Sequence[MicroBatch] | None:
         """Return the places of this worker's batches, or their parts, in a group of steps.
 
         Asked for when the first of them has been read. None where their sizes are unknown.
@@ -221,8 +221,8 @@ class Source:
         return f"{kind.__name__}{of}"
 
 
-class ShardedSource(Source):
-    """Samples that are shared out over the workers by a :class:`Shard`.
+class PartitionedSource(BatchSource):
+    """Samples that are shared out over the workers by a :class:`EpochPartition`.
 
     Args:
         loader: what the user registered.
@@ -235,7 +235,11 @@ class ShardedSource(Source):
     partitioned_by = "raysgd"
 
     def __init__(
-        self, loader: Any, shard: Shard, follows_share: bool, global_batch: int | None = None
+        self,
+        loader: Any,
+        shard: EpochPartition,
+        follows_share: bool,
+        global_batch: int | None = None,
     ) -> None:
         super().__init__(loader)
         self._shard = shard
@@ -243,7 +247,7 @@ class ShardedSource(Source):
         self.set_batch_size(shard.batch_size, follows_share)
 
     @property
-    def shard(self) -> Shard:
+    def shard(self) -> EpochPartition:
         """This worker's part."""
         return self._shard
 
@@ -270,11 +274,11 @@ class ShardedSource(Source):
         """Iterate over this worker's batches of the first epoch."""
         return self.batches(0, 0)
 
-    def places(self, offset: int, num_steps: int, in_parts: bool) -> Sequence[Place]:
+    def places(self, offset: int, num_steps: int, in_parts: bool) -> Sequence[MicroBatch]:
         """Return the places of this worker's batches, or their parts, in a group of steps."""
         shard = self.shard
         sizes = tuple(shard.sizes(offset, num_steps))
-        return places_of(sizes, shard.world_size, shard.rank, shard.at_once, in_parts)
+        return micro_batches_of(sizes, shard.world_size, shard.rank, shard.at_once, in_parts)
 
     def places_of_batches(self) -> Iterator[int]:
         """Yield where this worker's batches begin, in the order of an epoch."""

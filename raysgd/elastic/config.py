@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 __all__ = ["ElasticConfig"]
 
@@ -102,3 +102,17 @@ class ElasticConfig:
         if not lowest <= value <= highest or value == math.inf:
             limit = f"at least {lowest:g}" if highest == math.inf else f"{lowest:g} to {highest:g}"
             raise ValueError(f"ElasticConfig({name}={value!r}): must be {limit}.")
+
+
+def checked_elastic(trainer: str, elastic: Any, num_workers: int) -> ElasticConfig:
+    """Return the ElasticConfig, the default one for None."""
+    if elastic is None:
+        return ElasticConfig()
+    if not isinstance(elastic, ElasticConfig):
+        raise TypeError(f"{trainer}(elastic=...) takes an ElasticConfig, not {elastic!r}.")
+    if elastic.min_workers is not None and elastic.min_workers > num_workers:
+        raise ValueError(
+            f"ElasticConfig(min_workers={elastic.min_workers}), {trainer}(num_workers="
+            f"{num_workers}): min_workers must be between 1 and num_workers."
+        )
+    return elastic

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from raysgd.context import Progress
+from raysgd._internal.context import Progress
 from raysgd.elastic.policies import Recovery, choose_leader
 
 __all__ = [

@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from raysgd.context import Progress, WorkerContext
+from raysgd._internal.context import Progress, WorkerContext
+from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.elastic.config import ElasticConfig
 
 __all__ = [
     "Recovery",
-    "WorkerInfo",
     "assign_contexts",
     "backoff_s",
     "choose_leader",
@@ -19,22 +19,8 @@ __all__ = [
     "may_resize",
     "pause_step",
     "recovery",
-    "start_sizes",
     "who_leaves",
-    "workers_that_fit",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerInfo:
-    """Where a worker runs."""
-
-    node_id: str
-    node_ip: str
-    pid: int = 0
-    gpu_ids: tuple[str, ...] = ()
-    in_driver: bool = False
-    hostname: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,37 +65,6 @@ def recovery(*, rejoins: bool, in_place: bool, can_join: bool) -> Recovery:
         rescues_state=can_join and not rejoins,
         replaces=can_join,
     )
-
-
-def workers_that_fit(resources: Mapping[str, float], bundle: Mapping[str, float]) -> int:
-    """Return how many bundles `resources` hold, were they all on one node: an upper bound.
-
-    >>> workers_that_fit({"CPU": 5.0}, {"CPU": 2})
-    2
-    """
-    counts = [int(resources.get(name, 0) // need) for name, need in bundle.items() if need > 0]
-    return min(counts, default=0)
-
-
-def start_sizes(num_workers: int, min_workers: int, capacity: int, free: int) -> list[int]:
-    """Return the group sizes to try at the start, one after the other; the last is the fewest.
-
-    Args:
-        num_workers: the most.
-        min_workers: the fewest.
-        capacity: how many the whole cluster could hold.
-        free: how many it seems to hold now. What Ray says is free lags behind by up to a
-            second, so `num_workers` is tried first wherever the cluster could hold them.
-
-    >>> start_sizes(4, 1, capacity=8, free=2)
-    [4, 2, 1]
-    >>> start_sizes(4, 1, capacity=3, free=3)
-    [3, 1]
-    """
-    sizes = {min_workers, max(min_workers, min(num_workers, capacity, free))}
-    if capacity >= num_workers:
-        sizes.add(num_workers)
-    return sorted(sizes, reverse=True)
 
 
 def assign_contexts(

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd.data.shard import Place
+from raysgd.data.partition import MicroBatch
 
 __all__ = ["StepFeature"]
 
@@ -18,7 +18,7 @@ class StepFeature:
     reverses. `raysgd.loop.loop` shows when.
     """
 
-    def begin_batch(self, place: Place) -> None:
+    def begin_batch(self, place: MicroBatch) -> None:
         """Prepare for a batch, or a part of one: the first of a step has the position 0."""
 
     def commit(self) -> None:

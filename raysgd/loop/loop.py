@@ -35,18 +35,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from raysgd._internal.context import OutOfMemoryError, PausedError
+from raysgd._internal.nested import unchanged
 from raysgd.callbacks.learning_rate import learning_rates
-from raysgd.context import OutOfMemoryError, PausedError
-from raysgd.data.source import ShardedSource, Source
+from raysgd.data.source import BatchSource, PartitionedSource
 from raysgd.loop.micro_batches import IndivisibleError
 from raysgd.loop.operator_base import checked_result
 from raysgd.loop.registration import Registration, WarmedUp
 from raysgd.loop.requests import RehearseRequest, TrainRequest, ValidateRequest
-from raysgd.loop.segment import Segment
 from raysgd.loop.signal import Signal
 from raysgd.loop.state import Snapshots
+from raysgd.loop.step_iterator import StepIterator
 from raysgd.metrics import NUM_SAMPLES, NUM_SKIPPED_STEPS, Summary, merge_segments, renamed
-from raysgd.trees import unchanged
 
 __all__ = ["Loop"]
 
@@ -75,7 +75,7 @@ class Loop:
         self._repeats = False
         self._has_batch = True
         """Whether this worker's own loader has a batch for the step that begins."""
-        self._source: Source | None = None
+        self._source: BatchSource | None = None
         self._call = -1
         self.scheduled = -1
         """The newest call that has told the schedulers a metric."""
@@ -99,7 +99,7 @@ class Loop:
         """Samples that all workers have trained on in the call; None where that is unknown."""
 
     @property
-    def segment(self) -> Segment | None:
+    def segment(self) -> StepIterator | None:
         """The segment under way."""
         return self._registration.segment
 
@@ -243,7 +243,7 @@ class Loop:
             return 0
         return None if until_step is None else max(0, until_step - registration.global_step)
 
-    def _train_segment(self, source: Source, limit: int | None, info: Any) -> None:
+    def _train_segment(self, source: BatchSource, limit: int | None, info: Any) -> None:
         registration, operator = self._registration, self.operator
         started_at, registration.counted = registration.global_step, {}
         self._uncounted_from = registration.offset
@@ -294,7 +294,7 @@ class Loop:
             self._batches = None
             registration.end_epoch()
 
-    def _new_segment(self, source: Source, limit: int | None) -> Segment:
+    def _new_segment(self, source: BatchSource, limit: int | None) -> StepIterator:
         registration = self._registration
         left = source.steps_left(registration.offset)
         go_on: Callable[[bool], bool] | None = None
@@ -311,14 +311,16 @@ class Loop:
         if self.snapshots.each_step:
             on_commit = partial(self.snapshots.maybe_take, self.state_with_call)
         batches = self._drawn(source, self._ordered_as, registration.offset)
-        return Segment(registration, source, batches, limit, left, go_on, self.signal, on_commit)
+        return StepIterator(
+            registration, source, batches, limit, left, go_on, self.signal, on_commit
+        )
 
     @property
     def _ordered_as(self) -> int:
         """The epoch whose order the one under way has."""
         return 0 if self._repeats else self._registration.epoch
 
-    def _drawn(self, source: Source, epoch: int, offset: int) -> Iterator[Any]:
+    def _drawn(self, source: BatchSource, epoch: int, offset: int) -> Iterator[Any]:
         """Yield what is left of an iteration, which begins when the first batch is asked for.
 
         Until then it is open whether the loop takes batches in parts.
@@ -334,7 +336,7 @@ class Loop:
         self._has_batch = has_batch
         return bool(self._registration.minimum(int(has_batch)))
 
-    def _first_without_batch(self, source: Source) -> int | None:
+    def _first_without_batch(self, source: BatchSource) -> int | None:
         """Return the first worker whose own loader is empty; None if the workers share one."""
         context = self._registration.context
         if source.sharded or context.world_size == 1:
@@ -342,7 +344,7 @@ class Loop:
         own = context.world_size if self._has_batch else context.world_rank
         return int(self._registration.minimum(own))
 
-    def _settle_rest(self, source: Source, left: list[Any]) -> None:
+    def _settle_rest(self, source: BatchSource, left: list[Any]) -> None:
         """Take back the batches of a group that the loop left before its end."""
         warnings.warn(
             f"{type(self.operator).__name__}.train_epoch ended within an accumulation group, so "
@@ -353,7 +355,7 @@ class Loop:
         )
         self._batches = None if source.sharded else itertools.chain(left, self._batches or ())
 
-    def _settle_failure(self, segment: Segment, source: Source) -> None:
+    def _settle_failure(self, segment: StepIterator, source: BatchSource) -> None:
         """Keep what a segment has reached, and what is measured of it, when it has raised."""
         again = segment.fail()
         self._end_covering()
@@ -371,7 +373,9 @@ class Loop:
             self._results.append((segment.start_step, meters.summary()))
         self._registration.segment = None
 
-    def _check_empty_segment(self, segment: Segment, source: Source, limit: int | None) -> None:
+    def _check_empty_segment(
+        self, segment: StepIterator, source: BatchSource, limit: int | None
+    ) -> None:
         """See why a segment had no batch: the loader is empty, was at its end, or was not asked."""
         name = f"{type(self.operator).__name__}.train_epoch"
         if segment.epoch_is_over and segment.start == 0:
@@ -413,7 +417,7 @@ class Loop:
         self._cover()
         self._uncounted_from = None
 
-    def _compare_counts(self, counted: Any, segment: Segment) -> None:
+    def _compare_counts(self, counted: Any, segment: StepIterator) -> None:
         """See whether the user counts what offsets count, and not tokens, or batches as items."""
         taken = segment.num_taken
         if taken is not None and isinstance(counted, int | float) and counted != taken:
@@ -448,7 +452,9 @@ class Loop:
         self._validation_batches = self.total_validated = None
         return self._result()
 
-    def _evaluate(self, name: str, source: Source, offset: int, left: int | None, info: Any) -> int:
+    def _evaluate(
+        self, name: str, source: BatchSource, offset: int, left: int | None, info: Any
+    ) -> int:
         """Evaluate what is left of a loader, or so many steps; return the offset behind them."""
         operator = self.operator
         source.agree_on_order(0, offset, self._registration)
@@ -482,7 +488,7 @@ class Loop:
             left -= taken
         return offset
 
-    def _given(self, loader: Any) -> dict[str, Source]:
+    def _given(self, loader: Any) -> dict[str, BatchSource]:
         """Return what to read of a loader that was given with a call, or of what makes one."""
         makes_one = callable(loader) and not isinstance(loader, Iterable)
         made = loader(self.operator.config) if makes_one else loader
@@ -520,14 +526,14 @@ class Loop:
             finally:
                 self._validation_batches = None
                 self._close(sources)
-        if isinstance(source, ShardedSource) and next(places, None) is not None:
+        if isinstance(source, PartitionedSource) and next(places, None) is not None:
             raise RuntimeError(
                 f"{type(source.loader).__name__} gave {len(found)} batches, fewer than its sampler "
                 "has: nobody could tell which samples these are. Let it give one for each."
             )
         return found
 
-    def _close(self, sources: Mapping[str, Source]) -> None:
+    def _close(self, sources: Mapping[str, BatchSource]) -> None:
         """Let go of the processes of loaders that were given with a call."""
         for source in sources.values():
             source.close_workers()
@@ -576,7 +582,9 @@ class Loop:
             contextlib.suppress(WarmedUp),
         ):
             batches = source.batches(0, 0, 1)
-            registration.segment = Segment(registration, source, batches, 1, 1, None, self.signal)
+            registration.segment = StepIterator(
+                registration, source, batches, 1, 1, None, self.signal
+            )
             operator.train_epoch(registration.segment, *by_position, **by_name)
         source.close_workers()
         source.reshard(
@@ -661,7 +669,7 @@ def _weighted(metrics: Mapping[str, Any], num_batches: float) -> Mapping[str, An
     return Summary(metrics, dict.fromkeys(metrics, num_batches))
 
 
-def _empty(name: str, source: Source, rank: int | None = None) -> RuntimeError:
+def _empty(name: str, source: BatchSource, rank: int | None = None) -> RuntimeError:
     name = f"{name} loader" if rank is None else f"{name} loader of worker {rank}"
     if isinstance(source.loader, Iterator):
         return RuntimeError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from raysgd.data.shard import Place
+from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class MicroBatches(StepFeature):
         self.split = 1
         """Parts of each batch in training; more than 1 after memory ran out."""
 
-    def refuse(self, why: str, place: Place) -> None:
+    def refuse(self, why: str, place: MicroBatch) -> None:
         """Note why they must not.
 
         Raises:
@@ -47,7 +47,7 @@ class MicroBatches(StepFeature):
         if place.is_part:
             raise IndivisibleError(why)
 
-    def begin_batch(self, place: Place) -> None:
+    def begin_batch(self, place: MicroBatch) -> None:
         """Warn of a batch that is larger because workers are missing, and comes as a whole."""
         if place.is_large:
             self._registration.say(
@@ -59,7 +59,7 @@ class MicroBatches(StepFeature):
                 self.why_not or "only the default train_epoch takes it in parts",
             )
 
-    def split_batch(self, batch: Any, place: Place) -> Sequence[tuple[Any, Place]]:
+    def split_batch(self, batch: Any, place: MicroBatch) -> Sequence[tuple[Any, MicroBatch]]:
         """Return the parts in which to train a batch, with their places: the batch, as a rule."""
         return [(batch, place)]
 

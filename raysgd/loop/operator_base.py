@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from raysgd.data.source import Source
+from raysgd.data.source import BatchSource
 from raysgd.loop.registration import Registration
-from raysgd.loop.segment import Segment
+from raysgd.loop.step_iterator import StepIterator
 from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, is_number
 
 __all__ = [
@@ -181,7 +181,7 @@ class OperatorBase:
         return info
 
     def _count_steps(self) -> int:
-        source: Source = self._registration.data.source("train")
+        source: BatchSource = self._registration.data.source("train")
         steps = source.steps_left(0)
         if steps is None:
             raise RuntimeError(
@@ -192,7 +192,7 @@ class OperatorBase:
 
     def _in_parts(self, iterator: Iterable[Any]) -> Iterable[Any]:
         """Return the batches of an iterator, of which large ones may come in parts."""
-        return iterator.in_parts() if isinstance(iterator, Segment) else iterator
+        return iterator.in_parts() if isinstance(iterator, StepIterator) else iterator
 
     def _batch_info(
         self, info: dict[str, Any] | None, batch_idx: int, epoch_idx: int

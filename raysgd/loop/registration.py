@@ -10,20 +10,20 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from raysgd.context import Preemption, WorkerContext
-from raysgd.data.shard import Place
-from raysgd.data.source import Source
+from raysgd._internal.context import Preemption, WorkerContext
+from raysgd._internal.timers import TimerCollection
+from raysgd.data.partition import MicroBatch
+from raysgd.data.source import BatchSource
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.micro_batches import MicroBatches
+from raysgd.loop.options import Options
 from raysgd.loop.sources import DataSources
 from raysgd.loop.step import Step
 from raysgd.metrics import AverageMeterCollection
-from raysgd.options import Options
-from raysgd.timers import TimerCollection
 
 if TYPE_CHECKING:
-    from raysgd.loop.segment import Segment
+    from raysgd.loop.step_iterator import StepIterator
 
 __all__ = ["Registration", "Settings", "WarmedUp", "check_parts", "listed", "shaped_like"]
 
@@ -100,13 +100,13 @@ class Registration(ABC):
         """What user code has logged of the batch under way; None where nobody collects it."""
         self.preemption: Preemption | None = None
         """Which workers of the group are going to be taken away."""
-        self.segment: Segment | None = None
+        self.segment: StepIterator | None = None
         """The segment of training under way."""
         self.data = DataSources(self)
 
     @property
-    def place(self) -> Place:
-        """Place of the current batch in its step."""
+    def place(self) -> MicroBatch:
+        """MicroBatch of the current batch in its step."""
         return self.step.place
 
     @property
@@ -137,7 +137,7 @@ class Registration(ABC):
     # ---- data
 
     @abstractmethod
-    def wrap(self, loader: Any, training: bool) -> Source:
+    def wrap(self, loader: Any, training: bool) -> BatchSource:
         """Return the source of batches for a loader, or for a `Dataset` given with a call."""
 
     def by_name(self, loader: Any) -> Mapping[str, Any]:
@@ -225,7 +225,7 @@ class Registration(ABC):
         """How many updates were skipped so far, since gradients overflowed."""
         return 0
 
-    def begin_batch(self, place: Place) -> None:
+    def begin_batch(self, place: MicroBatch) -> None:
         """Begin a batch, or a part of one.
 
         Raises:
@@ -360,17 +360,17 @@ class Registration(ABC):
         return False
 
     @property
-    def in_rows(self) -> bool:
+    def is_fully_sharded(self) -> bool:
         """Whether each worker has rows of the models."""
         return False
 
     @property
-    def lacks_state(self) -> bool:
+    def lacks_shards(self) -> bool:
         """Whether shares were lost with all workers that had them."""
         return False
 
     @property
-    def settled(self) -> bool:
+    def ranks_in_sync(self) -> bool:
         """Whether all that is held is of the last committed step."""
         return True
 
@@ -378,11 +378,11 @@ class Registration(ABC):
         """Return this worker's share of the state of each optimizer, where it is divided."""
         return []
 
-    def held_state(self) -> list[Any]:
+    def export_replica(self) -> list[Any]:
         """Return all that this worker holds of what is divided."""
         return []
 
-    def take_held(self, held: Sequence[Any]) -> None:  # noqa: B027
+    def import_replica(self, held: Sequence[Any]) -> None:  # noqa: B027
         """Hold what another worker held that goes, until all enter a new generation."""
 
     def check_averaged(self) -> None:  # noqa: B027

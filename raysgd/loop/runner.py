@@ -13,17 +13,19 @@ from typing import Any, cast
 
 import numpy as np
 
-from raysgd.cluster.requests import (
-    HeldStateRequest,
+from raysgd._internal.config import BATCH_SIZE, batch_share, worker_config
+from raysgd._internal.context import Preemption, Progress, Request, WorkerContext
+from raysgd._internal.nested import loading, map_leaves
+from raysgd.cluster.serialization import unpicklable_key
+from raysgd.elastic.requests import (
+    ExportReplicaRequest,
+    ImportReplicaRequest,
     LoadRequest,
     RestartStateRequest,
-    TakeHeldRequest,
 )
-from raysgd.cluster.serialization import unpicklable_key
-from raysgd.config import BATCH_SIZE, batch_share, worker_config
-from raysgd.context import Preemption, Progress, Request, WorkerContext
 from raysgd.errors import CheckpointError
 from raysgd.loop.loop import Loop
+from raysgd.loop.options import Options
 from raysgd.loop.registration import Registration
 from raysgd.loop.requests import (
     ApplyOperatorRequest,
@@ -44,8 +46,6 @@ from raysgd.loop.requests import (
 from raysgd.loop.signal import Signal
 from raysgd.loop.state import check_position
 from raysgd.metrics import AverageMeterCollection
-from raysgd.options import Options
-from raysgd.trees import loading, map_leaves
 
 __all__ = ["LossReader", "OperatorRunner"]
 
@@ -58,7 +58,7 @@ _LOSS_WAIT_S = 0.02
 
 
 class OperatorRunner(ABC):
-    """Hosts one operator. See :class:`raysgd.context.Runner` for what runs in which thread."""
+    """Hosts one operator. `Runner` says which method runs in which thread."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -234,8 +234,8 @@ class OperatorRunner(ABC):
             compiling=registration.compiling,
             latest=latest,
             divided=registration.divided,
-            in_rows=registration.in_rows,
-            lacks_state=registration.lacks_state,
+            is_fully_sharded=registration.is_fully_sharded,
+            lacks_shards=registration.lacks_shards,
             partial=registration.step.is_partial,
         )
 
@@ -295,10 +295,10 @@ class OperatorRunner(ABC):
                     return self._apply_operator(request.function)
                 case RestartStateRequest():
                     return self.restart_state(request.num_workers)
-                case HeldStateRequest():
-                    return self.held_state()
-                case TakeHeldRequest():
-                    return self._registration.take_held(request.held)
+                case ExportReplicaRequest():
+                    return self.export_replica()
+                case ImportReplicaRequest():
+                    return self._registration.import_replica(request.held)
             return self.handle_own(request)
 
     def handle_own(self, request: Request) -> Any:
@@ -375,7 +375,7 @@ class OperatorRunner(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the state, on CPU; of a divided one, this worker's share."""
         self._registration.check_whole()
-        if not self._registration.settled:
+        if not self._registration.ranks_in_sync:
             self._registration.say(
                 "ahead",
                 "The state is taken amid a step in which workers were lost, and some optimizers' "
@@ -442,15 +442,15 @@ class OperatorRunner(ABC):
         if self._loop is None:
             return None
         registration = self._registration
-        has_all = registration.settled and registration.context.world_size == num_workers
+        has_all = registration.ranks_in_sync and registration.context.world_size == num_workers
         if registration.divided and not has_all:
             return None
         state: dict[str, Any] = registration.to_cpu(self._loop.state_with_call())
         return state
 
-    def held_state(self) -> list[Any]:
+    def export_replica(self) -> list[Any]:
         """Return all that this worker holds of what is divided."""
-        held: list[Any] = self._registration.to_cpu(self._registration.held_state())
+        held: list[Any] = self._registration.to_cpu(self._registration.export_replica())
         return held
 
     def _shared_state(self) -> dict[str, Any]:

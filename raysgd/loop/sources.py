@@ -8,7 +8,7 @@ from types import GeneratorType, MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from raysgd.data import Dataset
-from raysgd.data.source import Source, own_split
+from raysgd.data.source import BatchSource, own_split
 
 if TYPE_CHECKING:
     from raysgd.loop.registration import Registration
@@ -23,7 +23,7 @@ class DataSources:
 
     def __init__(self, registration: Registration) -> None:
         self._registration = registration
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, BatchSource] = {}
         self._warned: set[str] = set()
         self.trains_on = "train"
         """The name of the source whose epoch is in progress."""
@@ -43,7 +43,7 @@ class DataSources:
             given = f"register_data(validation_loader={{{name!r}: ...}})" if name else given_alone
             self._sources[key] = self._wrapped(given, loader, training=False)
 
-    def _wrapped(self, given: str, loader: Any, training: bool) -> Source:
+    def _wrapped(self, given: str, loader: Any, training: bool) -> BatchSource:
         # the protocol of sequences, which a map-style data set has, is one of iteration as well
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise TypeError(f"{given} must be iterable, but it is {loader!r}.")
@@ -80,17 +80,17 @@ class DataSources:
             raise _missing(name)
         return self._sources[name] if name in self._sources else self.validation_sources()
 
-    def readable(self, name: str) -> Source:
+    def readable(self, name: str) -> BatchSource:
         """Return the same; where there is none, one that raises as soon as a loop reads it."""
-        return self._sources[name] if name in self._sources else Source(_Missing(name))
+        return self._sources[name] if name in self._sources else BatchSource(_Missing(name))
 
-    def validation_sources(self) -> dict[str, Source]:
+    def validation_sources(self) -> dict[str, BatchSource]:
         """Return what to validate on by name; a single loader has the empty name."""
         keys = [key for key in self._sources if key.partition("/")[0] == "validation"]
         found = {key.partition("/")[2]: self._sources[key] for key in keys}
         return found or {"": self.readable("validation")}
 
-    def sources_of(self, loader: Any) -> dict[str, Source]:
+    def sources_of(self, loader: Any) -> dict[str, BatchSource]:
         """Return a loader that was given with a call, or several by name, shared out.
 
         Raises:
@@ -108,7 +108,7 @@ class DataSources:
                 )
         return found
 
-    def training_source(self, dataset: Dataset | None) -> tuple[Source, bool]:
+    def training_source(self, dataset: Dataset | None) -> tuple[BatchSource, bool]:
         """Return what to train on, and whether that is another source than before.
 
         A data set given with the call takes the place of the registered loader. An epoch that is

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from raysgd._internal.nested import map_leaves
 from raysgd.errors import CheckpointError
 from raysgd.loop.registration import Registration
-from raysgd.trees import map_leaves
 
 __all__ = ["Snapshots", "check_position"]
 
@@ -44,7 +44,7 @@ class Snapshots:
         """
         registration = self._registration
         is_holder = registration.context.world_rank == 0 or registration.divided
-        if self._every is None or not is_holder or not registration.settled:
+        if self._every is None or not is_holder or not registration.ranks_in_sync:
             return
         epoch, step = registration.epoch, registration.global_step
         if self._held is not None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from raysgd.data.shard import Place
+from raysgd.data.partition import MicroBatch
 
 __all__ = ["Step", "StepState"]
 
@@ -34,8 +34,8 @@ class Step:
         self.optimizers: Sequence[Any] = ()
         self.batches: list[Any] = []
         """Its batches so far: several with gradient accumulation."""
-        self.place = Place()
-        """Place of the current batch, or part of one, in the step."""
+        self.place = MicroBatch()
+        """MicroBatch of the current batch, or part of one, in the step."""
         self.updating: Any = None
         """The optimizer whose update has begun and not ended."""
         self.is_partial = False
@@ -70,7 +70,7 @@ class Step:
             self._updates.clear()
         self.batches.append(batch)
 
-    def run(self, place: Place) -> None:
+    def run(self, place: MicroBatch) -> None:
         """Note that the loop gets a batch, or a part of one."""
         self.place = place
         if self.state is not StepState.UPDATED:
@@ -104,5 +104,5 @@ class Step:
         self.updating = None
 
     def _end(self, state: StepState) -> None:
-        self.state, self.place, self.batches, self.updating = state, Place(), [], None
+        self.state, self.place, self.batches, self.updating = state, MicroBatch(), [], None
         self._updates.clear()

@@ -22,8 +22,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 if TYPE_CHECKING:
-    from raysgd.cluster.members import Member
-    from raysgd.trainer import OperatorTrainer
+    from raysgd.cluster.worker_handle import WorkerHandle
+    from raysgd.trainer.base import OperatorTrainer
 
 __all__ = ["Chaos", "Fault", "Injection", "hang", "kill", "resume", "schedule"]
 
@@ -209,7 +209,7 @@ class Chaos:
         self._spare = spare
         self._pending = list(faults)
         self._injected: list[Injection] = []
-        self._hit: set[Member] = set()
+        self._hit: set[WorkerHandle] = set()
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="raysgd-chaos", daemon=True)
@@ -297,7 +297,7 @@ def _signal(trainer: OperatorTrainer, rank: int, number: signal.Signals) -> int:
     return member.info.pid
 
 
-def _check_signalled(member: Member, rank: int) -> None:
+def _check_signalled(member: WorkerHandle, rank: int) -> None:
     if not member.remote:
         raise ValueError(
             f"Worker {rank} lives in the driver's process (use_local=True), which would be hit "

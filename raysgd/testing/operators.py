@@ -58,7 +58,7 @@ def _keras_operator(operator_cls: Any, config: dict[str, Any], use_fp16: bool | 
     from raysgd.comm.tensorflow import check_tensorflow
 
     check_tensorflow("run_operator")
-    from raysgd.context import WorkerContext
+    from raysgd._internal.context import WorkerContext
     from raysgd.tf.communication import Communication
     from raysgd.tf.options import TFOptions
     from raysgd.tf.registration import TFSettings, build_operator

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from raysgd.context import WorkerContext
+from raysgd._internal.context import WorkerContext
 from raysgd.tf.keras import tf_variable
 
 __all__ = ["Communication", "GlooWorkers", "HorovodGroup", "communication_of"]

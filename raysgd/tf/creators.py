@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.arguments import whole
+from raysgd._internal.arguments import whole
 from raysgd.loop.operator_base import class_from_creators, created_loaders
 from raysgd.tf.operator import TrainingOperator
 

@@ -19,8 +19,8 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd.data import Dataset
-from raysgd.data.shard import Place, Shard, even_part, places_of
-from raysgd.data.source import ShardedSource, Source
+from raysgd.data.partition import EpochPartition, MicroBatch, even_part, micro_batches_of
+from raysgd.data.source import BatchSource, PartitionedSource
 
 __all__ = ["ArraySource", "DatasetSource", "ItemSource", "check_end", "is_arrays", "spec_of"]
 
@@ -41,7 +41,7 @@ def is_arrays(data: Any) -> bool:
     return bool(leaves) and all(hasattr(leaf, "__array__") for leaf in leaves)
 
 
-class ArraySource(ShardedSource):
+class ArraySource(PartitionedSource):
     """Arrays, shared out over the workers sample by sample.
 
     Args:
@@ -79,7 +79,7 @@ class ArraySource(ShardedSource):
             raise ValueError(f"Arrays of one data set must have one length, not {sorted(lengths)}.")
         if follows_share and full_size is not None and global_batch is not None:
             batch_size = global_batch // full_size
-        shard = Shard(
+        shard = EpochPartition(
             lengths.pop(), batch_size, world_size, rank, even=training, full_size=full_size
         )
         super().__init__(arrays, shard, follows_share, global_batch if training else None)
@@ -157,7 +157,7 @@ class ItemSource(ArraySource):
         return None
 
 
-class DatasetSource(Source):
+class DatasetSource(BatchSource):
     """A ``tf.data.Dataset`` of batches, shared out over the workers.
 
     Args:
@@ -182,7 +182,7 @@ class DatasetSource(Source):
     ) -> None:
         super().__init__(loader)
         self._full_size = full_size
-        self._places: Sequence[Place] = ()
+        self._places: Sequence[MicroBatch] = ()
         self._training, self._splits = training, splits
         self._world_size, self._rank = world_size, rank
         self._num_begun = 0
@@ -252,7 +252,7 @@ class DatasetSource(Source):
         order = -registration.minimum(-self._next_order(epoch, offset))
         self._iterate(order, epoch)
 
-    def places(self, offset: int, num_steps: int, in_parts: bool) -> Sequence[Place]:
+    def places(self, offset: int, num_steps: int, in_parts: bool) -> Sequence[MicroBatch]:
         """Return the places of this worker's batch, or its parts, in the step read last."""
         return self._places
 
@@ -309,7 +309,7 @@ class DatasetSource(Source):
         at_once = max(sizes)
         if self._splits:
             at_once = -(-at_once // (self._full_size or self._world_size))
-        self._places = places_of(
+        self._places = micro_batches_of(
             (sum(sizes),), self._world_size, self._rank, at_once, in_parts and self.keeps_step
         )
         own, number = self._own_part(group), len(self._places)
@@ -411,7 +411,7 @@ def _num_rows(batch: Any) -> int:
     return int(tf.nest.flatten(batch)[0].shape[0])
 
 
-def spec_of(source: Source) -> Any:
+def spec_of(source: BatchSource) -> Any:
     """Return what the batches of a source look like; those of an iterable are like its first."""
     if source.sharded:
         return source.reads()

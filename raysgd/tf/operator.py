@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from raysgd.arguments import suggests
+from raysgd._internal.arguments import suggests
+from raysgd._internal.nested import map_leaves
 from raysgd.loop.operator_base import OperatorBase, checked_metrics, with_logged
 from raysgd.metrics import NUM_SAMPLES
-from raysgd.trees import map_leaves
 
 if TYPE_CHECKING:
     from raysgd.tf.registration import KerasRegistration

@@ -13,14 +13,14 @@ import cloudpickle
 from raysgd.backends import Backend, create_backend
 from raysgd.comm.horovod import HorovodBackend
 from raysgd.comm.tensorflow import keras_environment
-from raysgd.options import Options
+from raysgd.loop.options import Options
 
 __all__ = ["TFOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TFOptions(Options):
-    """See :class:`raysgd.options.Options`."""
+    """See :class:`raysgd.loop.options.Options`."""
 
     backend: str = "gloo"
     splits_batches: bool = False

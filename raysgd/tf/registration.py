@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from raysgd.context import WorkerContext
+from raysgd._internal.context import WorkerContext
+from raysgd._internal.nested import deep_copied, map_leaves
 from raysgd.data import Dataset
-from raysgd.data.shard import Place
-from raysgd.data.source import Source
+from raysgd.data.partition import MicroBatch
+from raysgd.data.source import BatchSource
 from raysgd.loop.operator_base import create_operator
 from raysgd.loop.registration import Registration, Settings, check_parts, listed, shaped_like
 from raysgd.tf.batches import unpack, with_class_weight
@@ -41,7 +42,6 @@ from raysgd.tf.loading import (
 )
 from raysgd.tf.losses import BatchMetrics, loss_function, widened
 from raysgd.tf.options import TFOptions
-from raysgd.trees import deep_copied, map_leaves
 
 if TYPE_CHECKING:
     from raysgd.tf.operator import TrainingOperator
@@ -189,7 +189,7 @@ class KerasRegistration(Registration):
 
     # ---- data
 
-    def wrap(self, loader: Any, training: bool) -> Source:
+    def wrap(self, loader: Any, training: bool) -> BatchSource:
         """Return the source of batches for a data set, arrays, or another iterable."""
         share, placing = self.settings.batch_share, self.settings.placing
         if isinstance(loader, Dataset):
@@ -209,13 +209,13 @@ class KerasRegistration(Registration):
             del placing["global_batch"]  # its batches are made already
             return DatasetSource(loader, training=training, splits=splits, **placing)
         why_whole = "it is neither arrays nor a tf.data.Dataset"
-        return Source(
+        return BatchSource(
             loader, by_user=not self.settings.options.add_dist_sampler, why_whole=why_whole
         )
 
     # ---- steps
 
-    def begin_batch(self, place: Place) -> None:
+    def begin_batch(self, place: MicroBatch) -> None:
         super().begin_batch(place)
         if place.position > 0 and not self._held:
             self.parts.refuse("train_batch does not call self.minimize()", place)

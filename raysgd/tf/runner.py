@@ -6,10 +6,10 @@ import contextlib
 import os
 from typing import Any
 
+from raysgd._internal.config import BATCH_SIZE
+from raysgd._internal.context import WorkerContext
+from raysgd._internal.imports import frozen_imports
 from raysgd.comm.tensorflow import check_tensorflow
-from raysgd.config import BATCH_SIZE
-from raysgd.context import WorkerContext
-from raysgd.imports import frozen_imports
 from raysgd.loop.runner import OperatorRunner
 from raysgd.tf.options import TFOptions
 
@@ -17,7 +17,7 @@ __all__ = ["TFRunner", "weights"]
 
 
 class TFRunner(OperatorRunner):
-    """Hosts one operator. See :class:`raysgd.context.Runner` for what runs in which thread.
+    """Hosts one operator. `Runner` says which method runs in which thread.
 
     TensorFlow is imported in `setup`, when everything is in the environment that it reads.
     """
@@ -38,7 +38,7 @@ class TFRunner(OperatorRunner):
         elif not self._options.use_gpu:
             os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
         if context.distributed and not self._options.use_horovod:
-            from raysgd.dynamo import postpone_dynamo
+            from raysgd._internal.dynamo import postpone_dynamo
 
             postpone_dynamo()
         if self._options.use_horovod:

@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
-from raysgd.arguments import check_flags, suggests
+from raysgd._internal.arguments import check_flags, suggests
 from raysgd.callbacks.base import Callback
-from raysgd.cluster.call import Call
 from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.data import Dataset
+from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
 from raysgd.loop.requests import ApplyOperatorRequest
@@ -18,7 +18,7 @@ from raysgd.tf.creators import CreatorOperator, creator_operator, fit_plan, rena
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.options import TFOptions
 from raysgd.tf.runner import TFRunner, weights
-from raysgd.trainer import OperatorTrainer
+from raysgd.trainer.base import OperatorTrainer
 
 __all__ = ["TFTrainer"]
 

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from raysgd.torch.creators import CreatorOperator
+from raysgd.torch.interop.creators import CreatorOperator
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.trainer import TorchTrainer
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raysgd.trees import map_leaves
+from raysgd._internal.nested import map_leaves
 
 __all__ = [
     "broadcast",

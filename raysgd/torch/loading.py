@@ -29,10 +29,10 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from raysgd.data import Dataset as ItemDataset
-from raysgd.data.shard import Shard
-from raysgd.data.source import ShardedSource, Source, own_split
-from raysgd.torch.rows import rows_of
+from raysgd.data.partition import EpochPartition
+from raysgd.data.source import BatchSource, PartitionedSource, own_split
 from raysgd.torch.seeding import seeded
+from raysgd.torch.tensor_dataset import rows_of
 
 if TYPE_CHECKING:
     from raysgd.torch.registration import TorchRegistration
@@ -54,7 +54,7 @@ Order = torch.Tensor | list[Any] | None
 """
 
 
-class ShardedLoader(ShardedSource):
+class ShardedLoader(PartitionedSource):
     """A map-style DataLoader, shared out over the workers.
 
     The order of an epoch follows from the loader's own sampler, the seed and the epoch, so that
@@ -82,7 +82,7 @@ class ShardedLoader(ShardedSource):
         if follows_share and full_size is not None and global_batch is not None:
             size = global_batch // full_size
         self._deals_batches = makes_own_batches(loader)
-        shard = Shard(
+        shard = EpochPartition(
             len(_sampler_of(loader)),
             size,
             world_size,
@@ -101,7 +101,7 @@ class ShardedLoader(ShardedSource):
         self._orders_agreed = False
 
     @property
-    def shard(self) -> Shard:
+    def shard(self) -> EpochPartition:
         """This worker's part; a sampler may become longer or shorter."""
         return replace(self._shard, total=len(self.order_sampler))
 
@@ -282,7 +282,7 @@ class ShardedLoader(ShardedSource):
         return f"{super().describe()}, drop_last={self._shard.drop_last}"
 
 
-class HuggingFaceSource(Source):
+class HuggingFaceSource(BatchSource):
     """A streamed data set of Hugging Face, alone or in a DataLoader, split by node at each epoch.
 
     A worker that goes on in an epoch after a loss keeps the part that it has begun.
@@ -353,7 +353,7 @@ def wrap_loader(
     batch_share: int | None = None,
     full_size: int | None = None,
     global_batch: int | None = None,
-) -> Source:
+) -> BatchSource:
     """Return the source of batches for a loader that was registered, or for a set of items.
 
     A DataLoader whose sampler has a length is sharded if `shard`, and in any case if the sampler is
@@ -398,7 +398,7 @@ def wrap_loader(
         _check_no_data_set(loader)
     # torch says of the length of an IterableDataset that it is a guess
     guessed = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
-    return Source(loader, has_length=not guessed, by_user=not shard, why_whole=why_whole)
+    return BatchSource(loader, has_length=not guessed, by_user=not shard, why_whole=why_whole)
 
 
 def _check_no_data_set(loader: Any) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from raysgd.arguments import suggests
+from raysgd._internal.arguments import suggests
 from raysgd.loop.operator_base import OperatorBase, checked_metrics, with_logged
 from raysgd.metrics import NUM_SAMPLES, Sums, ratio
 from raysgd.torch.batches import (
@@ -35,16 +35,16 @@ from raysgd.torch.batches import (
     scores_in,
     shapes_of,
 )
-from raysgd.torch.checks import needs_metric
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.ddp import plain
-from raysgd.torch.memory import ran_out_of_memory
 from raysgd.torch.optimization import as_count
+from raysgd.torch.out_of_memory import ran_out_of_memory
+from raysgd.torch.register_checks import needs_metric
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
 from raysgd.torch.to_device import moved
 
 if TYPE_CHECKING:
-    from raysgd.torch.creators import CreatorOperator
+    from raysgd.torch.interop.creators import CreatorOperator
 
 __all__ = ["TrainingOperator"]
 
@@ -485,7 +485,7 @@ class TrainingOperator(OperatorBase):
         serialize_data_creation: bool = True,
     ) -> type[CreatorOperator]:
         """Make an operator class from creator functions, see :class:`CreatorOperator`."""
-        from raysgd.torch.creators import creator_operator
+        from raysgd.torch.interop.creators import creator_operator
 
         creators = {
             "model_creator": model_creator,
@@ -523,7 +523,7 @@ class TrainingOperator(OperatorBase):
             TypeError: if it is no class of Lightning 2; and, when a trainer is made, if it has
                 hooks that raysgd does not call, each by its name.
         """
-        from raysgd.torch.lightning import lightning_operator
+        from raysgd.torch.interop.lightning import lightning_operator
 
         loaders = {"train_loader": train_dataloader, "validation_loader": val_dataloader}
         return lightning_operator(cls, lightning_module_cls, loaders, data_creator, datamodule)
@@ -675,7 +675,7 @@ class TrainingOperator(OperatorBase):
 def __getattr__(name: str) -> Any:
     if name != "CreatorOperator":  # where older scripts import it from
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from raysgd.torch.creators import CreatorOperator
+    from raysgd.torch.interop.creators import CreatorOperator
 
     return CreatorOperator
 

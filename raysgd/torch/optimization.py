@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.data.shard import Place
+from raysgd.data.partition import MicroBatch
 from raysgd.loop.micro_batches import MicroBatches
 from raysgd.loop.registration import WarmedUp
 from raysgd.loop.step import Step
-from raysgd.torch.horovod import HorovodExchange
+from raysgd.torch.interop.horovod import HorovodExchange
 from raysgd.torch.precision import Precision
 
 __all__ = ["Group", "Optimization", "as_count"]
@@ -53,10 +53,10 @@ class Group:
     workers' counts, so that the update is the mean over the items of all workers.
 
     >>> group = Group()
-    >>> group.begin(Place(0, 2, is_last=False))
+    >>> group.begin(MicroBatch(0, 2, is_last=False))
     >>> group.weigh(6)
     (1.0, 0.5)
-    >>> group.begin(Place(1, 2))
+    >>> group.begin(MicroBatch(1, 2))
     >>> group.weigh(2)  # 2 of 8 samples, and the first batch counts for 6 / 8, not for 1 / 2
     (1.5, 0.25)
     """
@@ -66,7 +66,7 @@ class Group:
 
     def reset(self) -> None:
         """Let each batch be a group of its own, until `begin` says otherwise."""
-        self.place = Place()
+        self.place = MicroBatch()
         """That of the batch under way."""
         self._counts: bool | None = None
         self._taken_as = 0.0
@@ -79,7 +79,7 @@ class Group:
         self.samples: float | None = None
         """Samples of the batch under way, if the loop has counted them."""
 
-    def begin(self, place: Place) -> None:
+    def begin(self, place: MicroBatch) -> None:
         """Begin a batch."""
         if place.position == 0:
             self.reset()
@@ -273,7 +273,7 @@ class Optimization:
 
     # ---- batches
 
-    def begin_batch(self, models: list[torch.nn.Module], place: Place) -> None:
+    def begin_batch(self, models: list[torch.nn.Module], place: MicroBatch) -> None:
         """Begin a batch of a group, or a part of one."""
         self._checks_steps = self._checks_steps or place.is_part
         self._has_stepped = False

@@ -8,9 +8,9 @@ from typing import Self
 
 import torch
 
-from raysgd.arguments import check_choice
+from raysgd._internal.arguments import check_choice
 from raysgd.backends import backend_names
-from raysgd.options import Options
+from raysgd.loop.options import Options
 from raysgd.torch.precision import PRECISIONS
 
 __all__ = ["TorchOptions"]
@@ -18,7 +18,7 @@ __all__ = ["TorchOptions"]
 
 @dataclass(frozen=True, kw_only=True)
 class TorchOptions(Options):
-    """See :class:`raysgd.options.Options`."""
+    """See :class:`raysgd.loop.options.Options`."""
 
     wrap_ddp: bool = True
     amp_dtype: torch.dtype | None = None
@@ -55,7 +55,7 @@ class TorchOptions(Options):
         return torch.cuda.is_available()
 
     def decided(self) -> Self:
-        """See :meth:`raysgd.options.Options.decided`; the backend follows from the GPUs."""
+        """See :meth:`raysgd.loop.options.Options.decided`; the backend follows from the GPUs."""
         decided = super().decided()
         if self.backend == "nccl" and not decided.use_gpu:
             raise ValueError('backend="nccl" needs GPUs: pass use_gpu=True, or backend="gloo".')

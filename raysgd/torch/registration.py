@@ -12,25 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.context import WorkerContext
-from raysgd.data.shard import Place
-from raysgd.data.source import Source
+from raysgd._internal.context import WorkerContext
+from raysgd._internal.nested import loading
+from raysgd.data.partition import MicroBatch
+from raysgd.data.source import BatchSource
 from raysgd.errors import CheckpointError
 from raysgd.loop.registration import Registration, Settings, check_parts, listed, shaped_like
 from raysgd.torch import collectives, ddp
-from raysgd.torch.checks import (
-    check_divisible,
-    check_shardable,
-    check_static_graphs,
-    check_step_freq,
-    check_untrained,
-    checked,
-    checked_sharding,
-    has_static_graph,
-    is_trained,
-    warn_of_order,
-    warn_of_strangers,
-)
 from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.features.buffers import BufferCopies
 from raysgd.torch.features.compilation import (
@@ -43,15 +31,28 @@ from raysgd.torch.features.idle_optimizers import IdleOptimizers
 from raysgd.torch.features.micro_batches import TorchMicroBatches
 from raysgd.torch.features.rollback import Rollback
 from raysgd.torch.features.schedules import Schedules
-from raysgd.torch.horovod import HorovodExchange, check_horovod_args
+from raysgd.torch.features.sharded_optimizer import ShardedOptimizer, is_divided
+from raysgd.torch.interop.horovod import HorovodExchange, check_horovod_args
 from raysgd.torch.loading import wrap_loader
 from raysgd.torch.meta import Init, checked_init, make_whole, moved
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.precision import create_precision
 from raysgd.torch.precision.native import NativeAmp
+from raysgd.torch.register_checks import (
+    check_divisible,
+    check_shardable,
+    check_static_graphs,
+    check_step_freq,
+    check_untrained,
+    checked,
+    checked_sharding,
+    has_static_graph,
+    is_trained,
+    warn_of_order,
+    warn_of_strangers,
+)
 from raysgd.torch.sharded_files import hash_in, named_tensors, write
-from raysgd.torch.sharding import DividedOptimizer, is_divided
 from raysgd.torch.state import (
     copied,
     copied_to_cpu,
@@ -62,10 +63,9 @@ from raysgd.torch.state import (
     state_problem,
     to_cpu,
 )
-from raysgd.trees import loading
 
 if TYPE_CHECKING:
-    from raysgd.torch.full import FullyDivided
+    from raysgd.torch.features.fully_sharded import FullyShardedModel
 
 __all__ = ["OperatorSettings", "TorchRegistration"]
 
@@ -103,8 +103,8 @@ class TorchRegistration(Registration):
         self.averaging = Averaging(self)
         self.compilation = Compilation(self)
         self.schedules = Schedules(self)
-        self._divided: list[DividedOptimizer] = []
-        self._full: FullyDivided | None = None
+        self._divided: list[ShardedOptimizer] = []
+        self._full: FullyShardedModel | None = None
         self.sharding: str | None = None
         self.optimization = Optimization(
             create_precision(
@@ -187,7 +187,7 @@ class TorchRegistration(Registration):
             copies = sharding_args.get("copies")
             if self.context.distributed:
                 self._divided = [
-                    DividedOptimizer(optimizer, copies, lambda: self.optimization.in_helper)
+                    ShardedOptimizer(optimizer, copies, lambda: self.optimization.in_helper)
                     for optimizer in self.optimizers
                     if any(p.requires_grad for g in optimizer.param_groups for p in g["params"])
                 ]
@@ -285,10 +285,12 @@ class TorchRegistration(Registration):
 
     def _divide_models(self, arguments: dict[str, Any], init: Init | None) -> None:
         """Divide the models over the workers, and the optimizer with them."""
-        from raysgd.torch.full import FullyDivided  # takes a second to import
+        from raysgd.torch.features.fully_sharded import (
+            FullyShardedModel,  # takes a second to import
+        )
 
         precision, (optimizer,) = self.optimization.precision, self.optimizers
-        self._full = FullyDivided(
+        self._full = FullyShardedModel(
             optimizer,
             self.models,
             arguments,
@@ -402,7 +404,7 @@ class TorchRegistration(Registration):
             )
         return loader
 
-    def wrap(self, loader: Any, training: bool) -> Source:
+    def wrap(self, loader: Any, training: bool) -> BatchSource:
         """Return the source of batches for a loader, or for a data set of items."""
         return wrap_loader(
             loader,
@@ -423,7 +425,7 @@ class TorchRegistration(Registration):
         super().end_segment()
         self.optimization.end()
 
-    def begin_batch(self, place: Place) -> None:
+    def begin_batch(self, place: MicroBatch) -> None:
         if place.share != 1.0 and not self.replicated:
             place = replace(place, share=1.0)  # nobody averages
         super().begin_batch(place)
@@ -563,7 +565,7 @@ class TorchRegistration(Registration):
             state = collectives.broadcast_state(self.training_state, leader, device, to)
         buffers = self.from_rank(self._buffers.tensors, leader)
         for divided in self._divided:
-            divided.redivide(leader, device)
+            divided.reshard(leader, device)
         # all has come: whoever has a part of a step's state would do the step again if `leader`
         # was lost before the rest had come
         if lacks:
@@ -582,16 +584,16 @@ class TorchRegistration(Registration):
         return bool(self._divided)
 
     @property
-    def in_rows(self) -> bool:
+    def is_fully_sharded(self) -> bool:
         return self._full is not None
 
     @property
-    def lacks_state(self) -> bool:
-        return any(divided.lacks_state for divided in self._divided)
+    def lacks_shards(self) -> bool:
+        return any(divided.lacks_shards for divided in self._divided)
 
     @property
-    def settled(self) -> bool:
-        return all(divided.settled for divided in self._divided)
+    def ranks_in_sync(self) -> bool:
+        return all(divided.ranks_in_sync for divided in self._divided)
 
     # ---- state
 
@@ -654,12 +656,12 @@ class TorchRegistration(Registration):
         }
         return rest, other_names
 
-    def held_state(self) -> list[Any]:
+    def export_replica(self) -> list[Any]:
         return [divided.held() for divided in self._divided]
 
-    def take_held(self, held: Sequence[Any]) -> None:
+    def import_replica(self, held: Sequence[Any]) -> None:
         for divided, of_it in zip(self._divided, held, strict=True):
-            divided.take_held(of_it)
+            divided.import_replica(of_it)
 
     def copy_leaf(self, leaf: Any) -> Any:
         """Return a copy, of a tensor on its device."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raysgd.context import Request
+from raysgd._internal.context import Request
 
 __all__ = ["SaveTensorsRequest", "SaveWeightsRequest"]
 

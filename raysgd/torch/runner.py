@@ -11,19 +11,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from raysgd.config import BATCH_SIZE
-from raysgd.context import Request, WorkerContext
-from raysgd.dynamo import postpone_dynamo
+from raysgd._internal.config import BATCH_SIZE
+from raysgd._internal.context import Request, WorkerContext
+from raysgd._internal.dynamo import postpone_dynamo
+from raysgd._internal.nested import map_leaves
 from raysgd.loop.operator_base import create_operator
 from raysgd.loop.runner import OperatorRunner
-from raysgd.torch.checks import needs_metric, warn_of_own_schedulers, warn_of_unregistered
+from raysgd.torch.features.sharded_optimizer import whole
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
+from raysgd.torch.register_checks import needs_metric, warn_of_own_schedulers, warn_of_unregistered
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
 from raysgd.torch.requests import SaveTensorsRequest, SaveWeightsRequest
 from raysgd.torch.sharded_files import with_tensors
-from raysgd.torch.sharding import whole
-from raysgd.trees import map_leaves
 
 __all__ = ["TorchRunner"]
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class TorchRunner(OperatorRunner):
-    """Hosts one operator. See :class:`raysgd.context.Runner` for what runs in which thread."""
+    """Hosts one operator. `Runner` says which method runs in which thread."""
 
     _options: TorchOptions
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from raysgd._internal.files import sync_folder
 from raysgd.checkpoint.folder import FILE, UnsharedFolderError, hash_of
 from raysgd.errors import CheckpointError
-from raysgd.files import sync_folder
 
 __all__ = ["hash_in", "named_tensors", "with_tensors", "write"]
 

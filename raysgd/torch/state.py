@@ -14,8 +14,8 @@ import torch
 from torch.nn.utils import parametrize
 from torch.optim import lr_scheduler
 
-from raysgd.torch.rehearsal import step_problem
-from raysgd.trees import deep_copied, map_leaves
+from raysgd._internal.nested import deep_copied, map_leaves
+from raysgd.torch.optimizer_dry_run import step_problem
 
 __all__ = [
     "copied",

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 
 from raysgd import checkpoint
-from raysgd.arguments import suggests
+from raysgd._internal.arguments import suggests
 from raysgd.callbacks.base import Callback
 from raysgd.checkpoint.folder import (
     FILE,
@@ -26,19 +26,19 @@ from raysgd.checkpoint.folder import (
 )
 from raysgd.checkpoint.location import LocalFile, locate
 from raysgd.checkpoint.weights import save_rows
-from raysgd.cluster.call import Call
+from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
-from raysgd.torch.creators import CreatorOperator
+from raysgd.torch.features.sharded_optimizer import whole
+from raysgd.torch.interop.creators import CreatorOperator
 from raysgd.torch.learning_rate import LearningRates, geometric, set_rate, suggested
-from raysgd.torch.memory import concatenated
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
+from raysgd.torch.out_of_memory import concatenated
 from raysgd.torch.requests import SaveTensorsRequest, SaveWeightsRequest
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.sharded_files import with_tensors
-from raysgd.torch.sharding import whole
-from raysgd.trainer import OperatorTrainer
+from raysgd.trainer.base import OperatorTrainer
 
 __all__ = ["TorchTrainer"]
 

@@ -1,6 +1,6 @@
 """Where older scripts import operators from."""
 
-from raysgd.torch.creators import CreatorOperator
+from raysgd.torch.interop.creators import CreatorOperator
 from raysgd.torch.operator import TrainingOperator
 
 __all__ = ["CreatorOperator", "TrainingOperator"]

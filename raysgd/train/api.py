@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.context import WorkerContext
+from raysgd._internal.context import WorkerContext
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.preemption import PreemptionInfo, agreed
 from raysgd.train.session import Session, announced_preemption, current, worker_context

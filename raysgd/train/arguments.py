@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from raysgd.arguments import MOST_WORKERS
+from raysgd._internal.arguments import MOST_WORKERS
+from raysgd._internal.paths import checked_path
 from raysgd.cluster.serialization import dumps, unpicklable_key
-from raysgd.paths import checked_path
 
 __all__ = [
     "bound_function",

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from raysgd._internal.paths import checked_path
 from raysgd.elastic.config import ElasticConfig
-from raysgd.paths import checked_path
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.checkpoint import CheckpointStrategy
 

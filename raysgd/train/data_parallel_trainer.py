@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 
 import cloudpickle
 
-from raysgd.arguments import suggests
+from raysgd._internal.arguments import suggests
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.pickled import read_pickle, write_pickle
 from raysgd.cluster.serialization import unpicklable_key

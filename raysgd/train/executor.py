@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raysgd.arguments import check_hook
-from raysgd.cluster import tasks
+from raysgd._internal.arguments import check_hook
+from raysgd._internal.context import Request
+from raysgd.cluster import function_calls as tasks
 from raysgd.cluster import worker_group as core
-from raysgd.cluster.call import Call
-from raysgd.cluster.controller import Controller
-from raysgd.context import Request
+from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
+from raysgd.elastic.controller import Controller
 from raysgd.elastic.events import Event
 from raysgd.elastic.machine import Ready
 from raysgd.errors import WorkerLostError

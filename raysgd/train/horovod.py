@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.arguments import check_timeout
+from raysgd._internal.arguments import check_timeout
+from raysgd._internal.context import WorkerContext
 from raysgd.backends import Backend as Transport
 from raysgd.comm.horovod import HorovodBackend as HorovodGroup
 from raysgd.comm.horovod import HorovodRendezvous, check_horovod
-from raysgd.context import WorkerContext
 from raysgd.train.backend import Backend, BackendConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.context import Preemption
+from raysgd._internal.context import Preemption
 
 __all__ = ["PreemptionInfo", "agreed"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raysgd.context import Request
+from raysgd._internal.context import Request
 from raysgd.train.session import Plan
 from raysgd.train.validation import Reported
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from raysgd._internal.files import replacing
 from raysgd.callbacks.values import jsonable
-from raysgd.files import replacing
 from raysgd.train.checkpoint import Checkpoint
 
 __all__ = ["REPORTS", "ReportLog", "Result", "read_reports"]

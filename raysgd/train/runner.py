@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from raysgd.cluster.requests import LoadRequest
-from raysgd.context import Preemption, Progress, Request, WorkerContext
+from raysgd._internal.context import Preemption, Progress, Request, WorkerContext
+from raysgd.elastic.requests import LoadRequest
 from raysgd.train import session
 from raysgd.train.arguments import env_flag
 from raysgd.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
@@ -20,7 +20,7 @@ __all__ = ["FunctionRunner"]
 
 
 class FunctionRunner:
-    """Hosts one training function; :class:`raysgd.context.Runner` says what runs in which thread.
+    """Hosts one training function. `Runner` says which method runs in which thread.
 
     The function starts with the call that begins the run, and anew in the first call after a
     restart. The driver takes what it reports by `next`, one turn at a time.

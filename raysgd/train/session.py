@@ -23,10 +23,10 @@ from typing import Any
 
 import cloudpickle
 
+from raysgd._internal.context import Preemption, WorkerContext
 from raysgd.callbacks.values import numbers_in
-from raysgd.cluster import tasks
+from raysgd.cluster import function_calls as tasks
 from raysgd.cluster.serialization import Packed, Portable, pack, unpicklable_key
-from raysgd.context import Preemption, WorkerContext
 from raysgd.train.arguments import env_flag
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.constants import (

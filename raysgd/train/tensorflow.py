@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.arguments import check_timeout
+from raysgd._internal.arguments import check_timeout
 from raysgd.backends import Backend as Transport
 from raysgd.comm.tensorflow import TensorflowBackend as CollectiveGroup
 from raysgd.comm.tensorflow import check_tensorflow

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raysgd.arguments import suggests
+from raysgd._internal.arguments import suggests
 from raysgd.checkpoint.pickled import read_pickle
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.callbacks.values import numbers_in
-from raysgd.cluster import tasks
+from raysgd.cluster import function_calls as tasks
 from raysgd.train.checkpoint import Checkpoint
 
 __all__ = [

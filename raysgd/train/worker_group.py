@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.cluster import tasks
+from raysgd._internal.config import env_seconds
+from raysgd.cluster import function_calls as tasks
 from raysgd.cluster import worker_group as core
-from raysgd.cluster.members import Member
-from raysgd.cluster.worker_group import GroupOptions
-from raysgd.config import env_seconds
-from raysgd.elastic.policies import WorkerInfo
+from raysgd.cluster.group_options import GroupOptions
+from raysgd.cluster.worker_handle import WorkerHandle
+from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.train.arguments import checked_size, env_flag
 from raysgd.train.constants import (
     TRAIN_ENABLE_WORKER_SPREAD_ENV,
@@ -178,12 +178,12 @@ class WorkerGroup:
         return tasks.start([self._member(worker_index)], func, args, kwargs)[0]
 
     @property
-    def _members(self) -> list[Member]:
+    def _members(self) -> list[WorkerHandle]:
         if not self._group.members:
             raise RuntimeError("The workers are shut down; call start() first.")
         return list(self._group.members)
 
-    def _member(self, index: int) -> Member:
+    def _member(self, index: int) -> WorkerHandle:
         members = self._members
         if not 0 <= index < len(members):
             raise ValueError(

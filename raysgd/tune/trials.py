@@ -23,10 +23,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from raysgd.arguments import MOST_WORKERS, whole
+from raysgd._internal.arguments import MOST_WORKERS, whole
 from raysgd.cluster import placement
-from raysgd.cluster.worker_group import GroupOptions
-from raysgd.trainer import OperatorTrainer
+from raysgd.cluster.group_options import GroupOptions
+from raysgd.trainer.base import OperatorTrainer
 
 try:
     from ray.tune import PlacementGroupFactory, Trainable

@@ -307,7 +307,7 @@ def test_positional_arguments_are_refused():
 def test_start_timeout_that_is_no_number_is_refused(monkeypatch, text):
     monkeypatch.setenv("SGD_PLACEMENT_GROUP_TIMEOUT_S", text)
     # and no Ray is started, or asked, before
-    monkeypatch.setattr("raysgd.options._gpus_in_cluster", lambda: 1 / 0)
+    monkeypatch.setattr("raysgd.loop.options._gpus_in_cluster", lambda: 1 / 0)
     words = ["SGD_PLACEMENT_GROUP_TIMEOUT_S", repr(text), "positive number"]
     check(lambda: TorchTrainer(**{**TWO, "use_gpu": "auto"}), ValueError, words)
 

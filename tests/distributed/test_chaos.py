@@ -6,7 +6,7 @@ import threading
 import psutil
 import pytest
 
-from raysgd.cluster import members
+from raysgd.cluster import worker_handle as members
 from raysgd.elastic.machine import Running
 from raysgd.testing import chaos
 from raysgd.testing.chaos import Chaos, Fault

@@ -19,12 +19,13 @@ other = cluster.add_node(**node)
 ray.init(address=cluster.address, log_to_driver=False)
 
 from raysgd import ElasticConfig, TorchTrainer
-from raysgd.context import Progress
+from raysgd._internal.context import Progress
 from raysgd.errors import WorkerLostError
-from raysgd.cluster.worker_group import GroupOptions, WorkerGroup
+from raysgd.cluster.worker_group import WorkerGroup
+from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.placement import reserve
-from raysgd.cluster.call import Call
-from raysgd.cluster.controller import Controller
+from raysgd.elastic.call import Call
+from raysgd.elastic.controller import Controller
 from tests.operators import Classifier, replica_hash
 
 logging.basicConfig(level=logging.WARNING)

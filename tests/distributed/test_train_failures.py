@@ -14,7 +14,7 @@ import tracemalloc
 import pytest
 
 from raysgd import ElasticConfig, train
-from raysgd.context import Preemption
+from raysgd._internal.context import Preemption
 from raysgd.errors import InsufficientResourcesError, RemoteTraceback
 from raysgd.train import Trainer, TrainingCallback, session
 from raysgd.train.backend import BackendConfig, TrainBackendError, TrainingWorkerError

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raysgd.callbacks import CheckpointCallback
-from raysgd.data.shard import Shard
+from raysgd.data.partition import EpochPartition
 from tests.operators import parameters
 from tests.unit.callbacks.spy import Spy
 from tests.unit.recorder import Recorder, Streaming, Unsized
@@ -154,7 +154,7 @@ def test_limits_that_make_no_sense_are_refused(make_trainer, given, error, text)
 def test_workers_share_out_what_is_left_of_a_limited_epoch(world_size, drop_last):
     """In the same steps, also where the group becomes smaller on the way."""
     shards = [
-        Shard(100, 4, world_size, rank, drop_last, full_size=3, max_steps=5)
+        EpochPartition(100, 4, world_size, rank, drop_last, full_size=3, max_steps=5)
         for rank in range(world_size)
     ]
     spans = sorted(span for shard in shards for span in shard.batches(24))

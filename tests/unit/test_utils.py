@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import raysgd
-from raysgd import config, metrics, timers, utils
+from raysgd import metrics, utils
+from raysgd._internal import config, timers
 from raysgd.torch.seeding import seeded
 
 

@@ -33,7 +33,7 @@ class Averaging(StepFeature):
 
     def begin(self, decay: float | None, start_epoch: int) -> None:
         """Average the models from now on, or continue with averages of the same kind."""
-        if self._registration.in_rows:
+        if self._registration.is_fully_sharded:
             raise ValueError(
                 'Averages of the models do not work with register(sharding="full"): no worker has '
                 "the whole models. Leave out the callback, or the sharding."

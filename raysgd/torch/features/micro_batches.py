@@ -10,9 +10,9 @@ import torch
 from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from raysgd.data.shard import Place
+from raysgd.data.partition import MicroBatch
 from raysgd.loop.micro_batches import MicroBatches
-from raysgd.torch.memory import (
+from raysgd.torch.out_of_memory import (
     batch_parts,
     free_memory,
     in_own_containers,
@@ -51,7 +51,7 @@ class TorchMicroBatches(MicroBatches):
         factor, smallest = self.split, self._smallest_part
         return factor if rows and smallest == 1 else max(1, min(factor, rows // smallest))
 
-    def split_batch(self, batch: Any, place: Place) -> Sequence[tuple[Any, Place]]:
+    def split_batch(self, batch: Any, place: MicroBatch) -> Sequence[tuple[Any, MicroBatch]]:
         # copies, as what the user's code takes out of a batch may be wanted again
         whole = [(in_own_containers(batch), place)]
         self._num_samples = place.size or 0

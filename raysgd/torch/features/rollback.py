@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from raysgd.data.shard import Place
+from raysgd._internal.nested import map_leaves
+from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.step import Step
-from raysgd.trees import map_leaves
 
 __all__ = ["Rollback"]
 
@@ -57,7 +57,7 @@ class Rollback(StepFeature):
         self.has_copies = False
         """Whether the step in progress can be restored."""
 
-    def begin_batch(self, place: Place) -> None:
+    def begin_batch(self, place: MicroBatch) -> None:
         if place.position > 0:
             return
         self.has_copies = self._step.has_several_updates

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from raysgd.data.shard import Place
+from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
-from raysgd.torch.checks import needs_metric
+from raysgd.torch.register_checks import needs_metric
 
 if TYPE_CHECKING:
     from raysgd.torch.registration import TorchRegistration
@@ -29,7 +29,7 @@ class Schedules(StepFeature):
         schedulers = self._registration.schedulers
         self._last_epochs = [getattr(each, "last_epoch", None) for each in schedulers]
 
-    def begin_batch(self, place: Place) -> None:
+    def begin_batch(self, place: MicroBatch) -> None:
         """Undo and refuse a step of a scheduler in a part of a batch: each part would make one."""
         if not place.is_part:
             return

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from raysgd.paths import checked_path
+from raysgd._internal.paths import checked_path
 from raysgd.train.callbacks.preprocessors import (
     ExcludedKeysResultsPreprocessor,
     IndexedResultsPreprocessor,

@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from raysgd._internal.files import replacing
 from raysgd.callbacks.values import json_dict
-from raysgd.files import replacing
 from raysgd.train.callbacks.callback import FileCallback
 from raysgd.train.constants import RESULT_FILE_JSON
 

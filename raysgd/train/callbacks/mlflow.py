@@ -6,9 +6,9 @@ import os
 import time
 from typing import Any
 
+from raysgd._internal.imports import import_extra
 from raysgd.callbacks.mlflow import MLflowRun
 from raysgd.callbacks.values import numbers_in
-from raysgd.imports import import_extra
 from raysgd.train.callbacks.callback import FileCallback
 
 __all__ = ["MLflowLoggerCallback"]

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from raysgd.arguments import check_timeout
+from raysgd._internal.arguments import check_timeout
+from raysgd._internal.context import WorkerContext
+from raysgd._internal.dynamo import postpone_dynamo
 from raysgd.backends import Backend as Transport
 from raysgd.comm.torch import TorchBackend as ProcessGroup
 from raysgd.comm.torch import TorchRendezvous
-from raysgd.context import WorkerContext
-from raysgd.dynamo import postpone_dynamo
 from raysgd.train.backend import Backend, BackendConfig
 
 __all__ = ["TorchBackend", "TorchConfig", "TrainProcessGroup"]

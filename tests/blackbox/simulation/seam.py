@@ -10,18 +10,19 @@ from typing import Any
 
 import ray.exceptions
 
-from raysgd.cluster.call import Call
+from raysgd._internal.context import Progress
 from raysgd.cluster.clock import Clock
-from raysgd.cluster.controller import Controller
-from raysgd.cluster.members import Member
+from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.worker import Outcome
-from raysgd.cluster.worker_group import GroupOptions, WorkerGroup
-from raysgd.context import Progress
+from raysgd.cluster.worker_group import WorkerGroup
+from raysgd.cluster.worker_handle import WorkerHandle
+from raysgd.cluster.worker_info import WorkerInfo
+from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
+from raysgd.elastic.controller import Controller
 from raysgd.elastic.machine import Closed
-from raysgd.elastic.policies import WorkerInfo
 from raysgd.loop.requests import TrainRequest
-from raysgd.trainer_calls import TrainCall
+from raysgd.trainer.calls import TrainCall
 
 __all__ = ["BadBatchError", "Driver", "LostError"]
 
@@ -226,7 +227,7 @@ class SimBackend:
         pass
 
 
-class SimMember(Member):
+class SimMember(WorkerHandle):
     """A worker that does one task after the other as the world ticks."""
 
     remote = True
@@ -264,7 +265,7 @@ class SimMember(Member):
         self.is_from_setup = False
         """Its state is that of its setup, until it trains or loads another."""
         self.has_trained = False
-        self.lacks_state = False
+        self.lacks_shards = False
         """What was divided over the workers was lost with others."""
         self.partial = False
         """Its optimizer raised within a step."""
@@ -324,7 +325,7 @@ class SimMember(Member):
             snapshot=self.snapshot_step,
             terminated=self.terminated,
             divided=self.divided,
-            lacks_state=self.lacks_state,
+            lacks_shards=self.lacks_shards,
             partial=self.partial,
         )
 
@@ -404,9 +405,9 @@ class SimMember(Member):
                 return
             elif self.is_at("measured"):
                 self.end("ok", f"of {self.home.pid}")
-            elif self.is_at("held_state"):
+            elif self.is_at("export_replica"):
                 self.end("ok", self.home.pid)
-            elif self.is_at("take_held"):
+            elif self.is_at("import_replica"):
                 self.held.append(task.request.held)
                 self.end("ok")
             elif self.is_at("restart_state"):
@@ -494,7 +495,7 @@ class SimGroup(WorkerGroup):
     def discard(self, member):
         if (driver := self._world.driver) is not None:
             stays = driver.controller.recovery.survivors_stay
-            is_fine = not (member.dead or member.silent or member.deaf or member.lacks_state)
+            is_fine = not (member.dead or member.silent or member.deaf or member.lacks_shards)
             is_fine = is_fine and not member.partial
             is_fine = is_fine and self.drains.of(member) is None
             assert not (stays and is_fine and member.has_trained), "a survivor is given up"

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import tqdm.auto
 
+from raysgd._internal.context import Progress
 from raysgd.callbacks import EarlyStopping, ProgressBar, epoch_lines
 from raysgd.callbacks import progress as module
-from raysgd.context import Progress
 from raysgd.errors import CallbackError
 from tests.unit.recorder import Recorder
 

@@ -3,7 +3,7 @@
 import sys
 
 from raysgd import TorchTrainer
-from raysgd.run_log import RunLog, goodput
+from raysgd.callbacks.run_log import RunLog, goodput
 from tests.operators import Classifier
 
 

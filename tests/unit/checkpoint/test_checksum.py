@@ -124,7 +124,7 @@ def test_a_damaged_file_is_never_loaded(tmp_path, size):
 # ---- what of the file it is
 
 
-def places_of(pattern):
+def micro_batches_of(pattern):
     match = re.search(pattern, SMALL, re.DOTALL)
     return match.start(), (match.start() + match.end()) // 2, match.end() - 1
 
@@ -142,12 +142,12 @@ def places_of(pattern):
     ids=["tensor", "structure", "padding", "manifest", "trailer", "directory"],
 )
 def test_what_is_damaged_is_told(pattern, part):
-    for place in places_of(pattern):
+    for place in micro_batches_of(pattern):
         assert part in check(damaged(SMALL, place, 0x11))
 
 
 def test_damage_elsewhere_does_not_hide_the_manifest():
-    content = damaged(SMALL, places_of(rb"param_groups")[0], 1)
+    content = damaged(SMALL, micro_batches_of(rb"param_groups")[0], 1)
     assert find_manifest(io.BytesIO(content), whole=False).epoch == 2
 
 

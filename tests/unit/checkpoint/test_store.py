@@ -18,11 +18,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raysgd._internal.files import temporary_name
 from raysgd.checkpoint import CheckpointStore, Manifest, read_manifest, write_file
 from raysgd.checkpoint import store as checkpoint_store
 from raysgd.checkpoint.location import LocalFile, UnreachableError, locate
 from raysgd.errors import CheckpointError
-from raysgd.files import temporary_name
 from tests.unit.checkpoint.processes import fork
 from tests.unit.checkpoint.states import STATE, Code, flip, state_at, step_of
 

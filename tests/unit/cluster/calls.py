@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from raysgd.cluster.call import Call
-from raysgd.cluster.requests import LoadRequest
-from raysgd.context import Request
+from raysgd._internal.context import Request
+from raysgd.elastic.call import Call
+from raysgd.elastic.requests import LoadRequest
 from raysgd.loop.requests import TrainRequest
 
 OPTIONS = {field.name for field in dataclasses.fields(Call)}

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from raysgd.cluster.call import Call
-from raysgd.cluster.drains import Drains
+from raysgd.cluster.departures import Drains
+from raysgd.elastic.call import Call
 from raysgd.loop.requests import MeasuredRequest, TrainRequest
 from tests.blackbox.simulation.world import TICK_S, World
 from tests.unit.cluster.clock import ManualClock

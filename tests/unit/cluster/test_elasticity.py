@@ -8,8 +8,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from raysgd.cluster import pauses
 from raysgd.cluster.host_monitor import HostLostError
+from raysgd.elastic import pauses
 from raysgd.elastic.machine import Broken, Closed
 from raysgd.errors import CollectiveError, WorkerLostError
 from tests.blackbox.simulation.seam import BadBatchError, LostError
@@ -597,7 +597,7 @@ def test_without_snapshots_losing_all_ends_the_call(world):
 def lose_shares(world, controller):
     """Lose a worker, and with it what was divided."""
     for member in controller.members:
-        member.lacks_state = True
+        member.lacks_shards = True
     world.lose(1)
 
 
@@ -816,7 +816,7 @@ def test_a_wait_is_logged_with_what_is_asked_for_and_what_is_free(world, caplog)
     world.room = 2
     world.lose(2)
     with (
-        caplog.at_level(logging.WARNING, "raysgd.cluster.controller"),
+        caplog.at_level(logging.WARNING, "raysgd.elastic.controller"),
         pytest.raises(WorkerLostError),
     ):
         run_until(controller, 100, max_losses=1)

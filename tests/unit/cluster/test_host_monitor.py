@@ -18,8 +18,8 @@ from raysgd.cluster.host_monitor import (
     HostWatch,
     LostError,
 )
+from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.comm.connection import Listener, connect
-from raysgd.elastic.policies import WorkerInfo
 from tests.conftest import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts are watched on Linux only")

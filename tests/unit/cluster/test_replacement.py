@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from raysgd.cluster.scaling import Replacement
+from raysgd._internal.context import Progress, WorkerContext
+from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.worker import Outcome
-from raysgd.cluster.worker_group import GroupOptions
-from raysgd.context import Progress, WorkerContext
-from raysgd.elastic.policies import WorkerInfo
+from raysgd.cluster.worker_info import WorkerInfo
+from raysgd.elastic.scale_up import Replacement
 from tests.unit.cluster.clock import ManualClock
 
 PLACE = WorkerInfo(node_id="n", node_ip="10.0.0.9", gpu_ids=("3",))

@@ -12,12 +12,12 @@ import cloudpickle
 import pytest
 
 import raysgd
+from raysgd._internal.context import PausedError, Progress, WorkerContext
+from raysgd._internal.tracebacks import is_the_users
 from raysgd.backends import Backend
 from raysgd.cluster.serialization import Packed
 from raysgd.cluster.worker import Outcome, Worker
-from raysgd.context import PausedError, Progress, WorkerContext
 from raysgd.errors import RemoteError, RemoteTraceback
-from raysgd.tracebacks import is_the_users
 from tests.unit.cluster.calls import request_of
 
 PACKAGE = raysgd.__path__[0]

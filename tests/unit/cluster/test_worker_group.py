@@ -9,9 +9,10 @@ import ray.util.client
 from ray.util.client.api import _ClientAPI
 
 from raysgd.cluster import worker_group as group_module
+from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.worker import CONTROL_METHODS, Worker
-from raysgd.cluster.worker_group import GroupOptions, WorkerGroup
-from raysgd.elastic.policies import WorkerInfo
+from raysgd.cluster.worker_group import WorkerGroup
+from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
 from tests.unit.cluster.clock import ManualClock
 
@@ -158,7 +159,7 @@ class Actors:
 @pytest.fixture
 def start(monkeypatch):
     """A function that returns a started group with room for so many workers."""
-    monkeypatch.setattr(group_module, "ActorMember", FakeMember)
+    monkeypatch.setattr(group_module, "ActorHandle", FakeMember)
     actors = Actors()
     monkeypatch.setattr(group_module, "_actor_class", lambda: actors)
 
@@ -257,7 +258,7 @@ def test_further_workers_that_do_not_come_up_leave_none_behind(start, monkeypatc
             future.set_exception(ray.exceptions.ActorDiedError())
             return future
 
-    monkeypatch.setattr(group_module, "ActorMember", Dying)
+    monkeypatch.setattr(group_module, "ActorHandle", Dying)
     group._reserve = lambda *wanted: FakeReservation(2)
     with pytest.raises(WorkerLostError, match="died as it came up"):
         group.add(2)
@@ -271,7 +272,7 @@ def test_a_worker_that_does_not_come_up_is_named(start, monkeypatch):
         def control(self, method):
             return super().control(method) if self.number == 1 else Future()
 
-    monkeypatch.setattr(group_module, "ActorMember", Silent)
+    monkeypatch.setattr(group_module, "ActorHandle", Silent)
     with pytest.raises(WorkerTimeoutError, match=r"Waited 60 s .* come up.*workers 0, 2") as e:
         start(num_workers=3, room=3)
     assert (e.value.ranks, e.value.waited_s) == ((0, 2), 60)

@@ -6,11 +6,11 @@ import urllib.request
 
 import pytest
 
+from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
 from raysgd.comm import horovod as module
 from raysgd.comm.horovod import HorovodRendezvous, horovod_environment
 from raysgd.comm.sockets import listeners
-from raysgd.context import WorkerContext
 from tests.conftest import import_horovod
 
 

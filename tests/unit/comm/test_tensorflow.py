@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
 from raysgd.comm import tensorflow as module
 from raysgd.comm.tensorflow import check_tensorflow, keras_environment
-from raysgd.context import WorkerContext
 
 
 @pytest.fixture

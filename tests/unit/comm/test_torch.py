@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
 from raysgd.comm import network
 from raysgd.comm import torch as torch_backend
 from raysgd.comm.sockets import listeners
 from raysgd.comm.torch_store import TorchStore
-from raysgd.context import WorkerContext
 from tests.conftest import Script, run_ranks, wait_until
 
 

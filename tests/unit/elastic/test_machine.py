@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.context import Progress
+from raysgd._internal.context import Progress
 from raysgd.elastic import machine
 from raysgd.elastic.machine import Broken, Budget, Closed, Do, New, Ready, Running, Starting
 from raysgd.elastic.policies import recovery

@@ -4,19 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.context import Progress
+from raysgd._internal.context import Progress
+from raysgd.cluster.group_sizes import start_sizes, workers_that_fit
+from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event
 from raysgd.elastic.policies import (
-    WorkerInfo,
     assign_contexts,
     backoff_s,
     choose_leader,
     furthest,
     may_resize,
     pause_step,
-    start_sizes,
-    workers_that_fit,
 )
 
 counts = st.integers(0, 12)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from raysgd import ElasticConfig
-from raysgd.context import OutOfMemoryError, WorkerContext
+from raysgd._internal.context import OutOfMemoryError, WorkerContext
 from raysgd.loop.requests import TrainRequest
 from raysgd.metrics import merge_workers
 from raysgd.torch.options import TorchOptions

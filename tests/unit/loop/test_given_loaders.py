@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from raysgd._internal.nested import joined
 from raysgd.testing import run_operator
 from raysgd.torch.loading import wrap_loader
-from raysgd.trees import joined
 from tests.operators import Classifier, make_data
 from tests.unit.callbacks.spy import Spy
 from tests.unit.recorder import Recorder

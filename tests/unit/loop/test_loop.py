@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from raysgd.context import PausedError, Preemption
+from raysgd._internal.context import PausedError, Preemption
 from raysgd.data import Dataset
 from raysgd.errors import RemoteError
 from raysgd.loop.requests import TrainRequest

@@ -2,7 +2,7 @@
 
 import pytest
 
-from raysgd.context import Request
+from raysgd._internal.context import Request
 from raysgd.loop.requests import TrainRequest, UpdateSchedulersRequest, ValidateRequest
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner

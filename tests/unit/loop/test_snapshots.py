@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd.context import WorkerContext
+from raysgd._internal.context import WorkerContext
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
 from raysgd.torch.options import TorchOptions

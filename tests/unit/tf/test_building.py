@@ -5,7 +5,7 @@ import pytest
 
 tf = pytest.importorskip("tensorflow")
 
-from raysgd.context import WorkerContext  # noqa: E402
+from raysgd._internal.context import WorkerContext  # noqa: E402
 from raysgd.tf import TrainingOperator  # noqa: E402
 from raysgd.tf.communication import Communication, HorovodGroup, communication_of  # noqa: E402
 from tests.tf_operators import Digits, weights  # noqa: E402

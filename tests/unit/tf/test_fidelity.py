@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("tensorflow")
 
-from raysgd.context import WorkerContext
+from raysgd._internal.context import WorkerContext
 from raysgd.loop.requests import TrainRequest
 from raysgd.tf.communication import Communication
 from raysgd.tf.options import TFOptions

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("tensorflow")
 
-from raysgd.context import WorkerContext
+from raysgd._internal.context import WorkerContext
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.requests import TrainRequest
 from raysgd.tf import TrainingOperator

@@ -2,8 +2,8 @@
 
 import pytest
 
+from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
-from raysgd.context import WorkerContext
 
 
 @pytest.fixture

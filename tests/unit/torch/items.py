@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TrainingOperator
-from raysgd.context import WorkerContext
+from raysgd._internal.context import WorkerContext
 from raysgd.loop.requests import TrainRequest, ValidateRequest
 from raysgd.metrics import Sums, ratio
 from raysgd.torch.options import TorchOptions

@@ -27,18 +27,18 @@ from safetensors import safe_open
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TrainingOperator
+from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
 from raysgd.checkpoint.folder import FILE
 from raysgd.checkpoint.weights import save_rows
-from raysgd.cluster.requests import TakeHeldRequest
-from raysgd.cluster.snapshot import with_shares
-from raysgd.context import WorkerContext
+from raysgd.elastic.requests import ImportReplicaRequest
+from raysgd.elastic.snapshots import with_shares
 from raysgd.loop.requests import TrainRequest, ValidateRequest
-from raysgd.torch.full import FullyDivided
+from raysgd.torch.features.fully_sharded import FullyShardedModel
+from raysgd.torch.features.sharded_optimizer import ShardedOptimizer, whole
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.sharded_files import with_tensors
-from raysgd.torch.sharding import DividedOptimizer, whole
 
 NUM_WORKERS = 4
 BATCH = 6
@@ -83,13 +83,13 @@ class Tied(torch.nn.Module):
     def __init__(self, sharding, filled=False):
         super().__init__()
         torch.manual_seed(3)
-        in_rows = sharding == "full"
-        order = torch.contiguous_format if in_rows else torch.channels_last
+        is_fully_sharded = sharding == "full"
+        order = torch.contiguous_format if is_fully_sharded else torch.channels_last
         self.embedding = torch.nn.Embedding(7, 5)
         self.convolution = torch.nn.Conv2d(1, 3, 2).to(memory_format=order)
         self.frozen = torch.nn.Linear(5, 5)
         self.inner = torch.nn.Linear(5, 5)
-        self.scale = torch.nn.Parameter(torch.ones(1 if in_rows else ()))
+        self.scale = torch.nn.Parameter(torch.ones(1 if is_fully_sharded else ()))
         self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(5, 5)) for _ in "ab")
         self.head = torch.nn.Linear(5, 7, bias=False)
         self.head.weight = self.embedding.weight
@@ -295,7 +295,7 @@ class Player:
                 self.store.set(f"{self.prefix}/join", json.dumps([members, self.generation]))
             self.rejoin(members, is_new=False)
             if given.is_lost:
-                assert runner.progress().lacks_state
+                assert runner.progress().lacks_shards
                 return None
         # somebody who has left
         members, self.generation = json.loads(self.store.get(f"{self.prefix}/join"))
@@ -309,11 +309,11 @@ class Player:
     def hand_over(self, goes, members):
         """Do what the driver does when a worker leaves that had been announced."""
         if self.process == goes:
-            self.store.set(f"{self.prefix}/held", pickle.dumps(self.runner.held_state()))
+            self.store.set(f"{self.prefix}/held", pickle.dumps(self.runner.export_replica()))
             return "left"
         if self.process == next(member for member in members if member != goes):
             held = pickle.loads(self.store.get(f"{self.prefix}/held"))
-            self.runner.handle(TakeHeldRequest(held=held))
+            self.runner.handle(ImportReplicaRequest(held=held))
         return "stays"
 
     def watch(self):
@@ -330,9 +330,9 @@ class Player:
 
             setattr(kind, name, watched)
 
-        watch(DividedOptimizer, "_meet", "barrier", "passed")
-        watch(DividedOptimizer, "_exchanged", "update", "gathered")
-        watch(FullyDivided, "_wait_for_updates", "update", "gathered")
+        watch(ShardedOptimizer, "_meet", "barrier", "passed")
+        watch(ShardedOptimizer, "_exchanged", "update", "gathered")
+        watch(FullyShardedModel, "_wait_for_updates", "update", "gathered")
 
     def at(self, moment):
         step = self.runner._loop.segment and self.runner._registration.global_step

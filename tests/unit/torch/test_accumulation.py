@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.data.shard import Place
+from raysgd.data.partition import MicroBatch
 from raysgd.torch.optimization import Group, as_count
 
 
@@ -15,7 +15,7 @@ def effective_weights(sizes, planned, num_losses=1, **weighing):
     """By how much each batch's gradient counts in the end."""
     group, held = Group(), []
     for position, size in enumerate(sizes):
-        group.begin(Place(position, planned, is_last=position == len(sizes) - 1))
+        group.begin(MicroBatch(position, planned, is_last=position == len(sizes) - 1))
         correction, weight = group.weigh(size, **weighing)
         held = [value * correction for value in held] + [weight]
         for _ in range(num_losses - 1):
@@ -41,7 +41,7 @@ def test_items_count_by_the_mean_of_the_workers(sizes, others, sums_each_batch):
 def test_equal_batches_need_no_correction(size, count):
     group = Group()
     for position in range(count):
-        group.begin(Place(position, count, is_last=position == count - 1))
+        group.begin(MicroBatch(position, count, is_last=position == count - 1))
         assert group.weigh(size) == (1.0, size / (count * size))
 
 
@@ -53,7 +53,7 @@ def test_without_sizes_all_batches_count_the_same(count, planned):
 
 def test_a_group_is_one_batch_until_it_is_begun():
     group = Group()
-    assert group.place == Place()
+    assert group.place == MicroBatch()
     assert (group.is_last, group.holds, group.has_backward) == (True, False, False)
     assert group.weigh(7) == (1.0, 1.0)
     assert group.has_backward
@@ -61,10 +61,10 @@ def test_a_group_is_one_batch_until_it_is_begun():
 
 def test_a_batch_without_a_loss_counts_for_nothing():
     group = Group()
-    group.begin(Place(0, 3, is_last=False))
-    group.begin(Place(1, 3, is_last=False))
+    group.begin(MicroBatch(0, 3, is_last=False))
+    group.begin(MicroBatch(1, 3, is_last=False))
     assert group.weigh(4) == (1.0, 1 / 3)
-    group.begin(Place(2, 3, is_last=True))
+    group.begin(MicroBatch(2, 3, is_last=True))
     assert group.holds
     assert group.weigh(4) == (1.5, 0.5)
 
@@ -74,7 +74,7 @@ def test_a_new_group_knows_nothing_of_the_one_before():
     effective = []
     for size in (5, 9):
         for position in range(2):
-            group.begin(Place(position, 2, is_last=position == 1))
+            group.begin(MicroBatch(position, 2, is_last=position == 1))
             assert group.holds == (position == 1)
             effective.append(group.weigh(size))
     assert effective == [(1.0, 0.5)] * 4
@@ -83,9 +83,9 @@ def test_a_new_group_knows_nothing_of_the_one_before():
 def test_sizes_for_some_batches_of_a_group_alone_are_refused():
     for first, second in ((None, 3), (3, None)):
         group = Group()
-        group.begin(Place(0, 2, is_last=False))
+        group.begin(MicroBatch(0, 2, is_last=False))
         group.weigh(first)
-        group.begin(Place(1, 2, is_last=True))
+        group.begin(MicroBatch(1, 2, is_last=True))
         with pytest.raises(ValueError, match="for all of them or for none"):
             group.weigh(second)
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from raysgd import TorchTrainer, TrainingOperator
-from raysgd.cluster.health import IN_COMPILER
+from raysgd.elastic.health import IN_COMPILER
 from raysgd.testing import run_operator
 from raysgd.torch import ddp
 from raysgd.torch.features.compilation import CompiledModel

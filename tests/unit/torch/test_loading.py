@@ -31,7 +31,7 @@ from torch.utils.data import (
 )
 
 from raysgd.data import Dataset as ItemDataset
-from raysgd.data.source import Source
+from raysgd.data.source import BatchSource
 from raysgd.torch.loading import wrap_loader
 from tests.conftest import wait_until
 
@@ -916,7 +916,7 @@ def test_a_loader_that_cannot_be_partitioned_is_left_as_it_is_and_says_why(name)
     make, why_whole = LEFT_AS_THEY_ARE[name]
     loader = make(tensors())
     source = wrap(loader, world_size=2, rank=0)
-    assert type(source) is Source
+    assert type(source) is BatchSource
     if why_whole is None:
         assert source.partitioned_by == "your code"
     else:

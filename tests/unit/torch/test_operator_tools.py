@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.context import WorkerContext
+from raysgd._internal.context import WorkerContext
 from raysgd.testing import run_operator
 from raysgd.torch.ddp import ReplicatedModel
 from raysgd.torch.options import TorchOptions

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
-from raysgd.data.shard import Place, places_of
+from raysgd._internal.nested import map_leaves
+from raysgd.data.partition import MicroBatch, micro_batches_of
 from raysgd.testing import run_operator
 from raysgd.torch.optimization import Group
-from raysgd.trees import map_leaves
 from tests.conftest import examples
 from tests.operators import Adversaries, Classifier, make_model, parameters
 from tests.unit.recorder import Recorder, Unsized, batches_of
@@ -813,9 +813,11 @@ def test_stages_are_timed_with_accumulation(make_trainer):
 @example(5, 1, 2, False, True)
 def test_gradients_of_parts_are_weighted_once(rows, accumulated, number, is_known, says):
     """Where models are divided, gradients are with others by the time that the next part comes."""
-    places = places_of((rows,) * accumulated, 1, 0, rows, in_parts=True)
+    places = micro_batches_of((rows,) * accumulated, 1, 0, rows, in_parts=True)
     if not is_known:
-        places = [Place(n, accumulated, n == accumulated - 1, step=n) for n in range(accumulated)]
+        places = [
+            MicroBatch(n, accumulated, n == accumulated - 1, step=n) for n in range(accumulated)
+        ]
     group, total = Group(), 0.0
     for place in places:
         for part in place.parts(number, rows, number):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from raysgd.data.shard import Place
+from raysgd.data.partition import MicroBatch
 from raysgd.loop.step import Step
 from raysgd.torch.features.rollback import Rollback
 
@@ -26,7 +26,7 @@ class Steps:
 
     def begin(self):
         self.step.draw(None)
-        self.rollback.begin_batch(Place())
+        self.rollback.begin_batch(MicroBatch())
 
     def commit(self):
         self.step.commit()

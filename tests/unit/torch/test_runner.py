@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from raysgd.config import BATCH_SIZE
-from raysgd.context import PausedError, Progress, WorkerContext
+from raysgd._internal.config import BATCH_SIZE
+from raysgd._internal.context import PausedError, Progress, WorkerContext
 from raysgd.data import Dataset as ItemDataset
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.requests import (
@@ -137,7 +137,7 @@ import torch, torch.distributed as dist
 from raysgd.loop.requests import TrainRequest
 from torch.utils.data import DataLoader, TensorDataset
 from raysgd import TrainingOperator
-from raysgd.context import WorkerContext
+from raysgd._internal.context import WorkerContext
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 

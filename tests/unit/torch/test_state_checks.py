@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raysgd._internal.nested import loading
 from raysgd.errors import CheckpointError
 from raysgd.loop.registration import check_parts
 from raysgd.torch.state import state_problem
-from raysgd.trees import loading
 
 
 def check_fits(name, held, saved):

@@ -8,10 +8,10 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
+from raysgd._internal.nested import map_leaves
 from raysgd.errors import CheckpointError
 from raysgd.torch.features import averaging as averages
 from raysgd.torch.registration import OperatorSettings, TorchRegistration
-from raysgd.trees import map_leaves
 
 NUM_STEPS = 6
 

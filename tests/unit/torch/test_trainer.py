@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from raysgd import TorchTrainer
-from raysgd.config import BATCH_SIZE
+from raysgd._internal.config import BATCH_SIZE
 from raysgd.tf.options import TFOptions
 from raysgd.torch.options import TorchOptions
 from tests.operators import Classifier, make_data
@@ -107,7 +107,7 @@ def test_use_gpu_auto_asks_torch_where_there_is_no_cluster(make_trainer, monkeyp
 
 @pytest.mark.parametrize("options_cls", [TorchOptions, TFOptions])
 def test_several_workers_of_which_one_is_local_train_on_cpus(options_cls, caplog, monkeypatch):
-    monkeypatch.setattr("raysgd.options._gpus_in_cluster", lambda: 2)
+    monkeypatch.setattr("raysgd.loop.options._gpus_in_cluster", lambda: 2)
     two = {"num_workers": 2, "use_local": True, "use_gpu": "auto"}
     decided = options_cls(**two).decided()
     assert (decided.use_gpu, decided.backend) == (False, "gloo")

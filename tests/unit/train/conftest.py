@@ -2,7 +2,7 @@
 
 import pytest
 
-from raysgd.context import WorkerContext
+from raysgd._internal.context import WorkerContext
 from raysgd.train import session
 from raysgd.train.session import Plan, Session
 

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from raysgd import train
-from raysgd.context import WorkerContext
+from raysgd._internal.context import WorkerContext
 from raysgd.train import api as inside
 from raysgd.train.api import TrainContext
 from raysgd.train.checkpoint import Checkpoint

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from raysgd import train
-from raysgd.context import Preemption
+from raysgd._internal.context import Preemption
 from raysgd.train.runner import FunctionRunner
 
 

@@ -6,7 +6,7 @@ import cloudpickle
 import pytest
 
 from raysgd import train
-from raysgd.context import WorkerContext
+from raysgd._internal.context import WorkerContext
 from raysgd.train import session
 from raysgd.train.runner import FunctionRunner
 from raysgd.train.session import Plan

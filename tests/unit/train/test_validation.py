@@ -5,7 +5,7 @@ import threading
 import cloudpickle
 import pytest
 
-from raysgd.cluster import tasks
+from raysgd.cluster import function_calls as tasks
 from raysgd.train import (
     CheckpointStrategy,
     ReportedCheckpointStatus,

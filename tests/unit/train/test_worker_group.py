@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.cluster import worker_group as core
-from raysgd.cluster.members import InlineMember
-from raysgd.cluster.worker_group import GroupOptions
-from raysgd.elastic.policies import WorkerInfo
+from raysgd.cluster.group_options import GroupOptions
+from raysgd.cluster.worker_handle import InlineHandle
+from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.train import worker_group
 from raysgd.train.worker_group import HostedGroup, WorkerGroup, group_options
 
@@ -37,7 +37,7 @@ class Done:
         self.value = value
 
 
-class Near(InlineMember):
+class Near(InlineHandle):
     """A member that runs functions at once."""
 
     def __init__(self, pid):

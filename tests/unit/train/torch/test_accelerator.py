@@ -22,9 +22,9 @@ from torch.utils.data import (
 )
 
 from raysgd import train
+from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
 from raysgd.comm.torch_store import TorchStore
-from raysgd.context import WorkerContext
 from raysgd.train import session
 from raysgd.train.report_queue import ReportQueue
 from raysgd.train.torch.loading import prepared_loader

@@ -6,7 +6,7 @@ import cloudpickle
 import pytest
 import torch.distributed as dist
 
-from raysgd.context import WorkerContext
+from raysgd._internal.context import WorkerContext
 from raysgd.train.runner import FunctionRunner
 from raysgd.train.session import Plan
 from raysgd.train.torch import TorchConfig

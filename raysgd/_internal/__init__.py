@@ -1,0 +1,1 @@
+"""Helpers that only raysgd itself uses."""

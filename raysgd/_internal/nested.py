@@ -1,0 +1,127 @@
+"""State: nested containers of it, and objects that load it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from raysgd._internal.paths import without_secrets
+from raysgd.errors import CheckpointError
+
+__all__ = ["deep_copied", "joined", "loading", "map_leaves", "unchanged"]
+
+
+def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
+    """Return `tree` with `convert` applied to what its dicts, lists and tuples hold in the end.
+
+    Dicts keep their kind and their attributes: a module's state dict has its version in one.
+
+    >>> map_leaves({"a": [1, (2,)]}, lambda leaf: -leaf)
+    {'a': [-1, (-2,)]}
+    """
+    if isinstance(tree, dict):
+        mapped = copy.copy(tree)
+        for key, value in tree.items():
+            mapped[key] = map_leaves(value, convert)
+        return mapped
+    if type(tree) in (list, tuple):
+        return type(tree)(map_leaves(item, convert) for item in tree)
+    return convert(tree)
+
+
+def joined(parts: Sequence[Any], concatenate: Callable[[Sequence[Any]], Any]) -> Any:
+    """Join what there is of consecutive samples, one row for each, in one.
+
+    Where rows differ in shape it becomes a list of them.
+
+    >>> joined([{"a": ["x", "y"]}, {"a": ["z"]}], list)
+    {'a': ['x', 'y', 'z']}
+
+    Args:
+        parts: at least one: arrays or tensors, lists, or dicts or tuples of them.
+        concatenate: joins arrays or tensors of one shape, but for their first dimension.
+
+    Raises:
+        TypeError: if they are anything else, or have no dimension.
+    """
+    first = parts[0]
+    if isinstance(first, dict):
+        return {key: joined([part[key] for part in parts], concatenate) for key in first}
+    if type(first) is tuple:
+        return tuple(joined(column, concatenate) for column in zip(*parts, strict=True))
+    shapes = [tuple(part.shape) for part in parts if hasattr(part, "shape")]
+    if shapes and all(shapes):
+        alike = len({shape[1:] for shape in shapes}) == 1
+        return concatenate(parts) if alike else [row for part in parts for row in part]
+    if isinstance(first, list):
+        return [row for part in parts for row in part]
+    raise TypeError(
+        f"predict_batch returned {first!r}; it must return a row for each sample: a tensor, an "
+        "array or a list, or a dict or tuple of them."
+    )
+
+
+def deep_copied(leaf: Any) -> Any:
+    """Return a copy, or as it is what has none, such as a lock: it cannot be saved either."""
+    try:
+        return copy.deepcopy(leaf)
+    except Exception:
+        return leaf
+
+
+@contextlib.contextmanager
+def unchanged(held: Any) -> Iterator[None]:
+    """Give an object back its attributes in the end, and what lists, dicts and sets of them held.
+
+    >>> from types import SimpleNamespace
+    >>> counts = SimpleNamespace(total=1, seen=[1])
+    >>> with unchanged(counts):
+    ...     counts.total, counts.other = 2, 3
+    ...     counts.seen.append(2)
+    >>> counts
+    namespace(total=1, seen=[1])
+    """
+    attributes = dict(vars(held))
+    contents = [(v, v.copy()) for v in attributes.values() if type(v) in (list, dict, set)]
+    try:
+        yield
+    finally:
+        vars(held).clear()
+        vars(held).update(attributes)
+        for container, content in contents:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
+
+
+@contextlib.contextmanager
+def loading(
+    held: Any, own: Any, given: Any, place: str, load: Callable[[Any], Any] | None = None
+) -> Iterator[None]:
+    """Have an object load a state; if it cannot, or what is done within fails, it gets its own.
+
+    Args:
+        held: the object, which has ``load_state_dict``.
+        own: its state.
+        given: the state that it shall load.
+        place: where that is in the state of the trainer.
+        load: loads a state; None for ``held.load_state_dict``.
+
+    Raises:
+        CheckpointError: if the object cannot load it.
+    """
+    load = load or held.load_state_dict
+    try:
+        try:
+            load(given)
+        except Exception as error:
+            raise CheckpointError(
+                f"The state's {place} cannot be loaded: {type(held).__name__}.load_state_dict "
+                f"raised {without_secrets(repr(error))}."
+            ) from error
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):
+            load(own)
+        raise

@@ -1,0 +1,129 @@
+"""Tracebacks as those want them who have written the script, without the frames of libraries."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import re
+import sysconfig
+from pathlib import Path
+from types import TracebackType
+
+__all__ = ["is_the_users", "is_wanted", "shorten", "shortened_stacks", "shortened_text"]
+
+_SWITCH = "RAYSGD_FULL_TRACEBACK"
+_FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)\n(?:    .*\n)*')
+_HIDDEN = re.compile(r"\((\d+) frames of libraries are hidden;")
+_PACKAGE = str(Path(__file__).parents[1])
+_MANY = 4
+"""Fewer frames than these hide nothing."""
+
+
+def is_the_users(filename: str) -> bool:
+    """Whether code is neither ours nor Python's nor of a library; cells of notebooks have names."""
+    folders = {sysconfig.get_path("stdlib"), _PACKAGE}
+    if filename.startswith(
+        ("<frozen", "<string", "<eval_with_key", *(f + os.sep for f in folders))
+    ):
+        return False
+    return not {"site-packages", "dist-packages"} & set(Path(filename).parts)
+
+
+def is_wanted() -> bool:
+    """Whether tracebacks are to be shortened."""
+    return os.environ.get(_SWITCH, "") in ("", "0")
+
+
+def shortened_text(text: str) -> str:
+    r"""Return a printed traceback with the frames of user code alone.
+
+    ``RAYSGD_FULL_TRACEBACK=1`` in the environment leaves it whole.
+
+    >>> folders = "/home/me", _PACKAGE
+    >>> own, ours = (f'  File "{folder}/x.py", line 1, in f\n' for folder in folders)
+    >>> print(shortened_text(own + 4 * ours + "ValueError\n"), end="")
+      File "/home/me/x.py", line 1, in f
+    ValueError
+    (4 frames of libraries are hidden; RAYSGD_FULL_TRACEBACK=1 shows them.)
+    """
+    hidden = 0
+
+    def kept(match: re.Match[str]) -> str:
+        nonlocal hidden
+        if is_the_users(match[1]):
+            return _with_source(match)
+        hidden += 1
+        return ""
+
+    short = _FRAME.sub(kept, text)
+    if not is_wanted() or hidden < _MANY:
+        return _FRAME.sub(_with_source, text)
+    return f"{short}({hidden} frames of libraries are hidden; {_SWITCH}=1 shows them.)\n"
+
+
+def _with_source(frame: re.Match[str]) -> str:
+    """Add the line of code where a worker did not have it, as of the cells of a notebook."""
+    source = linecache.getline(frame[1], int(frame[2])).strip()
+    is_bare = frame[0].count("\n") == 1
+    return f"{frame[0]}    {source}\n" if is_bare and source else frame[0]
+
+
+def shortened_stacks(text: str) -> str:
+    """Return the stacks of threads as their users want them: which line of theirs each is in.
+
+    Threads of libraries are left out where there are others, and of these what led to that code.
+    ``RAYSGD_FULL_TRACEBACK=1`` in the environment leaves all.
+    """
+    found = []
+    for thread in re.split(r"^(?=Thread )", text, flags=re.MULTILINE):
+        own = [frame for frame in _FRAME.finditer(thread) if is_the_users(frame[1])]
+        if own:
+            path, line, function = own[-1].groups()
+            found.append(f"In {function}, {path}:{line}:\n{thread[own[0].start() :].rstrip()}")
+    return "\n".join(found) if found and is_wanted() else text
+
+
+def shorten(error: BaseException) -> None:
+    """Leave the frames of user code alone in the traceback of an error that is raised on.
+
+    So it is with what led to the error. What we raise ourselves says all that there is to know, so
+    that its frames are not counted.
+    """
+    seen: list[BaseException] = []
+    led: BaseException | None = error
+    while led is not None and led not in seen:
+        seen.append(led)
+        _shorten_one(led)
+        led = led.__cause__ or (None if led.__suppress_context__ else led.__context__)
+
+
+def _shorten_one(error: BaseException) -> None:
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    if not frames:  # one that led to another, of a worker or shortened before
+        return
+    own = [each for each in frames if is_the_users(each.tb_frame.f_code.co_filename)]
+    is_ours = frames[-1].tb_frame.f_code.co_filename.startswith(_PACKAGE + os.sep)
+    hidden = len(frames) - len(own)
+    if not is_wanted() or (hidden < _MANY and not is_ours):
+        return
+    if not is_ours and isinstance(error, Exception):  # where Ctrl-C came is no matter
+        with contextlib.suppress(Exception):  # classes of the user's may refuse
+            _note_hidden(error, hidden)
+    following: TracebackType | None = None
+    for each in reversed(own):
+        following = TracebackType(following, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    error.__traceback__ = following
+
+
+def _note_hidden(error: BaseException, hidden: int) -> None:
+    """Say how many frames are hidden, with those that a call within this one has hidden."""
+    notes = getattr(error, "__notes__", [])
+    for note in [note for note in notes if _HIDDEN.match(note)]:
+        notes.remove(note)
+        hidden += int(_HIDDEN.match(note)[1])  # type: ignore[index]
+    error.add_note(f"({hidden} frames of libraries are hidden; {_SWITCH}=1 shows them.)")

@@ -1,0 +1,253 @@
+"""The command ``raysgd fit``: an operator, its config, and a trainer that goes on where it was."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import importlib
+import inspect
+import json
+import logging
+import os
+import re
+import sys
+import traceback
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from raysgd._internal.config import BATCH_SIZE
+from raysgd._internal.nested import map_leaves
+from raysgd._internal.tracebacks import is_the_users, is_wanted, shortened_text
+from raysgd.callbacks import CheckpointCallback, History
+from raysgd.callbacks.run_log import RunLog
+from raysgd.callbacks.values import json_dict
+from raysgd.errors import CallbackError, CheckpointError, RaySGDError, RemoteTraceback
+
+__all__ = ["fit", "load_operator", "read_settings", "told", "trainer_of"]
+
+_logger = logging.getLogger(__name__)
+_SECTIONS = ("config", "trainer", "fit", "checkpoint")
+_SET_HERE = ("training_operator_cls", "config", "callbacks")
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+
+
+def load_operator(place: str) -> type[Any]:
+    """Import a class, from ``package.module:Class`` or ``path/to/file.py:Class``.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    module, _, name = place.rpartition(":")
+    if not module or not name.isidentifier():
+        raise ValueError(f"{place!r}: must be package.module:Operator, or file.py:Operator.")
+    folder = Path.cwd()
+    if module.endswith(".py"):
+        file = Path(module).absolute()
+        folder, module = file.parent, file.stem
+        if not file.is_file():
+            near = _meant(file.name, [each.name for each in folder.glob("*.py")])
+            raise ValueError(f"{place!r}: there is no file {file.name} in {folder}.{near}")
+    # workers on this machine look for it where this process does
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
+    sys.path.insert(0, str(folder))
+    try:
+        imported = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # one that it imports itself
+        near = _meant(error.name, [each.stem for each in folder.glob("*.py")])
+        raise ValueError(
+            f"{place!r}: there is no module {error.name!r} in {folder}.{near}"
+        ) from error
+    found = getattr(imported, name, None)
+    if not isinstance(found, type):
+        near = _meant(name, [key for key, v in vars(imported).items() if isinstance(v, type)])
+        if found is None:
+            raise ValueError(f"{place!r}: {module} has no class {name}.{near}")
+        raise ValueError(
+            f"{place!r}: {name} is a {type(found).__name__}, and must be a class, the operator."
+            + near
+        )
+    return found
+
+
+def _meant(given: str, known: Collection[str], before: str = "") -> str:
+    """Return the question whether another name is meant; nothing where none is near."""
+    close = difflib.get_close_matches(given, known, n=1)
+    return f" Did you mean {before}{close[0]}?" if close else ""
+
+
+def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Read the arguments of all that has some from a file, and change them one by one.
+
+    >>> found = read_settings(None, ["config.lr=1e-3", "config.net.depth=2", "fit.max_steps=5"])
+    >>> found["config"], found["fit"]
+    ({'lr': 0.001, 'net': {'depth': 2}}, {'max_steps': 5})
+
+    Args:
+        path: of YAML or JSON, with the keys ``config``, ``trainer``, ``fit`` and ``checkpoint``.
+        overrides: such as ``config.lr=0.1``; what is no YAML is a text.
+
+    Raises:
+        ValueError: if one of them is something else.
+    """
+    import yaml
+
+    try:
+        text = "" if path is None else path.read_text(encoding="utf-8")
+    except OSError as error:
+        is_missing = isinstance(error, FileNotFoundError)
+        why = "this file does not exist" if is_missing else f"cannot read it: {error.strerror}"
+        raise ValueError(f"--config {path}: {why}.") from error
+    try:
+        given = map_leaves(yaml.safe_load(text) or {}, _number)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML: {error}") from error
+    sections = given if isinstance(given, dict) else {str(given): None}
+    for name, below in sections.items():
+        if name not in _SECTIONS or not isinstance(below, dict | None):
+            raise ValueError(
+                f"{path} has {name!r}: it must have no keys but {', '.join(_SECTIONS)}, with keys "
+                "below."
+            )
+    settings: dict[str, dict[str, Any]] = {name: given.get(name) or {} for name in _SECTIONS}
+    in_file = copy.deepcopy(settings["config"])
+    for override in overrides:
+        place, is_set, value = override.partition("=")
+        section, *keys = place.split(".")
+        if not is_set or section not in _SECTIONS or not all(keys) or not keys:
+            raise ValueError(
+                f"{override!r}: must be config.NAME=VALUE, trainer.NAME=VALUE, fit.NAME=VALUE or "
+                "checkpoint.NAME=VALUE."
+            )
+        if section == "config":
+            _warn_of_near(place, keys, in_file)
+        held: Any = settings[section]
+        for key in keys[:-1]:
+            held = held.setdefault(key, {}) if isinstance(held, dict) else None
+        if not isinstance(held, dict):
+            raise ValueError(f"{override!r}: {place.rpartition('.')[0]} has a value, and no keys.")
+        try:
+            held[keys[-1]] = map_leaves(yaml.safe_load(value), _number)
+        except yaml.YAMLError:
+            held[keys[-1]] = value
+    if "BATCH_SIZE" in settings["config"]:
+        settings["config"][BATCH_SIZE] = settings["config"].pop("BATCH_SIZE")
+    return settings
+
+
+def _warn_of_near(place: str, keys: Sequence[str], in_file: Any) -> None:
+    for depth, key in enumerate(keys):
+        if not isinstance(in_file, dict) or not in_file:
+            return
+        if key not in in_file:
+            # case counts for nothing; names such as beta and gamma shall not
+            lower = {str(each).lower(): each for each in in_file}
+            if close := difflib.get_close_matches(key.lower(), lower, n=1, cutoff=0.8):
+                meant = ".".join(["config", *keys[:depth], str(lower[close[0]])])
+                _logger.warning(
+                    "%s is a new key: the config file lacks it. Did you mean %s?", place, meant
+                )
+            return
+        in_file = in_file[key]
+
+
+def _number(leaf: Any) -> Any:
+    """Return what YAML takes for a text, and everybody else for a number, as one."""
+    return float(leaf) if isinstance(leaf, str) and _EXPONENT.fullmatch(leaf) else leaf
+
+
+def trainer_of(operator_cls: type[Any], settings: dict[str, dict[str, Any]]) -> type[Any]:
+    """Return the trainer of an operator.
+
+    Raises:
+        ValueError: if the settings have an argument that trainer, ``fit`` or checkpoints lack.
+    """
+    from raysgd.tf.operator import TrainingOperator as KerasOperator
+
+    name = "raysgd.tf" if issubclass(operator_cls, KerasOperator) else "raysgd.torch"
+    module = importlib.import_module(name)
+    trainer_cls: type[Any] = module.TFTrainer if name == "raysgd.tf" else module.TorchTrainer
+    takers = {"trainer": trainer_cls, "fit": trainer_cls.fit, "checkpoint": CheckpointCallback}
+    for section, method in takers.items():
+        all_of_them = inspect.signature(method).parameters.values()
+        known = [each.name for each in all_of_them if each.kind is not each.VAR_KEYWORD]
+        for given in settings[section]:
+            if section == "trainer" and given in _SET_HERE:
+                raise ValueError(f"trainer.{given}: raysgd fit sets this by itself.")
+            if given not in known:
+                raise ValueError(
+                    f"{section}.{given}: there is no such argument."
+                    + _meant(given, known, f"{section}.")
+                )
+    return trainer_cls
+
+
+def fit(
+    trainer_cls: type[Any], operator_cls: type[Any], settings: dict[str, dict[str, Any]]
+) -> History:
+    """Train an operator, with checkpoints in the run folder, from the newest of them on."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    arguments = {"logdir": f"runs/{operator_cls.__name__}", **settings["trainer"]}
+    if "runtime_resources" in Path(arguments["logdir"]).absolute().parts:
+        _logger.warning(
+            "The run folder %s is in the copy of your code that Ray made for this job, and is gone "
+            "with it: give --logdir the full path of a folder that all nodes see.",
+            arguments["logdir"],
+        )
+    with trainer_cls(
+        training_operator_cls=operator_cls,
+        config=settings["config"],
+        callbacks=[CheckpointCallback(**settings["checkpoint"])],
+        **arguments,
+    ) as trainer:
+        history: History = trainer.fit(**settings["fit"])
+        newest = history[-1] if history else _measured_before(Path(arguments["logdir"]))
+        if newest:
+            print(json.dumps(json_dict(newest)))
+    return history
+
+
+def _measured_before(logdir: Path) -> dict[str, Any]:
+    """Return what the last epoch of an earlier start measured; nothing where no log says it."""
+    try:
+        log = RunLog.read(logdir)
+    except (OSError, ValueError):
+        return {}
+    trains = log.kept("train")
+    if not trains:
+        return {}
+    newest = trains[-1]
+    found: dict[str, Any] = {}
+    for call in log.kept("validate"):
+        if call["global_step"] == newest["global_step"]:
+            found = dict(call["metrics"])
+    return {**found, **newest["metrics"]}
+
+
+def told(error: Exception) -> tuple[str, int]:
+    """Return what the command says of an error, and its exit status.
+
+    A value that is refused is a sentence; what user code raised has the frames of the user.
+    """
+    if not is_wanted():
+        return "".join(traceback.format_exception(error)), 1
+    if isinstance(error, CallbackError) and isinstance(error.__cause__, CheckpointError):
+        return f"{error.__cause__} (--logdir gives another folder.)", 1
+    trace = error.__traceback__
+    is_refused = (
+        isinstance(error, OSError | TypeError | ValueError)
+        and not isinstance(error, RaySGDError)
+        and not isinstance(error.__cause__, RemoteTraceback)
+        and not getattr(error, "__notes__", ())  # which training, once begun, leaves
+        and not any(is_the_users(each.filename) for each in traceback.extract_tb(trace))
+    )
+    if is_refused:
+        return str(error), 2
+    # the command's own two frames tell nothing
+    inner = trace.tb_next.tb_next if trace and trace.tb_next else trace
+    text = "".join(traceback.format_exception(type(error), error, inner))
+    return shortened_text(text).rstrip(), 1

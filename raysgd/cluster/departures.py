@@ -1,0 +1,126 @@
+"""Workers and nodes that are announced to go: by Ray, by SIGTERM, by the user."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import weakref
+from typing import NamedTuple
+
+from raysgd.cluster.clock import Clock
+from raysgd.cluster.worker_handle import WorkerHandle
+
+__all__ = ["Drains", "Notice"]
+
+_LOOK_EVERY_S = 1.0
+"""How often to ask Ray."""
+_SILENT_S = 2.0
+"""How long Ray's head may take for an answer before it counts as one that stands still."""
+_FORGET_S = 60.0
+"""How long after its time a node that is still there counts as one that is going."""
+_TERM_S = 10.0
+"""How long a process that was sent SIGTERM may live, most likely."""
+
+
+class Notice(NamedTuple):
+    """The announcement that a worker, or a node, is going to be taken away."""
+
+    cause: str
+    """Who says so."""
+    deadline: float | None
+    """When, in seconds since the epoch; None where no time was named."""
+    leave_by: float
+    """Until when to wait for a successor."""
+
+
+class Drains:
+    """Keeps what was announced, and asks Ray."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._of_ray: dict[str, Notice] = {}
+        self._of_nodes: dict[str, Notice] = {}
+        self._of_members: weakref.WeakKeyDictionary[WorkerHandle, Notice]
+        self._of_members = weakref.WeakKeyDictionary()
+        self._is_over: threading.Event | None = None
+        self._asked_at: float | None = None
+        """When Ray was asked the question that is open; None where none is."""
+
+    # ---- what is announced
+
+    def drain_node(self, node_id: str, deadline_s: float | None) -> None:
+        """Take note that a node is going, as the user says."""
+        self._of_nodes[node_id] = self._by_user(deadline_s)
+
+    def drain_member(self, member: WorkerHandle, deadline_s: float | None) -> None:
+        """Take note that a worker is going, as the user says."""
+        self._of_members[member] = self._by_user(deadline_s)
+
+    def _by_user(self, deadline_s: float | None) -> Notice:
+        deadline = None if deadline_s is None else self._clock.time() + deadline_s
+        return _notice("drain() was called", deadline)
+
+    def terminate(self, member: WorkerHandle) -> None:
+        """Take note that a worker was sent SIGTERM."""
+        if member not in self._of_members:
+            leave_by = self._clock.time() + _TERM_S
+            self._of_members[member] = Notice("its process was sent SIGTERM", None, leave_by)
+
+    # ---- what Ray announces
+
+    def ask_ray(self) -> None:
+        """Ask Ray from now on until `stop`, in a thread, since it may take long to answer."""
+        if self._is_over is None:
+            self._is_over = over = threading.Event()
+            name = "raysgd-drains"
+            threading.Thread(target=self._ask, args=(over,), name=name, daemon=True).start()
+
+    def stop(self) -> None:
+        """Ask no more."""
+        if self._is_over is not None:
+            self._is_over.set()
+            self._is_over = self._asked_at = None
+
+    def _ask(self, is_over: threading.Event) -> None:
+        while not is_over.wait(_LOOK_EVERY_S):
+            self._asked_at = self._clock.monotonic()
+            with contextlib.suppress(Exception):  # Ray is shut down
+                from ray._private.state import state  # nothing public says it (Ray 2.60)
+
+                self._of_ray = {
+                    node: _notice("Ray drains its node", deadline_ms / 1000 or None)
+                    for node, deadline_ms in state.get_draining_nodes().items()
+                }
+            self._asked_at = None
+
+    @property
+    def silence_s(self) -> float:
+        """For how long Ray's head has left a question open."""
+        asked_at = self._asked_at
+        return 0.0 if asked_at is None else self._clock.monotonic() - asked_at
+
+    @property
+    def is_ray_silent(self) -> bool:
+        """Whether Ray's head stands still, so that whoever asks it waits until it goes on."""
+        return self.silence_s > _SILENT_S
+
+    # ---- what there is
+
+    @property
+    def nodes(self) -> dict[str, Notice]:
+        """What is announced of nodes, by Ray's ids."""
+        now, own = self._clock.time(), dict(self._of_nodes)  # which another thread may change
+        own = {node: notice for node, notice in own.items() if now < notice.leave_by + _FORGET_S}
+        return {**own, **self._of_ray}
+
+    def __bool__(self) -> bool:
+        return bool(self._of_ray or self._of_nodes or self._of_members)
+
+    def of(self, member: WorkerHandle) -> Notice | None:
+        """Return what is announced of a worker."""
+        return self._of_members.get(member) or self.nodes.get(member.node_id)
+
+
+def _notice(cause: str, deadline: float | None) -> Notice:
+    return Notice(cause, deadline, math.inf if deadline is None else deadline)

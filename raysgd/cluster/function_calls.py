@@ -1,0 +1,145 @@
+"""Functions of the user on workers, as plain calls of their actors, without the controller.
+
+For `raysgd.train`, whose users get Ray's references.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from raysgd.cluster.worker_handle import WorkerHandle, is_loss, loss_cause
+from raysgd.errors import RemoteTraceback, WorkerLostError
+
+__all__ = ["are_idle", "cancel", "finished", "results", "start", "start_task"]
+
+_ROOT_CAUSE_S = 0.5
+"""How long to look for a loss that has caused an error: the peers of a dead worker see a broken
+connection before Ray tells of its death."""
+
+
+def start(
+    members: Sequence[WorkerHandle],
+    function: Callable[..., Any],
+    arguments: Sequence[Any] = (),
+    keywords: Mapping[str, Any] | None = None,
+) -> list[Any]:
+    """Start a function on workers; returns one reference of Ray's a worker, for ``ray.get``."""
+    return [member.execute(function, *arguments, **(keywords or {})) for member in members]
+
+
+def start_task(
+    function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """Start a function in a process of its own, with options of ``ray.remote``; no worker is."""
+    import ray
+
+    remote: Any = ray.remote
+    return remote(**{"max_calls": 1, **options})(function).remote(*arguments)
+
+
+def finished(references: Sequence[Any], timeout_s: float | None) -> dict[Any, Any]:
+    """Wait for tasks to end, at most `timeout_s` seconds; return what those that have returned.
+
+    In place of it the exception, where one has raised.
+    """
+    import ray
+
+    found: dict[Any, Any] = {}
+    if references:
+        wait_s = None if timeout_s is None else max(0.0, timeout_s)
+        ready, _ = ray.wait(list(references), num_returns=len(references), timeout=wait_s)
+        for reference in ready:
+            try:
+                found[reference] = ray.get(reference)
+            except Exception as error:
+                found[reference] = error
+    return found
+
+
+def cancel(references: Sequence[Any]) -> None:
+    """End tasks that `start_task` started."""
+    import ray
+
+    for reference in references:
+        with contextlib.suppress(Exception):  # one that has ended, or whose cluster has
+            ray.cancel(reference, force=True)
+
+
+def are_idle(members: Sequence[WorkerHandle], patience_s: float) -> bool:
+    """Wait until workers have done what they were given, for so long; say whether they have.
+
+    One that died has nothing to do.
+    """
+    import ray
+
+    pending = start([member for member in members if member.alive], _nothing)
+    if pending:
+        _, pending = ray.wait(pending, num_returns=len(pending), timeout=patience_s)
+    return not pending
+
+
+def _nothing() -> None:
+    pass
+
+
+def results(members: Sequence[WorkerHandle], references: Sequence[Any]) -> list[Any]:
+    """Wait for the functions that `start` started on these workers; return what they returned.
+
+    The first failure, or a loss that has caused it, is raised while the function goes on elsewhere;
+    what is called next waits for it there.
+
+    Raises:
+        WorkerLostError: if a worker died.
+        BaseException: what a function raised, with the worker's traceback as its cause.
+    """
+    import ray
+
+    ranks = dict(zip(references, range(len(members)), strict=True))
+    found: dict[int, Any] = {}
+    failure: Exception | None = None
+    deadline = 0.0
+    pending = list(references)
+    while pending:
+        # whichever comes first: a rank that is busy, or blocked, hides no error of another
+        left = None if failure is None else max(0.0, deadline - time.monotonic())
+        ready, pending = ray.wait(pending, timeout=left)
+        if not ready:
+            break
+        rank = ranks[ready[0]]
+        try:
+            found[rank] = _result(members[rank], rank, ready[0])
+        except WorkerLostError:
+            raise
+        except Exception as error:
+            if failure is None:
+                failure, deadline = error, time.monotonic() + _ROOT_CAUSE_S
+    if failure is not None:
+        raise failure
+    return [found[rank] for rank in range(len(members))]
+
+
+def _result(member: WorkerHandle, rank: int, reference: Any) -> Any:
+    import ray
+    import ray.exceptions
+
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        cause = getattr(error, "cause", None)
+        if not isinstance(cause, BaseException):
+            raise
+        where = f"Raised on worker {rank} on {member.name}:\n{error}"
+        raise cause.with_traceback(None) from RemoteTraceback(where)
+    except Exception as error:
+        if not is_loss(error):
+            raise
+        said = loss_cause(error, member.info)
+        raise WorkerLostError(
+            f"Lost worker {rank} on {member.name}: {said}",
+            rank=rank,
+            node_id=member.node_id,
+            cause=said,
+        ) from error

@@ -1,0 +1,43 @@
+"""What a group of workers reserves, and how long it may take to start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["COME_UP_S", "WAIT_LONGER", "GroupOptions"]
+
+COME_UP_S = 60.0
+"""How long worker processes may take to come up once they have room."""
+WAIT_LONGER = (
+    "To wait longer, set SGD_PLACEMENT_GROUP_TIMEOUT_S to more seconds, or for raysgd.train "
+    "TRAIN_PLACEMENT_GROUP_TIMEOUT_S."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupOptions:
+    """How many workers there are and what each of them reserves."""
+
+    num_workers: int
+    min_workers: int = 1
+    num_cpus: float = 1
+    num_gpus: float = 0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    use_local: bool = False
+    start_timeout_s: float = 100.0
+    strategy: str = "SPREAD"
+    """How Ray places the workers on nodes."""
+    label_selectors: Sequence[Mapping[str, str]] = ()
+    """For each worker, what the labels of its node have to be; none where that is the same."""
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What one worker reserves, as Ray names it."""
+        bundle = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
+        return {name: amount for name, amount in bundle.items() if amount}
+
+    @property
+    def inline(self) -> bool:
+        """Whether the only worker runs in the caller's thread, without Ray."""
+        return self.use_local and self.num_workers == 1

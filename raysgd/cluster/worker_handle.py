@@ -1,0 +1,393 @@
+"""Handles of workers: an actor, or a worker in the driver's own process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import psutil
+
+from raysgd._internal.paths import without_secrets
+from raysgd.cluster.host_monitor import HostMonitor, HostWatch, LostError
+from raysgd.cluster.worker import CONTROL_METHODS, Worker
+from raysgd.cluster.worker_info import WorkerInfo
+
+__all__ = [
+    "ActorHandle",
+    "InlineHandle",
+    "ThreadHandle",
+    "WorkerHandle",
+    "cause_of",
+    "is_loss",
+    "loss_cause",
+]
+
+
+T = TypeVar("T")
+
+_WHICH = ("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:")
+"""How lines of Ray's begin that say which actor was lost."""
+_SIGNAL_S = 10.0
+"""How long it may take to send a signal on another node."""
+
+
+class WorkerHandle(ABC):
+    """One worker, as the driver holds it.
+
+    Work runs one call at a time; control calls run beside it. Both answer with a future, so that
+    waiting is the same for every kind of member.
+    """
+
+    info = WorkerInfo(node_id="", node_ip="")
+    """Where it runs; empty where that is not known yet."""
+    remote: bool
+    watch: HostWatch | None = None
+    """The watch on its host; None on the driver's own host."""
+
+    def locate(self, info: WorkerInfo) -> None:
+        """Take note of where it runs."""
+        self.info = info
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the driver knows its host and reaches it."""
+        return bool(self.info.node_ip) if self.watch is None else self.watch.is_reached
+
+    def may_live(self, error: BaseException) -> bool:
+        """Whether a worker may be there though a call on it failed by this error of Ray's."""
+        return False
+
+    @abstractmethod
+    def work(self, method: str, *arguments: Any) -> Future[Any]:
+        """Start a call of a method of the worker in the work thread."""
+
+    def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Start a function of the user in the work thread, and return Ray's reference to it."""
+        raise RuntimeError(f"{self.name}: this worker is no actor of Ray's.")
+
+    @abstractmethod
+    def control(self, method: str, *arguments: Any) -> Future[Any]:
+        """Start a call that runs beside the work."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the worker."""
+
+    def leave(self, timeout_s: float) -> Future[bool]:
+        """Let the worker's process end by itself: exit handlers and threads run, files are flushed.
+
+        The answer comes when it has ended, or `timeout_s` is over, and says whether it has ended.
+        """
+        ended: Future[bool] = Future()
+        ended.set_result(True)
+        return ended
+
+    def kill_process(self) -> None:
+        """End the worker also where its process is stopped and cannot end itself."""
+        self.kill()
+
+    def signal(self, number: int) -> bool:
+        """Send a signal to the worker's process, and return whether that is there.
+
+        Raises:
+            RuntimeError: if it is the driver's process.
+        """
+        raise RuntimeError(f"{self.name}: this worker has no process of its own.")
+
+    @property
+    def node_id(self) -> str:
+        """Ray's id of its node; empty where that is not known yet."""
+        return self.info.node_id
+
+    @property
+    def alive(self) -> bool:
+        """Whether calls can reach the worker at all."""
+        return True
+
+    @property
+    def name(self) -> str:
+        """Where it runs, for messages."""
+        if not self.info.node_ip:
+            return "a node that is not known yet"
+        return f"node {self.info.node_id[:8] or 'unknown'} ({self.info.node_ip})"
+
+
+class ActorHandle(WorkerHandle):
+    """A worker in a Ray actor.
+
+    Args:
+        actor: Ray's handle.
+        monitor: watches its host; None if only Ray does.
+    """
+
+    remote = True
+
+    def __init__(self, actor: Any, monitor: HostMonitor | None = None) -> None:
+        self.actor = actor
+        """Ray's handle."""
+        self._monitor = monitor
+        self._waiting: dict[Future[Any], None] = {}
+        """Answers of Ray's that are awaited."""
+        self._lost: LostError | None = None
+
+    def locate(self, info: WorkerInfo) -> None:
+        """Take note of where it runs, and begin to watch its host."""
+        self.info = info
+        monitor = self._monitor
+        if monitor is not None and (watch := monitor.watch(info, self._lose)) is not None:
+            self.watch = watch
+            arguments = (watch.address, monitor.driver_grace_s, monitor.stops_calls)
+            self.control("watch_driver", *arguments).add_done_callback(monitor.note_start)
+
+    def _lose(self, error: LostError) -> None:
+        """Let all calls that are under way, and all later ones, fail: nobody will answer."""
+        self._lost = error
+        with contextlib.suppress(KeyError):  # when none is left
+            while True:
+                self._waiting.popitem()[0].set_exception(error)
+
+    def work(self, method: str, *arguments: Any) -> Future[Any]:
+        """Start a call in the actor's work thread."""
+        self._check_alive()
+        answer: Future[Any] = getattr(self.actor, method).remote(*arguments).future()
+        return answer if self.watch is None else self._unless_lost(answer)
+
+    def control(self, method: str, *arguments: Any) -> Future[Any]:
+        """Start a call in one of the actor's control threads."""
+        assert method in CONTROL_METHODS, f"{method} would wait for the work thread"
+        return self.work(method, *arguments)  # the method itself has the thread group
+
+    def _unless_lost(self, answer: Future[Any]) -> Future[Any]:
+        """Return a future of the same answer, which fails where the host is lost.
+
+        Without a lock, since a garbage collection may wait for the thread that would hold it.
+        """
+        waiting: Future[Any] = Future()
+        self._waiting[waiting] = None
+        if self._lost is not None:
+            self._lose(self._lost)
+
+        def pass_on(answer: Future[Any]) -> None:
+            if self._waiting.pop(waiting, waiting) is waiting:
+                return  # it was lost first
+            if (error := answer.exception()) is not None:
+                waiting.set_exception(error)
+            else:
+                waiting.set_result(answer.result())
+
+        answer.add_done_callback(pass_on)
+        return waiting
+
+    def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Start a function of the user in the work thread, and return Ray's reference to it."""
+        self._check_alive()
+        return self.actor.execute.remote(function, *args, **kwargs)
+
+    def may_live(self, error: BaseException) -> bool:
+        """Whether Ray has given up its connection to the worker, and the host monitor has not.
+
+        That is about operators. Nobody could make the call of a training function again.
+        """
+        import ray.exceptions
+
+        stops = self.watch is not None and self._monitor is not None and self._monitor.stops_calls
+        return stops and isinstance(error, ray.exceptions.ActorUnavailableError)
+
+    def _check_alive(self) -> None:
+        if not self.alive:
+            raise RuntimeError(
+                "Ray was shut down after this trainer was created; create a new trainer."
+            )
+
+    @property
+    def alive(self) -> bool:
+        """Whether Ray is still there; without it, a call would start Ray anew."""
+        import ray
+
+        return bool(ray.is_initialized())
+
+    def kill(self) -> None:
+        """Kill the actor's process."""
+        import ray
+
+        if self.watch is not None:
+            self.watch.close()
+        if self.alive:
+            with contextlib.suppress(Exception):  # it may be gone already
+                ray.kill(self.actor)
+
+    def leave(self, timeout_s: float) -> Future[bool]:
+        """Let the actor's process end by itself."""
+        self._check_alive()
+        self.actor.__ray_terminate__.remote()
+        return _in_thread(self._await_end, timeout_s)
+
+    def _await_end(self, timeout_s: float) -> bool:
+        import ray
+
+        if _is_here(self.info):
+            return _await_end(self.info.pid, timeout_s)
+        # Ray tells of an actor's end before its exit handlers run
+        ended: bool = ray.get(self._on_node(_await_end).remote(self.info.pid, timeout_s))
+        return ended
+
+    def _on_node(self, function: Any) -> Any:
+        """Return a task of Ray's that calls a function on the worker's node.
+
+        To start it may take as long as Ray's head stands still.
+        """
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        strategy = NodeAffinitySchedulingStrategy(self.info.node_id, soft=False)
+        remote: Any = ray.remote
+        return remote(num_cpus=0, scheduling_strategy=strategy)(function)
+
+    def kill_process(self) -> None:
+        """Kill the actor's process by a signal, sent on its node."""
+        if self._lost is None:
+            with contextlib.suppress(Exception):  # its node may be gone already
+                _in_thread(self.signal, signal.SIGKILL).result(_SIGNAL_S)
+        self.kill()
+
+    def signal(self, number: int) -> bool:
+        """Send a signal to the actor's process, from its node."""
+        import ray
+
+        try:
+            if _is_here(self.info):
+                _send_signal(self.info.pid, number)
+            else:
+                sent = self._on_node(_send_signal).remote(self.info.pid, number)
+                ray.get(sent, timeout=_SIGNAL_S)
+        except ProcessLookupError:
+            return False
+        return True
+
+
+class InlineHandle(WorkerHandle):
+    """The only worker of a group, in the driver's process and in the caller's thread.
+
+    A call has ended when it returns, so that a debugger stops where the user is.
+    """
+
+    remote = False
+
+    def __init__(self) -> None:
+        self.info = WorkerInfo(node_id="", node_ip="127.0.0.1", in_driver=True)
+        self.worker = Worker()
+        self.worker.keep_in_process()
+
+    def work(self, method: str, *arguments: Any) -> Future[Any]:
+        """Make the call."""
+        future: Future[Any] = Future()
+        future.set_result(getattr(self.worker, method)(*arguments))
+        return future
+
+    def control(self, method: str, *arguments: Any) -> Future[Any]:
+        """Make the call, in this thread also where work has one of its own."""
+        try:
+            return InlineHandle.work(self, method, *arguments)
+        except Exception as error:
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def kill(self) -> None:
+        """Do nothing: the process is the driver's own."""
+
+
+class ThreadHandle(InlineHandle):
+    """Worker 0 of a larger group, in the driver's process and a thread of its own.
+
+    The caller's thread stays free to notice when another worker fails.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="raysgd-worker-0")
+
+    def work(self, method: str, *arguments: Any) -> Future[Any]:
+        """Start a call in the thread."""
+        return self._thread.submit(getattr(self.worker, method), *arguments)
+
+    def kill(self) -> None:
+        """Let the thread end when its call has."""
+        self._thread.shutdown(wait=False)  # a teardown that waits for its turn comes last
+
+
+def _in_thread(function: Callable[..., T], *arguments: Any) -> Future[T]:
+    """Call a function that may hang; a daemon does, which keeps no process from its end."""
+    future: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return future
+
+
+def _send_signal(pid: int, number: int) -> None:
+    os.kill(pid, number)  # itself not a Python function, which Ray refuses to send
+
+
+def _await_end(pid: int, timeout_s: float) -> bool:
+    """Wait for the end of a process; return whether it has come."""
+    try:
+        psutil.Process(pid).wait(timeout_s)
+    except psutil.TimeoutExpired:
+        return False
+    except psutil.NoSuchProcess:
+        pass
+    return True
+
+
+def _is_here(info: WorkerInfo) -> bool:
+    """Whether a worker runs on the driver's own node, where no task has to be started for it."""
+    import ray
+    import ray.util.client
+
+    if ray.util.client.ray.is_connected():  # the node that Ray tells of is that of the server
+        return False
+    node_id: str = ray.get_runtime_context().get_node_id()
+    return info.node_id == node_id
+
+
+def loss_cause(error: BaseException, info: WorkerInfo) -> str:
+    """Return Ray's `error` in one line: what ended the process, without its advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = next((x for x in reversed(lines) if not x.startswith(_WHICH)), type(error).__name__)
+    said = said.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
+    return f"process {info.pid}: {said}" if info.pid else said
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether an error of Ray or of the host monitor says that the worker or its node is gone."""
+    import ray.exceptions
+
+    return isinstance(
+        error,
+        LostError
+        | ray.exceptions.RayActorError
+        | ray.exceptions.WorkerCrashedError
+        | ray.exceptions.NodeDiedError
+        # Ray's own, for a worker that it killed; what user code raises comes as an outcome
+        | ray.exceptions.OutOfMemoryError,
+    )
+
+
+def cause_of(member: WorkerHandle | None, error: BaseException) -> str:
+    """Say in one line why a worker is gone, or did not come."""
+    if member is not None and is_loss(error):
+        return without_secrets(loss_cause(error, member.info))
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return without_secrets(" ".join(lines[:3])) if lines else type(error).__name__

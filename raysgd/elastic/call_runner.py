@@ -1,0 +1,226 @@
+"""Attempts at a call: they are sent to the workers, and watched until their end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from raysgd._internal.context import Progress
+from raysgd._internal.paths import without_secrets
+from raysgd.cluster.serialization import sendable
+from raysgd.cluster.worker import Outcome
+from raysgd.cluster.worker_handle import WorkerHandle
+from raysgd.elastic.attempt import Attempt
+from raysgd.elastic.call import Call
+from raysgd.elastic.driver_context import DriverContext
+from raysgd.elastic.health import HealthMonitor
+from raysgd.elastic.machine import CallFailed, CallReturned, Event, RunCall, WorkersLost
+from raysgd.elastic.policies import furthest
+
+__all__ = ["CallRunner"]
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 1.0
+"""How often to look at a call when there is nothing to look for but its end."""
+_BUSY_TICK_S = 0.05
+"""How often to look at it while replacement workers are on their way."""
+_UNEVEN_TICK_S = 0.25
+"""How often to look at it while some workers have returned and others have not."""
+
+
+class CallRunner:
+    """Makes attempts at the call of a context.
+
+    Args:
+        context: the parts of the driver.
+        apply: executes what follows from an event during an attempt.
+    """
+
+    def __init__(self, context: DriverContext, apply: Callable[[Event], object]) -> None:
+        self._context = context
+        self._apply = apply
+        self._group, self._clock = context.group, context.group.clock
+        self._journal, self._commands = context.journal, context.commands
+        self._reached = Progress()
+        """How far training was when the call began."""
+        self._redo: Call | None = None
+        """The call that repeats steps which were lost with all workers."""
+        self._sent: dict[WorkerHandle, Future[Outcome]] | None = None
+        self._attempt: Attempt | None = None
+        self._monitor: HealthMonitor | None = None
+        self._split = 0
+        """In how many parts to train batches in the next attempt; 0 for no change."""
+        self.outcomes: list[Outcome] = []
+        """The outcomes of the newest attempt that completed its call."""
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the newest attempt has reached workers."""
+        return self._sent is not None
+
+    def save(self) -> None:
+        """Take a snapshot, and let callbacks save at the next step."""
+        self._sent, self._context.preemption.must_save = None, False
+        self.rescue_state()
+        self._context.call.at_once = True
+
+    def rescue_state(self) -> None:
+        """Take the newest state over from the workers that are left."""
+        if (progress := self._context.snapshots.rescue(self._commands)) is not None:
+            self._journal.progress, self._context.has_state = progress, True
+
+    def begin(self, call: Call) -> None:
+        """Note the call that the next attempts are for."""
+        self._context.call, self._reached = call, self._journal.progress
+        self._redo, self._split = None, 0
+
+    def end(self) -> None:
+        """Forget the call and what the workers returned."""
+        self._context.call, self._redo, self.outcomes = Call(), None, []
+        self._sent = self._attempt = self._monitor = None
+
+    def is_behind(self) -> bool:
+        """Whether steps were lost with all workers, and there is a call that repeats them."""
+        step, reached, call = self._journal.progress.global_step, self._reached, self._context.call
+        if step >= reached.global_step:
+            return False
+        if self._redo is None and call.catch_up is not None:
+            self._redo = call.catch_up(reached)
+            if self._redo is not None:
+                logger.warning(
+                    "Steps %d to %d were lost with all workers, and are trained again before %s().",
+                    step + 1,
+                    reached.global_step,
+                    call.request.name,
+                )
+        return self._redo is not None
+
+    def run(self, action: RunCall) -> Event:
+        """Make one attempt at the call; it ends shortly after a failure."""
+        self._sent, self._attempt, self._context.has_state = None, None, False
+        self._context.pauses.cancel()
+        call, group = self._context.call, self._group
+        if action.is_redo:
+            assert self._redo is not None
+            call = self._redo
+        elif action.begins:
+            call.begin(group.members, furthest([self._journal.progress, self._reached]))
+        members = list(group.members if call.rank is None else [group.members[call.rank]])
+        self._journal.seen_step = self._journal.progress.global_step
+        packed: Any = call.request.with_split(self._split) if self._split else call.request
+        if not group.options.inline:
+            what = f"the arguments of {call.request.name}"
+            packed = group.shared(sendable(what, packed))
+        self._context.check_open()
+        self._sent = {}
+        for member in members:
+            self._sent[member] = member.work("call", packed)
+        self._attempt = attempt = Attempt(self._sent, self._clock)
+        self._watch(call, attempt)
+        if attempt.failed:
+            self._commands.stop(attempt)
+        progress = {member: outcome.progress for member, outcome in attempt.outcomes.items()}
+        if progress:
+            self._journal.progress = furthest(list(progress.values()))
+            self._journal.seen_step = self._journal.progress.global_step
+            self._context.preemption.poll(progress)
+        self._split = self._new_split(attempt)
+        if attempt.lost:
+            self._journal.lost = attempt.lost
+            return WorkersLost()
+        interrupted = attempt.interrupted_by_us
+        if attempt.failed:
+            is_stopped = interrupted and attempt.first_error is None and call.may_repeat
+            may_repeat = bool(self._split) or is_stopped
+            if not may_repeat:
+                self._journal.error = attempt.error()
+                if attempt.first_error is not None:
+                    said = repr(self._journal.error)
+                    self._journal.record("user_error", [attempt.first_error[0]], cause=said)
+            return CallFailed(may_repeat=may_repeat)
+        is_complete = not attempt.paused and not action.is_redo
+        if is_complete:
+            self._context.snapshots.poll(progress)
+            self.outcomes = [attempt.outcomes[member] for member in members]
+        return CallReturned(is_complete=is_complete, interrupted=interrupted)
+
+    def _watch(self, call: Call, attempt: Attempt) -> None:
+        """Watch an attempt until all workers have returned, or one has failed."""
+        monitor = self._monitor = HealthMonitor(
+            attempt,
+            self._journal.ranks,
+            self._context.elastic.hang_timeout_s,
+            self._clock,
+            call.has_batches,
+        )
+        while attempt.under_way:
+            self._context.check_open()
+            is_busy = call.on_wait is not None or self._context.scale_up.under_way
+            idle_s = _UNEVEN_TICK_S if attempt.outcomes else _TICK_S
+            if attempt.settle(_BUSY_TICK_S if is_busy else idle_s):
+                continue
+            if self._group.is_cut_off():
+                self._context.preemption.give_up_silent(attempt)
+                continue  # the driver's host is cut off from all workers, which wait as well
+            progress = self._commands.ask_progress()
+            if call.on_wait is not None:
+                call.on_wait(list(progress.values()))
+            steps = [p.global_step for p in progress.values()]
+            self._journal.seen_step = max([self._journal.seen_step, *steps])
+            for feature in [monitor, *self._context.features]:
+                if (event := feature.poll(progress)) is not None:
+                    self._apply(event)
+            if call.can_pause and self._context.pauses.step is None:
+                moves = any(self._context.who_moves()) or self._context.preemption.must_save
+                if moves and not self._context.pauses.request(
+                    attempt, progress, len(self._group.members)
+                ):
+                    # some have passed the step, and will wait for the others: discard that step
+                    self.interrupt()
+
+    def interrupt(self) -> None:
+        """Interrupt the attempt under way, though no worker has failed."""
+        assert self._attempt is not None
+        self._attempt.interrupted_by_us = True
+        self._commands.stop(self._attempt)
+
+    def abandon(self) -> None:
+        """Stop the work after Ctrl-C, and find out how far the workers are."""
+        pending = self._sent or {} if self._attempt is None else self._attempt.pending
+        self._commands.busy |= pending
+        self._commands.interrupt()
+        if reached := list(self._commands.ask_progress().values()):
+            self._journal.progress = furthest(reached)
+
+    def kill_stuck(self) -> None:
+        """Kill the workers that hang."""
+        assert self._monitor is not None
+        for member in self._monitor.stuck_members:
+            cause = "no batch finished within hang_timeout_s"
+            self._journal.record("hung", [member], cause=cause)
+            logger.warning("Killing worker %d, which hangs.", self._journal.ranks[member])
+            member.kill_process()
+
+    def _new_split(self, attempt: Attempt) -> int:
+        """Return in how many parts to train batches when a call is made again; 0: as they are.
+
+        Memory has run out then, and no other error was the first.
+        """
+        if attempt.first_error is None or not attempt.first_error[1].split:
+            return 0
+        member, outcome = attempt.first_error
+        self._context.call.num_splits += 1
+        said = repr(outcome.value())
+        self._journal.record("split", [member], cause=said, factor=outcome.split)
+        logger.warning(
+            "Worker %d ran out of memory after step %d. The step is done again unless its update "
+            "was made, and from now on each batch is trained as %d parts that make one update: %s",
+            self._journal.ranks[member],
+            self._journal.progress.global_step,
+            outcome.split,
+            without_secrets(said),
+        )
+        return outcome.split

@@ -1,0 +1,139 @@
+"""Short calls from the driver to the members, most of which run in parallel with their work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from raysgd._internal.context import Progress, Request
+from raysgd.cluster.serialization import dumps, sendable
+from raysgd.cluster.worker import Outcome
+from raysgd.cluster.worker_group import WorkerGroup
+from raysgd.cluster.worker_handle import WorkerHandle, is_loss
+from raysgd.elastic.attempt import Attempt
+from raysgd.elastic.journal import Journal
+from raysgd.errors import WorkerTimeoutError
+
+__all__ = ["ANSWER_S", "SILENCE_S", "Commands", "value_of"]
+
+ANSWER_S = 0.7
+"""How long a worker may take to answer a control call."""
+SILENCE_S = 10.0
+"""After how long a worker that answers no control call counts as lost."""
+_SALVAGE_S = 10.0
+"""How long a worker may take to send its state before all workers restart."""
+_LOOK_EVERY_S = 1.0
+_ASK_AGAIN_S = 0.05
+
+
+class Commands:
+    """Sends the members what concerns all of them, and knows which are busy.
+
+    Args:
+        group: the workers.
+        journal: knows the generation.
+        check_open: raises if the workers were shut down.
+    """
+
+    def __init__(
+        self, group: WorkerGroup, journal: Journal, check_open: Callable[[], None]
+    ) -> None:
+        self._group = group
+        self._clock = group.clock
+        self._journal = journal
+        self._check_open = check_open
+        self.busy: dict[WorkerHandle, Future[Outcome]] = {}
+        """Workers that had not returned when the driver stopped waiting for their call."""
+        self.entering: list[WorkerHandle] = []
+        """Workers that are about to be in a generation."""
+
+    def ask_progress(self) -> dict[WorkerHandle, Progress]:
+        """Return the progress of every member that answers, while they are busy."""
+        asked = {member: member.control("progress") for member in self._group.members}
+        self._clock.wait(asked.values(), ANSWER_S)
+        return {m: f.result() for m, f in asked.items() if f.done() and f.exception() is None}
+
+    def pause_at(self, step: int | None) -> list[Future[int]]:
+        """Send all members the step at which to stop; return their answers."""
+        number = self._journal.generation
+        answers = [m.control("pause_at", number, step) for m in self._group.members]
+        self._clock.wait(answers, ANSWER_S)
+        return answers
+
+    def interrupt(self, besides: Iterable[WorkerHandle] = ()) -> None:
+        """Make the calls under way fail on all members, since each may wait for any other."""
+        members = dict.fromkeys([*self._group.members, *self.entering])
+        concerned = [member for member in members if member not in besides]
+        answers = [m.control("interrupt", self._journal.generation) for m in concerned]
+        self._clock.wait(answers, ANSWER_S)
+
+    def stop(self, attempt: Attempt) -> None:
+        """Find out why an attempt failed, and stop the rest of it."""
+        attempt.find_cause(self.interrupt)
+        self.busy |= attempt.pending
+
+    def finish(self, request: Request) -> None:
+        """Interrupt all members, and send a request to those that are idle."""
+        self.interrupt(besides=self.busy)  # the busy ones were interrupted before
+        idle = [member for member in self._group.members if member not in self.busy]
+        packed = sendable(request.name, request)
+        attempt = Attempt({m: m.work("call", packed) for m in idle}, self._clock)
+        deadline = self._clock.monotonic() + ANSWER_S
+        while attempt.pending and (left := deadline - self._clock.monotonic()) > 0:
+            attempt.settle(left)
+        self.busy |= attempt.pending  # the next call finds one that was lost
+
+    def ask(
+        self, members: Sequence[WorkerHandle], request: Request, timeout_s: float = _SALVAGE_S
+    ) -> list[Outcome]:
+        """Send a request to idle members; return the outcomes of those that answer."""
+        packed = dumps(request)
+        asked = [member.work("call", packed) for member in members]
+        self._clock.wait(asked, timeout_s)
+        return [future.result() for future in asked if _error_of(future) is None]
+
+    def ask_all(self, members: Sequence[WorkerHandle], request: Request) -> list[Any]:
+        """Return what idle members answer; nothing if one of them does not, or has nothing."""
+        given = [value_of(outcome) for outcome in self.ask(members, request)]
+        return given if len(given) == len(members) and None not in given else []
+
+    def reach(
+        self, members: Iterable[WorkerHandle]
+    ) -> tuple[dict[WorkerHandle, Progress], dict[WorkerHandle, BaseException]]:
+        """Return the progress of workers, and which are lost: those that are silent are killed."""
+        asked = {member: member.control("progress") for member in members}
+        deadline = self._clock.monotonic() + SILENCE_S
+        while True:
+            self._clock.wait(asked.values(), _LOOK_EVERY_S)
+            if self._group.is_cut_off():
+                deadline = self._clock.monotonic() + SILENCE_S
+            # Ray loses answers with its connection to a worker, after 20 s without a link
+            again = [m for m, f in asked.items() if (e := _error_of(f)) and m.may_live(e)]
+            is_done = not again and all(f.done() for f in asked.values())
+            if is_done or self._clock.monotonic() >= deadline:
+                break
+            if again:
+                self._clock.sleep(_ASK_AGAIN_S)
+            asked |= {member: member.control("progress") for member in again}
+            self._check_open()
+        lost = {member: error for member, f in asked.items() if (error := _error_of(f))}
+        for member, error in lost.items():
+            if not is_loss(error):  # it may be stopped
+                member.kill_process()
+        return {m: f.result() for m, f in asked.items() if m not in lost}, lost
+
+
+def value_of(outcome: Outcome) -> Any:
+    """Return the value of a call that succeeded; else None."""
+    return outcome.value() if outcome.kind == "ok" else None
+
+
+def _error_of(answer: Future[Any]) -> BaseException | None:
+    """Return why a call failed, which may be silence."""
+    return answer.exception() if answer.done() else silence()
+
+
+def silence() -> WorkerTimeoutError:
+    """Return the error of a worker that answers no control call."""
+    return WorkerTimeoutError(f"no answer within {SILENCE_S:g} s")

@@ -1,0 +1,457 @@
+"""Runs calls on all workers of a group, through failures.
+
+`raysgd/elastic/machine.py` decides, by a pure function, what follows from an event. The controller
+executes the actions, and what happens is the next event. Features of the driver, such as
+preemption or snapshots, observe the group through the interface of `feature.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from raysgd._internal.context import Progress, Request, Runner
+from raysgd.cluster.serialization import sendable
+from raysgd.cluster.worker import Outcome
+from raysgd.cluster.worker_group import WorkerGroup
+from raysgd.cluster.worker_handle import WorkerHandle, cause_of
+from raysgd.comm.backend import Backend
+from raysgd.elastic import events, machine
+from raysgd.elastic.call import Call
+from raysgd.elastic.call_runner import CallRunner
+from raysgd.elastic.commands import Commands
+from raysgd.elastic.config import ElasticConfig
+from raysgd.elastic.driver_context import DriverContext
+from raysgd.elastic.generation import GroupForming
+from raysgd.elastic.journal import Journal
+from raysgd.elastic.machine import Do, Event, State, transition
+from raysgd.elastic.pauses import Pauses
+from raysgd.elastic.policies import recovery
+from raysgd.elastic.preemption import PreemptionWatch
+from raysgd.elastic.scale_up import ScaleUp
+from raysgd.elastic.snapshots import SnapshotKeeper
+from raysgd.elastic.starts import Starts
+from raysgd.errors import CollectiveError
+
+__all__ = ["Controller"]
+
+logger = logging.getLogger(__name__)
+
+_SHUT_DOWN = "The workers are shut down."
+
+
+class Controller:
+    """Executes what the state machine decides.
+
+    Args:
+        group: the workers; not started yet.
+        runner: what every worker hosts.
+        backend: what the workers communicate through; None with ``num_workers=1``.
+        hook: function that each worker calls before anything else.
+        timeout_s: bound for setting up and for joining a generation.
+        elastic: what to do about losses.
+        can_join: whether replacement workers can take the state of others and continue with them,
+            as operators do. A training function cannot: the group grows by `grow`, a restart.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        runner: Runner,
+        backend: Backend | None,
+        hook: Callable[[], None] | None,
+        timeout_s: float,
+        elastic: ElasticConfig | None = None,
+        can_join: bool = True,
+    ) -> None:
+        self.state: State = machine.New()
+        self._is_shut_down = False
+        self._next: Event | None = None
+        """What the newest action came to."""
+        self._pid = os.getpid()
+        self._group = group
+        self._backend = backend
+        elastic = elastic or ElasticConfig()
+        group.watch_hosts(elastic.driver_grace_s, stops_calls=can_join)
+        self.recovery = recovery(
+            rejoins=backend is None or backend.rejoins,
+            in_place=elastic.in_place,
+            can_join=can_join,
+        )
+        self._policy = machine.Policy(
+            recovery=self.recovery,
+            max_attempts=elastic.max_attempts,
+            may_grow=elastic.grow and not group.options.inline,
+            keeps_snapshots=elastic.snapshot_every is not None,
+        )
+        # pickled now: what cannot be sent is found before a worker starts
+        created: tuple[Any, ...] = (hook, runner, backend, sys.path)
+        if not group.options.inline:
+            created = (
+                sendable("initialization_hook", hook),
+                sendable("the runner", runner),
+                sendable("backend", backend),
+                sys.path,
+            )
+        self.journal = journal = Journal(group, self.recovery.survivors_stay)
+        self._commands = commands = Commands(group, journal, self._check_open)
+        # the driver's own worker stays, unless all restart
+        of_driver = not elastic.in_place and not group.options.inline
+        self.snapshots = SnapshotKeeper(of_driver, group)
+        self._preemption = PreemptionWatch(group, journal, self.recovery.replaces)
+        self._scale_up = ScaleUp(
+            group,
+            elastic,
+            created,
+            random.random,
+            self._note_failed_replacement,
+            timeout_s,
+            can_join=can_join,
+            rejoins=self.recovery.rejoins,
+        )
+        self._context = context = DriverContext(
+            group=group,
+            backend=backend,
+            elastic=elastic,
+            recovery=self.recovery,
+            timeout_s=timeout_s,
+            check_open=self._check_open,
+            journal=journal,
+            commands=commands,
+            snapshots=self.snapshots,
+            preemption=self._preemption,
+            scale_up=self._scale_up,
+            pauses=Pauses(commands),
+        )
+        self.forming = GroupForming(context)
+        self._starts = Starts(context)
+        self._calls = CallRunner(context, self._apply)
+
+    # ---- life
+
+    def start(self) -> None:
+        """Start the workers and set them up; if that fails, none is left behind."""
+        try:
+            with self._supervised():
+                self._group.reserve(self._group.options.start_timeout_s)
+                for step in self._steps(machine.StartRequested(self.min_workers)):
+                    self._next = step()
+        except BaseException:
+            self.shutdown(force=True)
+            raise
+
+    def shutdown(self, force: bool = False) -> None:
+        """End all workers."""
+        busy = isinstance(self.state, machine.Running | machine.Starting | machine.Broken)
+        self._is_shut_down = True
+        self.state, _ = transition(self.state, machine.ShutDown(), self._policy)
+        self._release(force or busy)
+
+    def _release(self, force: bool) -> None:
+        if os.getpid() != self._pid:  # the workers are those of the process that forked this one
+            return
+        try:
+            self._scale_up.stop()
+        finally:
+            try:
+                self._group.shutdown(force)
+            finally:
+                if self._backend is not None:
+                    self._backend.close()
+
+    @contextlib.contextmanager
+    def _supervised(self) -> Iterator[None]:
+        """Clean up after an exception, such as Ctrl-C.
+
+        If another thread has called `shutdown`, end what was started since, and raise that the
+        workers are shut down.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not self._is_shut_down:
+                self._apply(machine.Aborted(reached_workers=self._calls.is_sent))
+            elif isinstance(error, Exception) and error.args != (_SHUT_DOWN,):
+                raise RuntimeError(_SHUT_DOWN) from error
+            raise
+        finally:
+            if self._is_shut_down:
+                self._release(force=True)
+
+    def _check_open(self) -> None:
+        self.check_process()
+        if self._is_shut_down:
+            raise RuntimeError(_SHUT_DOWN)
+
+    def check_process(self) -> None:
+        """Check that this process is the one that made this, and no fork of it."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "This process was forked from the one that made the trainer, and has none of its "
+                "threads and connections: calls would wait for ever. Call the trainer in that "
+                "process, or make one here, in a process that is started by spawn."
+            )
+
+    # ---- the loop
+
+    def _steps(self, event: Event | None) -> Iterator[Callable[[], Event | None]]:
+        """Yield what executes each action that follows from an event, and from what comes of it.
+
+        The caller keeps the result of each step in `_next`. So a call has no frame of this.
+        """
+        while event is not None:
+            self._next = None
+            for action in self._feed(event):
+                yield self._handler(action)
+            event = self._next
+
+    def _apply(self, event: Event) -> None:
+        """Execute what follows from an event during an action."""
+        for action in self._feed(event):
+            self._handler(action)()
+
+    def _feed(self, event: Event) -> Sequence[machine.Action]:
+        """Take the next state; return the actions that follow."""
+        self._check_open()
+        self.state, actions = transition(self.state, event, self._policy)
+        if self._is_shut_down:  # by another thread, just now
+            self.state = machine.Closed()
+            raise RuntimeError(_SHUT_DOWN)
+        return actions
+
+    def _handler(self, action: machine.Action) -> Callable[[], Event | None]:
+        """Return the function that executes an action. The last one returns the next event."""
+        budget = self.state.budget
+        match action:
+            case Do.SURVEY:
+                return self._survey
+            case Do.AWAIT_WORKERS:
+                return partial(self._starts.await_workers, budget.min_workers)
+            case Do.ASK_PROGRESS:
+                return self.forming.ask_progress
+            case machine.FormGroup():
+                return partial(self.forming.form_group, action)
+            case Do.START_GROUP:
+                return self.forming.start_group
+            case Do.RESCUE_STATE:
+                return self._rescue_state
+            case machine.RunCall():
+                return partial(self._calls.run, action)
+            case Do.SAVE_STATE:
+                return self._calls.save
+            case Do.KILL_STUCK:
+                return self._calls.kill_stuck
+            case Do.INTERRUPT_CALL:
+                return self._calls.interrupt
+            case Do.ABANDON_CALL:
+                return self._calls.abandon
+            case Do.REMOVE_LOST:
+                return self._remove_lost
+            case Do.COLLECT_DEPARTING:
+                return partial(self.forming.collect_departing, self.members)
+            case Do.DROP_NEWCOMERS:
+                return self.forming.drop_newcomers
+            case Do.DISCARD_WORKERS:
+                return self._context.discard_members
+            case machine.GiveUpState(why):
+                return partial(self._give_up_state, why)
+            case Do.RESTART:
+                return self._starts.restart
+            case Do.NOTE_START:
+                return partial(self._starts.note_start, budget.has_begun)
+            case Do.STOP_REPLACEMENTS:
+                return self._scale_up.stop
+            case machine.Fail():
+                return partial(self._fail, action)
+            case Do.RAISE_ERROR:
+                return self._raise_error
+            case Do.RETURN_OUTCOMES:
+                return lambda: None  # `run` returns them
+
+    # ---- calls
+
+    def run(self, call: Call) -> list[Outcome]:
+        """Make a call, or a further part of it, and return the outcomes.
+
+        Raises:
+            WorkerLostError: more losses than ``max_losses``, or not enough workers to be had.
+            CollectiveError: workers could not communicate though all are alive.
+            BaseException: what user code raised first, with the worker's traceback.
+        """
+        self._check_open()
+        if isinstance(self.state, machine.Running | machine.Starting):
+            raise RuntimeError(
+                "Another call on these workers is under way, in another thread; wait for its end."
+            )
+        min_workers = 1 if call.any_size else self.min_workers
+        budget = machine.Budget(
+            in_call=True,
+            min_workers=min_workers,
+            max_losses=call.max_losses,
+            num_losses=call.num_losses,
+        )
+        self._calls.begin(call)
+        try:
+            with self._supervised():
+                if len(self.members) < min_workers:
+                    self._scale_up.try_again()  # once a call: there their number has an end
+                for step in self._steps(machine.CallRequested(budget)):
+                    self._next = step()
+                return self._calls.outcomes
+        finally:
+            self._calls.end()
+
+    def _survey(self) -> Event:
+        """Look at who is there, who can join, and who has to leave."""
+        if self.journal.lost and self.members:
+            size = len(self.members)
+            logger.warning("Going on with %d of %d workers.", size, self.max_workers)
+        elif self.journal.lost:
+            logger.warning("Starting all workers anew.")
+        self.journal.lost = {}
+        for feature in self._context.features:
+            feature.poll({})
+        joining, self._context.leaving = self._context.who_moves()
+        return machine.Surveyed(
+            num_workers=len(self.members),
+            num_joining=len(joining),
+            num_leaving=len(self._context.leaving),
+            must_save=self._preemption.must_save and self._context.call.can_pause,
+            is_behind=self._calls.is_behind(),
+            can_restart=self._can_restart(),
+        )
+
+    def _can_restart(self) -> bool:
+        is_new = self.progress.global_step == 0
+        return self._policy.keeps_snapshots or is_new or self._context.has_state
+
+    def stop(self, request: Request) -> None:
+        """Interrupt what the workers do in addition to calls; the next call forms a generation.
+
+        Args:
+            request: what each idle worker answers when nothing runs there any more.
+        """
+        if not isinstance(self.state, machine.Closed):
+            self._apply(machine.StopRequested())
+            self._commands.finish(request)
+
+    # ---- losses
+
+    def _remove_lost(self) -> None:
+        """Take lost workers out of the group."""
+        for member, error in self.journal.lost.items():
+            rank, said = self.journal.ranks.get(member, -1), cause_of(member, error)
+            since = self._context.call.metrics_start_step.get(member, self.progress.global_step)
+            # no survivor to ask: use the last polled progress
+            step = max(self.progress.global_step, self.journal.seen_step)
+            num_batches = max(0, step - since)
+            self.journal.record("lost", [member], cause=said, num_batches=num_batches, step=step)
+            self._context.call.causes.append(f"worker {rank} on {member.name}: {said}")
+            logger.warning("Lost worker %d on %s: %s", rank, member.name, said)
+            self._commands.busy.pop(member, None)
+            for feature in self._context.features:
+                feature.on_loss(member, error)
+            self._group.discard(member)
+        self._context.call.num_losses = self.state.budget.num_losses
+        self._scale_up.resized()
+
+    def _fail(self, action: machine.Fail) -> None:
+        """Raise the error of a call that cannot continue."""
+        if action.is_communication:
+            raise CollectiveError(action.why)
+        member, error = next(iter(self.journal.lost.items()), (None, None))
+        if member is not None:
+            self._scale_up.poll({})
+        raise self.journal.failure(action.why, self._context.call.causes, member, error)
+
+    def _raise_error(self) -> None:
+        error, self.journal.error = self.journal.error, None  # which would keep its frames alive
+        assert error is not None
+        raise error
+
+    def _rescue_state(self) -> Event:
+        """Take the state over from the workers that are left."""
+        self._calls.rescue_state()
+        return machine.StateRescued(self._can_restart() or bool(self._context.leaving))
+
+    def _give_up_state(self, why: str) -> None:
+        """End all members, because none has the newest state."""
+        logger.warning("All workers restart from the snapshot: %s.", why)
+        self._context.discard_members()
+
+    def _note_failed_replacement(self, member: WorkerHandle | None, error: BaseException) -> None:
+        said = cause_of(member, error)
+        self.journal.record("newcomer_failed", [] if member is None else [member], cause=said)
+        logger.warning("A replacement worker failed before it joined: %s", said)
+
+    # ---- for trainers
+
+    def grow(self) -> bool:
+        """Restart with more workers, from what `snapshots` holds, if there is room for them now.
+
+        Or without those that are going to be taken away, if enough are left or have room.
+
+        Returns:
+            Whether it did.
+        """
+        with self._supervised():
+            if self._group.drains.is_ray_silent:
+                return False  # no worker could be started
+            self._context.leaving = list(self._group.leaving())
+            if self._context.leaving:
+                num_staying = len(self.members) - len(self._context.leaving)
+                num_vacant = sum(slot.is_ready for slot in self._group.vacant_slots())
+                if num_staying + num_vacant < self.min_workers:
+                    return False
+            elif not self._scale_up.has_room():
+                return False
+            for step in self._steps(machine.StartRequested(self.min_workers)):
+                self._next = step()
+        return True
+
+    # ---- what is known
+
+    @property
+    def members(self) -> list[WorkerHandle]:
+        """The workers, in the order of their ranks."""
+        return self._group.members
+
+    @property
+    def max_workers(self) -> int:
+        """The most workers that the group may have."""
+        return self._group.options.num_workers
+
+    @property
+    def min_workers(self) -> int:
+        """The fewest workers to train with."""
+        return self._group.options.min_workers
+
+    @property
+    def generation(self) -> int:
+        """Number of the newest generation."""
+        return self.journal.generation
+
+    @property
+    def progress(self) -> Progress:
+        """How far training is."""
+        return self.journal.progress
+
+    @property
+    def events(self) -> list[events.Event]:
+        """What happened to the group, oldest first."""
+        return self.journal.events
+
+    def ask_progress(self) -> Mapping[WorkerHandle, Progress]:
+        """Return the progress of every worker that answers, while they are busy."""
+        return self._commands.ask_progress()
+
+    def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:
+        """Note that a node, or a worker, is going to be taken away; in any thread."""
+        self._check_open()
+        self._preemption.drain(node_id, rank, deadline_s)

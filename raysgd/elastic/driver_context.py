@@ -1,0 +1,66 @@
+"""The parts of the driver that supervise one group, for those that execute actions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from raysgd.cluster.worker_group import WorkerGroup
+from raysgd.cluster.worker_handle import WorkerHandle
+from raysgd.comm.backend import Backend
+from raysgd.elastic.call import Call
+from raysgd.elastic.commands import Commands
+from raysgd.elastic.config import ElasticConfig
+from raysgd.elastic.feature import Feature
+from raysgd.elastic.journal import Journal
+from raysgd.elastic.pauses import Pauses
+from raysgd.elastic.policies import Recovery
+from raysgd.elastic.preemption import PreemptionWatch
+from raysgd.elastic.scale_up import Replacement, ScaleUp
+from raysgd.elastic.snapshots import SnapshotKeeper
+
+__all__ = ["DriverContext"]
+
+
+@dataclass(kw_only=True, eq=False)
+class DriverContext:
+    """What supervises a group, and the call under way."""
+
+    group: WorkerGroup
+    backend: Backend | None
+    """How the workers communicate; None with one worker."""
+    elastic: ElasticConfig
+    recovery: Recovery
+    timeout_s: float
+    """Bound for setting up and for joining a generation."""
+    check_open: Callable[[], None]
+    """Raises if the workers were shut down."""
+    journal: Journal
+    commands: Commands
+    snapshots: SnapshotKeeper
+    preemption: PreemptionWatch
+    scale_up: ScaleUp
+    pauses: Pauses
+    call: Call = field(default_factory=Call)
+    """The call under way."""
+    leaving: list[WorkerHandle] = field(default_factory=list)
+    """Members that leave at the next restart."""
+    has_state: bool = False
+    """Whether the snapshot to restart from is the state of a worker, just taken."""
+
+    @property
+    def features(self) -> list[Feature]:
+        """The features of the driver, in the order in which they look at the group."""
+        return [self.snapshots, self.preemption, self.scale_up, self.pauses]
+
+    def who_moves(self) -> tuple[list[Replacement], list[WorkerHandle]]:
+        """Return the replacement workers that join at the next step, and the members that leave."""
+        ready = self.scale_up.ready()
+        leaving = self.preemption.who_leaves(len(ready))
+        num_places = self.group.options.num_workers - len(self.group.members) + len(leaving)
+        return ready[:num_places], leaving
+
+    def discard_members(self) -> None:
+        """End all members."""
+        for member in list(self.group.members):
+            self.group.discard(member)

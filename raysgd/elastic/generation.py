@@ -1,0 +1,350 @@
+"""How workers form a group: the next generation of the members, or a start from a snapshot."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from raysgd._internal.context import Progress, WorkerContext
+from raysgd.cluster.serialization import sendable
+from raysgd.cluster.worker_handle import WorkerHandle, cause_of
+from raysgd.elastic.attempt import Attempt
+from raysgd.elastic.commands import ANSWER_S, SILENCE_S, silence, value_of
+from raysgd.elastic.driver_context import DriverContext
+from raysgd.elastic.events import EventKind
+from raysgd.elastic.health import Heartbeats, await_stragglers
+from raysgd.elastic.machine import (
+    Event,
+    FormGroup,
+    FormingFailed,
+    GroupFormed,
+    ProgressKnown,
+    StateLost,
+    WorkersLost,
+)
+from raysgd.elastic.policies import assign_contexts
+from raysgd.elastic.requests import ExportReplicaRequest, ImportReplicaRequest, LoadRequest
+from raysgd.elastic.scale_up import Replacement
+from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
+
+__all__ = ["GroupForming"]
+
+logger = logging.getLogger(__name__)
+
+_STRAGGLER_S = 60.0
+"""How long the next call waits for workers that are still busy with one that failed."""
+_RESTART_STRAGGLER_S = 5.0
+"""The same for training functions: all of their workers restart from a checkpoint anyway."""
+_MENTION_S = 30.0
+"""After how long to log what a start or a rejoin waits for."""
+
+
+class _CutOffError(Exception):
+    """Workers that were about to be a group were stopped, since the driver's host was cut off."""
+
+
+class GroupForming:
+    """Lets workers enter generations."""
+
+    def __init__(self, context: DriverContext) -> None:
+        self._context = context
+        self._group, self._clock = context.group, context.group.clock
+        self._journal, self._commands = context.journal, context.commands
+        self._scale_up = context.scale_up
+        self._backend = context.backend
+        self._joining: dict[WorkerHandle, Replacement] = {}
+        self._answers: dict[WorkerHandle, Progress] = {}
+        self._began = 0.0
+        self.on_start: Callable[[], None] | None = None
+        """Called whenever all workers have started from scratch, before they get a snapshot."""
+
+    # ---- the next generation
+
+    def ask_progress(self) -> Event:
+        """Wait for workers that are still busy, and ask each worker for its progress."""
+        self._began = self._clock.monotonic()
+        if lost := self.await_stragglers():
+            return self.note_lost(lost)
+        ready, leaving = self._context.who_moves()
+        joining = {r.member: r for r in ready if r.member is not None}
+        self._answers, lost = self._commands.reach([*self._group.members, *joining])
+        for member in [member for member in joining if member in lost]:
+            self._scale_up.fail(joining.pop(member), lost.pop(member))
+        if lost:
+            return self.note_lost(lost)
+        self._joining = joining
+        members = self._group.members
+        return ProgressKnown(
+            progress=[self._answers[member] for member in members],
+            leaving=frozenset(rank for rank, m in enumerate(members) if m in leaving),
+            has_snapshot=self._context.snapshots.state() is not None,
+        )
+
+    def await_stragglers(self) -> dict[WorkerHandle, BaseException]:
+        """Wait for workers that did not return in time; return those that are lost."""
+        patience_s = _STRAGGLER_S if self._context.recovery.replaces else _RESTART_STRAGGLER_S
+        return await_stragglers(self._commands.busy, self._journal.ranks, self._clock, patience_s)
+
+    def note_lost(self, lost: Mapping[WorkerHandle, BaseException]) -> Event:
+        """Keep lost members for the controller; a lost replacement is no loss of the call."""
+        for member in lost:
+            self._commands.busy.pop(member, None)
+        self._journal.lost = {
+            m: error for m, error in lost.items() if not self._scale_up.fail_member(m, error)
+        }
+        return WorkersLost() if self._journal.lost else FormingFailed(by_newcomer=True)
+
+    def form_group(self, action: FormGroup) -> Event:
+        """Let members and replacements enter a new generation."""
+        before, journal, call = list(self._group.members), self._journal, self._context.call
+        staying = [before[rank] for rank in action.staying]
+        leader = before[action.leader]
+        joining = self._joining = self._joining if action.admits else {}
+        journal.progress = self._answers[leader]
+        # the step is done, though not all can report what they measured in it
+        newest = journal.progress.global_step
+        call.num_missing += sum(self._answers[m].global_step < newest for m in before)
+        if journal.progress.divided:
+            leaving = [member for member in before if member not in staying]
+            for held in self._commands.ask_all(leaving, ExportReplicaRequest()):
+                self._commands.ask_all([staying[0]], ImportReplicaRequest(held=held))
+        entering = self._group.in_order([*staying, *joining])
+        attempt = self._enter(entering, self._next_contexts(entering), leader)
+        if any(outcome.progress.lacks_shards for outcome in attempt.outcomes.values()):
+            why = "shares of the optimizers' state are lost with all the workers that held them"
+            return StateLost(why)
+        if attempt.failed:
+            return self._forming_failed(attempt, joining)
+        self._group.members[:] = entering
+        journal.number(entering)
+        self._scale_up.joined(list(joining.values()))
+        call.metrics_start_step |= dict.fromkeys(joining, newest)
+        seconds = self._clock.monotonic() - self._began
+        departed = [member for member in before if member not in entering]
+        self.collect_departing(departed)
+        for member in departed:
+            self._group.discard(member)
+        self._record_group(list(joining), departed, seconds)
+        return GroupFormed()
+
+    def _record_group(
+        self, joining: Sequence[WorkerHandle], departed: Sequence[WorkerHandle], seconds: float
+    ) -> None:
+        left = "; ".join(f"a worker has left {member.name}" for member in departed)
+        size, full_size = len(self._group.members), self._group.options.num_workers
+        kind: EventKind = ("moved" if left else "grown") if joining else "resumed"
+        concerned = joining or self._group.members
+        self._journal.record(kind, concerned, cause=left, seconds=seconds)
+        if joining:
+            who = f"Worker{'s' * (len(joining) > 1)} {self._journal.listed(joining)}"
+            logger.info("%s joined: going on with %d of %d.", who, size, full_size)
+        elif left:
+            logger.warning("Going on with %d of %d.", size, full_size)
+
+    def _forming_failed(
+        self, attempt: Attempt, joining: Mapping[WorkerHandle, Replacement]
+    ) -> Event:
+        # a lost replacement is discarded; the others join the next time, unless one of them
+        # may be the reason of a failure that is no loss
+        reason = None if attempt.lost else attempt.error()
+        for member, replacement in joining.items():
+            if (error := attempt.lost.pop(member, reason)) is not None:
+                self._commands.busy.pop(member, None)  # it is no member that could be lost
+                self._scale_up.fail(replacement, error)
+        if attempt.lost:
+            return self.note_lost(attempt.lost)
+        self._journal.error = reason
+        is_communication = isinstance(reason, CollectiveError)
+        if not joining and is_communication:
+            logger.warning("No new process group came about: %s", reason)
+        return FormingFailed(by_newcomer=bool(joining), is_communication=is_communication)
+
+    def drop_newcomers(self) -> None:
+        """End the replacement workers that were about to join."""
+        for replacement in self._joining.values():
+            self._scale_up.drop(replacement)
+
+    def collect_departing(self, members: Sequence[WorkerHandle]) -> None:
+        """Ask workers that are about to end for what they have measured in the call under way."""
+        call = self._context.call
+        if call.farewell is None or not members:
+            return
+        given = self._commands.ask(members, call.farewell, ANSWER_S)
+        call.num_missing += len(members) - len(given)
+        call.departed_results += [outcome for outcome in given if value_of(outcome) is not None]
+
+    # ---- a group of workers that have just come up
+
+    def start_group(self) -> Event:
+        """Let the workers that are ready be the group, with the state of the newest snapshot."""
+        ready = self._scale_up.ready()
+        joining = {r.member: r for r in ready if r.member is not None}
+        _, lost = self._commands.reach(joining)
+        if lost:  # while they waited
+            for member, error in lost.items():
+                self._scale_up.fail(joining[member], error)
+            return FormingFailed(by_newcomer=True)
+        event: Event = GroupFormed()
+        try:
+            self._start_group(joining)
+        except (WorkerLostError, _CutOffError) as failure:
+            self._abort_forming(joining, failure)
+            event = FormingFailed(by_newcomer=True)
+        else:
+            self._scale_up.joined(ready)
+        self._scale_up.set_up_alone(self._journal.generation)
+        return event
+
+    def _start_group(self, joining: Mapping[WorkerHandle, Replacement]) -> None:
+        """Form the group.
+
+        Raises:
+            WorkerLostError: if a worker is lost meanwhile.
+            _CutOffError: if the workers did not reach the driver for a while.
+        """
+        members = self._group.in_order(sorted(joining, key=lambda member: member.remote))
+        contexts = self._next_contexts(members)
+        self._journal.number(members)
+        leader = None
+        if self._scale_up.together:
+            for member, context in zip(members, contexts, strict=True):
+                joining[member].context, joining[member].step = context, "set up"
+            prepared = self._step("prepare", [(c,) for c in contexts], "get ready", members)
+            self._raise_failure(prepared)
+        else:
+            leader = members[0]
+            self._load_snapshot([leader])  # the others get it from the leader
+        self._raise_failure(self._enter(members, contexts, leader))
+        self._group.members[:] = members
+        if self.on_start is not None:
+            self.on_start()
+        if leader is None:
+            self._load_snapshot(members)
+
+    def _abort_forming(self, joining: Mapping[WorkerHandle, Replacement], error: Exception) -> None:
+        """Discard the workers that were lost as the group formed; the others stay if they can."""
+        # `on_start` may have changed a process, and some processes can be in one group only
+        are_used = bool(self._group.members) or not self._context.recovery.rejoins
+        self._group.members.clear()
+        _, lost = self._commands.reach(joining)
+        if not lost and not isinstance(error, _CutOffError):
+            raise error
+        for member, replacement in joining.items():
+            self._commands.busy.pop(member, None)  # it is no member that could be lost
+            if member in lost:
+                self._scale_up.fail(replacement, lost[member])
+            elif are_used:
+                self._scale_up.drop(replacement)
+        # a late interruption of this generation must not reach what they do alone
+        self._next_generation()
+
+    def _load_snapshot(self, members: Sequence[WorkerHandle]) -> None:
+        """Let workers load the newest snapshot; without one they keep the state of their setup."""
+        state = self._context.snapshots.state()
+        self._journal.progress = Progress()
+        if state is None:
+            return
+        packed = sendable("the snapshot", LoadRequest(state=dict(state)))
+        packed = self._group.shared(packed, members)
+        attempt = self._step("call", [(packed,)] * len(members), "load", members)
+        self._raise_failure(attempt)
+        self._journal.progress = next(iter(attempt.outcomes.values())).progress
+
+    # ---- both
+
+    def _next_generation(self) -> int:
+        self._journal.generation += 1
+        for feature in self._context.features:
+            feature.on_generation(self._journal.generation)
+        return self._journal.generation
+
+    def _next_contexts(self, members: Sequence[WorkerHandle]) -> list[WorkerContext]:
+        return assign_contexts(
+            [member.info for member in members],
+            generation=self._next_generation(),
+            distributed=self._backend is not None,
+            num_cpus=self._group.options.num_cpus,
+        )
+
+    def _enter(
+        self,
+        entering: Sequence[WorkerHandle],
+        contexts: Sequence[WorkerContext],
+        leader: WorkerHandle | None,
+    ) -> Attempt:
+        """Let workers enter a generation, with the state of `leader` or by their setup."""
+        rendezvous, leader_rank = None, None
+        if self._backend is not None:
+            rendezvous = self._backend.prepare([m.info.node_ip for m in entering])
+        if leader is not None:
+            leader_rank = list(entering).index(leader)
+        arguments = [(context, rendezvous, leader_rank) for context in contexts]
+        what = "set up" if leader is None else "join a new generation"
+        attempt = self._step("enter", arguments, what, entering, listening=leader is not None)
+        if self._backend is not None and not attempt.failed:
+            self._backend.met()
+        return attempt
+
+    def _step(
+        self,
+        method: str,
+        arguments: Sequence[tuple[Any, ...]],
+        what: str,
+        members: Sequence[WorkerHandle],
+        listening: bool = False,
+    ) -> Attempt:
+        """Let workers take one step of a start or a rejoin, within `timeout_s`.
+
+        With `listening`, a worker that answers no control call counts as lost.
+        """
+        self._commands.entering = list(members)
+        attempt = Attempt(
+            {m: m.work(method, *a) for m, a in zip(members, arguments, strict=True)}, self._clock
+        )
+        mentioned, timeout_s = self._clock.monotonic(), self._context.timeout_s
+        deadline = mentioned + timeout_s
+        heartbeats = Heartbeats(SILENCE_S)
+        while attempt.under_way:
+            attempt.settle(1.0)
+            self._context.check_open()
+            now = self._clock.monotonic()
+            if self._group.is_cut_off():  # all workers are silent
+                heartbeats = Heartbeats(SILENCE_S)
+                continue
+            for member in heartbeats.silent(attempt.pending, now) if listening else ():
+                member.kill_process()
+                attempt.give_up(member, silence())
+            waiting = self._journal.listed(attempt.pending)
+            if now > deadline:
+                self._stop(attempt)
+                raise WorkerTimeoutError(
+                    f"Waited {timeout_s:g} s (timeout_s) for the workers to {what}, in vain "
+                    f"for {waiting}.",
+                    waited_s=timeout_s,
+                )
+            if now - mentioned > _MENTION_S:
+                logger.warning("Still waiting for workers %s to %s.", waiting, what)
+                mentioned = now
+        if attempt.failed:
+            self._stop(attempt)
+        self._commands.entering = []
+        return attempt
+
+    def _stop(self, attempt: Attempt) -> None:
+        if self._backend is not None:
+            self._backend.close()  # wakes workers that still look for each other
+        self._commands.stop(attempt)
+
+    def _raise_failure(self, attempt: Attempt) -> None:
+        for member, error in attempt.lost.items():
+            rank = self._journal.ranks[member]
+            raise WorkerLostError(
+                f"Lost worker {rank} on {member.name} while the workers were starting: "
+                f"{cause_of(member, error)}",
+                rank=rank,
+                node_id=member.info.node_id,
+            ) from error
+        if attempt.failed:
+            is_cut_off = attempt.interrupted_by_us and attempt.first_error is None
+            raise _CutOffError if is_cut_off else attempt.error()

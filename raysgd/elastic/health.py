@@ -1,0 +1,278 @@
+"""Watching a call that is under way: its progress, workers that hang, workers that wait in vain.
+
+A worker that is dead is not found here, but by Ray's error, in `attempt.py`; what follows from it
+is decided in `controller.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from raysgd._internal.context import Progress
+from raysgd._internal.tracebacks import shortened_stacks
+from raysgd.cluster.clock import Clock
+from raysgd.cluster.worker import Outcome
+from raysgd.cluster.worker_handle import WorkerHandle
+from raysgd.elastic.attempt import Attempt
+from raysgd.elastic.feature import Feature
+from raysgd.elastic.machine import CallBlocked, Event, WorkersHung
+from raysgd.errors import WorkerTimeoutError
+
+__all__ = ["IN_COMPILER", "HealthMonitor", "Heartbeats", "await_stragglers"]
+
+logger = logging.getLogger(__name__)
+
+_UNEVEN_S = 30.0
+"""After how long to say that workers which are done wait for others."""
+_STANDSTILL_S = 60.0
+"""After how long without a batch to show what all workers are doing."""
+_STACKS_S = 2.0
+"""How long a worker may take to show its stack; one that is stopped never does."""
+_MENTION_STRAGGLER_S = 5.0
+"""After how long to say that workers are still busy with a call that was given up."""
+_IN_VAIN_S = 0.7
+"""After how long a collective that cannot end is given up."""
+_IN_COLLECTIVE = (
+    "_engine_run_backward",
+    "distributed_c10d",
+    "_sync_buffers",
+    "all_reduce",
+    "mpi_ops.py",  # Horovod's
+    "quick_execute",  # TensorFlow's; from outside a collective in a graph looks like the rest of it
+)
+
+IN_COMPILER = ("convert_frame.py", "compile_fx.py")  # torch's, forward and backward
+
+
+class Heartbeats:
+    """Asks workers again and again, and knows who does not answer: a stopped process, mostly.
+
+    It is used while a group makes a new generation. During a call ``hang_timeout_s`` is what finds
+    a worker that stands still.
+    """
+
+    def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
+        self._asked: dict[WorkerHandle, tuple[float, Future[Any]]] = {}
+
+    def silent(self, members: Iterable[WorkerHandle], now: float) -> list[WorkerHandle]:
+        """Return those that have not answered for so long; never waits."""
+        found = []
+        for member in members:
+            asked = self._asked.get(member)
+            if asked is None or asked[1].done():
+                self._asked[member] = (now, member.control("progress"))
+            elif now - asked[0] > self._silence_s:
+                found.append(member)
+        return found
+
+
+class HealthMonitor(Feature):
+    """Watches one attempt at a call.
+
+    Args:
+        attempt: the attempt.
+        ranks: of the members, for messages.
+        hang_timeout_s: seconds without a finished batch after which a worker counts as stuck; None
+            for never.
+        clock: by which it measures them.
+        has_batches: whether the call has batches at all.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        ranks: Mapping[WorkerHandle, int],
+        hang_timeout_s: float | None,
+        clock: Clock,
+        has_batches: bool = True,
+    ) -> None:
+        self._clock = clock
+        self._attempt = attempt
+        self._ranks = ranks
+        self._hang_timeout_s = hang_timeout_s
+        self._has_batches = has_batches
+        self._has_shown = False
+        self._moved_at = self._mentioned_at = self._clock.monotonic()
+        self._seen: dict[WorkerHandle, tuple[int, int]] = {}
+        self._waiting: dict[WorkerHandle, int | None] = {}
+        self._waiting_since = 0.0
+        self.stuck_members: list[WorkerHandle] = []
+        """The workers that hung last, if some are stuck by themselves."""
+
+    def poll(self, progress: Mapping[WorkerHandle, Progress]) -> Event | None:
+        """Return an event if the call does not move, or can never end."""
+        self.mention_uneven()
+        if (stuck := self.stuck(progress)) is not None:
+            self.stuck_members = stuck
+            why = (
+                f"No batch finished for {self._hang_timeout_s:g} s, and no worker is stuck by "
+                "itself: all wait for each other. The log has their stacks."
+            )
+            return WorkersHung(num_stuck=len(stuck), why=why)
+        why_blocked = self.in_vain(progress)
+        return None if why_blocked is None else CallBlocked(why_blocked)
+
+    def mention_uneven(self) -> None:
+        """Say, from time to time, which workers are still busy when others have returned."""
+        now = self._clock.monotonic()
+        if not self._attempt.outcomes or not self._attempt.pending:
+            self._mentioned_at = now
+        elif now - self._mentioned_at >= _UNEVEN_S:
+            self._mentioned_at = now
+            logger.warning(
+                "Workers %s have returned; still waiting for workers %s, which may be waiting for "
+                "them in turn. Every worker needs the same number of collective operations.",
+                self._listed(self._attempt.outcomes),
+                self._listed(self._attempt.pending),
+            )
+
+    def in_vain(self, progress: Mapping[WorkerHandle, Progress]) -> str | None:
+        """Say who waits in a collective for whom, if that can never end; else return None.
+
+        It can never end where each worker that is still busy waits in a collective of all workers,
+        and each of the others has returned: those do nothing until all have returned.
+        """
+        now = self._clock.monotonic()
+        unknown = Progress()
+        waiting = {m: progress.get(m, unknown).collective for m in self._attempt.pending}
+        returned = {m: progress.get(m, unknown) for m in self._attempt.outcomes}
+        if (
+            not returned
+            or None in waiting.values()
+            or not all(p.blocked_on_driver for p in returned.values())
+            # a worker that has returned may have started a collective that still goes on
+            or any(p.collective is not None for p in returned.values())
+        ):
+            self._waiting = {}
+        elif waiting != self._waiting:
+            self._waiting, self._waiting_since = waiting, now
+        elif now - self._waiting_since >= _IN_VAIN_S:
+            return (
+                f"Workers {self._listed(waiting)} wait in a collective operation for workers "
+                f"{self._listed(returned)}, which will not come: they have returned, or "
+                "reported or saved more often, and wait for the others to do so too. Every worker "
+                "must communicate, report and save equally often and in the same order."
+            )
+        return None
+
+    def stuck(self, progress: Mapping[WorkerHandle, Progress]) -> list[WorkerHandle] | None:
+        """Return None as long as the call moves; else log every stack, and return who is stuck.
+
+        The list is empty where all wait for each other. Nobody is stuck while one compiles.
+        """
+        if not self._has_batches:
+            return None
+        seen = {m: (p.global_step, p.num_batches) for m, p in progress.items()}
+        now = self._clock.monotonic()
+        if any(seen[member] != self._seen.get(member) for member in seen):
+            self._seen, self._moved_at = {**self._seen, **seen}, now
+            self._has_shown = False
+        stood_s = now - self._moved_at
+        if self._hang_timeout_s is not None and stood_s >= self._hang_timeout_s:
+            stuck = self._find_stuck()
+            self._moved_at = now
+            return stuck
+        if stood_s >= _STANDSTILL_S and not self._has_shown:
+            self._has_shown = True
+            self._show_stacks()
+        return None
+
+    def _show_stacks(self) -> dict[WorkerHandle, str | None] | None:
+        """Show what each worker is doing, and return it; None where torch compiles in one."""
+        stacks = _ask_stacks(self._attempt.pending, self._clock)
+        seconds = self._clock.monotonic() - self._moved_at
+        compiling = [m for m, text in stacks.items() if any(s in (text or "") for s in IN_COMPILER)]
+        if compiling:
+            ranks = self._listed(compiling)
+            logger.info(
+                "No batch finished for %.0f s: torch compiles in workers %s.", seconds, ranks
+            )
+            return None
+        logger.warning("No batch finished for %.0f s. %s", seconds, _described(stacks, self._ranks))
+        return stacks
+
+    def _find_stuck(self) -> list[WorkerHandle] | None:
+        stacks = self._show_stacks()
+        if stacks is None:
+            return None
+        silent = [member for member, text in stacks.items() if text is None]
+        apart = [
+            member
+            for member, text in stacks.items()
+            if text is not None and not any(sign in text for sign in _IN_COLLECTIVE)
+        ]
+        # those that wait in a collective wait for one that is elsewhere
+        return silent or [member for member in apart if member.remote]
+
+    def _listed(self, members: Iterable[WorkerHandle]) -> str:
+        return ", ".join(str(rank) for rank in sorted(self._ranks[m] for m in members))
+
+
+def _stacks_of(
+    members: Iterable[WorkerHandle], ranks: Mapping[WorkerHandle, int], clock: Clock
+) -> str:
+    """Return what the threads of workers are doing, as text."""
+    return _described(_ask_stacks(members, clock), ranks)
+
+
+def _ask_stacks(members: Iterable[WorkerHandle], clock: Clock) -> dict[WorkerHandle, str | None]:
+    """Return the stacks of each worker; None where it does not answer."""
+    asked = {member: member.control("stacks") for member in members}
+    clock.wait(asked.values(), _STACKS_S)
+    return {
+        member: answer.result() if answer.done() and answer.exception() is None else None
+        for member, answer in asked.items()
+    }
+
+
+def _described(stacks: Mapping[WorkerHandle, str | None], ranks: Mapping[WorkerHandle, int]) -> str:
+    return "\n".join(
+        f"Worker {ranks.get(member, '(new)')} on {member.name}:\n"
+        f"{'no answer: the process is stopped or gone' if text is None else shortened_stacks(text)}"
+        for member, text in stacks.items()
+    )
+
+
+def await_stragglers(
+    busy: dict[WorkerHandle, Future[Outcome]],
+    ranks: Mapping[WorkerHandle, int],
+    clock: Clock,
+    patience_s: float,
+) -> dict[WorkerHandle, BaseException]:
+    """Wait for workers that are busy with a call that was given up; return those that are lost.
+
+    `busy` loses those that have returned, also where Ctrl-C ends the wait. Those that are left
+    after `patience_s` are lost too.
+    """
+    stragglers = Attempt(busy, clock)
+    deadline = clock.monotonic() + patience_s
+    mentioned = False
+    try:
+        while stragglers.pending and (left := deadline - clock.monotonic()) > 0:
+            quiet_s = _MENTION_STRAGGLER_S - (patience_s - left)
+            stragglers.settle(left if mentioned else min(quiet_s, left))
+            waited_s = clock.monotonic() - deadline + patience_s
+            if stragglers.pending and not mentioned and waited_s >= _MENTION_STRAGGLER_S:
+                mentioned = True
+                logger.warning(
+                    "Waiting up to %.0f s for workers that are still busy with the call that "
+                    "failed before:\n%s",
+                    left,
+                    _stacks_of(stragglers.pending, ranks, clock),
+                )
+    finally:
+        for member in busy.keys() - stragglers.pending.keys():
+            del busy[member]
+    why = f"still busy {patience_s:g} s after it was stopped"
+    for member in stragglers.pending:
+        if not member.remote:  # it cannot be killed
+            raise WorkerTimeoutError(
+                f"The worker in the driver's process is {why}.",
+                ranks=[ranks[member]],
+                waited_s=patience_s,
+            )
+    return stragglers.lost | {m: WorkerTimeoutError(why) for m in stragglers.pending}

@@ -1,0 +1,116 @@
+"""What the driver knows of its group: ranks, generation, progress, and the events so far."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from raysgd._internal.context import Progress
+from raysgd._internal.paths import without_secrets
+from raysgd.cluster.worker_group import WorkerGroup
+from raysgd.cluster.worker_handle import WorkerHandle, cause_of
+from raysgd.elastic.events import Event, EventKind
+from raysgd.errors import WorkerLostError
+
+__all__ = ["Journal"]
+
+logger = logging.getLogger(__name__)
+
+_LOGGED_ELSEWHERE = ("lost", "hung", "grown", "restarted", "waiting", "newcomer_failed")
+"""Events that have a line of their own in the log."""
+
+
+class Journal:
+    """Keeps ranks, generation, and progress, and records events.
+
+    Args:
+        group: the workers.
+        survivors_stay: whether the others keep their processes after a loss.
+    """
+
+    def __init__(self, group: WorkerGroup, survivors_stay: bool) -> None:
+        self._group = group
+        self._survivors_stay = survivors_stay
+        self.ranks: dict[WorkerHandle, int] = {}
+        """Ranks of the members, also of those that were lost since the last generation."""
+        self.generation = 0
+        """Number of the newest generation."""
+        self.progress = Progress()
+        """How far training is, as the workers last returned it."""
+        self.seen_step = 0
+        """Committed steps, as the workers last reported them during a call."""
+        self.lost: dict[WorkerHandle, BaseException] = {}
+        """Members that were lost, and why, until the next look at the group."""
+        self.error: BaseException | None = None
+        """Why the newest attempt failed, if no member is lost."""
+        self.events: list[Event] = []
+        """What happened to the group, oldest first."""
+        self.on_event: Callable[[], None] | None = None
+        """Called after each event, in the thread that called the controller."""
+
+    def number(self, members: Sequence[WorkerHandle]) -> None:
+        """Give workers their ranks."""
+        self.ranks = {member: rank for rank, member in enumerate(members)}
+
+    def listed(self, members: Iterable[WorkerHandle]) -> str:
+        """Return the ranks of workers, for messages."""
+        return ", ".join(sorted(str(self.ranks.get(member, "(new)")) for member in members))
+
+    def record(
+        self,
+        kind: EventKind,
+        members: Sequence[WorkerHandle],
+        *,
+        cause: str = "",
+        seconds: float = 0.0,
+        num_batches: int = 0,
+        factor: int = 1,
+        step: int | None = None,
+    ) -> None:
+        """Record an event, and log those that the caller does not log."""
+        num_workers = len(self._group.members)
+        if kind == "lost":  # the lost worker is still a member
+            num_workers = num_workers - 1 if self._survivors_stay else 0
+        event = Event(
+            kind=kind,
+            generation=self.generation,
+            ranks=tuple(self.ranks.get(member, -1) for member in members),
+            nodes=tuple(member.node_id for member in members),
+            step=self.progress.global_step if step is None else step,
+            cause=without_secrets(cause),  # which goes into files, and to servers
+            seconds=seconds,
+            num_batches=num_batches,
+            factor=factor,
+            num_workers=num_workers,
+        )
+        self.events.append(event)
+        if kind not in _LOGGED_ELSEWHERE:
+            logger.info(
+                "%s: workers %s, generation %d%s%s.%s",
+                kind.capitalize(),
+                self.listed(members) or "none",
+                event.generation,
+                # a state may be loaded later
+                "" if kind == "started" else f", step {event.step}",
+                f", {seconds:.2f} s" if seconds else "",
+                f" {event.cause}" if event.cause else "",
+            )
+        if self.on_event is not None:
+            self.on_event()
+
+    def failure(
+        self,
+        why: str,
+        causes: Sequence[str],
+        member: WorkerHandle | None = None,
+        cause: BaseException | None = None,
+    ) -> WorkerLostError:
+        """Return the error that ends a call, with the causes of its losses."""
+        error = WorkerLostError(
+            "\n".join([f"Training run failed: {why.rstrip('.')}.", *causes]),
+            rank=-1 if member is None else self.ranks.get(member, -1),
+            node_id="" if member is None else member.info.node_id,
+            cause="" if cause is None else cause_of(member, cause),
+        )
+        error.__cause__ = cause
+        return error

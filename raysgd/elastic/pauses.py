@@ -1,0 +1,45 @@
+"""Pauses of a call at a step, where workers join and leave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from raysgd._internal.context import Progress
+from raysgd.cluster.worker_handle import WorkerHandle
+from raysgd.elastic.attempt import Attempt
+from raysgd.elastic.commands import Commands
+from raysgd.elastic.feature import Feature
+from raysgd.elastic.policies import pause_step
+
+__all__ = ["Pauses"]
+
+
+class Pauses(Feature):
+    """Lets all workers of a generation pause at the same step."""
+
+    def __init__(self, commands: Commands) -> None:
+        self._commands = commands
+        self.step: int | None = None
+        """Committed steps at which the members pause; None if none is planned."""
+
+    def on_generation(self, number: int) -> None:
+        """Forget the pause: workers that enter a generation do the same."""
+        self.step = None
+
+    def request(
+        self, attempt: Attempt, progress: Mapping[WorkerHandle, Progress], num_members: int
+    ) -> bool:
+        """Request a pause, if the workers can agree on a step; return False if it came too late."""
+        if len(progress) < num_members or attempt.outcomes:
+            return True  # one is not listening, or the call is about to end
+        if not all(p.step_s for p in progress.values()):
+            return True  # how far ahead to pause is known after the first step
+        step = self.step = pause_step(list(progress.values()))
+        heard = self._commands.pause_at(step)
+        return all(f.done() and f.exception() is None and f.result() < step for f in heard)
+
+    def cancel(self) -> None:
+        """Cancel the pause."""
+        if self.step is not None:
+            self._commands.pause_at(None)
+            self.step = None

@@ -1,0 +1,140 @@
+"""Workers that are going to be taken away: who they are, what they learn, and when they leave."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from raysgd._internal.context import Preemption, Progress
+from raysgd.cluster.departures import Notice
+from raysgd.cluster.host_monitor import HostLostError
+from raysgd.cluster.worker_group import WorkerGroup
+from raysgd.cluster.worker_handle import WorkerHandle
+from raysgd.elastic.attempt import Attempt
+from raysgd.elastic.feature import Feature
+from raysgd.elastic.journal import Journal
+from raysgd.elastic.policies import who_leaves
+
+__all__ = ["PreemptionWatch"]
+
+logger = logging.getLogger(__name__)
+
+_LEAVE_S = 3.0
+"""How long leaving takes at most, in addition to some steps."""
+
+
+class PreemptionWatch(Feature):
+    """Watches the notices of preemption, and decides which workers leave.
+
+    Args:
+        group: the workers and their notices.
+        journal: records the notices.
+        replaces: whether replacement workers can take the place of those that leave.
+    """
+
+    def __init__(self, group: WorkerGroup, journal: Journal, replaces: bool) -> None:
+        self._group = group
+        self._clock = group.clock
+        self._journal = journal
+        self._replaces = replaces
+        self._step_s = 0.0
+        self._known: set[WorkerHandle] = set()
+        self._announced: tuple[int, Preemption] | None = None
+        """The generation that was notified last, and of what."""
+        self.must_save = False
+        """Whether to save soon: workers leave before any worker can replace them."""
+
+    def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:
+        """Note that a node, or a worker, is going to be taken away; in any thread.
+
+        Raises:
+            ValueError: if there is no such node or worker, or it is the driver's process.
+        """
+        members = list(self._group.members)
+        if node_id is not None:
+            known = {member.node_id for member in members}
+            if node_id not in known and node_id not in (known := known | self._group.nodes()):
+                there = ", ".join(sorted(known)) or "none"
+                raise ValueError(f"drain(node_id={node_id!r}): there is no such node, but {there}.")
+            self._group.drains.drain_node(node_id, deadline_s)
+            return
+        if rank is None or not 0 <= rank < len(members):
+            allowed = f"the ranks are 0 to {len(members) - 1}" if members else "no worker is left"
+            raise ValueError(f"drain(rank={rank!r}): {allowed}.")
+        if not members[rank].remote:
+            raise ValueError(
+                f"drain(rank={rank}): this worker is the driver's own process (use_local), which "
+                "nobody can replace."
+            )
+        self._group.drains.drain_member(members[rank], deadline_s)
+
+    def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+        """Record which members are going to leave, and notify all members."""
+        self._step_s = max((p.step_s for p in progress.values()), default=0.0) or self._step_s
+        for member in [member for member, p in progress.items() if p.terminated]:
+            self._group.drains.terminate(member)
+        leaving = self._group.leaving()
+        news = {member: leaving[member] for member in leaving if member not in self._known}
+        self._known = set(leaving)
+        if news:
+            self._record(news)
+            soon = self._clock.time() + self._leave_s
+            is_short = any(notice.leave_by <= soon for notice in news.values())
+            num_staying = len(self._group.members) - len(leaving)
+            self.must_save = is_short or num_staying < max(1, self._group.options.min_workers)
+        preemption, announced = None, None
+        if leaving:
+            preemption = self._preemption(leaving)
+            announced = (self._journal.generation, preemption)
+        if announced != self._announced:
+            self._announced = announced
+            for member in self._group.members:
+                member.control("announce", preemption)
+
+    def _record(self, news: Mapping[WorkerHandle, Notice]) -> None:
+        for cause, deadline in dict.fromkeys(notice[:2] for notice in news.values()):
+            concerned = [m for m, notice in news.items() if notice[:2] == (cause, deadline)]
+            left_s = 0.0 if deadline is None else max(0.0, deadline - self._clock.time())
+            self._journal.record("draining", concerned, cause=cause, seconds=left_s)
+            logger.warning(
+                "Workers are going to be taken away%s (%s): %s.",
+                "" if deadline is None else f" within {left_s:.0f} s",
+                cause,
+                ", ".join(f"worker {self._journal.ranks[m]} on {m.name}" for m in concerned),
+            )
+
+    def _preemption(self, leaving: Mapping[WorkerHandle, Notice]) -> Preemption:
+        ranks: dict[str, list[int]] = {}
+        for member in leaving:
+            ranks.setdefault(member.node_id, []).append(self._journal.ranks[member])
+        deadlines = [each.deadline for each in leaving.values() if each.deadline is not None]
+        return Preemption(deadline=min(deadlines, default=None), ranks_by_node=ranks)
+
+    @property
+    def _leave_s(self) -> float:
+        """How long before its time a worker leaves that has no successor."""
+        return _LEAVE_S + 4 * self._step_s
+
+    def who_leaves(self, num_ready: int) -> list[WorkerHandle]:
+        """Return the members that leave at the next step, with so many replacements ready."""
+        leaving = self._group.leaving()
+        if not leaving or not self._replaces:
+            return []
+        now, rank_of = self._clock.time(), self._journal.ranks
+        ranks = who_leaves(
+            {rank_of[member]: notice.leave_by - now for member, notice in leaving.items()},
+            num_workers=len(self._group.members),
+            num_ready=num_ready,
+            min_workers=self._group.options.min_workers,
+            margin_s=self._leave_s,
+        )
+        return [member for member in leaving if rank_of[member] in ranks]
+
+    def give_up_silent(self, attempt: Attempt) -> None:
+        """Declare silent workers lost whose time is over, as was announced."""
+        now = self._clock.time()
+        for member, notice in self._group.leaving().items():
+            watch = member.watch
+            if notice.leave_by <= now and watch is not None and watch.is_silent:
+                why = f"its host {member.info.node_ip} is silent, as was announced: {notice.cause}"
+                attempt.give_up(member, HostLostError(why))

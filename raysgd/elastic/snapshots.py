@@ -1,0 +1,124 @@
+"""The driver's copy of the state, for the case that all workers are lost."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from raysgd._internal.context import Progress
+from raysgd.cluster.worker_group import WorkerGroup
+from raysgd.cluster.worker_handle import WorkerHandle
+from raysgd.elastic.commands import Commands
+from raysgd.elastic.feature import Feature
+from raysgd.elastic.requests import RestartStateRequest
+
+__all__ = ["SnapshotKeeper", "with_shares"]
+
+
+class SnapshotKeeper(Feature):
+    """Fetches snapshots while training goes on, and keeps the newest that has arrived.
+
+    It has to be here: what a worker keeps, in its memory or in Ray's store, dies with it.
+
+    Args:
+        of_driver: whether to fetch them also from a worker in the driver's process.
+        group: the workers; needed by `poll` only.
+    """
+
+    def __init__(self, of_driver: bool = False, group: WorkerGroup | None = None) -> None:
+        self._of_driver = of_driver
+        self._group = group
+        self._pickled: list[bytes] = []
+        self._state: Mapping[str, Any] | None = None
+        self._step = -1
+        self._coming: tuple[int, list[Future[bytes | None]]] | None = None
+
+    def set(self, state: Mapping[str, Any], step: int = -1) -> None:
+        """Keep a state that the driver has anyway: one that was loaded, or that of so many steps.
+
+        Snapshots of fewer steps are no newer ones.
+        """
+        self._state, self._pickled, self._coming = state, [], None
+        self._step = step
+
+    def outdate(self) -> None:
+        """Fetch the next snapshot in any case: of as many steps there will be another one."""
+        self._step, self._coming = -1, None
+
+    def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+        """Fetch a newer snapshot from the members, without waiting."""
+        if progress:
+            first, *rest = progress
+            are_all = self._group is not None and len(progress) == len(self._group.members)
+            others = {member: progress[member] for member in rest} if are_all else None
+            self.follow(first, progress[first], others)
+
+    def rescue(self, commands: Commands) -> Progress | None:
+        """Keep the state of the members that answer; return their progress, or None without it."""
+        reached = commands.ask_progress()
+        remote = [member for member in reached if member.remote]
+        each = [[m] for m in sorted(remote, key=lambda m: -reached[m].global_step)]
+        is_divided = any(p.divided for p in reached.values())
+        for members in [list(reached)] if is_divided else each:
+            states = commands.ask_all(members, RestartStateRequest(num_workers=len(members)))
+            if states and len({state.get("global_step") for state in states}) == 1:
+                self.set(with_shares(states), reached[members[0]].global_step)
+                return reached[members[0]]
+        return None
+
+    def follow(
+        self,
+        member: WorkerHandle,
+        progress: Progress,
+        others: Mapping[WorkerHandle, Progress] | None = None,
+    ) -> None:
+        """Fetch the snapshot that `member` holds, if it is a newer one.
+
+        Does not wait, but that of the driver's own worker is pickled here. Of a divided state all
+        members hold a share: theirs have to be of one step, and are fetched together.
+
+        Args:
+            member: the first of those that answer.
+            progress: what it said.
+            others: what the others said; None where some said nothing.
+        """
+        self._receive()
+        if progress.snapshot is None:  # the one it had is out of date, at whatever step it was
+            self._step = -1
+        step = progress.snapshot
+        if self._coming is not None or step is None or step <= self._step:
+            return
+        if not progress.divided:
+            if member.remote or self._of_driver:
+                self._coming = (step, [member.control("snapshot")])
+        elif others is not None and all(other.snapshot == step for other in others.values()):
+            self._coming = (step, [each.control("snapshot", step) for each in (member, *others)])
+
+    def state(self) -> Mapping[str, Any] | None:
+        """Return the newest snapshot; None if there has been none."""
+        self._receive()
+        if self._pickled:
+            states = [pickle.loads(each) for each in self._pickled]
+            return with_shares(states)
+        return self._state
+
+    def _receive(self) -> None:
+        if self._coming is None or not all(future.done() for future in self._coming[1]):
+            return
+        step, futures = self._coming
+        self._coming = None
+        if any(future.exception() is not None for future in futures):
+            return
+        pickled = [each for future in futures if (each := future.result()) is not None]
+        if len(pickled) == len(futures):
+            self._pickled, self._step = pickled, step
+
+
+def with_shares(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the state of rank 0 with the shares of all, from what each worker has by rank."""
+    state = states[0]
+    if not isinstance(state, Mapping) or "shares" not in state:
+        return state
+    return {**state, "shares": [each["shares"] for each in states]}

@@ -1,0 +1,190 @@
+"""The arguments of trainers of operators: what they must be, and what follows from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from raysgd._internal.arguments import (
+    check_choice,
+    check_flags,
+    check_timeout,
+    check_workers,
+    checked_config,
+    checked_resources,
+    whole,
+)
+from raysgd._internal.config import BATCH_SIZE, check_batch_size
+from raysgd.backends import Backend, create_backend
+from raysgd.cluster.group_options import GroupOptions
+from raysgd.comm.horovod import check_horovod
+from raysgd.elastic.config import checked_elastic
+
+__all__ = ["Options"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ABC):
+    """The arguments that trainers of both families take; workers get them as they are.
+
+    What they mean is said where users read it, by :class:`raysgd.TorchTrainer`.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if an argument has a value that is not allowed.
+    """
+
+    training_operator_cls: Any = None
+    config: Any = None
+    num_workers: int = 1
+    min_workers: int = 1
+    num_cpus_per_worker: float = 1
+    resources_per_worker: Any = None
+    use_gpu: bool | str = False
+    backend: str = "auto"
+    timeout_s: float = 1800
+    use_fp16: bool | str = False
+    use_tqdm: bool = False
+    add_dist_sampler: bool = True
+    use_local: bool = False
+    elastic: Any = None
+
+    trainer: ClassVar[str]
+    """The name that errors are about."""
+    flags: ClassVar[Sequence[str]] = ("use_tqdm", "add_dist_sampler", "use_local")
+    """The arguments that are True or False."""
+    precisions: ClassVar[Collection[Any]]
+    """The values of ``use_fp16`` that are allowed."""
+
+    def __post_init__(self) -> None:
+        """Check them; for None as config, resources or elastic there is the default."""
+        resources = checked_resources(
+            self.trainer, self.resources_per_worker, self.num_cpus_per_worker
+        )
+        self._set(num_workers=whole(self.num_workers), min_workers=whole(self.min_workers))
+        check_workers(self.trainer, self.num_workers, self.min_workers)
+        config = checked_config(self.trainer, self.config)
+        if BATCH_SIZE in config:
+            config[BATCH_SIZE] = whole(config[BATCH_SIZE])
+        self._set(
+            config=config,
+            resources_per_worker=resources,
+            elastic=checked_elastic(self.trainer, self.elastic, self.num_workers),
+        )
+        if self.inline and (amount := resources.get("GPU", 1)) != 1:
+            raise ValueError(
+                f"{self.trainer}(use_local=True, resources_per_worker={{'GPU': {amount!r}}}): the "
+                "worker in this process reserves nothing, and uses one GPU. Leave GPU out, or "
+                "use_local."
+            )
+        check_batch_size(self.config, self.num_workers)
+        check_choice(self.trainer, "use_gpu", self.use_gpu, (True, False, "auto"))
+        check_choice(self.trainer, "backend", self.backend, self.backends())
+        check_choice(self.trainer, "use_fp16", self.use_fp16, self.precisions)
+        check_flags(self.trainer, **{name: getattr(self, name) for name in self.flags})
+        check_timeout(self.trainer, self.timeout_s)
+        if self.use_horovod:
+            check_horovod()
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    # ---- what families define
+
+    @abstractmethod
+    def backends(self) -> tuple[str, ...]:
+        """Return the values of ``backend`` that are allowed."""
+
+    @abstractmethod
+    def own_gpus(self) -> bool:
+        """Say whether this process has GPUs."""
+
+    def unwrapped(self) -> tuple[Any, Mapping[str, Any]]:
+        """Return the operator's class and the config."""
+        return self.training_operator_cls, self.config
+
+    def transport(self) -> Backend:
+        """Return how several workers communicate, where the backend is decided upon."""
+        return create_backend(self.backend, self.timeout_s)
+
+    # ---- what follows
+
+    @property
+    def inline(self) -> bool:
+        """Whether the only worker lives in the driver's process, without Ray."""
+        return self.use_local and self.num_workers == 1
+
+    @property
+    def use_horovod(self) -> bool:
+        """Whether gradients are averaged by Horovod."""
+        return self.backend == "horovod"
+
+    def decided(self) -> Self:
+        """Return them without "auto": whether there are GPUs, the cluster or this process knows.
+
+        Raises:
+            ValueError: if there cannot be what was asked for.
+        """
+        asks_for_gpus = "GPU" in self.resources_per_worker
+        if asks_for_gpus and self.use_gpu is False:
+            raise ValueError(
+                f"{self.trainer}(resources_per_worker={{'GPU': ...}}, use_gpu=False) contradict "
+                "each other: remove GPU, or pass use_gpu=True."
+            )
+        use_gpu = self.use_gpu
+        if use_gpu == "auto":
+            use_gpu = self.own_gpus() if self.inline else asks_for_gpus or _gpus_in_cluster() > 0
+        if use_gpu and self.use_local and not self.inline:
+            self._do_without_gpus(asks_for_gpus)
+            use_gpu = False
+        return dataclasses.replace(self, use_gpu=use_gpu)
+
+    def _do_without_gpus(self, asks_for_gpus: bool) -> None:
+        """Warn that the first of several workers lives in the driver's process, and has no GPU.
+
+        Ray assigns GPUs to its own processes, and would give the same one to another.
+
+        Raises:
+            ValueError: if GPUs were asked for.
+        """
+        if self.use_gpu is True or asks_for_gpus:
+            raise ValueError(
+                f"{self.trainer}(use_local=True, use_gpu=True) needs num_workers=1: of several "
+                "workers the one in this process can be assigned no GPU. Leave use_local out, or "
+                "pass use_gpu=False."
+            )
+        logger.warning(
+            "Training on CPUs, although the cluster has GPUs: with use_local=True the first of "
+            "several workers lives in this process, and can be assigned none."
+        )
+
+    def group(self, start_timeout_s: float) -> GroupOptions:
+        """Return what the workers reserve, where it is decided whether they use GPUs.
+
+        Args:
+            start_timeout_s: how long to wait for room for the fewest.
+        """
+        resources = dict(self.resources_per_worker)
+        return GroupOptions(
+            num_workers=self.num_workers,
+            min_workers=self.elastic.min_workers or self.min_workers,
+            num_cpus=self.num_cpus_per_worker,
+            num_gpus=resources.pop("GPU", 1) if self.use_gpu else 0,
+            resources=resources,
+            use_local=self.use_local,
+            start_timeout_s=start_timeout_s,
+        )
+
+
+def _gpus_in_cluster() -> float:
+    from raysgd.cluster import placement
+
+    placement.connect()
+    return placement.gpus_in_cluster()

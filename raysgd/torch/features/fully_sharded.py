@@ -1,0 +1,445 @@
+"""Parameters, gradients and optimizer state divided over the workers: ``sharding="full"``.
+
+torch's ``fully_shard`` gathers parameters where a module needs them, and leaves each worker the
+gradients of its rows. The rest is as for an optimizer that is divided: a share is updated in memory
+of its own, with copies on other workers, who get the gradients for that. What is more:
+
+- A worker holds the elements of its share as well, and those of the copies.
+- The elements change when all workers have made their updates, which they tell each other.
+- In a new generation the same modules are divided anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from raysgd.torch import collectives
+from raysgd.torch.features.fsdp import ShardedModels, rows_of
+from raysgd.torch.features.sharded_optimizer import (
+    PARAMETER,
+    Piece,
+    ShardedOptimizer,
+    copy_all,
+    is_divided,
+    placed,
+)
+from raysgd.torch.meta import Init, made
+from raysgd.torch.state import copied_to_cpu, model_state
+
+__all__ = ["FullyShardedModel"]
+
+
+class FullyShardedModel(ShardedOptimizer):
+    """Divides models, and the optimizer that updates them.
+
+    Args:
+        optimizer: of a kind that updates each element by itself; it gets the parameters that the
+            models have after each division.
+        models: as the user made them; they stay the same modules.
+        arguments: ``wrap``, ``reshard_after_forward`` and ``offload``, see `ShardedModels`, and
+            ``copies``.
+        dtype: in which the models compute; None for that of their parameters.
+        drops_gradients: whether nobody needs the gradients after the step under way.
+        device: this worker's.
+        init: what fills a module, where models are on the meta device; see `made`.
+        is_alone: whether the group is one of this worker only until it enters that of others, of
+            whom it gets the content of the models.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        models: Sequence[torch.nn.Module],
+        arguments: Mapping[str, Any],
+        dtype: torch.dtype | None,
+        drops_gradients: Callable[[], bool],
+        device: torch.device,
+        init: Init | None = None,
+        is_alone: bool = False,
+    ) -> None:
+        wrap, again = arguments.get("wrap"), arguments.get("reshard_after_forward")
+        offload = arguments.get("offload", False)
+        self.models = ShardedModels(models, wrap, again, dtype, device, offload)
+        self._values: Sequence[torch.Tensor] = [p.detach() for p in self.models.parameters]
+        self._init = init
+        self._made: dict[tuple[int, int, int], torch.Tensor] = {}
+        """By parameter, and elements from and to, what was made of those on the meta device."""
+        self._lacks_content = init is not None
+        self._received: dict[tuple[int, int], torch.Tensor] = {}
+        """By share and parameter, the gradients of the copies."""
+        if dist.get_world_size() > 1:
+            there = [value for value in self._values if not value.is_meta]
+            collectives.broadcast_tensors(there, source=0)
+        if init is not None and is_alone:
+            for _ in made(models, init, device):  # for the buffers
+                pass
+        self._is_alone = is_alone
+        super().__init__(optimizer, arguments.get("copies"), drops_gradients)
+
+    # ---- a step
+
+    def _meet(self) -> None:
+        super()._meet()
+        self._received = {}
+        size, rank = len(self._layouts), self._rank
+        room = self._room(rank)
+        for slot in self._layouts[rank][0]:
+            if (gradient := self.models.gradient(slot.which)) is not None:
+                placed(room, slot, slot, gradient.dtype).copy_(gradient)
+        sent = []
+        for each in range(1, self._num_copies(size) + 1):
+            to, source = (rank + each) % size, (rank - each) % size
+            received = self._room(source)
+            for slot in self._layouts[source][0]:
+                dtype = self._parameters[slot.which].dtype
+                self._received[source, slot.which] = placed(received, slot, slot, dtype)
+            if len(room):
+                sent.append(dist.P2POp(dist.isend, room, to))
+            if len(received):
+                sent.append(dist.P2POp(dist.irecv, received, source))
+        for work in dist.batch_isend_irecv(sent) if sent else ():
+            work.wait()
+
+    def _now(self, piece: Piece) -> torch.Tensor:
+        assert piece.base is not None
+        return piece.base
+
+    def _gradient(self, share: int, piece: Piece) -> torch.Tensor | None:
+        gradient = self.models.gradient(piece.which)
+        if gradient is None:  # of a parameter that the loss has not reached, on any worker
+            return None
+        if share != self._rank:
+            gradient = self._received[share, piece.which]
+        first, _ = self._part(piece.which, share, len(self._layouts))
+        return gradient[piece.start - first : piece.stop - first]
+
+    def _put_in_place(self) -> None:
+        """Let the elements have the updates, once all workers have made theirs."""
+        self._wait_for_updates()
+        pieces = [p for block in self._blocks for p in block.pieces if len(p.stepped)]
+        copy_all([self._now(piece) for piece in pieces], [piece.stepped for piece in pieces])
+        self._received = {}
+
+    def rows(self, parameters: Sequence[torch.Tensor]) -> list[Any]:
+        """Return for each parameter that has a gradient an object with that of this worker's."""
+        held: list[Any] = [p.grad for p in parameters if p.grad is not None]
+        return [SimpleNamespace(grad=gradient.to_local()) for gradient in held]
+
+    def whole_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        """Return the norm of all workers' gradients, from that of this one's."""
+        squared = norm.square()
+        dist.all_reduce(squared)
+        return squared.sqrt()
+
+    def _wait_for_updates(self) -> None:
+        if len(self._layouts) > 1:
+            collectives.minimum(self._version, self._parameters[0].device)
+
+    def abandon(self) -> None:
+        """Do so, also with what the models have under way."""
+        super().abandon()
+        self._received = {}
+        self.models.reset()
+
+    # ---- what this worker holds
+
+    def take_values(
+        self, states: Sequence[Mapping[str, Any]], of_optimizer: Mapping[str, Any]
+    ) -> None:
+        """Divide what whole states of the models and of the optimizer have.
+
+        No more than rows of them come to the device.
+
+        Args:
+            states: of the models.
+            of_optimizer: one that fits the optimizer's groups.
+        """
+        values: list[Any] = [None] * len(self._parameters)
+        for names, state in zip(self.models.names, states, strict=False):
+            for name, which in names.items():
+                values[which] = state[name]
+        held = [p if v is None else v for p, v in zip(self._parameters, values, strict=True)]
+        self._values = [value.detach() for value in held]
+        self._lacks_content = False
+        numbers = [n for group in of_optimizer["param_groups"] for n in group["params"]]
+        everything = [p for group in self.optimizer.param_groups for p in group["params"]]
+        given: dict[Any, Any] = {
+            parameter: dict(of_optimizer["state"][number])
+            for parameter, number in zip(everything, numbers, strict=True)
+            if number in of_optimizer["state"]
+        }
+        state = {"state": defaultdict(dict, given), "param_groups": self.optimizer.param_groups}
+        self.optimizer.__setstate__(state)  # as it loads one, where it changes those of older files
+        self.take_state()
+
+    def _taken(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if name == "step":  # on the CPU, but for kernels that count by themselves
+            groups = self.optimizer.param_groups
+            (group,) = (g for g in groups if any(p is parameter for p in g["params"]))
+            counts = group.get("fused") or group.get("capturable")
+            return value.to(self._device, torch.float32) if counts else value
+        dtype = parameter.dtype if parameter.is_floating_point() else value.dtype
+        return value.to(self._device, dtype)
+
+    def take_state(self) -> None:
+        """Do so, and put it in its place."""
+        if self._lacks_content and not self._is_alone:
+            self._make(source=0)
+        super().take_state()
+        self._values, self._made = (), {}
+        # else `reshard` does, when there is a group, and content
+        if dist.is_initialized() and not self._lacks_content:
+            self._place()
+
+    def reshard(self, leader: int, device: torch.device) -> None:
+        """Do so, and divide the models over the group that there is."""
+        if self._init is not None:
+            told = self._lacks_content, self._token
+            lacks_content, token = collectives.broadcast_object(told, leader)
+            if lacks_content:  # of those that have set up alone, and begin as a group
+                self._make(leader)
+                super().take_state()
+                self._token, self._made = token, {}
+        super().reshard(leader, self._device)
+        self._lacks_content = False
+        if not self.lacks_shards:
+            self._place()
+
+    def import_replica(self, held: Any) -> None:
+        """Do so, if it is of the same step."""
+        (version, content) = held
+        if version == self._version:
+            super().import_replica(content)
+
+    def held(self) -> Any:
+        """Return it with the step that it is of."""
+        return self._version, super().held()
+
+    def model_parts(self) -> list[list[tuple[Any, ...]]]:
+        """Return this worker's share of the parameters of each model, for `whole`."""
+        (_, blocks), *_ = self._shares()
+        pieces: dict[int, list[Piece]] = defaultdict(list)
+        for block in blocks:
+            for piece in block.pieces:
+                pieces[piece.which].append(piece)
+        found = []
+        for names in self.models.names:
+            of_model: dict[int, tuple[str, ...]] = defaultdict(tuple)
+            for name, which in names.items():
+                of_model[which] += (name,)
+            found.append(
+                [
+                    (
+                        known_as,
+                        piece.start,
+                        piece.stop,
+                        tuple(self._parameters[which].shape),
+                        tuple(self._parameters[which].stride()),
+                        {PARAMETER: self._now(piece)},
+                    )
+                    for which, known_as in of_model.items()
+                    for piece in pieces[which]
+                ]
+            )
+        return found
+
+    def prefixes(self, count: int) -> list[str]:
+        """Return what the names of the first models' parameters begin with in a file of weights."""
+        return [""] if count == 1 else [f"{index}." for index in range(count)]
+
+    def weights(self, count: int) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return the rows of the first models by name, and the other names of tied parameters."""
+        first_names: dict[int, str] = {}
+        other_names: dict[str, str] = {}
+        for prefix, names in zip(self.prefixes(count), self.models.names, strict=False):
+            for name, which in names.items():
+                kept = first_names.setdefault(which, prefix + name)
+                if kept != prefix + name:
+                    other_names[prefix + name] = kept
+        models = self.models
+        rows = {name: models.rows_as(n, models.local(n)) for n, name in first_names.items()}
+        return rows, other_names
+
+    def tensors(self) -> dict[str, Any]:
+        """Return this worker's rows of models and of the optimizer's state, by their names."""
+        (_, blocks), *_ = self._shares()
+        pieces: dict[int, list[Piece]] = defaultdict(list)
+        for piece in (piece for block in blocks for piece in block.pieces):
+            pieces[piece.which].append(piece)
+        found: dict[str, Any] = {}
+        seen: set[int] = set()
+        for index, names in enumerate(self.models.names):
+            for name, which in names.items():
+                if which in pieces:
+                    own = self.models.local(which)
+                    if which in seen:  # of those that are tied the file wants one each
+                        own = own.clone()
+                    seen.add(which)
+                    found[f"models.{index}.{name}"] = self.models.rows_as(which, own)
+        for which, of_it in pieces.items():
+            of_it.sort(key=lambda piece: piece.start)
+            held = [self._state.get(piece.stepped, {}) for piece in of_it]
+            for name, value in held[0].items():
+                if not is_divided(value, of_it[0].stop - of_it[0].start):
+                    continue
+                rows = value if len(held) == 1 else torch.cat([each[name] for each in held])
+                key = f"optimizers.0.{self._numbers[which]}.{name}"
+                found[key] = self.models.rows_as(which, rows)
+        return found
+
+    def _make(self, source: int) -> None:
+        """Make what this worker holds of the models, with the random numbers of rank `source`."""
+        assert self._init is not None
+        numbers = collectives.broadcast_object(torch.get_rng_state(), source)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        empty = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in self._parameters]
+        self.models.put_whole(empty)
+        index = {id(parameter): n for n, parameter in enumerate(self.models.parameters)}
+        self._lacks_content = False
+        # a setup that seeds all ranks alike goes on to draw alike
+        differ = not torch.equal(numbers, torch.get_rng_state())
+        with torch.random.fork_rng(devices=[], enabled=differ):
+            torch.set_rng_state(numbers)
+            for parameter, content in made(self.models.models, self._init, self.models.device):
+                number = index[id(parameter)]
+                for each in range(self._num_copies(size) + 1):
+                    start, stop = self._part(number, (rank - each) % size, size)
+                    rows = content.view(-1)[start:stop].to(self._device, copy=True)
+                    self._made[number, start, stop] = rows
+
+    @property
+    def _device(self) -> torch.device:
+        return self.models.rows_device
+
+    def _held_shares(self) -> list[int]:
+        return [] if self._lacks_content else super()._held_shares()
+
+    def _given(self, index: int, start: int, stop: int) -> torch.Tensor | None:
+        if (rows := self._made.get((index, start, stop))) is not None:
+            return rows
+        parameter = self._parameters[index]
+        given = self._values[index].to(self._device, parameter.dtype)
+        return given.reshape(-1)[start:stop].clone()
+
+    def _held_base(self, piece: Piece, version: int) -> torch.Tensor | None:
+        # one that is behind has made the update, as all have, and not put it in its place
+        is_behind = self._version < version and len(piece.stepped)
+        return piece.stepped if is_behind else self._now(piece)
+
+    # ---- the division
+
+    def _row(self, everything: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(self.models.parameters)
+
+    def _part(self, index: int, number: int, size: int) -> tuple[int, int]:
+        num_rows, *rest = self._parameters[index].shape
+        width = math.prod(rest)
+        start, stop = rows_of(num_rows, size, number)
+        return start * width, stop * width
+
+    def _share(self, number: int, size: int) -> list[tuple[int, int]]:
+        found = []
+        for index, first in enumerate(self._starts[:-1]):
+            start, stop = self._part(index, number, size)
+            if start < stop:
+                found.append((first + start, first + stop))
+        return found
+
+    def _place(self) -> None:
+        """Divide the models over the group that there is, and put what is held in its place."""
+        new = dict(zip(map(id, self._parameters), range(len(self._parameters)), strict=True))
+        self.models.shard()
+        parameters = self.models.parameters
+        for group in self.optimizer.param_groups:
+            group["params"] = [parameters[new[id(each)]] for each in group["params"]]
+        kept: dict[torch.Tensor, Any] = {
+            parameters[new[id(p)]]: state for p, state in self._undivided.items()
+        }
+        self._undivided = self.optimizer.state = defaultdict(dict, kept)
+        self._parameters = list(parameters)
+        self.bind()
+
+    @torch.no_grad()
+    def bind(self) -> None:
+        """Let the models have the memory in which this worker's share is, with its content."""
+        if self._lacks_content:
+            return
+        (_, blocks), *_ = self._shares()
+        for block in blocks:
+            for piece in block.pieces:
+                first, _ = self._part(piece.which, self._rank, len(self._layouts))
+                room = self.models.local(piece.which)[piece.start - first : piece.stop - first]
+                piece.base = room.copy_(self._now(piece))
+
+    # ---- whole models
+
+    def copies(self, count: int) -> list[torch.nn.Module]:
+        """Return copies of the first models, whole, on rank 0. All ranks must call it."""
+        # not by DTensor's collectives: they hold Python's lock as they wait, and gloo's threads,
+        # which end the wait, need it
+        size, is_first = len(self._layouts), self._rank == 0
+        values = [torch.empty(p.shape if is_first else 0, dtype=p.dtype) for p in self._parameters]
+        for number in range(size):
+            parts = [self._part(index, number, size) for index in range(len(values))]
+            rows = [self.models.local(index) for index in range(len(values))]
+            if number != self._rank:
+                rows = [
+                    own.new_empty(stop - start)
+                    for own, (start, stop) in zip(rows, parts, strict=True)
+                ]
+            collectives.broadcast_tensors(rows, source=number)
+            for value, (start, stop), content in zip(values, parts, rows, strict=True):
+                if is_first:
+                    value.view(-1)[start:stop] = content
+        if not is_first:
+            return []
+        try:
+            self.models.put_whole(values)
+            return [copied_to_cpu(model) for model in self.models.models[:count]]
+        finally:
+            self._place()
+
+    def check_trained(self) -> None:
+        """Refuse other parameters to train than at `register`."""
+        for parameter, trained in zip(self._parameters, self.models.trained, strict=True):
+            if parameter.requires_grad != trained:
+                raise RuntimeError(
+                    f"A parameter of shape {tuple(parameter.shape)} had requires_grad={trained} "
+                    f'at register(sharding="full"), and has not now. Parameters are divided as '
+                    "they are there: freeze them before register."
+                )
+
+    def undivided(self) -> list[UnshardedModel]:
+        """Return what models have beside parameters, as objects that load it."""
+        return [
+            UnshardedModel(model, names, self)
+            for model, names in zip(self.models.models, self.models.names, strict=True)
+        ]
+
+
+class UnshardedModel:
+    """What a model has beside the parameters that are divided."""
+
+    def __init__(
+        self, model: torch.nn.Module, names: Mapping[str, int], divided: FullyShardedModel
+    ) -> None:
+        self._model, self._names, self._divided = model, names, divided
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rest of the model's state."""
+        return {k: v for k, v in model_state(self._model).items() if k not in self._names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the rest of a state."""
+        rest = {key: value for key, value in state.items() if key not in self._names}
+        self._model.load_state_dict(rest, strict=False)
+        self._divided.bind()  # torch may have given parameters other memory

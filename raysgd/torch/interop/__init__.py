@@ -1,0 +1,1 @@
+"""Code written for other libraries: Lightning modules, creator functions, Horovod."""

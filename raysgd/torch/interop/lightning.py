@@ -1,0 +1,584 @@
+"""Operators that train a LightningModule, as ``TrainingOperator.from_ptl`` makes them.
+
+A module reaches its surroundings by ``self.trainer`` and ``self.fabric``, and Lightning lets it be
+trained by something that is no Trainer of its own: `_Surroundings` stands in for both while the
+module's code runs. What it lacks is an AttributeError that says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import inspect
+import logging
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from raysgd.loop.operator_base import created_loaders
+from raysgd.metrics import NUM_SAMPLES, MergeableMetric, computed
+from raysgd.torch import ddp
+from raysgd.torch.interop.creators import lock_of_node, mixed_bases
+from raysgd.torch.operator import TrainingOperator
+
+__all__ = ["LightningOperator", "lightning_operator"]
+
+logger = logging.getLogger(__name__)
+
+_REFUSED = {
+    "backward": "the backward pass is raysgd's; use manual optimization for one of your own",
+    "configure_callbacks": "pass raysgd.callbacks to the trainer",
+    "configure_gradient_clipping": "clip in on_before_optimizer_step",
+    "configure_sharded_model": "use configure_model",
+    "lr_scheduler_step": "use manual optimization, and step self.lr_schedulers() there",
+    "on_fit_end": "raysgd knows no end of a fit; do it in the script, after trainer.train()",
+    "on_train_end": "raysgd knows no end of training; do it in the script, after trainer.train()",
+    "on_validation_model_eval": "override train_mode of the operator",
+    "on_validation_model_train": "override train_mode of the operator",
+    "on_validation_model_zero_grad": "gradients are zeroed with the update",
+    "optimizer_step": "use manual optimization, and step self.optimizers() there",
+    "optimizer_zero_grad": "gradients are zeroed with the update; use manual optimization",
+    "training_epoch_end": "Lightning 2 calls on_train_epoch_end",
+    "training_step_end": "Lightning 2 has training_step alone",
+    "validation_epoch_end": "Lightning 2 calls on_validation_epoch_end",
+    "validation_step_end": "Lightning 2 has validation_step alone",
+}
+"""Hooks that would not be called, and what to do."""
+
+
+class LightningOperator(TrainingOperator):
+    """Trains a LightningModule: `training_step`, `validation_step` and the hooks that map.
+
+    What the module logs is a metric: a mean weighted by the samples of each batch, or what its
+    ``reduce_fx`` says, over all batches and workers. So is the loss, as ``train_loss`` and
+    ``val_loss``. The constructors of the module and of its data module get the whole config if
+    they have an argument ``config``, otherwise the keys that they have arguments for.
+    """
+
+    module: Any
+
+    _module_cls: type[Any]
+    _loaders: Mapping[str, Any]
+    _data_creator: Callable[..., Any] | None = None
+    _datamodule: Any = None
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Make the module, its data and its optimizers, and register them."""
+        unused = set() if self._data_creator is not None else set(config)
+        module = self.module = _made(self._module_cls, config, unused)
+        _check_hooks(module)
+        self._surroundings = _Surroundings(self)
+        self._has_started = False
+        with self._surrounded():
+            loaders = self._load(config, unused)
+            module.configure_model()
+            optimizers, schedulers = self._configured()
+            given: dict[str, Any] = {"models": module, "optimizers": optimizers}
+            if schedulers:
+                given["schedulers"] = schedulers
+            if not module.automatic_optimization:
+                # each backward pass of a step may leave out what the others reach
+                given["ddp_args"] = {"find_unused_parameters": True}
+            self.model, self.optimizers, *_ = self.register(**given)
+            self.schedulers = schedulers
+            self._surroundings.offer(optimizers, schedulers)
+            self.register_data(**loaders)
+            module.on_fit_start()
+        if unused and self.world_rank == 0:
+            logger.warning(
+                "The constructor of %s, or of its data module, takes no argument %s: these keys of "
+                "the config have no effect on it.",
+                type(module).__name__,
+                ", ".join(sorted(map(repr, unused))),
+            )
+
+    # ---- the parts
+
+    def _load(self, config: dict[str, Any], unused: set[str]) -> dict[str, Any]:
+        """Return the loaders, as arguments of ``register_data``."""
+        module, data = self.module, self._datamodule
+        with lock_of_node():  # a worker of a node after the other, since they may download
+            if data is not None:
+                # a copy, since the user's own may go to other trainers
+                data = self._surroundings.datamodule = copy.copy(_made(data, config, unused))
+                data.trainer = self._surroundings
+                data.prepare_data()
+                data.setup("fit")
+            module.prepare_data()
+            module.setup("fit")
+            found = dict(self._loaders)
+            if self._data_creator is not None:
+                found.update(created_loaders(self._data_creator(config)))
+        owner = module if data is None else data
+        names = {"train_loader": "train_dataloader", "validation_loader": "val_dataloader"}
+        for name, method in names.items():
+            if name in found or not _overrides(owner, method):
+                continue
+            loader = found[name] = getattr(owner, method)()
+            if isinstance(loader, list | tuple | dict):
+                raise TypeError(
+                    f"from_ptl({type(module).__name__}) has {len(loader)} loaders from {method}, "
+                    "and an operator has one. Join the data sets in one loader."
+                )
+        if not _overrides(module, "validation_step"):
+            found.pop("validation_loader", None)
+        return found
+
+    def _configured(self) -> tuple[list[Any], list[Any]]:
+        """Return the module's optimizers and schedulers."""
+        module, name = self.module, type(self.module).__name__
+        parse = importlib.import_module(f"{_home(module)}.core.optimizer")._configure_optimizers
+        optimizers, given, _ = parse(module.configure_optimizers())
+        if module.automatic_optimization and len(optimizers) > 1:
+            raise RuntimeError(
+                f"{name} has {len(optimizers)} optimizers. Set self.automatic_optimization = False "
+                "in its __init__, and step self.optimizers() in training_step."
+            )
+        frequency = self.scheduler_step_freq
+        if given and not module.automatic_optimization and frequency != "manual":
+            raise ValueError(
+                f"{name} steps its schedulers by itself, in manual optimization: pass "
+                f'scheduler_step_freq="manual" to the trainer, and not {frequency!r}.'
+            )
+        schedulers = []
+        for each in given:
+            if not isinstance(each, dict):
+                each = {"scheduler": each}
+            interval, every = each.get("interval"), each.get("frequency", 1)
+            wanted = {"step": "batch", "epoch": "epoch"}.get(str(interval))
+            if frequency != "manual" and (wanted not in (None, frequency) or every != 1):
+                raise ValueError(
+                    f"{name} wants a scheduler to step with interval={interval!r}, frequency="
+                    f"{every}, and the trainer has scheduler_step_freq={frequency!r}, which steps "
+                    "each time: let them agree."
+                )
+            schedulers.append(each["scheduler"])
+        return optimizers, schedulers
+
+    @contextlib.contextmanager
+    def _surrounded(self, **state: bool) -> Iterator[_Surroundings]:
+        """Let the module reach what stands in for Lightning's Trainer.
+
+        Only meanwhile: a model that travels to the driver is without it.
+        """
+        module, surroundings = self.module, self._surroundings
+        vars(surroundings).update({"training": False, "validating": False, **state})
+        module.trainer = module.fabric = surroundings
+        module._fabric_optimizers = surroundings.offered
+        for name in ("log", "log_dict"):
+            # Lightning does not pass reduce_fx on to a fabric, and has no public hook for it
+            setattr(module, name, surroundings.noting_reduction(getattr(module, name)))
+        try:
+            yield surroundings
+        finally:
+            del module.log, module.log_dict
+            module.trainer = module.fabric = None
+            module._fabric_optimizers = []
+
+    # ---- training
+
+    def train_epoch(
+        self,
+        iterator: Iterator[Any],
+        info: dict[str, Any] | None = None,
+        num_steps: int | None = None,
+        epoch_idx: int = 0,
+    ) -> dict[str, Any]:
+        """Train as the default does, with the module's hooks."""
+        module, begins = self.module, self._registration.offset == 0
+        with self._surrounded(training=True) as surroundings:
+            self.train_mode(True)
+            if not self._has_started:
+                self._has_started = True
+                module.on_train_start()
+            if begins:
+                module.on_train_epoch_start()
+            result = super().train_epoch(iterator, info, num_steps, epoch_idx)
+            if self._registration.epoch_is_over():
+                module.on_train_epoch_end()
+            result.update(_numbers(surroundings.take_logged()))
+        return result
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Run ``training_step``, and update with the loss that it returns."""
+        module, index = self.module, batch_info["batch_idx"]
+        batch, num_samples = self._moved(batch)
+        if module.on_train_batch_start(batch, index) == -1:
+            raise RuntimeError(
+                f"{type(module).__name__}.on_train_batch_start returned -1, to skip the rest of an "
+                "epoch. Return None, and give the training loader fewer batches."
+            )
+        with self.timers.record("fwd"), self.autocast():
+            output = self._step(module.training_step, batch, index)
+        outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
+        loss, num_items = outputs.get("loss"), self._count_items(batch, num_samples)
+        if module.automatic_optimization:
+            if not isinstance(loss, torch.Tensor):
+                raise TypeError(
+                    f"{type(module).__name__}.training_step returned {output!r}; it must return "
+                    'the loss, or a dict with "loss". Batches cannot be skipped.'
+                )
+            self._update(loss, num_items)
+        metrics = {}
+        if isinstance(loss, torch.Tensor):
+            metrics["train_loss"] = self._mean_of(loss, num_items)
+        module.on_train_batch_end(outputs, batch, index)
+        return {**metrics, **self._surroundings.take_logged(), NUM_SAMPLES: num_samples}
+
+    def _update(self, loss: torch.Tensor, num_items: float | None) -> None:
+        module, optimizer = self.module, self.optimizers[0]
+        with self.timers.record("grad"):
+            module.on_before_backward(loss)
+            self.backward(loss, num_samples=num_items)
+            module.on_after_backward()
+        with self.timers.record("apply"):
+            if self._registration.place.is_last:
+                self._registration.optimization.precision.unscale(optimizer)
+                module.on_before_optimizer_step(optimizer)
+            if self.optimizer_step(optimizer):
+                module.on_before_zero_grad(optimizer)
+
+    def _step(self, step: Callable[..., Any], batch: Any, index: int) -> Any:
+        """Run a step of the module, in training through what averages its gradients."""
+        arguments = [batch, index][: len(inspect.signature(step).parameters)]
+        wrapper, module = self.model, self.module
+        if not isinstance(wrapper, DistributedDataParallel) or not torch.is_grad_enabled():
+            return step(*arguments)
+        if not module.automatic_optimization:
+            ddp.begin_step(wrapper)  # its backward passes prepare the wrapper, each for itself
+            return step(*arguments)
+
+        def forward(*given: Any) -> Any:
+            del module.forward  # so that the step itself calls the module's own
+            return step(*given)
+
+        module.forward = forward
+        try:
+            return wrapper(*arguments)
+        finally:
+            vars(module).pop("forward", None)
+
+    def _moved(self, batch: Any) -> tuple[Any, int]:
+        """Return a batch on this worker's device, and its number of samples."""
+        module = self.module
+        batch = module.on_before_batch_transfer(batch, 0)
+        batch = module.transfer_batch_to_device(batch, self.device, 0)
+        batch = module.on_after_batch_transfer(batch, 0)
+        size_of = importlib.import_module(f"{_home(module)}.utilities.data").extract_batch_size
+        return batch, size_of(batch)
+
+    # ---- validation
+
+    def validate(
+        self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Validate as the default does, with the module's hooks."""
+        module = self.module
+        with torch.no_grad(), self._surrounded(validating=True) as surroundings:
+            self.train_mode(False)
+            module.on_validation_start()
+            module.on_validation_epoch_start()
+            result = super().validate(val_iterator, info)
+            module.on_validation_epoch_end()
+            module.on_validation_end()
+            result.update(_numbers(surroundings.take_logged()))
+        return result
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Run ``validation_step``."""
+        module, index = self.module, batch_info["batch_idx"]
+        batch, num_samples = self._moved(batch)
+        module.on_validation_batch_start(batch, index)
+        with self.timers.record("eval_fwd"), self.autocast():
+            output = self._step(module.validation_step, batch, index)
+        module.on_validation_batch_end(output, batch, index)
+        returned = dict(output) if isinstance(output, Mapping) else {"loss": output}
+        loss = returned.pop("loss", None)
+        # modules of older Lightnings return what those of today log
+        metrics = {name: value for name, value in returned.items() if _is_scalar(value)}
+        if isinstance(loss, torch.Tensor):
+            metrics["val_loss"] = self._mean_of(loss, self._count_items(batch, num_samples))
+        return {**metrics, **self._surroundings.take_logged(), NUM_SAMPLES: num_samples}
+
+    def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+        """Run ``predict_step``."""
+        batch, _ = self._moved(batch)
+        with self._surrounded(), self.autocast():
+            return self._step(self.module.predict_step, batch, batch_info["batch_idx"])
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what ``on_save_checkpoint`` of the module adds to a checkpoint."""
+        state: dict[str, Any] = {}
+        self.module.on_save_checkpoint(state)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give it back to ``on_load_checkpoint``."""
+        self.module.on_load_checkpoint(state)
+
+
+class _Surroundings:
+    """What a module finds as ``self.trainer`` and as ``self.fabric``."""
+
+    sanity_checking = False
+    logger = None
+    loggers: tuple[Any, ...] = ()
+
+    def __init__(self, operator: LightningOperator) -> None:
+        self._operator = operator
+        self._logged: dict[str, Any] = {}
+        self._reduce_fx = "mean"
+        self.datamodule: Any = None
+        self.optimizers: list[Any] = []
+        self.lr_scheduler_configs: list[Any] = []
+        self.offered: Any = []
+        """What ``self.optimizers()`` returns."""
+
+    def offer(self, optimizers: list[Any], schedulers: list[Any]) -> None:
+        """Let the module have its optimizers and schedulers."""
+        self.optimizers = optimizers
+        self.lr_scheduler_configs = [SimpleNamespace(scheduler=each) for each in schedulers]
+        offered = [_Optimizer(self._operator, each) for each in optimizers]
+        self.offered = offered[0] if len(offered) == 1 else offered
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs that are completed."""
+        return self._operator._registration.epoch
+
+    @property
+    def global_step(self) -> int:
+        """Steps that are done."""
+        return self._operator.global_step
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this worker among all."""
+        return self._operator.world_rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this worker among those of its node."""
+        return self._operator.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers, now."""
+        return self._operator.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this worker is the first of all."""
+        return self.global_rank == 0
+
+    def log_dict(self, metrics: Mapping[str, Any]) -> None:
+        """Keep what the module logs, for the metrics of its batch."""
+        for name, value in metrics.items():
+            value = value.detach() if isinstance(value, torch.Tensor) else value
+            is_other = self._reduce_fx in _REDUCTIONS and _is_scalar(value)
+            self._logged[name] = _Reduced(self._reduce_fx, value) if is_other else value
+
+    def noting_reduction(self, log: Callable[..., None]) -> Callable[..., None]:
+        """Return a method that logs, which also notes the reduction for `log_dict`."""
+
+        def noting(*args: Any, reduce_fx: Any = "mean", **kwargs: Any) -> None:
+            self._reduce_fx = _reduction(reduce_fx)
+            try:
+                log(*args, reduce_fx=reduce_fx, **kwargs)
+            finally:
+                self._reduce_fx = "mean"
+
+        return noting
+
+    def take_logged(self) -> dict[str, Any]:
+        """Return what was logged since this was last called."""
+        logged, self._logged = self._logged, {}
+        return logged
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute gradients: ``self.manual_backward(loss)``."""
+        operator = self._operator
+        operator.module.on_before_backward(loss)
+        if isinstance(operator.model, DistributedDataParallel):
+            ddp.prepare_for_backward(operator.model, loss)
+        operator.backward(loss)
+        operator.module.on_after_backward()
+
+    def clip_gradients(
+        self, module: Any, optimizer: Any, clip_val: float | None, max_norm: float | None
+    ) -> None:
+        """Clip gradients: ``self.clip_gradients(optimizer, ...)``."""
+        precision = self._operator._registration.optimization.precision
+        held = getattr(optimizer, "optimizer", optimizer)
+        precision.unscale(held)
+        if clip_val is not None:
+            torch.nn.utils.clip_grad_value_(precision.parameters(held), clip_val)
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(precision.parameters(held), max_norm)
+
+
+class _Optimizer:
+    """An optimizer as a module steps it in manual optimization."""
+
+    def __init__(self, operator: LightningOperator, optimizer: torch.optim.Optimizer) -> None:
+        self._operator = operator
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        """Update, and zero the gradients that were used."""
+        if self._operator._registration.place.is_last:
+            self._operator.module.on_before_optimizer_step(self.optimizer)
+        self._operator.optimizer_step(self.optimizer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+def lightning_operator(
+    base: type[TrainingOperator],
+    module_cls: Any,
+    loaders: Mapping[str, Iterable[Any] | None],
+    data_creator: Any,
+    datamodule: Any,
+) -> type[LightningOperator]:
+    """Make a subclass of `base` and LightningOperator, see ``TrainingOperator.from_ptl``."""
+    if not isinstance(module_cls, type) or _base_of(module_cls) is None:
+        raise TypeError(
+            f"from_ptl(lightning_module_cls={module_cls!r}): must be a subclass of LightningModule "
+            '(the class, not an instance) of Lightning 2: pip install "raysgd[lightning]".'
+        )
+    if data_creator is not None and not callable(data_creator):
+        raise TypeError(f"from_ptl(data_creator={data_creator!r}): must be a function.")
+    given = {
+        "_module_cls": module_cls,
+        "_loaders": {name: loader for name, loader in loaders.items() if loader is not None},
+        "_data_creator": None if data_creator is None else staticmethod(data_creator),
+        "_datamodule": datamodule,
+    }
+    return type("CustomLightningOperator", mixed_bases(base, LightningOperator), given)
+
+
+def _base_of(kind: type[Any]) -> type[Any] | None:
+    """Return Lightning's own class that a module, or a data module, derives from."""
+    names = ("LightningModule", "LightningDataModule")
+    own = (each for each in kind.__mro__ if each.__name__ in names and _package_of(each))
+    return next(own, None)
+
+
+def _package_of(kind: type[Any]) -> str:
+    """Return the package of a class of Lightning's, which has two names; empty for another's."""
+    package = kind.__module__.partition(".core.")[0]
+    return package if package in ("lightning.pytorch", "pytorch_lightning") else ""
+
+
+def _home(module: Any) -> str:
+    base = _base_of(type(module))
+    assert base is not None
+    return _package_of(base)
+
+
+def _overrides(module: Any, name: str) -> bool:
+    """Whether user code has a method in place of Lightning's."""
+    own = getattr(type(module), name, None)
+    is_other = own is not None and own is not getattr(_base_of(type(module)), name, None)
+    return is_other or name in vars(module)
+
+
+def _is_scalar(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)
+
+
+def _check_hooks(module: Any) -> None:
+    """Refuse what would not be called as the module expects."""
+    if refused := [name for name in _REFUSED if _overrides(module, name)]:
+        reasons = "; ".join(f"{name} ({_REFUSED[name]})" for name in refused)
+        raise TypeError(
+            f"from_ptl({type(module).__name__}): its methods would not be called: {reasons}."
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise TypeError(
+            f"from_ptl({type(module).__name__}): training_step(dataloader_iter) is not supported; "
+            "take batch and batch_idx."
+        )
+
+
+def _made(given: Any, config: dict[str, Any], unused: set[str]) -> Any:
+    """Make a module of a class, with the config or those of its keys that the constructor takes.
+
+    Args:
+        given: the class; a module is returned as it is.
+        config: the config.
+        unused: keys that no constructor has taken yet; those that this one takes are removed.
+    """
+    if not isinstance(given, type):
+        return given
+    parameters = inspect.signature(given).parameters
+    takes_any = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
+    if "config" in parameters:
+        arguments = {"config": config}
+        unused.clear()
+    elif takes_any and given.__init__ is not _base_of(given).__init__:  # type: ignore[misc]
+        arguments = config
+    else:
+        arguments = {name: value for name, value in config.items() if name in parameters}
+    unused.difference_update(arguments)
+    return given(**arguments)
+
+
+class _Reduced(MergeableMetric):
+    """A number that was logged with a ``reduce_fx`` other than the mean.
+
+    Args:
+        reduce_fx: "sum", "min" or "max".
+        value: a number, or a tensor of one.
+    """
+
+    def __init__(self, reduce_fx: str, value: Any) -> None:
+        self._reduce_fx = reduce_fx
+        # a tensor on a GPU stays there, since reading it would stop the device
+        self._value = value.detach().double() if isinstance(value, torch.Tensor) else value
+
+    def merge(self, other: _Reduced) -> _Reduced:
+        merged = _REDUCTIONS[self._reduce_fx](self._value, other._value)
+        return _Reduced(self._reduce_fx, merged)
+
+    def compute(self) -> float:
+        return float(self._value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_reduce_fx": self._reduce_fx, "_value": float(self._value)}
+
+
+_REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {"sum": operator.add, "min": min, "max": max}
+
+
+def _reduction(reduce_fx: Any) -> str:
+    """Return the name of a ``reduce_fx``.
+
+    Raises:
+        ValueError: if it is none of those that Lightning takes.
+    """
+    name = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
+    if name not in (*_REDUCTIONS, "mean", "avg"):
+        raise ValueError(
+            f'self.log(reduce_fx={reduce_fx!r}): must be "mean", "sum", "min" or "max". Return a '
+            "raysgd.metrics.MergeableMetric from train_batch of the operator for another."
+        )
+    return name
+
+
+def _numbers(logged: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in logged.items():
+        if isinstance(value, MergeableMetric):
+            found.update(computed(name, value))
+        else:
+            found[name] = value.item() if isinstance(value, torch.Tensor) else value
+    return found

@@ -1,0 +1,380 @@
+"""What may be registered."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import SequentialSampler
+
+from raysgd.data.source import BatchSource
+from raysgd.loop.registration import listed
+from raysgd.torch.features.sharded_optimizer import ELEMENTWISE, is_dense
+from raysgd.torch.options import TorchOptions
+
+__all__ = [
+    "check_divisible",
+    "check_shardable",
+    "check_static_graphs",
+    "check_step_freq",
+    "check_untrained",
+    "checked",
+    "checked_sharding",
+    "has_static_graph",
+    "is_trained",
+    "needs_metric",
+    "warn_of_order",
+    "warn_of_own_schedulers",
+    "warn_of_strangers",
+    "warn_of_unregistered",
+]
+
+logger = logging.getLogger(__name__)
+
+_SHARDING_ARGS = {
+    "optimizer": ("copies",),
+    "full": ("copies", "init_fn", "offload", "reshard_after_forward", "wrap"),
+}
+
+
+def has_static_graph(models: list[torch.nn.Module]) -> bool:
+    """Whether there is a model whose wrapper cannot leave out an exchange of gradients."""
+    return any(isinstance(m, DistributedDataParallel) and m.static_graph for m in models)
+
+
+def check_static_graphs(models: list[torch.nn.Module]) -> None:
+    """Refuse such models."""
+    if has_static_graph(models):
+        raise ValueError(
+            "DistributedDataParallel with static_graph=True exchanges gradients in its first "
+            "batch, or fails there, and register(gradient_accumulation_steps=...) does so in the "
+            "last one of a group. Leave static_graph out, or do not accumulate."
+        )
+
+
+def check_untrained(
+    unfrozen: Mapping[int, int],
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> None:
+    """Refuse to train parameters whose gradients no wrapper averages.
+
+    Args:
+        unfrozen: the ids of those that required no gradients when they were registered and do now,
+            with the index of their model.
+        models: all that are registered.
+        optimizers: likewise.
+    """
+    trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    for identity, index in unfrozen.items():
+        if identity in trained:
+            raise RuntimeError(
+                f"Model {index} of those registered, a {type(models[index]).__name__}, has "
+                "parameters that required no gradients at register() and do now. Their gradients "
+                "would not be averaged over the workers. Register the model while they require "
+                "gradients, and freeze them afterwards, with "
+                'ddp_args={"find_unused_parameters": True} where a loss does not reach all of '
+                "those that its forward pass has."
+            )
+
+
+def check_step_freq(
+    schedulers: Sequence[Any], frequency: str | None, monitor: str | None = None
+) -> None:
+    """Refuse schedulers where it is not said when they step, or without the metric they need."""
+    if frequency is None:
+        raise ValueError(
+            "register(schedulers=...) needs to know when to step them: pass "
+            'scheduler_step_freq="batch", "epoch" or "manual" to the trainer.'
+        )
+    if frequency != "manual" and monitor is None and any(map(needs_metric, schedulers)):
+        raise ValueError(
+            f"ReduceLROnPlateau steps with a metric, which scheduler_step_freq={frequency!r} "
+            'does not give it. Pass scheduler_step_freq="epoch" and monitor="val_loss" to the '
+            'trainer, for fit(); or "manual", and call trainer.update_scheduler(metric).'
+        )
+
+
+def needs_metric(scheduler: Any) -> bool:
+    """Whether a scheduler steps with a metric."""
+    return isinstance(scheduler, ReduceLROnPlateau)
+
+
+def checked(name: str, given: Any, kind: type | None) -> list[Any]:
+    """Return what was given as a list, each of its members checked.
+
+    Raises:
+        TypeError: if a member is not of `kind`, or, without a kind, has no ``step``.
+        ValueError: if there is none.
+    """
+    members = listed(given)
+    for member in members:
+        fits = isinstance(member, kind) if kind else hasattr(member, "step")
+        if not fits:
+            expected = f"torch {kind.__name__} objects" if kind else "learning-rate schedulers"
+            raise TypeError(
+                f"register({name}=...) must be one or a list of {expected}, but got "
+                f"{_told(member)}."
+            )
+    if not members:
+        raise ValueError(f"register({name}=...) is empty; at least one is needed.")
+    return members
+
+
+def _told(given: Any) -> str:
+    """Return a ``repr`` in which networks and optimizers, which are long, are their types alone."""
+    if isinstance(given, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_told(value)}' for key, value in given.items())}}}"
+    if isinstance(given, list | tuple):
+        return f"[{', '.join(map(_told, given))}]"
+    is_long = isinstance(given, torch.nn.Module | torch.optim.Optimizer)
+    return f"a {type(given).__name__}" if is_long else repr(given)
+
+
+def checked_sharding(
+    sharding: Any,
+    arguments: Any,
+    options: TorchOptions,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> Any:
+    """Return ``sharding_args``, without what is None in them.
+
+    Raises:
+        TypeError: if an argument is of another type.
+        ValueError: if it has another value, or something that was asked for does not go with it.
+    """
+    if sharding not in (None, *_SHARDING_ARGS):
+        raise ValueError(f'register(sharding={sharding!r}): must be "optimizer", "full" or None.')
+    if arguments is not None and not isinstance(arguments, dict):
+        raise TypeError(f"register(sharding_args=...) must be a dict, but it is {arguments!r}.")
+    given = dict(arguments or {})
+    if given and sharding is None:
+        raise ValueError(
+            f'register(sharding_args={given!r}): these are for sharding="optimizer" or "full"; '
+            "pass it too."
+        )
+    allowed = _SHARDING_ARGS.get(sharding, ())
+    if unknown := sorted(str(name) for name in given if name not in allowed):
+        raise ValueError(
+            f"register(sharding_args=...) has {unknown}; with sharding={sharding!r} it takes "
+            f"{', '.join(map(repr, allowed))} alone."
+        )
+    copies, reshard = given.get("copies"), given.get("reshard_after_forward")
+    if copies is not None:
+        if isinstance(copies, bool) or not isinstance(copies, int):
+            raise TypeError(f"register(sharding_args={{'copies': {copies!r}}}): must be an int.")
+        if copies < 0:
+            raise ValueError(
+                f"register(sharding_args={{'copies': {copies}}}): must be at least 0, the number "
+                "of other workers that hold the state of a share."
+            )
+    if not isinstance(reshard, bool | None):
+        raise TypeError(
+            f"register(sharding_args={{'reshard_after_forward': {reshard!r}}}): must be a bool."
+        )
+    if not isinstance(given.get("offload"), bool | None):
+        raise TypeError(
+            f"register(sharding_args={{'offload': {given['offload']!r}}}): must be a bool."
+        )
+    _check_wrap(given.get("wrap"))
+    if sharding is None:
+        return {}
+    others = {
+        'backend="horovod"': options.use_horovod,
+        'use_fp16="apex"': options.use_fp16 == "apex",
+        "wrap_ddp=False": not options.wrap_ddp,
+    }
+    for name in (name for name, is_given in others.items() if is_given):
+        raise ValueError(
+            f'register(sharding="{sharding}") does not work with {name} of the trainer: it divides '
+            "updates from gradients that the workers have averaged by torch, for the optimizer's "
+            "own parameters. Leave out one of the two."
+        )
+    for optimizer in optimizers:
+        if type(optimizer) not in ELEMENTWISE:
+            names = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
+            raise ValueError(
+                f'register(sharding="{sharding}") does not know {type(optimizer).__name__}: it '
+                "divides tensors between workers, so that an update must be one of each element "
+                f"by itself. Use one of torch.optim's {names}, or leave sharding out."
+            )
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _check_wrap(wrap: Any) -> None:
+    kinds = wrap if isinstance(wrap, list | tuple) else [wrap]
+    are_kinds = kinds and all(isinstance(kind, type) for kind in kinds)
+    is_function = callable(wrap) and not isinstance(wrap, torch.nn.Module)
+    if not (wrap is None or are_kinds or is_function):
+        raise TypeError(
+            f"register(sharding_args={{'wrap': {wrap!r}}}): must be a class of modules, a list of "
+            "them, or a function that is given a module and returns whether to gather it by itself."
+        )
+
+
+def check_shardable(
+    models: Sequence[torch.nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    compile: bool,
+    ddp_args: bool,
+    scales: bool,
+) -> None:
+    """Refuse what does not go with models that are divided."""
+    given = 'register(sharding="full")'
+    if len(optimizers) != 1:
+        raise ValueError(f"{given} takes one optimizer, with groups, and got {len(optimizers)}.")
+    is_compiled = any(hasattr(model, "_orig_mod") for model in models)
+    if compile or is_compiled:
+        what = "torch.compile(model)" if is_compiled else "register(compile=...)"
+        raise ValueError(
+            f"{given} does not work with {what}: parameters become others as the group changes. "
+            "Leave out one of the two."
+        )
+    if ddp_args or any(isinstance(model, DistributedDataParallel) for model in models):
+        raise ValueError(f"{given} uses no DistributedDataParallel: leave it, and ddp_args, out.")
+    if scales:
+        raise ValueError(
+            f"{given} does not work with float16, whose gradients are scaled. Pass "
+            "amp_dtype=torch.bfloat16 to the trainer."
+        )
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if not parameter.dim() or not parameter.numel() or not parameter.is_contiguous():
+                raise ValueError(
+                    f"{given} divides parameters by rows, and {type(model).__name__}.{name}, of "
+                    f"shape {tuple(parameter.shape)} and strides {tuple(parameter.stride())}, has "
+                    "none that are consecutive in memory. Give it a dimension, or make it "
+                    "contiguous()."
+                )
+
+
+def check_divisible(
+    sharding: str,
+    optimizers: Sequence[torch.optim.Optimizer],
+    models: Sequence[torch.nn.Module],
+) -> None:
+    """Refuse parameters whose update cannot be divided over the workers."""
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+                raise ValueError(
+                    f'register(sharding="{sharding}"): {type(module).__name__}(sparse=True) has '
+                    "sparse gradients, which cannot be divided. Leave sparse out."
+                )
+    registered = {id(parameter) for model in models for parameter in model.parameters()}
+    for optimizer in optimizers:
+        trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+        if strangers := [p for p in trained if id(p) not in registered]:
+            raise ValueError(
+                f'register(sharding="{sharding}"): {type(optimizer).__name__} has '
+                f"{len(strangers)} parameters that are in no registered model, so that the workers "
+                "do not average their gradients. Register the model that has them."
+            )
+        for parameter in trained:
+            if not is_dense(parameter):
+                raise ValueError(
+                    f'register(sharding="{sharding}"): a parameter of shape '
+                    f"{tuple(parameter.shape)} and strides {tuple(parameter.stride())} does not "
+                    "fill its memory, and cannot be divided. Make it contiguous()."
+                )
+
+
+def warn_of_strangers(optimizers: list[torch.optim.Optimizer], modules: list[Any]) -> None:
+    """Warn of an optimizer that has no parameter of any registered model, or of the criterion."""
+    registered = {id(p) for m in modules if isinstance(m, torch.nn.Module) for p in m.parameters()}
+    for optimizer in optimizers:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(id(parameter) in registered for parameter in held):
+            warnings.warn(
+                f"register(optimizers=...): {type(optimizer).__name__} updates no parameter of the "
+                "registered models. Make it with the parameters() of the model that you register.",
+                RuntimeWarning,
+                stacklevel=5,  # the line of register() in the user's setup
+            )
+
+
+def warn_of_own_schedulers(operator: Any, schedulers: Sequence[Any], frequency: str | None) -> None:
+    """Warn of schedulers that are stepped although the operator keeps them nowhere."""
+    kept = [held for value in vars(operator).values() for held in listed(value)]
+    lost = [each for each in schedulers if not any(each is held for held in kept)]
+    if lost and frequency in ("batch", "epoch"):
+        logger.warning(
+            "%s registered a %s and keeps it in no attribute: with scheduler_step_freq=%r it steps "
+            'all the same. Keep it as self.scheduler if that is meant; else pass "manual". (In '
+            "RaySGD v1 it would not have stepped.)",
+            type(operator).__name__,
+            type(lost[0]).__name__,
+            frequency,
+        )
+
+
+def warn_of_unregistered(operator: Any, registered: Sequence[Any]) -> None:
+    """Warn of attributes that look trained, but are not part of any registered object."""
+    known = {*map(id, registered), *map(id, operator.config.values())}
+    for each in registered:  # an optimizer may contain another
+        known.update(map(id, getattr(each, "__dict__", {}).values()))
+    models = [each for each in registered if isinstance(each, torch.nn.Module)]
+    known.update(id(parameter) for model in models for parameter in model.parameters())
+    found = [
+        f"{place} ({type(held).__name__})"
+        for name, value in vars(operator).items()
+        for place, held in _places(f"self.{name}", value)
+        if id(held) not in known and _looks_trained(held, known)
+    ]
+    if found:
+        logger.warning(
+            "%s.setup did not register %s. The workers do not keep what is not registered equal, "
+            "and checkpoints do not contain it. Pass modules and optimizers to self.register(...). "
+            "If a module is not trained, call requires_grad_(False) on it.",
+            type(operator).__name__,
+            ", ".join(found),
+        )
+
+
+def _places(place: str, value: Any) -> list[tuple[str, Any]]:
+    """Return what an attribute is, or holds as a list, tuple, or dict, and where."""
+    if not isinstance(value, Mapping | list | tuple):
+        return [(place, value)]
+    members = value.items() if isinstance(value, Mapping) else enumerate(value)
+    return [(f"{place}[{key!r}]", held) for key, held in members]
+
+
+def _looks_trained(held: Any, registered: Collection[int]) -> bool:
+    if isinstance(held, torch.nn.Parameter):
+        return held.requires_grad
+    if not isinstance(held, torch.nn.Module) or isinstance(held, AveragedModel):
+        return isinstance(held, torch.optim.Optimizer)
+    is_metric = any(kind.__module__.startswith("torchmetrics.") for kind in type(held).__mro__)
+    return not is_metric and any(
+        parameter.requires_grad and id(parameter) not in registered
+        for parameter in held.parameters()
+    )
+
+
+def warn_of_order(source: BatchSource) -> None:
+    """Warn of training data that are shared out in the order in which the data set has them."""
+    if source.sharded and type(source.order_sampler) is SequentialSampler:
+        logger.warning(
+            "The train loader gives its samples in the order of the data set, the same in every "
+            "epoch: data that are sorted by class train badly. Write DataLoader(..., "
+            "shuffle=True), unless this order is meant. (RaySGD v1 shuffled by itself.)"
+        )
+
+
+def is_trained(
+    criterion: Any, optimizers: list[torch.optim.Optimizer], models: list[torch.nn.Module]
+) -> bool:
+    """Whether an optimizer has parameters of the criterion, such as class centers, to train."""
+    if not isinstance(criterion, torch.nn.Module):
+        return False
+    stepped = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}
+    in_models = {id(p) for model in models for p in model.parameters()}
+    own = {id(p) for p in criterion.parameters() if p.requires_grad}
+    return bool(own & stepped - in_models)

@@ -1,0 +1,171 @@
+"""What the arguments of trainers must be, and how it is said."""
+
+import importlib
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from raysgd import ElasticConfig
+from raysgd._internal import arguments
+from raysgd.elastic.config import checked_elastic
+from raysgd.torch.options import TorchOptions
+from raysgd.train import DataParallelTrainer
+
+NUMBERS = st.integers(-3, 5)
+
+
+@given(NUMBERS, NUMBERS)
+def test_numbers_of_workers_are_taken_if_they_are_in_order(num_workers, min_workers):
+    if 1 <= min_workers <= num_workers:
+        arguments.check_workers("T", num_workers, min_workers)
+    else:
+        with pytest.raises(ValueError, match=rf"^T\(.*num_workers={num_workers}.*: .*must be"):
+            arguments.check_workers("T", num_workers, min_workers)
+
+
+@pytest.mark.parametrize("value", [True, 1.0, "1", None])
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_is_no_number_of_workers_is_named(value, place):
+    given = [2, 1]
+    given[place] = value
+    name = ("num_workers", "min_workers")[place]
+    with pytest.raises(TypeError, match=rf"T\({name}={value!r}\): must be an int"):
+        arguments.check_workers("T", *given)
+
+
+def test_a_hook_is_a_function_or_none():
+    arguments.check_hook("T", None)
+    arguments.check_hook("T", print)
+    with pytest.raises(TypeError, match=r"T\(initialization_hook=...\) must be a function.* 7"):
+        arguments.check_hook("T", 7)
+
+
+def test_a_config_is_taken_as_a_dict_of_its_own():
+    mine = {"a": 1}
+    taken = arguments.checked_config("T", mine)
+    taken["a"] = 2
+    assert mine == {"a": 1}
+    assert arguments.checked_config("T", None) == {}
+    with pytest.raises(TypeError, match=r"T\(config=...\) must be a dict, but it is \[1\]"):
+        arguments.checked_config("T", [1])
+
+
+def test_what_is_waited_for_must_be_possible():
+    assert checked_elastic("T", None, 2) == ElasticConfig()
+    mine = ElasticConfig(min_workers=2)
+    assert checked_elastic("T", mine, 2) is mine
+    with pytest.raises(ValueError, match=r"min_workers=2.*T\(num_workers=1\)"):
+        checked_elastic("T", mine, 1)
+    with pytest.raises(TypeError, match=r"takes an ElasticConfig, not \{'min_workers': 2\}"):
+        checked_elastic("T", {"min_workers": 2}, 2)
+
+
+@given(st.dictionaries(st.text(), st.one_of(st.integers(), st.floats(), st.booleans(), st.text())))
+@example({"x": float("nan")})
+@example({"CPU": 1})
+def test_resources_are_amounts_above_0(resources):
+    """NaN is none, and CPUs have an argument of their own."""
+    fine = all(type(amount) in (int, float) and amount > 0 for amount in resources.values())
+    if fine and "CPU" not in resources:
+        assert arguments.checked_resources("T", resources, 1) == resources
+    else:
+        with pytest.raises(ValueError, match=r"T\(resources_per_worker="):
+            arguments.checked_resources("T", resources, 1)
+
+
+@pytest.mark.parametrize("num_cpus", [0, -1, float("nan"), True, "1", None])
+def test_a_worker_reserves_cpus(num_cpus):
+    with pytest.raises(ValueError, match=r"num_cpus_per_worker=.*must be above 0"):
+        arguments.checked_resources("T", None, num_cpus)
+    assert arguments.checked_resources("T", None, 0.5) == {}
+
+
+def test_a_choice_is_one_of_those_allowed_and_1_is_not_true():
+    allowed = (True, False, "apex")
+    for value in ("apex", "".join(["ap", "ex"]), True, False):
+        arguments.check_choice("T", "use_fp16", value, allowed)
+    for value in (1, 0, None, "half", [True]):
+        with pytest.raises(ValueError, match=r"T\(use_fp16=.*one of True, False, 'apex'"):
+            arguments.check_choice("T", "use_fp16", value, allowed)
+
+
+def test_gpus_are_used_where_they_are_asked_for_or_found(monkeypatch):
+    def decide(use_gpu, resources, found=False, **arguments):
+        monkeypatch.setattr("torch.cuda.is_available", lambda: found)
+        given = {"use_gpu": use_gpu, "resources_per_worker": resources, **arguments}
+        return TorchOptions(**given).decided().use_gpu
+
+    local = {"use_local": True}
+    assert decide(True, {}, **local) is True
+    assert decide(False, {}, found=True, **local) is False
+    assert [decide("auto", {}, found=found, **local) for found in (True, False)] == [True, False]
+    assert decide("auto", {"GPU": 1})  # no cluster is asked
+    with pytest.raises(ValueError, match="remove GPU, or pass use_gpu=True"):
+        decide(False, {"GPU": 1})
+
+
+@pytest.mark.parametrize(("num_gpus", "backend"), [(2, "nccl"), (1, "nccl"), (0.5, "gloo")])
+def test_workers_that_share_a_gpu_exchange_by_gloo(num_gpus, backend):
+    given = {"use_gpu": "auto", "resources_per_worker": {"GPU": num_gpus}}
+    assert TorchOptions(**given).decided().backend == backend
+
+
+def test_a_misspelled_argument_is_told_which_one_may_be_meant():
+    class Base:
+        @arguments.suggests
+        def __init__(self, a, num_workers=1, *, logdir=None):
+            self.given = a, num_workers, logdir
+
+        @arguments.suggests
+        def add(self, batch):
+            return batch
+
+    class Passing(Base):
+        def __init__(self, *, torch_config=None, **others):
+            super().__init__(1, **others)
+
+    assert Base(1, 2, logdir="x").given == (1, 2, "x")
+    with pytest.raises(
+        TypeError, match=r"^Base\(\) got .*'num_worker'. Did you mean 'num_workers'"
+    ):
+        Base(1, num_worker=2)
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'zzz'.$"):
+        Base(1, zzz=2)
+    with pytest.raises(TypeError, match=r"^Base\.add\(\) got .*'bach'. Did you mean 'batch'\?$"):
+        Base(1).add(bach=1)
+    assert Base(1).add(batch=2) == 2
+    for name, meant in (("torch_confg", "torch_config"), ("log_dir", "logdir")):
+        with pytest.raises(TypeError, match=rf"Passing\(\) got .*{name!r}. Did you mean {meant!r}"):
+            Passing(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    ["raysgd.TorchTrainer", "raysgd.TFTrainer", "raysgd.train.Trainer"],
+)
+def test_every_trainer_tells_it(trainer):
+    module, _, name = trainer.rpartition(".")
+    with pytest.raises(TypeError, match=rf"{name}\(\) .*'num_worker'. Did you mean 'num_workers'"):
+        getattr(importlib.import_module(module), name)(num_worker=2)
+    with pytest.raises(TypeError, match=r"'scaling_confg'\. Did you mean 'scaling_config'"):
+        DataParallelTrainer(print, scaling_confg=None)
+
+
+@pytest.mark.parametrize("trainer", ["raysgd.TorchTrainer", "raysgd.TFTrainer"])
+@pytest.mark.parametrize("method", ["train", "validate"])
+def test_so_does_every_call(trainer, method):
+    module, _, name = trainer.rpartition(".")
+    kind = getattr(importlib.import_module(module), name)
+    with pytest.raises(TypeError, match=rf"{name}\.{method}\(\) .*'num_step'. .* 'num_steps'"):
+        getattr(kind, method)(object.__new__(kind), num_step=2)
+
+
+def test_flags_and_bounds_are_named():
+    arguments.check_flags("T", wrap_ddp=True, use_local=False)
+    with pytest.raises(TypeError, match=r"^T\(use_local=1\): must be True or False"):
+        arguments.check_flags("T", wrap_ddp=True, use_local=1)
+    arguments.check_timeout("T", 0.5)
+    for timeout_s in (0, -1, float("nan"), float("inf"), "1", True, None):
+        with pytest.raises(ValueError, match=rf"^T\(timeout_s={timeout_s!r}\): must be a positive"):
+            arguments.check_timeout("T", timeout_s)

@@ -1,0 +1,94 @@
+"""The global batch size, and numbers from the environment."""
+
+import warnings
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd._internal.config import (
+    BATCH_SIZE,
+    check_batch_size,
+    env_seconds,
+    rounded_config,
+    warn_of_rounding,
+    worker_config,
+)
+
+sizes = st.integers(1, 10_000)
+workers = st.integers(1, 64)
+
+
+def test_the_key_is_the_one_that_users_know():
+    assert BATCH_SIZE == "*batch_size"
+
+
+@given(sizes, workers)
+def test_shares_are_equal_positive_and_lose_less_than_one_sample_a_worker(size, num_workers):
+    config = {BATCH_SIZE: size, "lr": 1}
+    if size < num_workers:
+        with pytest.raises(ValueError, match="smaller than num_workers"):
+            check_batch_size(config, num_workers)
+        return
+    check_batch_size(config, num_workers)
+    share = worker_config(config, num_workers)[BATCH_SIZE]
+    rounded = rounded_config(config, num_workers)[BATCH_SIZE]
+    assert share >= 1
+    assert share * num_workers == rounded
+    assert 0 <= size - rounded < num_workers
+
+
+@given(sizes, workers)
+def test_a_warning_comes_exactly_where_something_is_rounded_and_names_both_sizes(size, num_workers):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_rounding({BATCH_SIZE: size}, num_workers)
+    assert len(caught) == (size % num_workers != 0)
+    for warning in caught:
+        assert str(size) in str(warning.message)
+        assert str(size // num_workers * num_workers) in str(warning.message)
+
+
+@pytest.mark.parametrize("function", [rounded_config, worker_config])
+def test_the_config_itself_is_never_changed(function):
+    config = {BATCH_SIZE: 21, "lr": 1}
+    made = function(config, 2)
+    made["more"] = 1
+    assert config == {BATCH_SIZE: 21, "lr": 1}
+    plain = {"lr": 1}
+    made = function(plain, 2)
+    assert made == plain
+    assert made is not plain
+
+
+def test_a_config_without_batch_size_is_fine():
+    check_batch_size({}, 8)
+    check_batch_size({BATCH_SIZE: None}, 8)
+    warn_of_rounding({}, 8)
+    assert worker_config({}, 8) == {}
+
+
+@pytest.mark.parametrize("size", [True, 8.0, "8", [8]])
+def test_a_batch_size_that_is_no_integer_is_refused(size):
+    with pytest.raises(TypeError, match="must be an int"):
+        check_batch_size({BATCH_SIZE: size}, 1)
+
+
+@pytest.mark.parametrize("size", [0, -4])
+def test_a_batch_size_below_one_is_refused(size):
+    with pytest.raises(ValueError, match=f"={size} is smaller"):
+        check_batch_size({BATCH_SIZE: size}, 1)
+
+
+def test_seconds_come_from_the_environment_where_they_are_set(monkeypatch):
+    monkeypatch.delenv("RAYSGD_TEST_S", raising=False)
+    assert env_seconds("RAYSGD_TEST_S", 3.0) == 3.0
+    monkeypatch.setenv("RAYSGD_TEST_S", "0.5")
+    assert env_seconds("RAYSGD_TEST_S", 3.0) == 0.5
+
+
+@pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan"])
+def test_seconds_that_make_no_sense_are_refused_by_name(monkeypatch, text):
+    monkeypatch.setenv("RAYSGD_TEST_S", text)
+    with pytest.raises(ValueError, match=r"RAYSGD_TEST_S=.*must be a positive number"):
+        env_seconds("RAYSGD_TEST_S", 3.0)

@@ -1,0 +1,52 @@
+"""Files that are replaced: whole or not at all, and with the mode that they had."""
+
+import json
+import stat
+
+import numpy as np
+import pytest
+
+from raysgd._internal.files import TEMPORARY_NAME, temporary_name
+from raysgd.callbacks.csv_logger import _rewrite
+from raysgd.callbacks.report import make_report
+from raysgd.checkpoint import save_model, write_file
+from raysgd.train.result import ReportLog
+
+STATE = {"epoch": 1, "models": [{"w": np.ones(2)}], "optimizers": []}
+RUN = {"kind": "run", "time": 1.0, "config": {}}
+
+
+def report(path):
+    (path.parent / "metrics.jsonl").write_text(json.dumps(RUN))
+    make_report(path.parent)
+
+
+def reports(path):
+    with ReportLog(path) as log:
+        log.write({"n": 1})
+
+
+WRITERS = {
+    "state.ckpt": lambda path: write_file(STATE, path),
+    "model.safetensors": lambda path: save_model(STATE["models"][0], path),
+    "metrics.csv": lambda path: _rewrite(path, ["kind"]),
+    "report.html": report,
+    "result.json": reports,
+}
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o664])
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_is_replaced_keeps_its_mode(tmp_path, name, mode):
+    path = tmp_path / name
+    WRITERS[name](path)
+    path.chmod(mode)
+    WRITERS[name](path)
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert [each.name for each in tmp_path.iterdir() if each.name[0] == "."] == []
+
+
+def test_a_file_under_way_tells_which_one_it_is_to_be():
+    names = {temporary_name("state.pt") for _ in range(10)}
+    assert len(names) == 10
+    assert {TEMPORARY_NAME.fullmatch(name)[1] for name in names} == {"state.pt"}

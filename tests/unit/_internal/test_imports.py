@@ -1,0 +1,85 @@
+"""Libraries are loaded without the garbage collector, and named where they are missing."""
+
+import gc
+import json
+import sys
+
+import pytest
+
+from raysgd._internal.imports import frozen_imports, import_extra
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    threshold = gc.get_threshold()
+    yield
+    gc.enable()
+    gc.set_threshold(*threshold)
+
+
+def collections():
+    return sum(generation["collections"] for generation in gc.get_stats())
+
+
+def many_lists():
+    return [[] for _ in range(100 * gc.get_threshold()[0] or 100_000)]
+
+
+def test_it_rests_meanwhile_and_passes_by_what_was_loaded():
+    before = collections()
+    assert many_lists()
+    assert collections() > before
+    with frozen_imports():
+        before = collections()
+        loaded = many_lists()
+        assert collections() == before
+    looked_through = {id(thing) for thing in gc.get_objects()}
+    assert not looked_through & {id(thing) for thing in loaded}
+    assert many_lists()
+    assert collections() > before
+
+
+def test_it_goes_on_where_loading_fails():
+    threshold = gc.get_threshold()
+    with pytest.raises(ImportError), frozen_imports():
+        raise ImportError
+    assert gc.get_threshold() == threshold
+
+
+def test_what_the_user_has_set_before_or_in_a_module_stays():
+    gc.disable()
+    with frozen_imports():
+        pass
+    assert not gc.isenabled()
+    gc.enable()
+    with frozen_imports():
+        gc.disable()
+    assert not gc.isenabled()
+    with frozen_imports():
+        gc.set_threshold(50_000)
+    assert gc.get_threshold()[0] == 50_000
+
+
+def test_a_package_that_is_there_is_returned():
+    assert import_extra("Mine", "json", "callbacks") is json
+    assert import_extra("Mine", "json.decoder", "callbacks") is json.decoder
+
+
+@pytest.mark.parametrize("module", ["missing_package", "missing_package.inner"])
+def test_a_missing_one_is_named_with_its_owner_the_reason_and_the_extra(module):
+    with pytest.raises(ImportError) as caught:
+        import_extra("MyLogger", module, "callbacks")
+    assert str(caught.value) == (
+        "MyLogger needs missing_package, which cannot be imported here (No module named "
+        "'missing_package'). Install it where it is used, on the driver or on every worker: "
+        'pip install "raysgd[callbacks]"'
+    )
+    assert isinstance(caught.value.__cause__, ImportError)
+
+
+def test_a_package_that_fails_itself_is_told_with_its_reason(tmp_path, monkeypatch):
+    (tmp_path / "broken_package.py").write_text("raise ImportError('needs libcuda.so')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=r"cannot be imported here \(needs libcuda\.so\)"):
+        import_extra("MyLogger", "broken_package", "callbacks")
+    assert "broken_package" not in sys.modules

@@ -1,0 +1,53 @@
+"""Nested containers of state, mapped leaf by leaf."""
+
+import collections
+import copy
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd._internal.nested import map_leaves
+
+LEAVES = st.one_of(st.integers(), st.text(max_size=3), st.none())
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3).map(collections.OrderedDict),
+    ),
+    max_leaves=8,
+)
+
+
+@given(TREES)
+def test_a_tree_keeps_its_shape_and_the_one_that_was_given_is_left_alone(tree):
+    before = copy.deepcopy(tree)
+    boxed = map_leaves(tree, lambda leaf: {"box": leaf})
+    assert tree == before
+
+    def unboxed(mapped, original):
+        if type(original) in (list, tuple):
+            assert type(mapped) is type(original)
+            return type(original)(map(unboxed, mapped, original))
+        if isinstance(original, dict):
+            assert type(mapped) is type(original)
+            assert list(mapped) == list(original)
+            return type(original)((k, unboxed(mapped[k], original[k])) for k in original)
+        return mapped["box"]
+
+    assert unboxed(boxed, tree) == tree
+
+
+def test_the_state_of_a_module_keeps_its_versions():
+    state = torch.nn.BatchNorm1d(2).state_dict()
+    mapped = map_leaves(state, torch.clone)
+    assert mapped._metadata == state._metadata
+    assert mapped["running_mean"] is not state["running_mean"]
+
+
+def test_what_is_a_tuple_by_name_is_a_leaf():
+    point = collections.namedtuple("point", "x y")(1, 2)
+    assert map_leaves([point], lambda leaf: leaf is point) == [True]

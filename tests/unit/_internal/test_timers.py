@@ -1,0 +1,142 @@
+"""Timers, with a clock that the tests set."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd._internal import timers
+from raysgd._internal.timers import TimerCollection, TimerStat
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock in a list of one, which stands still unless it is set."""
+    now = [100.0]
+    monkeypatch.setattr(timers.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_a_block_takes_as_long_as_the_clock_says(clock):
+    timer = TimerStat()
+    with timer:
+        clock[0] += 2.5
+    assert (timer.count, timer.last, timer.total_s) == (1, 2.5, 2.5)
+
+
+@given(st.lists(st.floats(0, 1e3), min_size=1, max_size=30), st.integers(1, 10))
+def test_statistics_cover_the_window_and_totals_everything(durations, window):
+    timer = TimerStat(window_size=window)
+    for seconds in durations:
+        timer.push(seconds)
+    held = durations[-window:]
+    assert timer.mean == pytest.approx(sum(held) / len(held))
+    assert timer.median == sorted(held)[len(held) // 2]
+    assert timer.max == max(held)
+    assert timer.sum == pytest.approx(sum(held))
+    assert (timer.first, timer.last, timer.size) == (held[0], held[-1], len(held))
+    assert timer.count == len(durations)
+    assert timer.total_s == pytest.approx(sum(durations))
+
+
+def test_a_timer_that_never_ran_says_zero():
+    timer = TimerStat()
+    assert timer.mean == timer.median == timer.max == timer.first == timer.last == timer.sum == 0
+    assert timer.mean_throughput == timer.mean_units_processed == 0
+    assert not timer.has_units_processed()
+
+
+def test_throughput_is_units_over_time():
+    timer = TimerStat()
+    for units in (10, 30):
+        timer.push(0.5)
+        timer.push_units_processed(units)
+    assert timer.has_units_processed()
+    assert timer.mean_units_processed == 20
+    assert timer.mean_throughput == 40
+
+
+def test_nested_use_of_one_timer_is_refused():
+    timer = TimerStat()
+    with timer, pytest.raises(RuntimeError, match="running already"), timer:
+        pass
+
+
+def test_a_block_that_raises_is_timed_and_leaves_the_timer_usable(clock):
+    timer = TimerStat()
+
+    def fail():
+        with timer:
+            clock[0] += 1
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    with timer:
+        clock[0] += 3
+    assert (timer.count, timer.mean) == (2, 2.0)
+
+
+def test_reset_forgets_everything():
+    timer = TimerStat()
+    timer.push(1)
+    timer.push_units_processed(1)
+    timer.reset()
+    assert (timer.count, timer.total_s, timer.size) == (0, 0.0, 0)
+    assert not timer.has_units_processed()
+
+
+def test_a_collection_times_blocks_by_name(clock):
+    collection = TimerCollection()
+    for seconds in (1, 3):
+        with collection.record("fwd"):
+            clock[0] += seconds
+    assert collection.stats() == {"mean_fwd_s": 2.0}
+    assert collection.stats(mean=False, last=True) == {"last_fwd_s": 3.0}
+
+
+def test_means_of_a_collection_cover_more_than_a_window(clock):
+    collection = TimerCollection()
+    for index in range(100):
+        with collection.record("fwd"):
+            clock[0] += index
+    assert collection.stats() == {"mean_fwd_s": 49.5}
+
+
+def test_blocks_of_different_names_may_be_nested(clock):
+    collection = TimerCollection()
+    with collection.record("outer"):
+        clock[0] += 1
+        with collection.record("inner"):
+            clock[0] += 2
+    assert collection.stats() == {"mean_outer_s": 3.0, "mean_inner_s": 2.0}
+
+
+def test_blocks_of_one_name_may_be_nested(clock):
+    """As when an overridden train_batch calls the default one inside of its own timer."""
+    collection = TimerCollection()
+    with collection.record("fwd"):
+        clock[0] += 1
+        with collection.record("fwd"):
+            clock[0] += 2
+    assert collection.stats() == {"mean_fwd_s": 2.5}
+
+
+def test_a_disabled_collection_times_nothing(clock):
+    collection = TimerCollection()
+    assert collection.enabled
+    collection.disable()
+    with collection.record("fwd"):
+        clock[0] += 1
+    assert collection.stats() == {}
+    assert not collection.enabled
+    collection.enable()
+    with collection.record("fwd"):
+        clock[0] += 1
+    assert collection.stats() == {"mean_fwd_s": 1.0}
+    collection.reset()
+    assert collection.stats() == {}
+
+
+def test_an_exception_passes_through_a_recorded_block():
+    with pytest.raises(KeyError), TimerCollection().record("fwd"):
+        raise KeyError

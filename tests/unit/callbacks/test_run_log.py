@@ -1,0 +1,162 @@
+"""Reading a run's folder, and the share of its time that went into training."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raysgd.callbacks.run_log import RunLog, goodput
+
+
+def run(time=100.0):
+    return {"kind": "run", "time": time, "version": "1", "config": {}, "num_workers": 2}
+
+
+def call(end, seconds, step, kind="train", epoch=1, **metrics):
+    return {
+        "kind": kind,
+        "time": end,
+        "seconds": seconds,
+        "epoch": epoch,
+        "global_step": step,
+        "num_workers": 2,
+        "metrics": metrics,
+    }
+
+
+def event(kind, time, step=0, seconds=0.0, ranks=(0,), num_workers=2):
+    return {
+        "kind": kind,
+        "time": time,
+        "step": step,
+        "seconds": seconds,
+        "ranks": list(ranks),
+        "cause": "",
+        "num_workers": num_workers,
+    }
+
+
+def write(folder, records, events=()):
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+
+
+def test_a_log_is_read_into_runs_calls_and_events(tmp_path):
+    write(
+        tmp_path,
+        [run(), call(120, 10, 5), call(125, 5, 5, kind="validate")],
+        [event("started", 101)],
+    )
+    log = RunLog.read(tmp_path)
+    assert len(log.runs) == 1
+    assert [c["kind"] for c in log.calls] == ["train", "validate"]
+    assert [c["time"] for c in log.of("validate")] == [125]
+    assert (log.began, log.ended) == (100, 125)
+    assert log.events[0]["kind"] == "started"
+
+
+def test_lines_that_are_not_whole_are_left_out(tmp_path, caplog):
+    """Of a driver that was killed, and of one that went on after it."""
+    write(tmp_path, [run(), call(120, 10, 5)])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "tra\n' + json.dumps(run(130)) + '\n{"kind"')
+    log = RunLog.read(tmp_path)
+    assert (len(log.runs), len(log.calls)) == (2, 1)
+    assert "Left out line 3 of" in caplog.text
+
+
+def test_a_file_of_something_else_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("[1]\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1: this is no JSON object"):
+        RunLog.read(tmp_path)
+
+
+def test_a_record_of_something_else_is_named(tmp_path):
+    write(tmp_path, [run(), {"epoch": 1, "loss": 0.5}])
+    with pytest.raises(ValueError, match=r"line 2: this is no record of a run: it lacks kind, tim"):
+        RunLog.read(tmp_path)
+    write(tmp_path, [run()], [{"kind": "lost"}])
+    with pytest.raises(ValueError, match=r"events\.jsonl, line 1: .* it lacks time"):
+        RunLog.read(tmp_path)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no metrics\.jsonl.*logdir="):
+        RunLog.read(tmp_path)
+
+
+def test_goodput_is_the_share_of_train_calls_in_the_run():
+    log = RunLog([run(100)], [call(120, 10, 5), call(150, 20, 10)], [])
+    assert goodput(log) == pytest.approx(30 / 50)
+
+
+def test_standstills_after_a_loss_and_joins_are_no_goodput():
+    events = [
+        event("started", 101),
+        event("lost", 112, 2),
+        event("lost", 112.5, 2),
+        event("resumed", 113, 2, seconds=0.4),
+        event("grown", 116, 3, seconds=0.5),
+        event("user_error", 130, 5),  # between two calls: nothing stands still in one
+        event("resumed", 131, 5, seconds=0.1),
+    ]
+    log = RunLog([run(100)], [call(120, 10, 5), call(150, 15, 10)], events)
+    # 25 s in calls, less 112 to 113, less 115.5 to 116
+    assert goodput(log) == pytest.approx((25 - 1 - 0.5) / 50)
+
+
+def test_steps_that_a_restart_redoes_are_no_goodput():
+    events = [event("lost", 110, step=6), event("restarted", 114, step=2, seconds=4)]
+    log = RunLog([run(100)], [call(120, 20, 12)], events)
+    # 16 s of training for 12 steps and 4 that were done twice
+    assert goodput(log) == pytest.approx(16 * 12 / 16 / 20)
+
+
+def test_what_broke_a_run_has_ended_with_it():
+    """The next one on the folder stands still for its own losses alone."""
+    events = [
+        event("started", 101),
+        event("user_error", 115, 3),
+        event("started", 205),
+        event("grown", 230, 8, seconds=0.5),
+    ]
+    log = RunLog([run(100), run(200)], [call(112, 10, 3), call(250, 40, 20)], events)
+    assert goodput(log) == pytest.approx((10 + 40 - 0.5) / 150)
+
+
+def test_calls_beyond_which_a_later_run_began_were_in_vain():
+    resumed = {**run(200), "global_step": 5}
+    calls = [call(110, 5, 5), call(120, 5, 10), call(220, 5, 10), call(230, 5, 15)]
+    log = RunLog([run(100), resumed], calls, [])
+    assert [c["time"] for c in log.kept("train")] == [110, 220, 230]
+    assert RunLog([run(100), run(200)], calls, []).kept("train") == calls, "of an older version"
+
+
+def test_steps_that_a_resumed_run_does_again_are_no_goodput():
+    resumed = {**run(200), "global_step": 4}
+    log = RunLog([run(100), resumed], [call(120, 20, 10), call(230, 30, 16)], [])
+    # 50 s of training for 16 steps and 6 that were done twice
+    assert goodput(log) == pytest.approx(50 * 16 / 22 / 130)
+
+
+def test_without_a_finished_call_there_is_none():
+    assert goodput(RunLog([run()], [], [event("started", 110)])) == 0.0
+    assert goodput(RunLog()) == 0.0
+
+
+@given(st.data())
+def test_goodput_is_a_share(data):
+    times = st.floats(100, 200)
+    kinds = st.sampled_from(
+        ["lost", "hung", "user_error", "resumed", "grown", "moved", "restarted"]
+    )
+    calls = [
+        call(data.draw(times), data.draw(st.floats(0, 50)), data.draw(st.integers(0, 9)))
+        for _ in range(data.draw(st.integers(0, 4)))
+    ]
+    events = [
+        event(data.draw(kinds), time, data.draw(st.integers(0, 9)), data.draw(st.floats(0, 9)))
+        for time in sorted(data.draw(st.lists(times, max_size=6)))
+    ]
+    assert 0.0 <= goodput(RunLog([run()], calls, events)) <= 1.0

@@ -1,0 +1,150 @@
+"""The command line."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import raysgd
+from raysgd.cli import commands as cli
+from raysgd.cli.commands import app
+from tests.unit.callbacks.test_run_log import call, run, write
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, arguments)
+
+
+def test_every_command_explains_itself():
+    for command in ([], ["fit"], ["report"], ["doctor"], ["bench"]):
+        result = invoke(*command, "--help")
+        assert result.exit_code == 0
+        assert "Usage" in result.output
+    assert invoke("--version").output == f"raysgd {raysgd.__version__}\n"
+
+
+def test_the_doctor_says_what_there_is_and_what_is_missing_for_what():
+    result = invoke("doctor")
+    assert result.exit_code == 0
+    lines = {line.partition(" ")[0]: line for line in result.output.splitlines()}
+    assert torch.__version__ in lines["torch"]
+    assert "available" in lines["gloo"]
+    assert re.fullmatch(r'apex +missing +for use_fp16="apex"', lines["apex"])
+    assert re.fullmatch(r"CPUs here +\d+", lines["CPUs"])
+    assert re.fullmatch(r"memory here +\S+ GiB +\S+ GiB free", lines["memory"])
+    assert re.fullmatch(r"each worker +TensorFlow's server +on all interfaces.*", lines["each"])
+    assert "on 127.0.0.1 where all are on this machine" in result.output
+
+
+def test_the_doctor_says_that_ray_tune_is_not_all_there(monkeypatch):
+    there = cli.importlib.util.find_spec
+    monkeypatch.setattr(
+        cli.importlib.util, "find_spec", lambda name: None if name == "pyarrow" else there(name)
+    )
+    assert "missing" in next(line for line in invoke("doctor").output.splitlines() if "pya" in line)
+
+
+def test_the_doctor_asks_the_cluster_of_the_environment(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    result = invoke("doctor")
+    assert result.exit_code == 1
+    assert "No Ray cluster at '127.0.0.1:1'" in result.stderr
+    assert "gloo" in result.stdout, "what is here is shown all the same"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere"])
+def test_the_doctor_names_a_cluster_that_is_not_there(address):
+    result = invoke("doctor", "--address", address)
+    assert result.exit_code == 1
+    assert f"No Ray cluster at '{address}'" in result.stderr
+
+
+def test_the_doctor_says_what_a_cluster_has_and_what_is_free(monkeypatch):
+    there = {"CPU": (4.0, 2.5), "object_store_memory": (3 * 2**30, 2.0**30)}
+    monkeypatch.setattr("raysgd.cluster.placement.overview", lambda address: there)
+    heading, cpus, memory = invoke("doctor", "--address", "auto").output.splitlines()[-3:]
+    assert heading == "Ray cluster at auto:"
+    assert re.fullmatch("CPU +4 +2.5 free", cpus)
+    assert re.fullmatch("object_store_memory +3.0 GiB +1.0 GiB free", memory)
+
+
+@pytest.mark.parametrize("given", [{"RAY_ADDRESS": "local"}, {"RAY_ADDRESS": ""}])
+def test_doctor_starts_no_cluster_of_its_own(monkeypatch, given):
+    monkeypatch.setattr("raysgd.cluster.placement.ray.init", lambda *a, **k: 1 / 0)
+    result = CliRunner().invoke(app, ["doctor"], env=given)
+    assert result.exit_code == 0
+    assert ("No cluster to ask: with the address 'local'" in result.output) == any(given.values())
+
+
+def test_doctor_reports_any_error_of_ray_in_a_sentence(monkeypatch):
+    def overview(address):
+        raise RuntimeError("Version mismatch")
+
+    monkeypatch.setattr("raysgd.cluster.placement.overview", overview)
+    result = invoke("doctor", "--address", "auto")
+    assert result.exit_code == 1
+    assert "No Ray cluster at 'auto': Version mismatch" in result.stderr
+
+
+def test_package_runs_as_a_module():
+    command = [sys.executable, "-m", "raysgd", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"raysgd {raysgd.__version__}\n"
+
+
+def test_a_report_is_made_again(tmp_path):
+    write(tmp_path, [run(), call(120, 10, 5, train_loss=0.5)])
+    result = invoke("report", str(tmp_path))
+    assert result.exit_code == 0
+    assert result.output.strip() == str(tmp_path / "report.html")
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    result = invoke("report", str(tmp_path))
+    assert result.exit_code == 1
+    assert "has no metrics.jsonl" in result.stderr
+
+
+def test_a_benchmark_that_is_not_there_is_named():
+    result = invoke("bench", "nothing")
+    assert result.exit_code == 2
+    assert "must be one of" in result.stderr
+    assert "recovery" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["all", "epoch", "start"])
+def test_peers_that_are_not_installed_are_named_before_the_benchmark_begins(monkeypatch, name):
+    there = cli.importlib.util.find_spec
+    monkeypatch.setattr(
+        cli.importlib.util, "find_spec", lambda peer: None if peer == "lightning" else there(peer)
+    )
+    monkeypatch.setattr(cli.subprocess, "run", None)
+    result = invoke("bench", name)
+    assert result.exit_code == 1
+    assert "needs lightning" in result.stderr
+    assert "make bench" in result.stderr
+
+
+def test_a_benchmark_gets_its_arguments_and_its_exit_status_is_that_of_the_command(monkeypatch):
+    commands = []
+
+    def run(command, check):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 7)
+
+    monkeypatch.setattr(cli.subprocess, "run", run)
+    assert invoke("bench", "saving", "--pairs", "2").exit_code == 7
+    ((python, script, *arguments),) = commands
+    assert (python, Path(script).name, arguments) == (sys.executable, "saving.py", ["--pairs", "2"])
+    assert Path(script).is_file()
+
+
+def test_the_command_line_starts_without_torch_or_ray():
+    code = "import sys, raysgd.cli; print([n for n in ('torch', 'ray') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,179 @@
+"""``raysgd fit``: where the operator comes from, what it is given, and going on."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from raysgd.cli.commands import app
+from raysgd.cli.fit import load_operator, read_settings
+from raysgd.utils import BATCH_SIZE
+
+OPERATOR = """
+from tests.unit.recorder import Recorder as Given
+
+class Recorder(Given):
+    pass
+
+class Other(Recorder):
+    pass
+
+class Broken(Recorder):
+    def setup(self, config):
+        raise ValueError("no data there")
+
+def points():
+    pass
+"""
+TRAINS = (
+    "script_of_a_test:Recorder",
+    "trainer.use_local=true",
+    "trainer.use_gpu=false",
+    "config.num_samples=8",
+    "config.batch_size=8",
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a script, in which the command is called."""
+    (tmp_path / "script_of_a_test.py").write_text(OPERATOR)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    yield tmp_path
+    sys.modules.pop("script_of_a_test", None)
+
+
+def fit(*arguments):
+    return CliRunner().invoke(app, ["fit", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("place", ["script_of_a_test:Recorder", "script_of_a_test.py:Recorder"])
+def test_the_same_command_again_goes_on(folder, place):
+    (folder / "run.yaml").write_text(
+        "config: {num_samples: 40, batch_size: 8, dropout: 1e-3}\n"
+        "trainer: {use_local: true, use_gpu: false}\n"
+    )
+    arguments = [place, "config.batch_size=10", "--config", "run.yaml", "--num-epochs"]
+    first = fit(*arguments, 2)
+    assert first.exit_code == 0, first.output
+    metrics = json.loads(first.stdout.splitlines()[-1])
+    assert (metrics["epoch"], metrics["batch_count"]) == (2, 4)
+    again = fit(*arguments, 3)
+    assert json.loads(again.stdout.splitlines()[-1])["epoch"] == 3
+    lines = (folder / "runs" / "Recorder" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines].count("train") == 3
+    complete = fit(*arguments, 3)
+    assert complete.stdout == again.stdout.splitlines(keepends=True)[-1]
+    other = fit(*arguments, 1, "--logdir", folder / "other", "checkpoint.every=2")
+    assert (folder / "other" / "checkpoints" / "epoch-00001-step-00000002.ckpt").exists()
+    assert json.loads(other.stdout.splitlines()[-1])["epoch"] == 1
+
+
+def test_the_example_trains_and_says_that_ray_takes_a_copy_of_it_away(folder, caplog, monkeypatch):
+    examples = Path(__file__).parents[3] / "examples"
+    place = f"{examples / 'digits.py'}:DigitClassifier"
+    little = ["trainer.num_workers=1", "trainer.use_local=true", "fit.limit_train_batches=0.2"]
+    done = fit(place, "--config", examples / "digits.yaml", *little, "--num-epochs", 1)
+    assert json.loads(done.stdout.splitlines()[-1])["batch_count"] == 4, done.output
+    assert "run folder" not in caplog.text
+    (folder / "runtime_resources").mkdir()
+    monkeypatch.chdir(folder / "runtime_resources")
+    fit(place, "--config", examples / "digits.yaml", *little, "--num-epochs", 1)
+    assert "give --logdir the full path" in caplog.text
+
+
+def test_settings_are_those_of_the_file_but_for_what_is_overridden(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("config:\n  BATCH_SIZE: 64\n  lr: 1e-3\n  net: {depth: 2}\nfit:\n")
+    found = read_settings(path, ["config.net.width=[3, 4]", "trainer.num_workers=2", "config.a=b"])
+    assert found == {
+        "config": {BATCH_SIZE: 64, "lr": 1e-3, "net": {"depth": 2, "width": [3, 4]}, "a": "b"},
+        "trainer": {"num_workers": 2},
+        "fit": {},
+        "checkpoint": {},
+    }
+
+
+def test_a_key_that_is_near_to_one_of_the_file_is_warned_of(tmp_path, caplog):
+    path = tmp_path / "run.yaml"
+    path.write_text("config:\n  lr: 1e-3\n  net: {depth: 2}\n")
+    read_settings(path, ["config.lr=1", "config.momentum=1", "config.net.width=3"])
+    assert not caplog.text
+    read_settings(path, ["config.Lr=1", "config.net.dept=3"])
+    assert "Did you mean config.lr?" in caplog.text
+    assert "Did you mean config.net.depth?" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nowhere", "fit.max_steps=1"], "must be package.module:Operator"),
+        (["nowhere_at_all:Operator", "fit.max_steps=1"], "there is no module 'nowhere_at_all'"),
+        (["script_of_a_tset.py:Recorder", "fit.max_steps=1"], "mean script_of_a_test.py?"),
+        (["script_of_a_test:Recordr", "fit.max_steps=1"], "Did you mean Recorder?"),
+        (["script_of_a_test:points", "fit.max_steps=1"], "points is a function, and must be a"),
+        (["script_of_a_test:Recorder", "trainer.num_workers=two", "fit.max_steps=1"], "be an int"),
+        ([*TRAINS, "fit.num_epochs=ten"], "num_epochs must be an int, but it is 'ten'."),
+        ([*TRAINS, "fit.max_steps=1", "checkpoint.every=0"], 'must be "epoch" or a number'),
+        (["script_of_a_test:Nothing", "fit.max_steps=1"], "has no class Nothing"),
+        (["script_of_a_test:Recorder", "lr=3"], "'lr=3': must be config.NAME=VALUE"),
+        (["script_of_a_test:Recorder", "config=3"], "'config=3': must be config.NAME=VALUE"),
+        (
+            ["script_of_a_test:Recorder", "--config", "no.yaml"],
+            "--config no.yaml: this file does not exist.",
+        ),
+        (["script_of_a_test:Recorder", "--config", "."], "cannot read it: Is a directory."),
+        (["script_of_a_test:Recorder", "--config", "flat.yaml"], "'lr': it must have no keys but"),
+        (
+            ["script_of_a_test:Recorder", "trainer.num_worker=2"],
+            "Did you mean trainer.num_workers?",
+        ),
+        (["script_of_a_test:Recorder", "trainer.callbacks=a"], "sets this by itself"),
+        (["script_of_a_test:Recorder", "fit.max_epochs=2"], "Did you mean fit.num_epochs?"),
+        (["script_of_a_test:Recorder", "--config", "odd.yaml"], "odd.yaml is no YAML"),
+        (["script_of_a_test:Recorder", "config.a=1", "config.a.b=2"], "config.a has a value"),
+        (["script_of_a_test:Recorder"], "say for how long"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_a_sentence(folder, arguments, text):
+    (folder / "flat.yaml").write_text("lr: 3\n")
+    (folder / "odd.yaml").write_text("a: [3")
+    result = fit(*arguments)
+    assert result.exit_code == 2
+    assert text in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_import_that_fails_in_the_module_is_told_as_it_is(folder):
+    (folder / "script_of_a_test.py").write_text("import nowhere_at_all")
+    with pytest.raises(ModuleNotFoundError, match="nowhere_at_all"):
+        load_operator("script_of_a_test:Recorder")
+
+
+def test_an_error_in_setup_has_the_frames_of_the_user_alone(folder):
+    _, *given = TRAINS
+    result = fit("script_of_a_test:Broken", *given, "--num-epochs", 1)
+    assert result.exit_code == 1
+    assert "in setup" in result.stderr
+    assert "ValueError: no data there" in result.stderr
+    assert "cli.py" not in result.stderr
+
+
+def test_a_folder_of_another_operator_is_told_of_once(folder, caplog):
+    _, *given = TRAINS
+    fit(*TRAINS, "--num-epochs", 1, "--logdir", "run")
+    result = fit("script_of_a_test:Other", *given, "--num-epochs", 1, "--logdir", "run")
+    assert (result.stderr + caplog.text).count("holds checkpoints of job 'Recorder'") == 1
+    assert "--logdir gives another folder" in result.stderr
+    assert "trainer.load" not in result.stderr
+
+
+def test_the_line_of_the_start_names_no_step_since_a_state_may_be_loaded_yet(folder, caplog):
+    caplog.set_level("INFO")
+    fit(*TRAINS, "--num-epochs", 1)
+    assert "Started: workers 0, generation 1." in caplog.messages

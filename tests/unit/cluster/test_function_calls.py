@@ -1,0 +1,129 @@
+"""Functions of the user on workers, with Ray's own errors and no Ray behind them."""
+
+import threading
+
+import pytest
+import ray
+import ray.exceptions
+
+from raysgd.cluster import function_calls as tasks
+from raysgd.cluster.worker_handle import InlineHandle
+from raysgd.cluster.worker_info import WorkerInfo
+from raysgd.errors import RemoteTraceback, WorkerLostError
+
+DIED = """The actor died unexpectedly before finishing this task.
+\tpid: 77
+The actor is dead because its worker process has died. Worker exit detail: Worker unexpectedly \
+exits with a connection error code 2. Some common causes include: (1) the process is killed"""
+
+
+class Reference(tuple):
+    """A call and its answer; like Ray's, it is equal to nothing but itself."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+def wait(pending, num_returns=1, timeout=None):
+    """Say that the last ones are done."""
+    return pending[-num_returns:], pending[:-num_returns]
+
+
+class Remote(InlineHandle):
+    """A member whose references are what it shall answer."""
+
+    def __init__(self, *answers, info=None):
+        super().__init__()
+        self.answers = list(answers)
+        self.info = info or WorkerInfo(node_id="0123456789abcdef", node_ip="10.0.0.7", pid=77)
+
+    def execute(self, function, /, *args, **kwargs):
+        return Reference((function, args, kwargs, self.answers.pop(0)))
+
+
+@pytest.fixture(autouse=True)
+def get(monkeypatch):
+    """Getting what a reference stands for, as Ray does: an error is raised as one of both kinds."""
+
+    def get(reference):
+        *_, answer = reference
+        if isinstance(answer, ray.exceptions.RayTaskError):
+            raise answer.as_instanceof_cause()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "wait", wait)
+
+
+def failure(error):
+    return ray.exceptions.RayTaskError("f", "Traceback: in line 5", error, ip="10.0.0.7", pid=77)
+
+
+def outcome(*members):
+    return tasks.results(members, tasks.start(members, print))
+
+
+def test_a_function_is_started_with_its_arguments_on_every_worker():
+    members = [Remote(0), Remote(1)]
+    started = tasks.start(members, print, (1, 2), {"end": ""})
+    assert [tuple(s) for s in started] == [(print, (1, 2), {"end": ""}, rank) for rank in range(2)]
+    assert [tuple(s) for s in tasks.start([Remote(0)], print)] == [(print, (), {}, 0)]
+
+
+def test_what_was_returned_comes_by_rank():
+    assert outcome(Remote("a"), Remote(None), Remote("c")) == ["a", None, "c"]
+
+
+def test_what_a_function_raised_is_raised_as_itself_with_the_place():
+    class BrokenError(Exception):
+        pass
+
+    mine = BrokenError("bad batch")
+    with pytest.raises(BrokenError, match="bad batch") as caught:
+        outcome(Remote("fine"), Remote(failure(mine)))
+    assert caught.value is mine
+    cause = caught.value.__cause__
+    assert isinstance(cause, RemoteTraceback)
+    assert "Raised on worker 1 on node 01234567 (10.0.0.7):" in cause.text
+    assert "in line 5" in cause.text
+
+
+def test_what_cannot_be_pickled_is_told_all_the_same():
+    """Ray puts an error of its own in its place, which names it."""
+    error = ValueError("bad batch", threading.Lock())
+    with pytest.raises(ray.exceptions.RayError, match="in line 5"):
+        outcome(Remote(failure(error)))
+
+
+def test_a_worker_that_died_is_lost_with_all_that_is_known():
+    died = ray.exceptions.RayActorError(error_msg=DIED)
+    with pytest.raises(WorkerLostError) as caught:
+        outcome(Remote("fine"), Remote(died))
+    error = caught.value
+    said = "process 77: Worker unexpectedly exits with a connection error code 2."
+    assert (error.rank, error.node_id, error.cause) == (1, "0123456789abcdef", said)
+    assert str(error) == f"Lost worker 1 on node 01234567 (10.0.0.7): {said}"
+    assert error.__cause__ is died
+
+
+def test_a_loss_is_told_in_place_of_the_error_that_it_has_caused():
+    """A peer sees the broken connection before Ray tells of the death."""
+    died, broken = ray.exceptions.RayActorError(error_msg=DIED), failure(RuntimeError("gloo"))
+    for members in ([Remote(died), Remote("fine"), Remote(broken)], [Remote(broken), Remote(died)]):
+        with pytest.raises(WorkerLostError, match="Lost worker"):
+            outcome(*members)
+    with pytest.raises(RuntimeError, match="gloo"):
+        outcome(Remote(broken), Remote("fine"), Remote(failure(RuntimeError("gloo"))))
+
+
+def test_other_errors_of_ray_pass():
+    """A timeout says nothing about the worker."""
+    with pytest.raises(ray.exceptions.GetTimeoutError):
+        outcome(Remote(ray.exceptions.GetTimeoutError("late")))
+
+
+def test_a_reference_too_many_is_an_error_of_ours():
+    with pytest.raises(ValueError, match="zip"):
+        tasks.results([Remote(0)], [(0,), (1,)])

@@ -1,0 +1,222 @@
+"""Handles of workers: what they say about a worker, and calls that reach it."""
+
+import os
+import signal
+import threading
+from types import SimpleNamespace
+
+import pytest
+import ray
+import ray.exceptions
+
+from raysgd._internal.context import Progress
+from raysgd.cluster import worker_handle as members
+from raysgd.cluster.worker_handle import (
+    ActorHandle,
+    InlineHandle,
+    ThreadHandle,
+    is_loss,
+    loss_cause,
+)
+from raysgd.cluster.worker_info import WorkerInfo
+from tests.unit.cluster.calls import request_of
+
+PLACE = WorkerInfo(node_id="0123456789abcdef", node_ip="10.0.0.7", pid=77)
+NO_PROCESS = 2**30
+"""Above what any system numbers its processes with."""
+
+
+class FakeRunner:
+    """A runner whose method `run` calls what it is given."""
+
+    def progress(self):
+        return Progress()
+
+    def handle(self, request):
+        return request.send_to(self)
+
+    def run(self, function):
+        return function()
+
+
+class Actor:
+    """A handle of Ray's that notes the calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return Method(self, name)
+
+
+class Method:
+    """Has no options, of which a handle of Ray Client knows fewer."""
+
+    def __init__(self, actor, name):
+        self.actor, self.name = actor, name
+
+    def remote(self, *args, **kwargs):
+        self.actor.calls.append((self.name, args, kwargs))
+        return self
+
+    def future(self):
+        return f"future of {self.name}"
+
+
+@pytest.fixture
+def member(monkeypatch):
+    """A member of an actor that only notes what it is told, in a process that has Ray."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    member = ActorHandle(Actor())
+    member.info = PLACE
+    return member
+
+
+def test_an_inline_member_works_in_the_calling_thread():
+    member = InlineHandle()
+    member.work("create", None, FakeRunner(), None, [])
+    future = member.work("call", request_of("run", function=threading.get_ident))
+    assert future.done()
+    assert future.result().value() == threading.get_ident()
+    assert isinstance(member.worker.runner, FakeRunner)
+    assert member.info.in_driver
+    assert not member.remote
+    member.kill()
+    assert "127.0.0.1" in member.name
+
+
+def test_a_thread_member_works_beside_the_calling_thread():
+    member = ThreadHandle()
+    member.work("create", None, FakeRunner(), None, []).result(20)
+    gate = threading.Event()
+    busy = member.work("call", request_of("run", function=lambda: gate.wait(20)))
+    assert member.control("progress").result(20) == Progress()  # while it is busy
+    gate.set()
+    assert busy.result(20).value() is True
+    ident = member.work("call", request_of("run", function=threading.get_ident)).result(20).value()
+    assert ident != threading.get_ident()
+    member.kill()
+
+
+def test_a_worker_in_this_process_has_none_of_its_own():
+    member = InlineHandle()
+    with pytest.raises(RuntimeError, match=r"\(127\.0\.0\.1\): .*no process of its own"):
+        member.signal(signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="no actor"):
+        member.execute(print)
+    assert member.alive
+
+
+def test_work_and_control_are_calls_of_the_actor(member):
+    assert member.work("call", "train") == "future of call"
+    member.control("progress")
+    member.execute(print, 1, end="")
+    assert member.actor.calls == [
+        ("call", ("train",), {}),
+        ("progress", (), {}),
+        ("execute", (print, 1), {"end": ""}),
+    ]
+
+
+def test_without_ray_a_call_is_an_error_and_starts_none(member, monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "kill", lambda actor: pytest.fail("that would start Ray"))
+    for call in (member.work, member.control, member.execute):
+        with pytest.raises(RuntimeError, match="create a new trainer"):
+            call("progress")
+    member.kill()
+    assert member.actor.calls == []
+    assert not member.alive
+
+
+def test_a_worker_is_named_by_its_node():
+    member = ActorHandle(Actor())
+    assert (member.name, member.node_id) == ("a node that is not known yet", "")
+    member.info = PLACE
+    assert (member.name, member.node_id) == ("node 01234567 (10.0.0.7)", "0123456789abcdef")
+
+
+def test_a_signal_says_whether_the_process_is_there(member, monkeypatch):
+    monkeypatch.setattr(members, "_is_here", lambda info: True)
+    for pid, there in ((os.getpid(), True), (NO_PROCESS, False)):
+        member.info = WorkerInfo(node_id="a", node_ip="10.0.0.7", pid=pid)
+        assert member.signal(0) is there
+
+
+def test_a_process_is_killed_also_where_its_place_is_not_known_yet(member, monkeypatch):
+    killed = []
+    monkeypatch.setattr(ray, "kill", killed.append)
+    del member.info
+    member.kill_process()
+    assert killed == [member.actor]
+
+
+def test_to_kill_or_to_let_go_of_a_worker_elsewhere_waits_for_no_head_of_rays(member, monkeypatch):
+    killed, answers = [], threading.Event()
+    monkeypatch.setattr(ray, "kill", killed.append)
+    monkeypatch.setattr(members, "_SIGNAL_S", 0.01)
+    monkeypatch.setattr(members, "_is_here", lambda info: False)
+
+    def on_node(function):
+        if not answers.wait(5):
+            pytest.fail("it was waited for")
+
+    monkeypatch.setattr(member, "_on_node", on_node)
+    try:
+        leaving = member.leave(0.0)
+        member.kill_process()
+        assert not leaving.done()
+        assert killed == [member.actor]
+    finally:
+        answers.set()
+
+
+def test_what_ray_says_about_a_death_comes_in_one_line():
+    said = (
+        "The actor died unexpectedly before finishing this task.\n\tpid: 77\n"
+        "The actor is dead because its worker process has died. Worker exit detail: Worker exits "
+        "with code 2. Some common causes include: (1) the process is killed"
+    )
+    unknown = WorkerInfo(node_id="", node_ip="")
+    assert loss_cause(RuntimeError(said), unknown) == "Worker exits with code 2."
+    assert loss_cause(RuntimeError(said), PLACE) == "process 77: Worker exits with code 2."
+    assert loss_cause(RuntimeError("gone\n"), unknown) == "gone"
+    assert (
+        loss_cause(RuntimeError("It died.\n\tclass_name: W\n\tactor_id: 6\n"), unknown)
+        == "It died."
+    )
+    assert loss_cause(RuntimeError(), unknown) == "RuntimeError"
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (ray.exceptions.ActorDiedError(), True),
+        (ray.exceptions.ActorUnavailableError("gone", None), True),
+        (ray.exceptions.WorkerCrashedError(), True),
+        (ray.exceptions.NodeDiedError("node"), True),
+        (ray.exceptions.OutOfMemoryError("Task was killed due to the node running low"), True),
+        (ray.exceptions.GetTimeoutError("late"), False),
+        (RuntimeError("bad batch"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_loss_is_told_from_other_errors(error, lost):
+    assert is_loss(error) is lost
+
+
+@pytest.mark.parametrize(("stops", "lives"), [(True, True), (False, False), (None, False)])
+def test_a_worker_lives_that_ray_cannot_reach_where_its_host_is_watched(member, stops, lives):
+    if stops is not None:  # its calls, when it hears nothing of the driver
+        member._monitor = SimpleNamespace(stops_calls=stops)
+        member.watch = object()
+    assert member.may_live(ray.exceptions.ActorUnavailableError("reset", None)) is lives
+    assert not member.may_live(ray.exceptions.ActorDiedError())
+
+
+def test_a_worker_counts_as_reached_on_the_drivers_host_and_not_before_its_host_is_known(member):
+    assert InlineHandle().is_reached
+    assert member.is_reached
+    assert not ActorHandle(Actor()).is_reached
+    member.watch = SimpleNamespace(is_reached=False)
+    assert not member.is_reached

@@ -1,0 +1,262 @@
+"""Which samples each worker gets: properties over every size and every interruption."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from raysgd.data.partition import EpochPartition, even_part, micro_batches_of
+
+totals = st.integers(0, 120)
+batch_sizes = st.integers(1, 12)
+world_sizes = st.integers(1, 6)
+# how an epoch goes: so many workers for so many steps, and then another number of workers
+courses = st.lists(st.tuples(world_sizes, st.integers(1, 4)), max_size=6)
+
+
+def group(total, batch_size, world_size, **arguments):
+    return [
+        EpochPartition(
+            total=total, batch_size=batch_size, world_size=world_size, rank=rank, **arguments
+        )
+        for rank in range(world_size)
+    ]
+
+
+def run(course, last_world_size, total, batch_size, **arguments):
+    """Go through an epoch; return each step's spans by rank, and where the epoch ended.
+
+    Every segment of the course is interrupted after its steps, the last one goes to the end.
+    """
+    offset, steps = 0, []
+    for world_size, num_steps in [*course, (last_world_size, None)]:
+        shards = group(total, batch_size, world_size, **arguments)
+        made = [list(shard.batches(offset, num_steps)) for shard in shards]
+        left = shards[0].num_steps(offset)
+        taken = left if num_steps is None else min(num_steps, left)
+        for step in range(taken):
+            steps.append([spans[step] if step < len(spans) else None for spans in made])
+        assert max(map(len, made)) == taken
+        offset = shards[0].offset_after(offset, taken)
+    return steps, offset
+
+
+def samples(steps):
+    return Counter(
+        sample for step in steps for span in step if span is not None for sample in range(*span)
+    )
+
+
+@given(courses, world_sizes, totals, batch_sizes)
+def test_training_sees_every_sample_and_repeats_only_in_the_last_step(
+    course, last_world_size, total, batch_size
+):
+    steps, end = run(course, last_world_size, total, batch_size)
+    assert set(samples(steps)) == set(range(total))
+    assert samples(steps[:-1]).total() == len(samples(steps[:-1]))
+    if steps:
+        repeats = samples(steps).total() - total
+        assert 0 <= repeats <= len(steps[-1]) - 1
+    assert end in (0, total)
+
+
+@given(courses, world_sizes, totals, batch_sizes)
+def test_validation_counts_no_sample_twice(course, last_world_size, total, batch_size):
+    steps, end = run(course, last_world_size, total, batch_size, even=False)
+    assert samples(steps) == Counter(range(total))
+    assert end in (0, total)
+
+
+@given(courses, world_sizes, totals, batch_sizes)
+def test_every_worker_has_a_batch_at_every_training_step(
+    course, last_world_size, total, batch_size
+):
+    """Each step is a collective: a worker without one would leave the others waiting."""
+    steps, _ = run(course, last_world_size, total, batch_size)
+    for step in steps:
+        sizes = [stop - start for start, stop in step]
+        assert all(1 <= size <= batch_size for size in sizes)
+        assert max(sizes) - min(sizes) <= 1
+
+
+@given(courses, world_sizes, totals, batch_sizes)
+def test_all_training_steps_but_the_last_are_full(course, last_world_size, total, batch_size):
+    steps, _ = run(course, last_world_size, total, batch_size)
+    assert all(stop - start == batch_size for step in steps[:-1] for start, stop in step)
+
+
+@given(world_sizes, totals, batch_sizes, st.booleans(), st.booleans())
+def test_a_step_of_the_group_is_a_step_of_one_worker_with_the_global_batch(
+    world_size, total, batch_size, even, drop_last
+):
+    """In training; in validation a batch that is dropped is one of a single worker's size."""
+    shards = group(total, batch_size, world_size, even=even, drop_last=drop_last)
+    if even or not drop_last:
+        whole = EpochPartition(total, batch_size * world_size, 1, 0, even=even, drop_last=drop_last)
+    else:
+        whole = EpochPartition(
+            total // batch_size * batch_size, batch_size * world_size, 1, 0, even=False
+        )
+    made = [list(shard.batches()) for shard in shards]
+    for step, (start, stop) in enumerate(whole.batches()):
+        together = {sample for spans in made if step < len(spans) for sample in range(*spans[step])}
+        assert together == set(range(start, stop))
+    assert max(map(len, made)) == whole.num_steps()
+
+
+@given(world_sizes, totals, batch_sizes, st.booleans())
+def test_validation_batches_are_those_of_one_process_dealt_out_in_turn(
+    world_size, total, batch_size, drop_last
+):
+    shards = group(total, batch_size, world_size, even=False, drop_last=drop_last)
+    single = list(
+        EpochPartition(total, batch_size, 1, 0, even=False, drop_last=drop_last).batches()
+    )
+    for rank, shard in enumerate(shards):
+        assert list(shard.batches()) == single[rank::world_size]
+
+
+@given(world_sizes, totals, batch_sizes, st.booleans())
+def test_drop_last_leaves_out_only_what_does_not_fill_a_step(world_size, total, batch_size, even):
+    shards = group(total, batch_size, world_size, even=even, drop_last=True)
+    spans = [span for shard in shards for span in shard.batches()]
+    assert all(stop - start == batch_size for start, stop in spans)
+    used = sorted(sample for span in spans for sample in range(*span))
+    assert used == list(range(len(used)))
+    assert total - len(used) < (batch_size * world_size if even else batch_size)
+
+
+@given(courses, world_sizes, totals, batch_sizes, st.booleans())
+def test_drop_last_gives_full_batches_also_after_a_resize(
+    course, last_world_size, total, batch_size, even
+):
+    """BatchNorm over one sample fails, and compiled models want one shape."""
+    steps, _ = run(course, last_world_size, total, batch_size, even=even, drop_last=True)
+    sizes = {stop - start for step in steps for start, stop in filter(None, step)}
+    assert sizes <= {batch_size}
+
+
+@given(world_sizes, totals, batch_sizes, st.integers(0, 10), st.booleans(), st.booleans())
+def test_counts_of_steps_agree_with_the_batches(
+    world_size, total, batch_size, num_steps, even, drop_last
+):
+    shards = group(total, batch_size, world_size, even=even, drop_last=drop_last)
+    offset = shards[0].offset_after(0, num_steps)
+    assert shards[0].offset_after(0, 0) == 0
+    left = shards[0].num_steps(offset)
+    assert left == max(len(list(shard.batches(offset))) for shard in shards)
+    assert left == max(0, shards[0].num_steps() - num_steps)
+    if even:
+        assert {len(list(shard.batches(offset))) for shard in shards} == {left}
+    assert all(shard.offset_after(offset, left) in (offset, total) for shard in shards)
+
+
+@given(totals, batch_sizes, world_sizes)
+def test_the_end_of_an_epoch_is_its_number_of_samples(total, batch_size, world_size):
+    for drop_last in (False, True):
+        shard = EpochPartition(total, batch_size, world_size, 0, drop_last=drop_last)
+        if shard.num_steps():
+            assert shard.offset_after(0, shard.num_steps()) == total
+        assert shard.num_steps(total) == shard.num_taken(total, 1) == 0
+        assert list(shard.batches(total)) == []
+
+
+@given(totals, batch_sizes, world_sizes, st.integers(1, 3))
+def test_an_interrupted_epoch_goes_on_as_if_nothing_had_been(total, batch_size, world_size, k):
+    shard = EpochPartition(total, batch_size, world_size, world_size - 1)
+    offset, pieces = 0, []
+    while shard.num_steps(offset):
+        pieces += shard.batches(offset, k)
+        offset = shard.offset_after(offset, k)
+    assert pieces == list(shard.batches())
+
+
+# ---- steps that keep their size
+
+
+full_sizes = st.integers(1, 6)
+
+
+@given(full_sizes, courses, totals, batch_sizes, st.integers(0, 5), st.booleans())
+def test_steps_are_the_same_samples_with_any_number_of_workers(
+    full_size, course, total, batch_size, more, drop_last
+):
+    """`more`: a global batch that does not divide."""
+    course = [(min(size, full_size), num_steps) for size, num_steps in course]
+    kept = {"full_size": full_size, "drop_last": drop_last}
+    if more:
+        kept["global_batch"] = batch_size * full_size + min(more, full_size - 1)
+    steps, _ = run(course, 1, total, batch_size, **kept)
+    whole = EpochPartition(total, batch_size, 1, 0, **kept)
+    assert [set(samples([step])) for step in steps] == [
+        set(range(start, stop)) for start, stop in whole.batches()
+    ]
+    for step in steps:
+        sizes = [stop - start for start, stop in step]
+        assert max(sizes) - min(sizes) <= 1
+
+
+@given(
+    full_sizes,
+    st.integers(1, 6),
+    st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    st.booleans(),
+)
+@example(full_size=5, world_size=4, sizes=[15], in_parts=True)  # one has a sample less
+@example(full_size=3, world_size=3, sizes=[5, 2], in_parts=False)  # one repeats another's
+@example(full_size=4, world_size=3, sizes=[4, 1], in_parts=True)
+def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
+    full_size, world_size, sizes, in_parts
+):
+    """Each sample counts the same, also where a worker is given one that another has."""
+    world_size = min(world_size, full_size)
+    at_once = -(-max(sizes) // full_size)
+    kept = {"full_size": full_size, "global_batch": max(sizes)}
+    places = [
+        micro_batches_of(tuple(sizes), world_size, rank, at_once, in_parts)
+        for rank in range(world_size)
+    ]
+    weights, num_taken = Counter(), 0
+    for rank, own in enumerate(places):
+        start, held = 0, iter(own)
+        for step, size in enumerate(sizes):
+            shard = EpochPartition(size, at_once, world_size, rank, **kept)
+            counted = sum(place.size for place in own if place.step == step)
+            assert shard.num_taken(0, 1, in_parts) == counted
+            num_taken += counted
+            for low, high in shard.batches(in_parts=in_parts):
+                place = next(held)
+                first, stop = even_part(size, world_size, rank)
+                assert not in_parts or high - low <= (4 if at_once in (2, 3) else at_once)
+                assert high - low > 1 or at_once == 1 or stop - first == 1
+                for sample in range(start + low, start + high):
+                    # the loss is a mean over the batch, and gradients are one over the workers
+                    mean = place.size / max(1, place.total) * place.share / world_size
+                    weights[sample] += mean / (high - low)
+            start += size
+        assert next(held, None) is None
+    expected = dict.fromkeys(range(sum(sizes)), 1 / sum(sizes))
+    assert weights == pytest.approx(expected, rel=1e-12)
+    assert num_taken == sum(sizes)
+    # what is said by forward passes is said equally often
+    assert len({tuple(place.step for place in own) for own in places}) == 1
+    for own in places:
+        assert [place.is_last for place in own] == [False] * (len(own) - 1) + [True]
+        weights_of_steps = Counter()
+        for place in own:
+            assert bool(place.weight) == bool(place.size)  # of what does not count no metric does
+            weights_of_steps[place.step] += place.weight
+        assert {round(weight, 9) for weight in weights_of_steps.values()} <= {0, 1}
+
+
+@given(full_sizes, world_sizes, totals, batch_sizes, st.integers(1, 9))
+def test_so_many_steps_of_validation_are_the_same_samples_with_any_number_of_workers(
+    full_size, world_size, total, batch_size, num_steps
+):
+    world_size = min(world_size, full_size)
+    shards = group(total, batch_size, world_size, full_size=full_size, even=False)
+    spans = [span for shard in shards for span in shard.batches(0, num_steps)]
+    end = min(total, num_steps * batch_size * full_size)
+    assert sorted(i for span in spans for i in range(*span)) == list(range(end))
+    assert {shard.offset_after(0, num_steps) for shard in shards} == {end}

@@ -1,0 +1,124 @@
+"""One attempt at a call: what failed first, and what is only a consequence."""
+
+from concurrent.futures import Future
+
+import pytest
+import ray.exceptions
+
+from raysgd._internal.context import Progress
+from raysgd.cluster.clock import Clock
+from raysgd.cluster.worker import Outcome
+from raysgd.elastic import attempt as attempt_module
+from raysgd.elastic.attempt import Attempt
+from raysgd.errors import CollectiveError
+from tests.blackbox.simulation.seam import LostError
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    for name in ("_ROOT_CAUSE_S", "_RETURN_S", "_NODE_LOSS_S"):
+        monkeypatch.setattr(attempt_module, name, 0.01)
+
+
+def outcome(kind, payload=None):
+    return Outcome(kind, payload, Progress())
+
+
+class Named(str):
+    """A worker that may live until Ray says that it has died."""
+
+    def may_live(self, error):
+        return isinstance(error, ray.exceptions.ActorUnavailableError)
+
+
+def attempt_of(*names):
+    futures = {Named(name): Future() for name in names}
+    return Attempt(futures, Clock()), futures
+
+
+def test_an_attempt_is_under_way_until_all_have_returned():
+    attempt, futures = attempt_of("a", "b")
+    assert attempt.under_way
+    futures["a"].set_result(outcome("ok", 1))
+    attempt.settle(0)
+    assert attempt.under_way
+    assert list(attempt.pending) == ["b"]
+    futures["b"].set_result(outcome("ok", 2))
+    attempt.settle(0)
+    assert not attempt.under_way
+    assert not attempt.failed
+    assert {name: o.value() for name, o in attempt.outcomes.items()} == {"a": 1, "b": 2}
+
+
+def test_the_first_failure_in_time_is_the_one_to_raise():
+    attempt, futures = attempt_of("a", "b")
+    futures["b"].set_result(outcome("user", ValueError("the reason")))
+    attempt.settle(0)
+    assert attempt.failed
+    futures["a"].set_result(outcome("user", KeyError("a consequence")))
+    attempt.settle(0)
+    assert attempt.first_error[0] == "b"
+    assert isinstance(attempt.error(), ValueError)
+
+
+def test_an_answer_that_is_gone_is_no_loss_and_stops_the_others():
+    attempt, futures = attempt_of("a", "b")
+    futures["a"].set_exception(ray.exceptions.ActorUnavailableError("reset", None))
+    attempt.settle(0)
+    assert attempt.failed
+    assert attempt.interrupted_by_us  # so that the call is made again, if it may be
+    attempt.find_cause(lambda: futures["b"].set_result(outcome("stopped", RuntimeError())))
+    assert not attempt.lost
+    assert not attempt.pending
+
+
+def test_where_all_answers_are_gone_the_error_says_why():
+    attempt, futures = attempt_of("a")
+    futures["a"].set_exception(ray.exceptions.ActorUnavailableError("reset", None))
+    attempt.settle(0)
+    error = attempt.error()
+    assert isinstance(error, CollectiveError)
+    assert "reset" in str(error)
+
+
+def test_a_failed_collective_waits_for_its_reason():
+    attempt, futures = attempt_of("a", "b", "c")
+    futures["a"].set_result(outcome("communication", ConnectionError("peer")))
+    attempt.settle(0)
+    interrupted = []
+
+    def interrupt():
+        interrupted.append(1)
+        futures["b"].set_exception(LostError("dead"))
+        futures["c"].set_result(outcome("stopped", RuntimeError()))
+
+    attempt.find_cause(interrupt)
+    assert interrupted
+    assert list(attempt.lost) == ["b"]
+    assert not attempt.pending
+
+
+def test_a_failed_collective_without_reason_is_an_error_of_communication():
+    attempt, futures = attempt_of("a", "b")
+    futures["a"].set_result(outcome("communication", ConnectionError("closed by peer")))
+    futures["b"].set_result(outcome("stopped", RuntimeError("stopped")))
+    attempt.settle(0)
+    attempt.find_cause(lambda: None)
+    error = attempt.error()
+    assert isinstance(error, CollectiveError)
+    assert error.__cause__ is not None
+
+
+def test_workers_that_do_not_come_back_stay_pending():
+    attempt, futures = attempt_of("a", "b")
+    futures["a"].set_result(outcome("user", ValueError()))
+    attempt.settle(0)
+    attempt.find_cause(lambda: None)
+    assert attempt.pending == {"b": futures["b"]}
+
+
+def test_an_error_that_is_neither_loss_nor_outcome_is_raised():
+    attempt, futures = attempt_of("a")
+    futures["a"].set_exception(MemoryError("in the driver"))
+    with pytest.raises(MemoryError):
+        attempt.settle(0)

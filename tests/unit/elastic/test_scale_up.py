@@ -1,0 +1,449 @@
+"""Filling missing places: how many replacements, when again, and when they may join."""
+
+import pytest
+
+from raysgd.cluster.departures import Drains
+from raysgd.cluster.group_options import GroupOptions
+from raysgd.cluster.worker_info import WorkerInfo
+from raysgd.elastic import scale_up as scaling_module
+from raysgd.elastic.config import ElasticConfig
+from raysgd.elastic.scale_up import ScaleUp
+from tests.blackbox.simulation.seam import LostError
+from tests.unit.cluster.clock import ManualClock
+
+
+class FakeMember(str):
+    remote = True
+    name = "a node"
+    info = WorkerInfo(node_id="", node_ip="")
+
+    @property
+    def node_id(self):
+        return f"node of {self}"
+
+
+class FakeGroup:
+    """A group of names; each of its slots is a number."""
+
+    def __init__(self, clock, num_workers, present, use_local=False):
+        self.clock = clock
+        self.options = GroupOptions(num_workers=num_workers, use_local=use_local, num_cpus=3)
+        self.members = [FakeMember(f"member{index}") for index in range(present)]
+        self.slots = list(range(num_workers))
+        self.taken = list(range(present))
+        self.discarded = []
+        self.suspects = []
+        self.drains = Drains(clock)
+
+    def vacant_slots(self, request=True):
+        return [slot for slot in self.slots if slot not in self.taken]
+
+    def leaving(self):
+        return {}
+
+    def give_back(self):
+        pass
+
+    def discard(self, member):
+        self.discarded.append(member)
+
+    def lose(self, slot):
+        self.members.remove(f"member{slot}")
+        self.taken.remove(slot)
+
+    def take(self, replacement):
+        self.members.append(replacement.member)
+        self.taken.append(replacement.slot)
+
+
+class FakeReplacement:
+    """Ready or failed when the test says so."""
+
+    made = ()
+
+    def __init__(
+        self, group, slot, rank, size, generation, created, timeout_s, replaces_lost, goal="setup"
+    ):
+        self.slot, self.rank, self.generation, self.created = slot, rank, generation, created
+        self.size, self.goal, self.step = size, goal, "start"
+        self.replaces_lost = replaces_lost
+        self.member = None
+        self.is_ready = False
+        self.error = None
+        self.num_advances = 0
+        FakeReplacement.made.append(self)
+
+    def advance(self):
+        self.num_advances += 1
+        if self.member is None:
+            self.member = FakeMember(f"replacement worker{len(FakeReplacement.made)}")
+
+    def get_ready(self):
+        self.member = self.member or FakeMember(f"replacement worker{self.slot}")
+        self.is_ready = True
+
+    def set_up_alone(self, generation):
+        self.goal = "setup"
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    monkeypatch.setattr(scaling_module, "Replacement", FakeReplacement)
+    monkeypatch.setattr(FakeReplacement, "made", [])
+    return ManualClock()
+
+
+@pytest.fixture
+def make(clock):
+    def make(num_workers=3, present=2, **config):
+        group = FakeGroup(clock, num_workers, present, config.pop("use_local", False))
+        failures = []
+        values = {"jitter": 0.0, "resize_cooldown_s": 10.0, **config}
+        scale_up = ScaleUp(
+            group,
+            ElasticConfig(**values),
+            ("created",),
+            lambda: 0.5,
+            lambda member, error: failures.append((member, error)),
+            timeout_s=30.0,
+        )
+        scale_up.failures = failures
+        return scale_up, group
+
+    return make
+
+
+def replacements():
+    return FakeReplacement.made
+
+
+# ---- how many
+
+
+@pytest.mark.parametrize("present", [0, 1, 2, 3, 4])
+def test_there_is_one_replacement_for_each_missing_place_and_one_for_each_slot(make, present):
+    scale_up, _ = make(num_workers=4, present=present)
+    for _ in range(3):
+        scale_up.tick(7)
+    assert len(replacements()) == 4 - present
+    assert sorted(n.slot for n in replacements()) == list(range(present, 4))
+    assert scale_up.under_way == (present < 4)
+
+
+def test_a_full_group_asks_for_no_room(make):
+    scale_up, group = make(num_workers=2, present=2)
+    group.vacant_slots = None  # calling it would fail
+    scale_up.tick(1)
+    assert replacements() == []
+
+
+def test_each_replacement_is_told_the_place_that_it_will_have(make):
+    scale_up, _ = make(num_workers=4, present=2)
+    scale_up.tick(7)
+    assert [n.rank for n in replacements()] == [2, 3]
+    assert [n.generation for n in replacements()] == [7, 7]
+    assert all(n.created == ("created",) for n in replacements())
+
+
+def test_a_group_that_shall_not_grow_gets_none(make):
+    scale_up, _ = make(grow=False)
+    scale_up.tick(1)
+    assert replacements() == []
+    assert not scale_up.under_way
+
+
+def test_a_worker_in_the_callers_thread_stays_alone(make):
+    scale_up, _ = make(num_workers=1, present=0, use_local=True)
+    scale_up.tick(1)
+    assert replacements() == []
+
+
+def test_where_there_is_no_slot_there_is_no_replacement(make):
+    scale_up, group = make(num_workers=4, present=2)
+    group.slots = [0, 1, 2]
+    scale_up.tick(1)
+    scale_up.tick(1)
+    assert [n.slot for n in replacements()] == [2]
+    group.slots.append(3)
+    scale_up.tick(1)
+    assert [n.slot for n in replacements()] == [2, 3]
+
+
+def test_replacements_are_brought_forward_each_time(make):
+    scale_up, _ = make()
+    for _ in range(4):
+        scale_up.tick(1)
+    assert [n.num_advances for n in replacements()] == [4]
+
+
+# ---- failures
+
+
+def test_a_replacement_that_failed_is_told_of_ended_and_replaced_after_a_while(make, clock):
+    scale_up, group = make(initial_s=2.0)
+    scale_up.tick(1)
+    (first,) = replacements()
+    first.error = ValueError("no such file")
+    scale_up.tick(1)
+    assert scale_up.failures == [(first.member, first.error)]
+    assert group.discarded == [first.member]
+    assert not scale_up.under_way
+    clock.now += 1.9
+    scale_up.tick(1)
+    assert len(replacements()) == 1
+    clock.now += 0.2
+    scale_up.tick(1)
+    assert len(replacements()) == 2
+    assert replacements()[1].slot == first.slot
+
+
+def test_one_that_failed_before_it_had_a_worker_leaves_nothing_to_end(make, monkeypatch):
+    monkeypatch.setattr(FakeReplacement, "advance", lambda self: None)
+    scale_up, group = make()
+    scale_up.tick(1)
+    replacements()[0].error = RuntimeError("the slot is gone")
+    scale_up.tick(1)
+    assert scale_up.failures[0][0] is None
+    assert group.discarded == []
+
+
+def waits_until_the_next(scale_up, clock, most_s=200.0):
+    """Seconds until another replacement worker is started."""
+    before, began = len(replacements()), clock.now
+    while len(replacements()) == before:
+        scale_up.tick(1)
+        if clock.now - began > most_s:
+            return None
+        clock.now += 0.1
+    return clock.now - began
+
+
+def test_each_wait_after_a_failure_is_longer_up_to_the_cap(make, clock):
+    scale_up, _ = make(initial_s=1.0, factor=2.0, max_s=6.0)
+    scale_up.tick(1)
+    waits = []
+    for _ in range(5):
+        replacements()[-1].error = ValueError("setup")
+        scale_up.tick(1)
+        waits.append(waits_until_the_next(scale_up, clock))
+    assert waits == pytest.approx([1, 2, 4, 6, 6], abs=0.25)
+
+
+def test_one_that_is_lost_on_its_way_is_replaced_at_once_with_its_rank(make):
+    scale_up, _ = make(num_workers=5, present=2)
+    scale_up.tick(1)
+    first, *others = replacements()
+    first.error = LostError("OOM")
+    scale_up.tick(1)
+    scale_up.tick(1)
+    another = replacements()[-1]
+    assert len(replacements()) == 4
+    assert (another.slot, another.rank, another.size) == (first.slot, first.rank, 5)
+    assert another.replaces_lost  # so that no cooldown keeps it waiting
+    assert [n.error for n in others] == [None, None]
+
+
+@pytest.mark.parametrize(("step", "most"), [("set up", 3), ("start", 5), ("join", 5)])
+def test_a_slot_whose_workers_are_lost_in_the_same_step_again_and_again_waits(
+    make, clock, step, most
+):
+    scale_up, _ = make(num_workers=4, initial_s=2.0, max_attempts=5)
+    scale_up.tick(1)
+    for other in (*[step] * (most - 1), "come up", *[step] * (most - 1)):
+        before = len(replacements())
+        replacements()[-1].step, replacements()[-1].error = other, LostError("OOM")
+        scale_up.tick(1)
+        assert len(replacements()) == before + 1
+    assert scale_up.error is None
+    replacements()[-1].step, replacements()[-1].error = step, LostError("OOM")
+    scale_up.tick(1)
+    assert waits_until_the_next(scale_up, clock) == pytest.approx(2, abs=0.25)
+    assert (scale_up.error is not None) == (step == "set up")  # only a setup is the user's own
+
+
+def test_a_start_waits_for_late_workers_a_minute_and_a_restart_a_moment(make, clock):
+    scale_up, _ = make(num_workers=3, present=0)
+    for grace_s in (60.0, 0.5):
+        scale_up.begin()
+        scale_up.tick(1, starting=True)
+        first, second, _ = replacements()[-3:]
+        first.get_ready()
+        assert not scale_up.are_enough(2)
+        clock.now += 2.0
+        second.get_ready()
+        assert not scale_up.are_enough(2)
+        clock.now += grace_s - 0.1
+        assert not scale_up.are_enough(2)
+        clock.now += 0.2
+        assert scale_up.are_enough(2)
+        scale_up.joined([first, second])
+        scale_up.stop()
+
+
+def test_it_is_given_up_after_so_many_failures(make, clock):
+    scale_up, _ = make(max_attempts=3)
+    scale_up.tick(1)
+    for _ in range(3):
+        replacements()[-1].error = ValueError("setup")
+        scale_up.tick(1)
+        waits_until_the_next(scale_up, clock)
+    assert len(replacements()) == 3
+    clock.now += 1e6
+    scale_up.tick(1)
+    assert len(replacements()) == 3
+
+
+def test_failures_count_in_a_row(make, clock):
+    scale_up, group = make(max_attempts=3, num_workers=3, present=2)
+    for _ in range(4):
+        scale_up.tick(1)
+        replacements()[-1].error = ValueError("setup")
+        scale_up.tick(1)
+        assert waits_until_the_next(scale_up, clock) == pytest.approx(1, abs=0.25)
+        replacements()[-1].get_ready()
+        group.take(replacements()[-1])
+        scale_up.joined([replacements()[-1]])
+        group.members.pop()
+        group.taken.pop()
+
+
+def test_a_replacement_that_joins_ends_the_wait_that_the_failures_of_another_began(make, clock):
+    scale_up, group = make(num_workers=4, present=2, max_attempts=2)
+    scale_up.tick(1)
+    bad, good = replacements()
+    for _ in range(2):
+        bad.error = ValueError("setup")
+        scale_up.tick(1)
+        waits_until_the_next(scale_up, clock, most_s=5.0)
+        bad = replacements()[-1]
+    assert len(replacements()) == 3  # given up
+    good.get_ready()
+    group.take(good)
+    scale_up.joined([good])
+    clock.now += 1000
+    scale_up.tick(1)
+    assert len(replacements()) == 4
+
+
+def test_after_a_new_loss_it_is_tried_again_though_it_was_given_up(make, clock):
+    """The place is another one; and without this, waiting for min_workers would be in vain."""
+    scale_up, group = make(num_workers=3, present=2, max_attempts=1)
+    scale_up.tick(1)
+    replacements()[-1].error = ValueError("setup")
+    scale_up.tick(1)
+    clock.now += 1000
+    group.lose(1)
+    scale_up.lost(1)
+    scale_up.tick(1)
+    assert len(replacements()) > 1
+
+
+# ---- joining
+
+
+def test_only_those_that_are_ready_may_join(make, clock):
+    scale_up, _ = make(num_workers=4, present=2)
+    clock.now += 100
+    scale_up.tick(1)
+    assert scale_up.ready() == []
+    replacements()[1].get_ready()
+    assert scale_up.ready() == [replacements()[1]]
+
+
+def test_one_for_room_that_appeared_waits_for_the_cooldown(make, clock):
+    scale_up, _ = make(resize_cooldown_s=10.0)
+    scale_up.resized()
+    scale_up.tick(1)
+    replacements()[0].get_ready()
+    clock.now += 9.9
+    assert scale_up.ready() == []
+    clock.now += 0.2
+    assert scale_up.ready() == replacements()
+    scale_up.resized()
+    assert scale_up.ready() == []
+
+
+def test_the_start_of_the_group_is_a_change_of_size_too(make, clock):
+    scale_up, _ = make(resize_cooldown_s=10.0)
+    scale_up.tick(1)
+    replacements()[0].get_ready()
+    assert scale_up.ready() == []
+
+
+def test_the_successor_of_a_lost_worker_joins_at_once(make):
+    scale_up, group = make(num_workers=3, present=2, resize_cooldown_s=1e6)
+    group.lose(1)
+    scale_up.lost(1)
+    scale_up.resized()
+    scale_up.tick(1)
+    for replacement in replacements():
+        replacement.get_ready()
+    assert {n.slot: n.replaces_lost for n in replacements()} == {1: True, 2: False}
+    assert [n.slot for n in scale_up.ready()] == [1]
+
+
+def test_the_next_try_for_a_lost_worker_is_its_successor_too(make, clock):
+    scale_up, group = make(num_workers=2, present=2)
+    group.lose(1)
+    scale_up.lost(1)
+    scale_up.tick(1)
+    replacements()[0].error = ValueError("setup")
+    scale_up.tick(1)
+    clock.now += 2
+    scale_up.tick(1)
+    assert replacements()[1].replaces_lost
+
+
+def test_a_place_that_was_filled_again_is_no_lost_one_any_more(make, clock):
+    scale_up, group = make(num_workers=2, present=2, resize_cooldown_s=5.0)
+    group.lose(1)
+    scale_up.lost(1)
+    scale_up.tick(1)
+    replacements()[0].get_ready()
+    group.take(replacements()[0])
+    scale_up.joined([replacements()[0]])
+    assert not scale_up.under_way
+    assert scale_up.ready() == []
+    # it goes again, this time not as a loss
+    group.members.pop()
+    group.taken.pop()
+    scale_up.tick(1)
+    replacements()[1].get_ready()
+    assert not replacements()[1].replaces_lost
+    assert scale_up.ready() == []  # joining was a change of size
+    clock.now += 5
+    assert scale_up.ready() == [replacements()[1]]
+
+
+def test_those_that_did_not_join_stay_on_their_way(make, clock):
+    scale_up, group = make(num_workers=4, present=2)
+    clock.now += 100
+    scale_up.tick(1)
+    one, other = replacements()
+    one.get_ready()
+    group.take(one)
+    scale_up.joined([one])
+    assert scale_up.under_way
+    other.get_ready()
+    clock.now += 100
+    assert scale_up.ready() == [other]
+
+
+def test_to_stop_is_to_end_all_replacements(make):
+    scale_up, group = make(num_workers=4, present=2)
+    scale_up.tick(1)
+    ended = [n.member for n in replacements()]
+    scale_up.stop()
+    assert group.discarded == ended
+    assert not scale_up.under_way
+    assert scale_up.ready() == []
+    scale_up.stop()
+    assert group.discarded == ended
+
+
+def test_to_stop_before_there_is_a_worker_is_harmless(make, monkeypatch):
+    monkeypatch.setattr(FakeReplacement, "advance", lambda self: None)
+    scale_up, group = make()
+    scale_up.tick(1)
+    scale_up.stop()
+    assert group.discarded == []

@@ -1,0 +1,246 @@
+"""The driver's copy of the state: which one counts, and what can go wrong on its way."""
+
+import pickle
+from concurrent.futures import Future
+
+import pytest
+
+from raysgd._internal.context import Progress, WorkerContext
+from raysgd.elastic.config import ElasticConfig
+from raysgd.elastic.snapshots import SnapshotKeeper
+from raysgd.loop.requests import TrainRequest
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import TorchRunner
+from tests.unit.recorder import Recorder
+
+
+class FakeMember:
+    """A worker that sends its snapshot when the test says so."""
+
+    def __init__(self, remote=True):
+        self.remote = remote
+        self.asked = []
+
+    def control(self, method, step=None):
+        assert method == "snapshot"
+        self.asked.append(Future())
+        return self.asked[-1]
+
+    def send(self, state):
+        self.asked[-1].set_result(pickle.dumps(state))
+
+
+def at(step):
+    return Progress(global_step=100, snapshot=step)
+
+
+@pytest.fixture
+def keeper():
+    return SnapshotKeeper()
+
+
+def test_there_is_nothing_before_the_first_snapshot(keeper):
+    member = FakeMember()
+    assert keeper.state() is None
+    keeper.follow(member, at(None))
+    assert member.asked == []
+    assert keeper.state() is None
+
+
+def test_a_snapshot_is_fetched_without_waiting_and_kept_when_it_has_come(keeper):
+    member = FakeMember()
+    keeper.follow(member, at(0))
+    assert keeper.state() is None  # on its way
+    member.send({"step": 0})
+    assert keeper.state() == {"step": 0}
+
+
+def test_the_newest_snapshot_counts(keeper):
+    member = FakeMember()
+    for step in (0, 5, 10):
+        keeper.follow(member, at(step))
+        member.send({"step": step})
+    assert keeper.state() == {"step": 10}
+
+
+def test_the_one_before_is_kept_until_the_next_has_come(keeper):
+    member = FakeMember()
+    keeper.follow(member, at(0))
+    member.send({"step": 0})
+    keeper.follow(member, at(5))
+    assert keeper.state() == {"step": 0}
+    member.send({"step": 5})
+    assert keeper.state() == {"step": 5}
+
+
+def test_one_that_is_taken_anew_at_the_same_step_is_fetched(keeper):
+    """The schedulers were told a metric in between."""
+    member = FakeMember()
+    for step, state in ((5, "before"), (None, ""), (5, "after")):
+        keeper.follow(member, at(step))
+        if step is not None:
+            member.send(state)
+    assert keeper.state() == "after"
+    keeper.outdate()
+    keeper.follow(member, at(5))
+    member.send("after that")
+    assert keeper.state() == "after that"
+
+
+def divided(step):
+    return Progress(global_step=100, snapshot=step, divided=True)
+
+
+def test_shares_of_a_divided_state_are_fetched_together_and_of_one_step(keeper):
+    one, other = FakeMember(), FakeMember()
+    keeper.follow(one, divided(4), None)  # the other has said nothing
+    keeper.follow(one, divided(4), {other: divided(3)})
+    assert one.asked == other.asked == []
+    keeper.follow(one, divided(4), {other: divided(4)})
+    one.send({"step": 4, "shares": "a"})
+    assert keeper.state() is None
+    other.send({"step": 4, "shares": "b"})
+    assert keeper.state() == {"step": 4, "shares": ["a", "b"]}
+    keeper.follow(one, divided(5), {other: divided(5)})
+    one.send({"step": 5, "shares": "a"})
+    other.asked[-1].set_result(None)  # it has a newer one by now
+    assert keeper.state()["step"] == 4
+
+
+def test_a_snapshot_is_fetched_once_and_one_at_a_time(keeper):
+    member = FakeMember()
+    keeper.follow(member, at(0))
+    keeper.follow(member, at(0))
+    keeper.follow(member, at(5))
+    assert len(member.asked) == 1
+    member.send({"step": 0})
+    keeper.follow(member, at(0))
+    assert len(member.asked) == 1
+    keeper.follow(member, at(5))
+    assert len(member.asked) == 2
+
+
+def test_a_worker_that_dies_while_it_sends_is_harmless(keeper):
+    first, second = FakeMember(), FakeMember()
+    keeper.follow(first, at(0))
+    first.send({"step": 0})
+    keeper.follow(first, at(5))
+    first.asked[-1].set_exception(RuntimeError("the actor died"))
+    assert keeper.state() == {"step": 0}
+    keeper.follow(second, at(5))
+    second.send({"step": 5})
+    assert keeper.state() == {"step": 5}
+
+
+def test_a_worker_that_has_none_after_all_changes_nothing(keeper):
+    member = FakeMember()
+    keeper.follow(member, at(0))
+    member.send({"step": 0})
+    keeper.follow(member, at(5))
+    member.asked[-1].set_result(None)
+    assert keeper.state() == {"step": 0}
+    keeper.follow(member, at(5))
+    assert len(member.asked) == 3
+
+
+def test_a_worker_in_the_drivers_process_dies_with_it_and_is_not_copied(keeper):
+    member = FakeMember(remote=False)
+    keeper.follow(member, at(0))
+    assert member.asked == []
+
+
+def test_each_reader_gets_a_state_of_its_own(keeper):
+    member = FakeMember()
+    keeper.follow(member, at(0))
+    member.send({"values": [1, 2]})
+    keeper.state()["values"].append(3)
+    assert keeper.state() == {"values": [1, 2]}
+
+
+def test_it_is_unpickled_only_when_it_is_needed(keeper):
+    member = FakeMember()
+    keeper.follow(member, at(0))
+    member.send(Counted())
+    keeper.follow(member, at(0))
+    assert Counted.unpickled == 0
+    keeper.state()
+    assert Counted.unpickled == 1
+
+
+class Counted:
+    unpickled = 0
+
+    def __setstate__(self, state):
+        Counted.unpickled += 1
+
+    def __getstate__(self):
+        return {"a": 1}
+
+
+def test_a_state_that_was_loaded_replaces_what_was_fetched_and_what_is_on_its_way(keeper):
+    member = FakeMember()
+    keeper.follow(member, at(5))
+    member.send({"step": 5})
+    keeper.follow(member, at(10))
+    keeper.set({"step": 3})
+    assert keeper.state() == {"step": 3}
+    member.send({"step": 10})
+    assert keeper.state() == {"step": 3}
+
+
+def test_a_snapshot_after_loading_replaces_what_was_loaded(keeper):
+    member = FakeMember()
+    keeper.set({"step": 3})
+    keeper.follow(member, at(4))
+    member.send({"step": 4})
+    assert keeper.state() == {"step": 4}
+
+
+class RunnerMember(FakeMember):
+    """A worker whose snapshots are those of a real runner."""
+
+    def __init__(self, runner):
+        super().__init__()
+        self.runner = runner
+
+    def control(self, method, step=None):
+        future = Future()
+        state = self.runner.snapshot()
+        future.set_result(None if state is None else pickle.dumps(state))
+        return future
+
+
+@pytest.mark.parametrize("every", ["epoch", 2])
+@pytest.mark.parametrize("train_after", [0, 1])
+def test_a_snapshot_from_before_a_state_was_loaded_does_not_come_back(keeper, every, train_after):
+    """After going back to an older state, a restart must not go on from the one given up."""
+    options = TorchOptions(
+        training_operator_cls=Recorder,
+        config={"num_samples": 40, "batch_size": 8},
+        elastic=ElasticConfig(snapshot_every=every),
+    )
+    runner = TorchRunner(options)
+    runner.prepare(WorkerContext(in_driver=True))
+    runner.setup(WorkerContext(in_driver=True))
+    member = RunnerMember(runner)
+    loaded = runner.state_dict()
+    runner.handle(TrainRequest(call=0, until_step=8))
+    keeper.follow(member, runner.progress())
+    assert keeper.state()["global_step"] > 1
+    runner.load_state_dict(loaded)
+    keeper.set(loaded)
+    if train_after:
+        runner.handle(TrainRequest(call=1, until_step=train_after))
+    for _ in range(2):
+        keeper.follow(member, runner.progress())
+    assert keeper.state()["global_step"] <= train_after
+
+
+def test_a_worker_of_the_driver_is_asked_only_where_it_does_not_stay():
+    member = FakeMember(remote=False)
+    SnapshotKeeper().follow(member, at(5))
+    assert member.asked == []
+    keeper = SnapshotKeeper(of_driver=True)
+    keeper.follow(member, at(5))
+    member.send({"step": 5})
+    assert keeper.state() == {"step": 5}

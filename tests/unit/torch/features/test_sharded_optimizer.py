@@ -1,0 +1,664 @@
+"""Optimizers whose work and state are divided over the workers."""
+
+import copy
+import itertools
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from raysgd import TrainingOperator
+from raysgd._internal.context import WorkerContext
+from raysgd.backends import create_backend
+from raysgd.data.partition import MicroBatch
+from raysgd.elastic.snapshots import with_shares
+from raysgd.errors import CheckpointError
+from raysgd.loop.requests import TrainRequest
+from raysgd.torch.features.fsdp import SEEN_IN, ShardedModels
+from raysgd.torch.features.sharded_optimizer import (
+    ELEMENTWISE,
+    ShardedOptimizer,
+    is_dense,
+    share_of,
+    transfers,
+    whole,
+)
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.registration import OperatorSettings
+from raysgd.torch.runner import build_operator
+from tests.conftest import IN_SOAK, running_ranks
+from tests.operators import on_gpu, register_all
+from tests.unit.torch.rounds import (
+    NUM_STEPS,
+    Round,
+    check,
+    check_equal,
+    make_runner,
+    play_round,
+)
+
+PLAY = """
+import datetime
+from tests.unit.torch.rounds import play
+
+def connect():
+    timeout = datetime.timedelta(seconds=60)
+    return dist.TCPStore("127.0.0.1", int(sys.argv[-1]), timeout=timeout)
+
+play(rank, connect)
+"""
+
+MOMENTS = ("forward", "backward", "step", "barrier", "passed", "update", "gathered", "after 0")
+"""In the order of a step; from "passed" on some have made the update that others have not."""
+
+
+# ---- who holds what
+
+
+@st.composite
+def histories(draw):
+    """Return how many elements there are, and groups: who stays of the one before, who is new."""
+    total = draw(st.integers(1, 50))
+    groups = [list(range(draw(st.integers(3, 6))))]
+    for _ in range(draw(st.integers(1, 6))):
+        group = list(groups[-1])
+        if len(group) > 3 and draw(st.booleans()):
+            group.remove(draw(st.sampled_from(group)))
+        if draw(st.booleans()):
+            group.insert(draw(st.integers(0, len(group))), max(itertools.chain(*groups)) + 1)
+        groups.append(group)
+    return total, groups
+
+
+@given(histories())
+def test_with_a_copy_one_loss_at_a_time_loses_nothing(history):
+    total, groups = history
+    held = {worker: [] for worker in groups[0]}
+    held[groups[0][0]] = [(0, total, 0)]
+    for group in groups:
+        shares = [[share_of(total, len(group), rank)] for rank in range(len(group))]
+        planned = transfers(shares, 1, 0, [held.get(worker, []) for worker in group])
+        assert planned is not None
+        for transfer in planned:  # nobody sends what it does not have
+            source = held[group[transfer.source]]
+            assert any(a <= transfer.start and transfer.stop <= b for a, b, _ in source)
+        held = {
+            worker: [t[:3] for t in planned if rank in t.to] for rank, worker in enumerate(group)
+        }
+        for rank, worker in enumerate(group):
+            has = {n for start, stop, _ in held[worker] for n in range(start, stop)}
+            shares = (
+                share_of(total, len(group), rank),
+                share_of(total, len(group), (rank - 1) % len(group)),
+            )
+            assert has == {n for start, stop in shares for n in range(start, stop)}
+
+
+def test_the_newest_version_counts_and_one_older_than_the_parameters_is_worth_nothing():
+    halves = [[(0, 1)], [(1, 2)]]
+    (one, other) = transfers(halves, 0, 5, [[(0, 2, 5)], [(0, 1, 6), (1, 2, 4)]])
+    assert one == (0, 1, 6, 1, (0,))
+    assert other == (1, 2, 5, 0, (1,))
+    assert transfers([[(0, 2)]], 0, 5, [[(0, 2, 4)]]) is None
+    assert transfers([[(0, 2)]], 0, 5, [[(0, 2, 6), (0, 2, 5)]]) == [(0, 2, 6, 0, (0,))]
+
+
+# ---- workers that leave and join, in processes of their own
+
+
+@pytest.fixture(scope="module")
+def play():
+    """What lets four processes play a round."""
+    with running_ranks(PLAY, 4) as store:
+        numbers = itertools.count()
+        yield lambda given: play_round(store, next(numbers), given)
+        play_round(store, next(numbers), None)
+
+
+CHOSEN = [
+    # some have committed the step in which others fail
+    Round(leaves=[(2, 5, "fail gathered"), (1, 5, "fail gathered")]),
+    # two are lost that hold no share together, or one after the other down to one
+    Round(leaves=[(1, 3, "update"), (3, 3, "backward")], joins_at=8),
+    Round(copies=3, leaves=[(1, 3, "update"), (2, 3, "update"), (3, 5, "step")], joins_at=8),
+    # what one optimizer did is undone with the step that the other does not make
+    Round(
+        leaves=[(2, 4, "after 0")],
+        joins_at=8,
+        num_optimizers=2,
+        register={"max_grad_norm": 0.05},
+    ),
+    Round(copies=0, leaves=[(1, 3, "update")], is_lost=True),
+    Round(leaves=[(1, 3, "update"), (2, 3, "update")], is_lost=True),
+    # nobody else has the share of a worker that leaves as it was announced
+    Round(copies=0, moves=1, joins_at=8),
+    # memory runs out: before the update, in the midst of it, and where it has been made
+    Round(leaves=[(1, 3, "fail passed")], joins_at=8),
+    Round(leaves=[(1, 3, "fail within")], joins_at=8),
+    Round(leaves=[(1, 3, "fail update"), (2, 3, "fail passed")]),
+    Round(copies=0, leaves=[(1, 3, "fail within")], is_lost=True),
+    # before its first forward pass
+    Round(leaves=[(1, 0, "fail forward")]),
+]
+CHOSEN += [
+    replace(each, sharding="full", register={"max_grad_norm": 0.05})
+    for each in CHOSEN
+    if each.num_optimizers == 1
+]
+CHOSEN += [
+    # who joins gets content from the others; nobody has any where all set up alone
+    Round(sharding="full", from_meta=True, leaves=[(1, 3, "update")], joins_at=8, saved=True),
+    Round(
+        sharding="full",
+        offload=True,
+        leaves=[(1, 3, "update"), (2, None, "validate")],
+        saved=True,
+    ),
+    Round(sharding="full", from_meta=True, alone=True),
+]
+
+
+EACH_MOMENT = [
+    (moment, sharding)
+    for number, moment in enumerate(MOMENTS)
+    for kind, sharding in enumerate(["optimizer", "full"])
+    if IN_SOAK or number // 2 % 2 == kind  # in the suite with one of them
+]
+
+
+@pytest.mark.slow("four processes train and leave at each moment of a step")
+@pytest.mark.parametrize(("moment", "sharding"), EACH_MOMENT)
+def test_whoever_is_lost_at_any_moment_the_rest_end_as_one_process_does(play, moment, sharding):
+    number = MOMENTS.index(moment)
+    joins_at = 8 if number % 2 else None
+    play(Round(leaves=[(number % 4, 4, moment)], joins_at=joins_at, sharding=sharding))
+
+
+@pytest.mark.slow("four processes train and leave at each moment of a step")
+@pytest.mark.parametrize("given", CHOSEN)
+def test_what_is_lost_together_or_fails_ends_as_one_process_does_too(play, given):
+    play(given)
+
+
+@st.composite
+def rounds(draw):
+    """Return a round in which one is lost, and later perhaps another."""
+    steps = st.integers(0, 7)
+    first, second = draw(st.permutations(range(4)))[:2]
+    leaves = [(first, draw(steps), draw(st.sampled_from(MOMENTS)))]
+    if draw(st.booleans()):
+        leaves.append(
+            (second, leaves[0][1] + draw(st.integers(1, 2)), draw(st.sampled_from(MOMENTS)))
+        )
+    sharding = draw(st.sampled_from(["optimizer", "full"]))
+    num_optimizers = 1 if sharding == "full" else draw(st.integers(1, 2))
+    return Round(
+        sharding=sharding,
+        optimizer=draw(st.sampled_from(["AdamW", "SGD"])),
+        num_optimizers=num_optimizers,
+        register={
+            "gradient_accumulation_steps": draw(st.sampled_from([1, 2])),
+            "max_grad_norm": draw(st.sampled_from([None, 0.05])),
+        },
+        leaves=leaves,
+        joins_at=draw(st.sampled_from([None, 10])),
+    )
+
+
+@pytest.mark.slow("four processes train and leave at each moment of a step")
+@pytest.mark.timeout(900 if IN_SOAK else 300)
+@settings(
+    max_examples=100 if IN_SOAK else 5,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # one that fails may leave others waiting
+    suppress_health_check=list(HealthCheck),
+    deadline=None,
+)
+@given(rounds())
+def test_in_any_round_with_one_loss_at_a_time_they_end_as_one_process_does(play, given):
+    play(given)
+
+
+@pytest.mark.skipif(not IN_SOAK, reason="each of them does the same in other words")
+@pytest.mark.parametrize("kind", ELEMENTWISE)
+def test_each_optimizer_is_divided_exactly(play, kind):
+    play(Round(optimizer=kind.__name__, leaves=[(2, 4, "update")], joins_at=8))
+
+
+# ---- in this process
+
+
+def divided(optimizer, size=1):
+    each = ShardedOptimizer(optimizer, None)
+    each.begin()
+    return each
+
+
+def test_a_worker_holds_a_share_of_the_state_alone(process_group, monkeypatch):
+    """What it takes of a state has a quarter of the bytes, and the shares are the whole."""
+    parameters = [torch.nn.Parameter(torch.randn(30, 7)), torch.nn.Parameter(torch.randn(11))]
+    optimizer = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    state = optimizer.state_dict()
+    shares = []
+    for rank in range(4):
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        fresh = torch.optim.AdamW(parameters)
+        fresh.load_state_dict(state)
+        shares.append(ShardedOptimizer(fresh, 0).parts())
+        assert fresh.state_dict()["state"] == {}
+        held = sum(v.nbytes for part in shares[-1] for v in part[-1].values() if v.dim())
+        assert held <= 1.15 / 4 * sum(8 * parameter.numel() for parameter in parameters)
+    found = whole({"optimizers": [{**state, "state": {}}], "shares": [[each] for each in shares]})
+    for number, of_parameter in state["state"].items():
+        for name, value in of_parameter.items():
+            assert torch.equal(found["optimizers"][0]["state"][number][name], value)
+    with pytest.raises(CheckpointError, match="do not fit"):
+        whole({"optimizers": [{**state, "state": {}}], "shares": [[each] for each in shares[:3]]})
+
+
+def test_schedulers_hooks_and_who_reads_the_groups_see_the_optimizer_as_it_is(process_group):
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    each = divided(optimizer)
+    seen = []
+    optimizer.register_step_post_hook(lambda o, *_: seen.append(o.param_groups[0]["params"]))
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    scheduler.step()
+    each.commit()
+    assert seen[0][0] is parameter
+    assert parameter.tolist() == [0, 0, 0]
+    with torch.no_grad():
+        parameter.fill_(5.0)  # what user code does to parameters stays
+    optimizer.step()
+    assert parameter.tolist() == [4.5, 4.5, 4.5]
+
+
+def test_an_update_that_comes_in_another_way_is_refused(process_group):
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    divided(optimizer)
+    with pytest.raises(RuntimeError, match="closure computes gradients"):
+        optimizer.step(lambda: None)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    with pytest.raises(RuntimeError, match="Call add_param_group before register"):
+        optimizer.step()
+
+
+def test_what_fills_its_memory_in_any_order_is_dense():
+    image = torch.ones(2, 3, 4, 5)
+    assert is_dense(image.to(memory_format=torch.channels_last))
+    assert is_dense(image.transpose(0, 3))
+    assert is_dense(torch.ones(()))
+    assert not is_dense(image[:, :, ::2])
+    assert not is_dense(torch.ones(3).expand(2, 3))
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # about operations in place
+@pytest.mark.parametrize("sharding", ["optimizer", "full"])
+def test_a_state_can_be_loaded_between_two_groups(sharding):
+    """As the leader does of workers that were to begin as a group, and one was lost."""
+    backend, context = create_backend("gloo", 30), WorkerContext(distributed=True)
+    rendezvous = backend.prepare(["127.0.0.1"])
+    backend.setup(context, rendezvous)
+    runner = make_runner(Round(sharding=sharding), lambda moment: None, divides=True)
+    runner.setup(context)
+    runner.handle(TrainRequest(call=0, until_step=3))
+    assert runner._registration.optimization.idle() == []
+    state = whole(with_shares([runner.state_dict()]))
+    runner.handle(TrainRequest(call=0, until_step=5))
+    backend.teardown()
+    runner.load_state_dict(copy.deepcopy(state))
+    context = replace(context, generation=1)
+    backend.setup(context, backend.prepare(["127.0.0.1"]))
+    runner.rejoin(context, 0)
+    check_equal(whole(with_shares([runner.state_dict()])), state)
+    runner.teardown()
+    backend.teardown()
+    backend.close()
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_who_set_up_alone_without_content_takes_it_from_a_state():
+    """As when all start anew from the snapshot."""
+    backend, one = create_backend("gloo", 30), WorkerContext(distributed=True)
+    states = []
+    for context in (one, replace(one, world_size=2)):
+        backend.setup(one, backend.prepare(["127.0.0.1"]))
+        given = Round(sharding="full", from_meta=True)
+        runner = make_runner(given, lambda moment: None, divides=True)
+        runner.setup(context)
+        if states:
+            runner.load_state_dict(copy.deepcopy(states[0]))
+            runner.rejoin(replace(one, generation=1), 0)
+        else:
+            runner.handle(TrainRequest(call=0, until_step=3))
+        states.append(whole(with_shares([runner.state_dict()])))
+        runner.teardown()
+        backend.teardown()
+    backend.close()
+    check_equal(*states)
+
+
+MEMORY = """
+import ctypes
+import gc
+import psutil
+import torch
+from raysgd._internal.context import WorkerContext
+from raysgd.loop.requests import TrainRequest
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import TorchRunner
+from tests.unit.torch.rounds import Layers
+
+def held():
+    gc.collect()
+    return psutil.Process().memory_full_info().uss
+
+# what is freed is to count no more: else the C library keeps it
+ctypes.CDLL(None).mallopt(-3, 2**17)  # M_MMAP_THRESHOLD
+join()
+context = WorkerContext(world_rank=rank, world_size=4, distributed=True)
+for size in (8, 1000):  # the first for its imports
+    config = {"sharding": "full", "size": size}
+    options = TorchOptions(training_operator_cls=Layers, config=config, num_workers=4)
+    runner, before = TorchRunner(options), held()
+    runner.setup(context)
+    runner.handle(TrainRequest(call=0, until_step=3))
+    runner._loop.snapshots.clear()
+    took = held() - before
+    runner.teardown()
+needed = 4 * 4 * 6_000_000  # for DistributedDataParallel: parameters, gradients and the state
+assert took < 1.15 / 4 * needed, took
+print("good")
+"""
+
+
+@pytest.mark.slow("four processes hold a model of some size")
+def test_a_worker_of_four_holds_a_quarter_of_what_it_would():
+    """As the system counts: parameters, gradients and AdamW's state, made from nothing."""
+    with running_ranks(MEMORY, 4):
+        pass
+
+
+# ---- modules that are divided
+
+CPU = torch.device("cpu")
+
+
+class Block(torch.nn.Module):
+    def __init__(self, weight=None):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+        if weight is not None:
+            self.inner.weight = weight
+
+    def forward(self, inputs):
+        return inputs + self.inner(inputs)
+
+
+def of_blocks_there(model):
+    """Which of a model's parts have whole parameters."""
+    return [not isinstance(next(each.parameters()), DTensor) for each in model]
+
+
+def note_blocks_there(model, noted, *_):
+    noted.append(of_blocks_there(model))
+
+
+def test_blocks_are_gathered_one_by_one_and_the_same_modules_are_plain_again(process_group):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Block(), Block()).double()
+    kinds = [type(module) for module in model.modules()]
+    before, names = copy.deepcopy(model), [set(vars(module)) for module in model.modules()]
+    inputs = torch.randn(2, 4, dtype=torch.float64)
+    for wrap in (None, Block, [Block], lambda module: isinstance(module, Block)):
+        models = ShardedModels([model], wrap, None, None, CPU)
+        values = [parameter.detach().clone() for parameter in model.parameters()]
+        models.shard()
+        divided = [isinstance(module, FSDPModule) for module in model.modules()]
+        assert divided == [True, False, True, False, True, False]
+        for number, value in enumerate(values):
+            models.local(number).copy_(value.view(-1))
+        assert torch.equal(model(inputs), before(inputs))
+        there = []
+        hook = model[2].inner.register_forward_hook(partial(note_blocks_there, model, there))
+        with models.on_demand(), torch.no_grad():
+            assert torch.equal(model(inputs), before(inputs))
+            assert of_blocks_there(model) == [False, False, False]
+        hook.remove()
+        assert there == [[True, False, True]]
+        models.put_whole(values)
+        assert [type(module) for module in model.modules()] == kinds
+        assert all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
+        assert torch.equal(copy.deepcopy(model)(inputs), before(inputs))
+        hooks = [hook for m in model.modules() for hook in (*m._forward_hooks.values(),)]
+        assert not hooks
+    assert [set(vars(module)) for module in model.modules()] == names
+
+
+def test_workers_that_evaluate_different_blocks_are_told_so(process_group, monkeypatch):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Block(), Block())
+    models = ShardedModels([model], None, None, None, CPU)
+    models.shard()
+    told = []
+
+    def reduce(held, op):  # with another rank, which is at the first block
+        assert not told, "it was not refused"
+        told.append(held.tolist())
+        held.copy_(torch.maximum(held, torch.tensor([0, 0])))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", reduce)
+    with (
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match="the same blocks in the same order on every worker"),
+        models.on_demand(),
+    ):
+        model[1](torch.ones(2, 4))  # it is the second of those that are gathered by themselves
+    assert told == [[1, -1]]
+    assert of_blocks_there(model) == [False, False, False]
+
+
+def test_a_block_that_shares_a_parameter_is_gathered_with_the_rest_or_refused(process_group):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Block(), Block())
+    model[1].inner.weight = model[0].weight
+    ShardedModels([model], None, None, None, CPU).shard()
+    assert [isinstance(each, FSDPModule) for each in (model, *model)] == [True, False, False, True]
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Block(), Block())
+    model[1].inner.weight = model[0].weight
+    with pytest.raises(ValueError, match=r"Block shares its parameter inner\.weight"):
+        ShardedModels([model], Block, None, None, CPU)
+    with pytest.raises(
+        ValueError, match=r"have no such module\. They have Block, Linear, Sequential"
+    ):
+        ShardedModels([model], torch.nn.Conv2d, None, None, CPU)
+
+
+def test_torch_is_one_in_which_private_names_were_seen():
+    """If this fails, see that the tests of this file pass, and name the release."""
+    assert ".".join(torch.__version__.split(".")[:2]) in SEEN_IN
+
+
+@on_gpu
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_with_offload_a_gpu_has_what_is_gathered_alone():
+    backend, context = create_backend("nccl", 30), WorkerContext(distributed=True, gpu_index=0)
+    backend.setup(context, backend.prepare(["127.0.0.1"]))
+    given = Round(optimizer="SGD", sharding="full", offload=True)
+    runner = make_runner(given, lambda moment: None, divides=True, use_gpu=True)
+    runner.setup(context)
+    runner.handle(TrainRequest(call=0, until_step=NUM_STEPS))
+    (model,) = runner.operator.all_models
+    assert model.count.is_cuda
+    assert all(not parameter.to_local().is_cuda for parameter in model.parameters())
+    check(given, whole(with_shares([runner.state_dict()])))
+    runner.teardown()
+    backend.teardown()
+    backend.close()
+
+
+# ---- what is refused
+
+
+class Refused(TrainingOperator):
+    def setup(self, config):
+        register_all(self, **config["register"]())
+
+
+def embedding(**options):
+    model = torch.nn.Embedding(4, 2, **options)
+    return {"models": model, "optimizers": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
+def stranger():
+    strange = torch.nn.Parameter(torch.ones(2))
+    model = torch.nn.Linear(2, 2)
+    return {"models": model, "optimizers": torch.optim.SGD([*model.parameters(), strange], lr=0.1)}
+
+
+def strided():
+    model = torch.nn.Linear(2, 2)
+    model.weight = torch.nn.Parameter(torch.ones(2, 4)[:, ::2])
+    return {"models": model, "optimizers": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
+def muon():
+    model = torch.nn.Linear(2, 2, bias=False)
+    return {"models": model, "optimizers": torch.optim.Muon(model.parameters())}
+
+
+def several():
+    models = [torch.nn.Linear(2, 2) for _ in "ab"]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    return {"models": models, "optimizers": optimizers, **FULL}
+
+
+def scalar():
+    model = torch.nn.Linear(2, 2)
+    model.scale = torch.nn.Parameter(torch.ones(()))
+    return {"models": model, "optimizers": torch.optim.SGD(model.parameters(), lr=0.1), **FULL}
+
+
+def on_meta(**more):
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.PReLU())
+        model.scale = torch.nn.Parameter(torch.ones(2))
+    return {"models": model, "optimizers": torch.optim.SGD(model.parameters(), lr=0.1), **more}
+
+
+def adagrad():
+    given = on_meta(**FULL)
+    return given | {"optimizers": torch.optim.Adagrad(given["models"].parameters())}
+
+
+def compiled():
+    model = torch.compile(torch.nn.Linear(2, 2))
+    return {"models": model, "optimizers": torch.optim.SGD(model.parameters(), lr=0.1), **FULL}
+
+
+def wrapped():
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    return {"models": model, "optimizers": torch.optim.SGD(model.parameters(), lr=0.1), **FULL}
+
+
+ON = {"sharding": "optimizer"}
+FULL = {"sharding": "full"}
+HALF = {"use_fp16": True, "amp_dtype": torch.float16}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`")  # by torch.compile
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "match"),
+    [
+        ({"sharding": "all"}, {}, ValueError, 'must be "optimizer", "full" or None'),
+        ({"sharding_args": {"copies": 1}}, {}, ValueError, "pass it too"),
+        ({**ON, "sharding_args": [1]}, {}, TypeError, "must be a dict"),
+        ({**ON, "sharding_args": {"wrap": 1}}, {}, ValueError, "takes 'copies' alone"),
+        ({**FULL, "sharding_args": {"unload": 1}}, {}, ValueError, "'reshard_after_forward', 'wr"),
+        ({**FULL, "sharding_args": {"offload": 1}}, {}, TypeError, "must be a bool"),
+        ({**ON, "sharding_args": {"offload": True}}, {}, ValueError, "takes 'copies' alone"),
+        ({**FULL, "sharding_args": {"wrap": 1}}, {}, TypeError, "must be a class of modules"),
+        (
+            {**FULL, "sharding_args": {"wrap": torch.nn.Linear(1, 1)}},
+            {},
+            TypeError,
+            "must be a class of modules",
+        ),
+        ({**FULL, "sharding_args": {"reshard_after_forward": 2}}, {}, TypeError, "must be a bool"),
+        ({**FULL, "compile": True}, {}, ValueError, "does not work with register\\(compile"),
+        ({**FULL, "ddp_args": {"bucket_cap_mb": 1}}, {}, ValueError, "leave it, and ddp_args, out"),
+        (FULL, HALF, ValueError, "amp_dtype=torch.bfloat16"),
+        (several, {}, ValueError, "takes one optimizer"),
+        (scalar, {}, ValueError, r"divides parameters by rows, and Linear\.scale"),
+        (compiled, {}, ValueError, "does not work with torch.compile"),
+        (wrapped, {}, ValueError, "uses no DistributedDataParallel"),
+        ({**FULL, "sharding_args": {"init_fn": 1}}, {}, TypeError, "must be a function of a mod"),
+        ({**FULL, "sharding_args": {"init_fn": id}}, {}, ValueError, "and these have content"),
+        (lambda: on_meta(sharding=None), {}, ValueError, "is on the meta device, and has no cont"),
+        (lambda: on_meta(**FULL), {}, ValueError, "Sequential has parameters on the meta device"),
+        (adagrad, {}, ValueError, "Adagrad has state of parameters on the meta device"),
+        (
+            lambda: on_meta(**FULL, sharding_args={"init_fn": lambda module: None}),
+            {},
+            ValueError,
+            r"Sequential\.scale has no content, or NaN",
+        ),
+        (FULL, {"backend": "horovod"}, ValueError, 'does not work with backend="horovod"'),
+        ({**ON, "sharding_args": {"copies": True}}, {}, TypeError, "must be an int"),
+        ({**ON, "sharding_args": {"copies": -1}}, {}, ValueError, "at least 0"),
+        (ON, {"wrap_ddp": False}, ValueError, "does not work with wrap_ddp=False"),
+        (ON, {"backend": "horovod"}, ValueError, 'does not work with backend="horovod"'),
+        (muon, {}, ValueError, "does not know Muon"),
+        (lambda: embedding(sparse=True), {}, ValueError, "sparse gradients"),
+        (stranger, {}, ValueError, "1 parameters that are in no registered model"),
+        (strided, {}, ValueError, "does not fill its memory"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_at_register(
+    process_group, arguments, options, error, match
+):
+    def given():
+        return {**ON, **arguments()} if callable(arguments) else arguments
+
+    settings = OperatorSettings(
+        options=TorchOptions(training_operator_cls=Refused, **options), context=WorkerContext()
+    )
+    with pytest.raises(error, match=match):
+        build_operator(Refused, {"register": given}, settings)
+
+
+@pytest.fixture
+def is_fully_sharded(process_group):
+    """An operator whose model is divided, over a group of one."""
+    context = WorkerContext(distributed=True)
+    settings = OperatorSettings(
+        options=TorchOptions(training_operator_cls=Refused), context=context
+    )
+    given = {**FULL, "gradient_accumulation_steps": 2}
+    return build_operator(Refused, {"register": lambda: given}, settings)
+
+
+def test_what_shows_after_register_alone_is_refused_when_it_does(is_fully_sharded):
+    registration, model = is_fully_sharded._registration, is_fully_sharded.model
+    with pytest.raises(ValueError, match="Leave out the callback, or the sharding"):
+        registration.averaging.begin(0.9, start_epoch=0)
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="freeze them before register"):
+        registration.check_averaged()
+    model[0].weight.requires_grad_(True)
+    optimization = registration.optimization
+    optimization.begin_batch(registration.models, MicroBatch(0, 2, is_last=False))
+    optimization.group.samples = 3  # as the default loop counts them
+    is_fully_sharded.backward(model(torch.ones(3, 8)).sum())
+    optimization.begin_batch(registration.models, MicroBatch(1, 2))
+    optimization.group.samples = 2
+    with pytest.raises(RuntimeError, match="are summed over the workers already"):
+        is_fully_sharded.backward(model(torch.ones(2, 8)).sum())

@@ -1,0 +1,32 @@
+"""Horovod's exchange of gradients, in a group of one."""
+
+from tests.conftest import import_horovod, run_ranks
+
+HELD = """
+import horovod.torch as hvd
+import torch
+from raysgd.torch.interop.horovod import HorovodExchange
+
+hvd.init()
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+exchange = HorovodExchange(optimizer, [model], {}, 1)
+held = model(torch.ones(1, 3)).sum()
+exchange.abandon()
+exchange.rebuild()
+for _ in range(50):
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+assert held.grad_fn is not None
+hvd.shutdown()
+print("good")
+"""
+
+
+def test_a_graph_of_a_failed_step_that_is_still_held_exchanges_nothing(monkeypatch):
+    """An exception's traceback may hold it; its hooks would take the names of the new ones."""
+    import_horovod("horovod.torch")
+    # where Horovod cannot grow, one alone exchanges nothing
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    run_ranks(HELD, 1)

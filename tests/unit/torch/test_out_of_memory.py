@@ -1,0 +1,722 @@
+"""A step that runs out of memory is done again with each batch in parts, which learn the same."""
+
+import json
+import logging
+import weakref
+from collections import UserDict, namedtuple
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
+from raysgd.callbacks import Callback
+from raysgd.callbacks.report import make_report
+from raysgd.errors import CheckpointError
+from raysgd.torch.features.averaging import Averages
+from raysgd.torch.out_of_memory import batch_parts, num_rows, ran_out_of_memory
+from tests import operators
+from tests.fidelity import Exact, flat, make_data
+from tests.operators import Classifier, on_gpu
+
+CONFIG = {"num_samples": 61, "num_epochs": 2, "batch_size": 8}
+MESSAGE = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+
+
+class Failing(torch.nn.Module):
+    """Fails in its forward pass, or in its backward pass, when it is told to."""
+
+    where = None
+
+    def forward(self, tensor):
+        self.fail("forward")
+        if self.where == "backward" and tensor.requires_grad:
+            tensor.register_hook(lambda gradient: self.fail("backward"))
+        return tensor
+
+    def fail(self, where):
+        if self.where == where:
+            self.where = None
+            raise RuntimeError(MESSAGE)
+
+
+class Scarce(Exact):
+    """Runs out of memory in the steps of `faults`, each time once; or with too large a batch."""
+
+    def setup(self, config):
+        super().setup(config)
+        self.failing, self.faults = Failing(), dict(config.get("faults", {}))
+        self.sizes = []
+        for optimizer in self.optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self.failing.fail("update"))
+        if config.get("averages", False):
+            self._registration.averaging.begin(decay=0.5, start_epoch=1)
+
+    def train_batch(self, batch, batch_info):
+        features, ids, target = batch
+        self.sizes.append(len(ids))
+        self.failing.where = self.faults.pop(batch_info["global_step"], self.failing.where)
+        if len(ids) > self.config.get("room", 100):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        loss = (self.failing(self.model(features, ids)) - target).square().mean()
+        self.backward(loss)
+        for optimizer in self.optimizers:
+            self.optimizer_step(optimizer)
+        return {"train_loss": loss.detach(), "num_samples": len(ids)}
+
+    def validate_batch(self, batch, batch_info):
+        if len(batch[1]) > self.config.get("room_to_validate", 100):
+            raise MemoryError
+        return super().validate_batch(batch, batch_info)
+
+    def predict_batch(self, batch, batch_info):
+        if len(batch[1]) > self.config.get("room_to_validate", 100):
+            raise MemoryError
+        return {"output": self.model(*batch[:2]), "ids": batch[1].tolist()}
+
+
+def local(operator_cls=Scarce, config=None, **arguments):
+    return TorchTrainer(
+        training_operator_cls=operator_cls,
+        config={**CONFIG, **(config or {})},
+        use_local=True,
+        scheduler_step_freq="batch",
+        **arguments,
+    )
+
+
+def splits(trainer):
+    return [event.factor for event in trainer.events if event.kind == "split"]
+
+
+def sizes(trainer):
+    return trainer.get_local_operator().sizes
+
+
+# ---- the result is that of more memory
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize("arguments", [{}, {"use_fp16": True, "amp_dtype": torch.float16}])
+def test_wherever_memory_runs_out_what_is_learnt_and_measured_is_the_same(accumulated, arguments):
+    class Clipped(Scarce):
+        def register(self, **given):
+            return super().register(max_grad_norm=0.05, **given)
+
+        def autocast(self):  # it trains in float64, with a scaled loss
+            return torch.autocast("cpu", enabled=False)
+
+        def train_batch(self, batch, batch_info):
+            metrics = super().train_batch(batch, batch_info)
+            self.log("double", 2 * metrics["train_loss"])
+            return metrics
+
+    class Points(Callback):
+        def on_log(self, trainer, call, metrics):
+            points.append({"global_step": trainer.global_step, **metrics})
+
+    results = []
+    for faults in ({}, {1: "forward", 3: "backward", 6: "update"}):
+        config = {"accumulated": accumulated, "faults": faults, "shuffle": True, "averages": True}
+        points = []
+        with local(Clipped, config, callbacks=[Points()], **arguments) as trainer:
+            measured = [*trainer.fit(2, log_every=2), *points]
+            operator = trainer.get_local_operator()
+            (averages,) = operator._registration.averaging.averages.state_dict()["models"]
+            learnt = [flat(operator.model), *(each.flatten() for each in averages.values())]
+            results.append((measured, torch.cat(learnt), trainer.global_step))
+            assert splits(trainer) == ([2, 4, 8] if faults else [])
+            assert operator.faults == {}
+    (expected, weights, num_steps), (measured, own_weights, own_steps) = results
+    torch.testing.assert_close(own_weights, weights, rtol=0.0, atol=1e-12)
+    assert own_steps == num_steps == 16
+    for before, after in zip(expected, measured, strict=True):
+        for each in (before, after):
+            each.pop("last_train_loss", None)
+            each.pop("last_double", None)
+        assert after == pytest.approx(before, rel=1e-12)
+    norms = [point[name] for point in points for name in point if "grad_norm" in name]
+    assert max(norms) > 0.05, "they are those before clipping"
+
+
+def test_a_split_goes_on_until_the_batch_fits_and_holds(caplog):
+    with local(config={"room": 2}) as trainer:
+        trainer.train(num_steps=2)
+        assert splits(trainer) == [2, 4]
+        assert sizes(trainer) == [8, 4, *[2] * 8]
+        kinds = [event.kind for event in trainer.events]
+        assert kinds == ["started", "split", "resumed", "split", "resumed"]
+    (said,) = [r.getMessage() for r in caplog.records if "as 4 parts" in r.getMessage()]
+    assert said.startswith("Worker 0 ran out of memory after step 0.")
+    assert "CUDA out of memory." in said
+
+
+def test_a_step_whose_update_is_made_stays_done():
+    class Late(Scarce):
+        def train_batch(self, batch, batch_info):
+            result = super().train_batch(batch, batch_info)
+            if self.config["fails"] and batch_info["global_step"] == 2:
+                self._config["fails"] = False
+                raise MemoryError
+            return result
+
+    results = []
+    for fails in (False, True):
+        with local(Late, {"fails": fails}) as trainer:
+            measured = trainer.train()
+            assert measured["num_samples"] == 61
+            assert splits(trainer) == [2] * fails
+            results.append(flat(trainer.get_model()))
+    torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=1e-12)
+
+
+def test_a_step_stays_done_where_a_hook_of_its_optimizer_fails():
+    class Hooked(Scarce):
+        def setup(self, config):
+            super().setup(config)
+            self.optimizers[-1].register_step_post_hook(lambda *_: self.failing.fail("hook"))
+
+    results = []
+    for faults in ({}, {2: "hook"}):
+        with local(Hooked, {"faults": faults}) as trainer:
+            trainer.train()
+            assert splits(trainer) == [2] * len(faults)
+            results.append((flat(trainer.get_model()), trainer.global_step))
+    assert results[1][1] == results[0][1]
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=0.0, atol=1e-12)
+
+
+def test_a_step_is_not_made_twice_where_what_follows_its_update_fails():
+    """Such as the average of the models."""
+    with local() as trainer:
+        trainer.train()
+        expected = flat(trainer.get_model())
+    with local() as trainer:
+        trainer.train(num_steps=3)
+        averages = trainer.get_local_operator()._registration.averaging.averages = Mock()
+        averages.note_update.side_effect = MemoryError
+        averages.state_dict.return_value = {}
+        with pytest.raises(MemoryError):
+            trainer.train()
+        assert trainer.global_step == 4
+        trainer.get_local_operator()._registration.averaging.averages = None
+        trainer.train()
+        assert trainer.global_step == 8
+        assert torch.equal(flat(trainer.get_model()), expected)
+
+
+@pytest.mark.parametrize("splits_on_oom", [True, False])
+def test_training_goes_on_without_a_snapshot_that_there_is_no_memory_for(splits_on_oom, caplog):
+    elastic = ElasticConfig(snapshot_every=1)
+    with local(split_on_oom=splits_on_oom, elastic=elastic) as trainer:
+        registration = trainer.get_local_operator()._registration
+        registration.copy_leaf = Mock(side_effect=RuntimeError(MESSAGE))
+        if not splits_on_oom:
+            with pytest.raises(RuntimeError, match="can't allocate memory"):
+                trainer.train()
+            return
+        trainer.train()
+        assert trainer.global_step == 8
+    assert caplog.text.count("There is no memory for a copy of the state") == 1
+
+
+class Streamed(Scarce):
+    """Its loader is left as it is, and it does not say how many samples a batch has."""
+
+    def register_data(self, train_loader=None, validation_loader=None):
+        data = make_data(61)
+        batches = [data[start : start + 8] for start in range(0, 61, 8)]
+        super().register_data(train_loader=batches, validation_loader=validation_loader)
+
+    def train_batch(self, batch, batch_info):
+        return {"train_loss": super().train_batch(batch, batch_info)["train_loss"]}
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_batches_that_a_loader_makes_by_itself_are_split_too(accumulated):
+    results = []
+    for faults in ({}, {1: "forward", 4: "backward"}):
+        with local(Streamed, {"faults": faults, "accumulated": accumulated}) as trainer:
+            measured = trainer.train()
+            results.append((flat(trainer.get_model()), measured["train_loss"], measured))
+            assert trainer.split == (4 if faults else 1)
+    (weights, loss, before), (own_weights, own_loss, after) = results
+    torch.testing.assert_close(own_weights, weights, rtol=0.0, atol=1e-12)
+    assert own_loss == pytest.approx(loss, rel=1e-12)
+    assert before["batch_count"] == after["batch_count"] == 8
+    assert after["num_samples"] == pytest.approx(before["num_samples"])
+
+
+class Taking(Scarce):
+    """Takes what it uses out of its batches, which a loader has made, or not."""
+
+    def register_data(self, train_loader=None, validation_loader=None):
+        def collate(rows):
+            features, ids, target = map(torch.stack, zip(*rows, strict=True))
+            return {"features": features, "ids": ids, "target": target}
+
+        data = [tuple(map(torch.as_tensor, row)) for row in make_data(61)]
+        loader = DataLoader(data, batch_size=8, collate_fn=collate)
+        if self.config["streams"]:
+            loader = list(loader)
+        super().register_data(train_loader=loader, validation_loader=loader)
+
+    def train_batch(self, batch, batch_info):
+        taken = batch.pop("features"), batch.pop("ids"), batch.pop("target")
+        return super().train_batch(taken, batch_info)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_retry_sees_again_what_user_code_took_out_of_the_batch(streams):
+    results = []
+    for scarce in ({}, {"faults": {1: "forward"}, "room": 4}):
+        with local(Taking, {"streams": streams, **scarce}) as trainer:
+            trainer.train()
+            results.append(flat(trainer.get_model()))
+    torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=1e-12)
+
+
+def test_a_batch_that_is_left_out_ends_no_split():
+    class Skipping(Scarce):
+        def train_batch(self, batch, batch_info):
+            if batch_info["global_step"] == 3:
+                return {"train_loss": torch.zeros(()), "num_samples": len(batch[1])}
+            return super().train_batch(batch, batch_info)
+
+    with local(Skipping, {"faults": {1: "forward", 5: "backward"}}) as trainer:
+        assert trainer.train()["num_samples"] == 61
+        assert splits(trainer) == [2, 4]
+
+
+def test_batches_of_another_kind_come_whole_where_others_are_split():
+    class Mixed(Scarce):
+        def register_data(self, train_loader=None, validation_loader=None):
+            data = make_data(24)
+            batches = [data[:8], (*data[8:16], "text"), data[16:]]
+            super().register_data(train_loader=batches, validation_loader=batches)
+
+        def train_batch(self, batch, batch_info):
+            return super().train_batch(batch[:3], batch_info)
+
+    with local(Mixed, {"faults": {0: "forward"}}) as trainer:
+        trainer.train()
+        assert sizes(trainer) == [8, 4, 4, 8, 4, 4]
+
+
+@pytest.mark.parametrize("call", ["validate", "predict"])
+def test_evaluation_that_runs_out_of_memory_raises_with_advice(call):
+    arguments = () if call == "validate" else (DataLoader(make_data(61), batch_size=8),)
+    with local(config={"room_to_validate": 1}) as trainer, pytest.raises(MemoryError) as caught:
+        getattr(trainer, call)(*arguments)
+    assert "Give this loader a smaller batch_size" in notes_of(caught.value)
+
+
+# ---- what is done about it later
+
+
+class Holding(Classifier):
+    """Fails while it holds a tensor, and notes in each later call whether that is still alive."""
+
+    def setup(self, config):
+        self.held, self.noted = [], []
+        super().setup(config)
+
+    def train_batch(self, batch, batch_info):
+        tensor = torch.ones(2)
+        self.noted += [each() is not None for each in self.held]
+        if len(batch[0]) > 16:
+            self.held.append(weakref.ref(tensor))
+            raise MemoryError
+        return super().train_batch(batch, batch_info)
+
+
+def test_a_failed_step_holds_no_memory_during_the_retry(caplog):
+    """Also if a log handler keeps its records, as caplog does."""
+    with local(Holding, {"batch_size": 32}) as trainer:
+        trainer.train()
+        operator = trainer.get_local_operator()
+        assert len(operator.held) == 1
+        assert operator.noted
+        assert not any(operator.noted)
+
+
+def test_a_split_is_saved(tmp_path):
+    with local(config={"faults": {1: "forward"}}) as trainer:
+        trainer.train(num_steps=3)
+        trainer.save(tmp_path / "state.pt")
+    with local() as trainer:
+        trainer.load(tmp_path / "state.pt")
+        trainer.train(num_steps=1)
+        assert sizes(trainer) == [4, 4]
+        assert trainer.split == 2
+        state = trainer.state_dict()
+        for wrong in ([2], 0, "x", {"parts": 2}):
+            with pytest.raises(CheckpointError, match="data\\['split'\\]"):
+                trainer.load_state_dict({**state, "data": {**state["data"], "split": wrong}})
+    with local(split_on_oom=False) as trainer:
+        trainer.load(tmp_path / "state.pt")
+        trainer.train(num_steps=1)
+        assert sizes(trainer) == [8]
+
+
+def test_the_files_of_a_run_and_its_report_tell_of_it(tmp_path):
+    with local(config={"faults": {9: "forward"}}, logdir=tmp_path) as trainer:
+        trainer.fit(2, validate_every=None)
+    first, second = [
+        json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[1:]
+    ]
+    assert "split" not in first
+    assert second["split"] == 2
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    (event,) = [each for each in events if each["kind"] == "split"]
+    assert (event["ranks"], event["factor"], event["step"]) == ([0], 2, 9)
+    assert MESSAGE in event["cause"]
+    report = make_report(tmp_path).read_text()
+    assert "<th>parts</th>" in report
+    assert '<td class="text">split</td>' in report
+
+
+# ---- where the error is raised
+
+
+def notes_of(error):
+    return "\n".join(getattr(error, "__notes__", []))
+
+
+def test_a_batch_of_one_sample_raises_the_error():
+    with local(config={"room": 0}) as trainer:
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            trainer.train()
+        assert splits(trainer) == [2, 4, 8]
+    assert "its parts have one sample each" in notes_of(caught.value)
+
+
+def test_batch_normalization_gets_two_samples_and_that_is_said_once(caplog):
+    class Normalized(Classifier):
+        def train_batch(self, batch, batch_info):
+            result = super().train_batch(batch, batch_info)
+            if len(batch[0]) > self.config["room"]:
+                raise MemoryError
+            return result
+
+    config = {"batch_norm": True, "batch_size": 9, "num_samples": 29, "room": 3}
+    trainer = TorchTrainer(training_operator_cls=Normalized, config=config, use_local=True)
+    with trainer, caplog.at_level(logging.WARNING):
+        trainer.train()
+        trainer.get_local_operator()._config["room"] = 1
+        with pytest.raises(MemoryError) as caught:
+            trainer.train()
+    assert caplog.text.count("Batch normalization sees the parts of a batch") == 1
+    assert "batch normalization takes two samples in each part" in notes_of(caught.value)
+
+
+def test_an_own_loop_raises_the_error_as_one_does_that_steps_by_itself():
+    class Loop(Scarce):
+        def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
+            for batch in iterator:
+                self.train_batch(batch, {"global_step": 0})
+            return {}
+
+    class Steps(Classifier):
+        def train_batch(self, batch, batch_info):
+            loss = self.criterion(self.model(batch[0]), batch[1])
+            if len(batch[0]) > 4:
+                raise MemoryError
+            self.backward(loss)
+            self.optimizer.step()
+            return {}
+
+    for operator_cls, reason in (
+        (Loop, "train_epoch is not the default one"),
+        (Steps, "train_batch steps an optimizer itself"),
+    ):
+        with local(operator_cls, {"room": 2}) as trainer:
+            with pytest.raises((MemoryError, torch.OutOfMemoryError)) as caught:
+                trainer.train()
+            assert reason in notes_of(caught.value)
+
+
+def test_the_switch_and_other_errors():
+    with local(config={"room": 4}, split_on_oom=False) as trainer:
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            trainer.train()
+        assert "not done again" not in notes_of(caught.value)
+    of_compiler = torch._dynamo.exc.BackendCompilerFailed(int, MemoryError(), None)
+    assert ran_out_of_memory(of_compiler)
+    assert not ran_out_of_memory(RuntimeError("a mistake"))
+    for message in (
+        "CUDA error: out of memory\nCUDA kernel",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED",
+    ):
+        assert ran_out_of_memory(RuntimeError(message))
+    with pytest.raises(TypeError, match="split_on_oom"):
+        local(split_on_oom="yes")
+
+
+class FailingAdam(torch.optim.Adam):
+    """Runs out of memory within its first step, after it has changed a parameter."""
+
+    is_failing = True
+
+    def step(self, closure=None):
+        if self.is_failing:
+            self.is_failing = False
+            with torch.no_grad():
+                self.param_groups[0]["params"][1].add_(1.0)
+            raise MemoryError
+        return super().step(closure)
+
+
+class PartlyUpdated(Classifier):
+    def register(self, **given):
+        optimizer = FailingAdam(given["models"].parameters())
+        return super().register(**{**given, "optimizers": optimizer})
+
+
+def test_an_optimizer_that_raises_within_its_step_leaves_a_partial_state():
+    with local(PartlyUpdated) as trainer:
+        state = trainer.state_dict()
+        with pytest.raises(MemoryError) as caught:
+            trainer.train()
+        assert "within the step of an optimizer" in notes_of(caught.value)
+        for call in (trainer.train, trainer.state_dict, trainer.get_model):
+            with pytest.raises(RuntimeError, match="Load a checkpoint to continue"):
+                call()
+        trainer.load_state_dict(state)
+        trainer.train()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_weights_are_their_averages_for_a_while_or_stay_as_they_are(fails, monkeypatch):
+    """Rows at a time, so that it takes no memory midway."""
+    monkeypatch.setattr("raysgd.torch.features.averaging._SWAPPED_AT_ONCE", 20)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 5), torch.nn.Linear(3, 3).double())
+    model[0].weight = torch.nn.Parameter(torch.randn(10, 8)[::2])
+    model.scale = torch.nn.Parameter(torch.tensor(2.0))
+    averages = Averages([model], decay=0.5)
+    averages.note_update()
+    learnt = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    if fails:
+        monkeypatch.setattr(torch, "empty", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError), averages.in_place():
+            raise AssertionError
+    else:
+        monkeypatch.setattr(torch.Tensor, "clone", Mock(side_effect=MemoryError))
+        with averages.in_place():
+            assert all(map(torch.equal, model.parameters(), learnt))
+    assert not any(parameter.any() for parameter in model.parameters())
+
+
+# ---- batches
+
+Pair = namedtuple("Pair", "features target")
+
+
+@dataclass
+class Record:
+    features: torch.Tensor
+    weights: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Doubled:
+    """Changes what it is given, which is not to be done again to its parts."""
+
+    features: torch.Tensor
+    given: torch.Tensor = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "given", self.features)
+        object.__setattr__(self, "features", 2 * self.features)
+
+
+class Sharing(MutableMapping):
+    """A copy of it has the same items."""
+
+    def __init__(self, **items):
+        self.items_ = items
+
+    def __getitem__(self, key):
+        return self.items_[key]
+
+    def __setitem__(self, key, value):
+        self.items_[key] = value
+
+    def __delitem__(self, key):
+        del self.items_[key]
+
+    def __iter__(self):
+        return iter(self.items_)
+
+    def __len__(self):
+        return len(self.items_)
+
+
+@dataclass
+class Derived(Record):
+    def __post_init__(self):
+        self.lengths = [1] * len(self.features)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a, b: a,
+        lambda a, b: (a, b),
+        lambda a, b: [a, (b,), None],
+        lambda a, b: {"a": a, "b": [b]},
+        lambda a, b: UserDict(a=a, b=b),
+        lambda a, b: Pair(a, {"b": b}),
+        lambda a, b: Record(a, Pair(b, None)),
+        lambda a, b: (a, b.numpy()),
+        lambda a, b: Doubled(a),
+    ],
+)
+def test_batches_of_tensors_are_split(make):
+    a, b = torch.arange(10).reshape(5, 2), torch.arange(5)
+    batch = make(a, b)
+    assert num_rows(batch) == 5
+    parts = batch_parts(batch, 2)
+    assert [num_rows(part) for part in parts] == [3, 2]
+    assert repr(parts) == repr([make(a[:3], b[:3]), make(a[3:], b[3:])])
+    assert [type(part) for part in parts] == [type(batch)] * 2
+    assert [num_rows(part) for part in batch_parts(batch, 8)] == [1] * 8
+
+
+@pytest.mark.parametrize(
+    ("batch", "why"),
+    [
+        ((torch.ones(3), torch.ones(4)), r"do not share a first dimension \(3 and 4\)"),
+        ((torch.ones(3), torch.tensor(1.0)), "without dimensions"),
+        ((torch.ones(3), "text"), "a str, which is no tensor"),
+        ([None], r"\(none\)"),
+        (torch.eye(2).to_sparse(), "the layout torch.sparse_coo"),
+        (np.float64(2.0), "a float64, which is no tensor"),
+        (Sharing(a=torch.ones(2)), "a Sharing, which is no tensor"),
+        (Derived(torch.ones(2)), "a Derived, which is no tensor"),
+    ],
+)
+def test_why_a_batch_cannot_be_split_is_said(batch, why):
+    with pytest.raises(TypeError, match=why):
+        num_rows(batch)
+
+
+@pytest.mark.parametrize(
+    "holder", [list, lambda clips: (clips, {"more": clips}), lambda clips: {"clips": clips}]
+)
+def test_a_list_of_samples_is_not_cut_through_them(holder):
+    """Clips that are all of one length share a dimension, which is of time."""
+
+    class Listed(TrainingOperator):
+        def setup(self, config):
+            model = torch.nn.Linear(3, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            self.model, self.optimizer = self.register(models=model, optimizers=optimizer)
+            self.register_data(train_loader=listed(), validation_loader=listed())
+
+        def train_batch(self, batch, batch_info):
+            raise MemoryError
+
+    def listed():
+        return DataLoader(list(torch.ones(8, 10, 3)), batch_size=4, collate_fn=holder)
+
+    with local(Listed) as trainer:
+        with pytest.raises(MemoryError) as caught:
+            trainer.train()
+        assert "it has a list of 4 tensors, one for each sample" in notes_of(caught.value)
+
+
+def test_features_in_a_list_are_split_however_many_there_are():
+    class Many(Classifier):
+        def train_batch(self, batch, batch_info):
+            fail(batch)
+            (features, *_), target = batch
+            return super().train_batch((features, target), batch_info)
+
+    def fail(batch):
+        assert len(batch[0]) == 4
+        sizes.append(len(batch[1]))
+        if len(batch[1]) > 1:
+            raise MemoryError
+
+    def fourfold(samples):
+        features, target = torch.utils.data.default_collate(samples)
+        return [features] * 4, target
+
+    sizes = []
+    with local(Many) as trainer:
+        loader = DataLoader(operators.make_data(8), batch_size=4, collate_fn=fourfold)
+        trainer.get_local_operator().register_data(train_loader=loader)
+        assert trainer.train()["num_samples"] == 8
+        assert trainer.split == 4
+
+
+# ---- on a GPU
+
+
+class Wide(TrainingOperator):
+    """A net whose activations take most of the memory: 256 MiB each for a batch of 256 samples."""
+
+    def setup(self, config):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(4, 2**17), torch.nn.Tanh(), torch.nn.Tanh(), torch.nn.Linear(2**17, 1)
+        ).double()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=1e-5),
+            criterion=torch.nn.MSELoss(),
+            compile=config["compiled"],
+        )
+        self.register_data(train_loader=wide_loader(), validation_loader=wide_loader())
+
+
+def wide_loader():
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(1024, 4, dtype=torch.float64, generator=generator)
+    return DataLoader(TensorDataset(features, features.sum(dim=1, keepdim=True)), batch_size=256)
+
+
+@pytest.fixture
+def fill_gpu():
+    """A function that leaves so many bytes of the GPU free."""
+    others = []
+
+    def fill(room):
+        torch.cuda.empty_cache()
+        taken = torch.cuda.mem_get_info()[0] - room
+        others.append(torch.empty(taken, dtype=torch.uint8, device="cuda"))
+
+    yield fill
+    others.clear()
+    torch.cuda.empty_cache()
+
+
+@on_gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_on_a_gpu_that_others_have_filled_all_is_done_in_parts(compiled, fill_gpu):
+    results = []
+    for room in (None, 400 * 2**20):  # Triton tunes what it compiles with 60 MiB of them
+        with TorchTrainer(
+            training_operator_cls=Wide,
+            config={"compiled": compiled},
+            use_local=True,
+            use_gpu=True,
+        ) as trainer:
+            trainer.train(num_steps=1)
+            if room is not None:
+                fill_gpu(room)
+            loss = trainer.train()["train_loss"]
+            assert (trainer.split > 1) == (room is not None)
+            results.append((torch.tensor(loss), flat(trainer.get_model()).cpu()))
+    for whole, in_parts in zip(*results, strict=True):
+        torch.testing.assert_close(in_parts, whole, rtol=1e-12, atol=1e-12)

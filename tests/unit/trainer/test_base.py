@@ -1,0 +1,744 @@
+"""What trainers share: calls, state, files and shutdown, with one worker in this process."""
+
+import gc
+import os
+import sys
+import threading
+import traceback
+import weakref
+
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from safetensors.torch import load_file
+
+from raysgd import TorchTrainer, checkpoint
+from raysgd.callbacks import Callback, CheckpointCallback
+from raysgd.checkpoint import read_manifest
+from raysgd.errors import CheckpointError
+from raysgd.metrics import Computed
+from raysgd.trainer.calls import _counts_batches
+from tests.conftest import wait_until
+from tests.operators import Classifier, make_model, parameters
+from tests.unit.recorder import Recorder
+
+
+def state_of(trainer):
+    return trainer.get_local_operator().model.state_dict()
+
+
+def equal(left, right):
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+# ---- results
+
+
+def test_metrics_have_the_names_that_users_know(make_trainer):
+    trainer = make_trainer()
+    assert set(trainer.train()) == {
+        "epoch",
+        "num_samples",
+        "batch_count",
+        "train_loss",
+        "last_train_loss",
+    }
+    assert set(trainer.validate()) == {
+        "num_samples",
+        "batch_count",
+        "val_loss",
+        "last_val_loss",
+        "val_accuracy",
+        "last_val_accuracy",
+    }
+
+
+def test_results_can_be_had_by_worker(make_trainer):
+    trainer = make_trainer()
+    (trained,) = trainer.train(reduce_results=False)
+    assert (trained["epoch"], trained["num_samples"]) == (1, 40)
+    (validated,) = trainer.validate(reduce_results=False)
+    assert validated["num_samples"] == 40
+
+
+def test_train_reaches_train_batch_in_twelve_frames(make_trainer):
+    class Deep(Recorder):
+        def train_batch(self, batch, batch_info):
+            stacks.append([frame.name for frame in traceback.extract_stack()])
+            return super().train_batch(batch, batch_info)
+
+    stacks, caller = [], sys._getframe().f_code.co_name
+    make_trainer(Deep).train(num_steps=1)
+    names = stacks[0][stacks[0].index(caller) + 1 :]
+    assert names[-1] == "train_batch"
+    assert len(names) <= 12, names
+
+
+def test_the_newest_metrics_of_train_and_validate_are_kept(make_trainer):
+    trainer = make_trainer()
+    assert trainer.latest_metrics == {}
+    trained = trainer.train()
+    validated = trainer.validate()
+    latest = trainer.latest_metrics
+    assert latest["train_loss"] == trained["train_loss"]
+    assert latest["val_loss"] == validated["val_loss"]
+    assert latest["epoch"] == 1
+    latest.clear()
+    assert trainer.latest_metrics
+
+
+def test_every_key_of_a_batch_becomes_a_mean_and_a_last_value(make_trainer):
+    class Telling(Recorder):
+        def train_batch(self, batch, batch_info):
+            return {"k": float(batch[0][0]), "note": "x", "num_samples": len(batch[0])}
+
+    result = make_trainer(Telling).train()
+    assert (result["k"], result["last_k"]) == (16.0, 32.0)
+    assert (result["note"], result["last_note"]) == ("x", "x")
+
+
+def test_the_trainer_knows_how_far_it_is(make_trainer):
+    trainer = make_trainer()
+    assert (trainer.epoch, trainer.global_step) == (0, 0)
+    trainer.train(num_steps=2)
+    assert (trainer.epoch, trainer.global_step) == (1, 2)
+    trainer.train()
+    assert (trainer.epoch, trainer.global_step) == (1, 5)
+
+
+def test_the_trainer_knows_how_far_it_is_after_an_error(make_trainer):
+    trainer = make_trainer(Recorder)
+
+    def fail(batch_info, when):
+        if batch_info["global_step"] == 3:
+            raise ValueError("bad batch")
+
+    trainer.get_local_operator().fail = fail
+    with pytest.raises(ValueError, match="bad batch"):
+        trainer.train()
+    assert (trainer.epoch, trainer.global_step) == (1, 3)
+    assert trainer.events[-1].step == 3
+
+
+def test_events_tell_what_happened(make_trainer):
+    trainer = make_trainer(Recorder)
+
+    def fail(batch_info, when):
+        raise ValueError("bad batch")
+
+    trainer.get_local_operator().fail = fail
+    with pytest.raises(ValueError, match="bad batch"):
+        trainer.train()
+    trainer.get_local_operator().fail = lambda *arguments: None
+    trainer.train()
+    kinds = [event.kind for event in trainer.events]
+    assert kinds == ["started", "user_error", "resumed"]
+    assert "bad batch" in trainer.events[1].cause
+    assert trainer.events[2].generation > trainer.events[0].generation
+    trainer.events.clear()
+    assert trainer.events
+
+
+# ---- functions on workers
+
+
+@pytest.mark.parametrize("value", [7, None, b"bytes", b"", {"a": torch.ones(1)}, lambda: 1])
+def test_what_a_function_returns_on_a_worker_comes_back(make_trainer, value):
+    trainer = make_trainer()
+    assert trainer.apply_all_workers(lambda: value) == [value]
+    assert trainer.apply_all_operators(lambda operator: value) == [value]
+
+
+def test_a_function_gets_the_operator(make_trainer):
+    trainer = make_trainer()
+    assert trainer.apply_all_operators(lambda o: o) == [trainer.get_local_operator()]
+
+
+# ---- state
+
+
+def test_save_and_load_go_on_with_the_next_unseen_sample(make_trainer, tmp_path):
+    config = {"shuffle": True, "dropout": 0.5}
+    trainer = make_trainer(Recorder, config)
+    trainer.train(num_steps=7)
+    path = trainer.save(tmp_path / "state.pt")
+    assert path == str(tmp_path / "state.pt")
+    seen = trainer.get_local_operator().trained
+    trainer.train()
+
+    other = make_trainer(Recorder, {**config, "seed": 9})
+    other.load(path)
+    assert (other.epoch, other.global_step) == (2, 7)
+    result = other.train()
+    assert (result["epoch"], result["num_samples"]) == (2, 24)
+    assert seen[56:] == other.get_local_operator().trained
+    assert equal(state_of(trainer), state_of(other))
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda s, o: s.LambdaLR(o, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda s, o: s.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda s, o: s.StepLR(o, 2),
+    "MultiStepLR": lambda s, o: s.MultiStepLR(o, [2, 4]),
+    "ConstantLR": lambda s, o: s.ConstantLR(o),
+    "LinearLR": lambda s, o: s.LinearLR(o),
+    "ExponentialLR": lambda s, o: s.ExponentialLR(o, 0.9),
+    "SequentialLR": lambda s, o: s.SequentialLR(
+        o, [s.ConstantLR(o), s.ExponentialLR(o, 0.9)], milestones=[3]
+    ),
+    "CosineAnnealingLR": lambda s, o: s.CosineAnnealingLR(o, 10),
+    "ChainedScheduler": lambda s, o: s.ChainedScheduler([s.ConstantLR(o), s.ExponentialLR(o, 0.9)]),
+    "CyclicLR": lambda s, o: s.CyclicLR(o, 0.01, 0.1, cycle_momentum=False),
+    "CosineAnnealingWarmRestarts": lambda s, o: s.CosineAnnealingWarmRestarts(o, 3),
+    "OneCycleLR": lambda s, o: s.OneCycleLR(o, 0.1, total_steps=20),
+    "PolynomialLR": lambda s, o: s.PolynomialLR(o),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_of_torch_comes_back_from_a_file(make_trainer, tmp_path, name):
+    def scheduler(optimizer):
+        return SCHEDULERS[name](torch.optim.lr_scheduler, optimizer)
+
+    arguments = {"config": {"scheduler": scheduler}, "scheduler_step_freq": "batch"}
+    trainer, other = (make_trainer(Recorder, **arguments) for _ in range(2))
+    trainer.train(num_steps=4)
+    other.load(trainer.save(tmp_path / "state.pt"))
+    for each in (trainer, other):
+        each.train(num_steps=3)
+    rates = [each.get_local_operator().optimizer.param_groups[0]["lr"] for each in (trainer, other)]
+    assert rates[0] == rates[1]
+    assert equal(state_of(trainer), state_of(other))
+
+
+def test_a_state_is_apart_from_the_trainer(make_trainer):
+    trainer = make_trainer()
+    state = trainer.state_dict()
+    weights = state["models"][0]["0.weight"].clone()
+    trainer.train()
+    assert torch.equal(state["models"][0]["0.weight"], weights)
+    trainer.load_state_dict(state, blocking=True)
+    assert torch.equal(state_of(trainer)["0.weight"], weights)
+    trainer.train()
+    assert torch.equal(state["models"][0]["0.weight"], weights)
+    assert trainer.global_step == 5
+
+
+def test_a_state_that_was_loaded_is_not_changed(make_trainer):
+    trainer = make_trainer()
+    state = trainer.state_dict()
+    keys = set(state), set(state["data"])
+    make_trainer().load_state_dict(state)
+    assert (set(state), set(state["data"])) == keys
+
+
+class Wider(Classifier):
+    def setup(self, config):
+        model = torch.nn.Linear(8, 32)
+        self.model, self.optimizer = self.register(
+            models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1)
+        )
+
+
+class Pair(Classifier):
+    def setup(self, config):
+        models = [make_model(), make_model()]
+        self.models, self.optimizers = self.register(
+            models=models, optimizers=[torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+        )
+        self.model = models[0]
+
+
+@pytest.mark.parametrize("other", [Wider, Pair])
+def test_a_state_of_other_models_is_refused_and_changes_nothing(make_trainer, other):
+    trainer = make_trainer()
+    before = parameters(trainer.get_local_operator())
+    with pytest.raises(CheckpointError):
+        trainer.load_state_dict(make_trainer(other).state_dict())
+    assert torch.equal(parameters(trainer.get_local_operator()), before)
+
+
+def test_files_are_checked_before_the_state_is_made(make_trainer, tmp_path):
+    made = []
+
+    class Noting(Recorder):
+        def state_dict(self):
+            made.append(1)
+            return {}
+
+    trainer = make_trainer(Noting)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        trainer.save(tmp_path / "missing" / "state.pt")
+    assert not made
+    with pytest.raises(CheckpointError, match="no such file"):
+        trainer.load(tmp_path / "state.pt")
+
+
+def test_a_refused_file_leaves_the_trainer_usable(make_trainer, tmp_path):
+    trainer = make_trainer()
+    (tmp_path / "state.pt").write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError):
+        trainer.load(tmp_path / "state.pt")
+    assert trainer.train()["num_samples"] == 40
+
+
+# ---- files
+
+
+def test_a_state_that_is_loaded_is_what_a_restart_would_go_on_from(make_trainer):
+    trainer = make_trainer(Recorder)
+    trainer.train()
+    state = trainer.state_dict()
+    trainer.train()
+    trainer.load_state_dict(state)
+    kept = trainer._controller.snapshots.state()
+    assert kept["global_step"] == state["global_step"] == 5
+
+
+def test_the_manifest_says_which_trainer_wrote_a_file(make_trainer, tmp_path):
+    trainer = make_trainer(Recorder)
+    trainer.train(num_steps=7)
+    manifest = read_manifest(trainer.save(tmp_path / "state.pt"))
+    assert (manifest.world_size, manifest.epoch, manifest.global_step) == (1, 2, 7)
+    assert manifest.operator == "Recorder"
+
+
+def test_a_url_is_saved_to_and_loaded_from(make_trainer):
+    trainer = make_trainer()
+    url = "memory://trainer/state.pt"
+    try:
+        trainer.train(num_steps=3)
+        assert trainer.save(url) == url
+        other = make_trainer()
+        other.load(url)
+        assert other.global_step == 3
+    finally:
+        MemoryFileSystem.store.clear()
+        MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+def test_the_weights_alone_are_saved(make_trainer, tmp_path):
+    trainer = make_trainer(Pair)
+    path = trainer.save_model(tmp_path / "models.safetensors")
+    assert path == str(tmp_path / "models.safetensors")
+    weights = {f"1.{key}": v for key, v in trainer.state_dict()["models"][1].items()}
+    written = load_file(path)
+    assert len(written) == 2 * len(weights)
+    assert equal(weights, written)
+    single = make_trainer()
+    assert equal(single.state_dict()["models"][0], load_file(single.save_model(path)))
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Writes wait until they are let go."""
+    go, prepare = threading.Event(), checkpoint.prepare_write
+
+    def prepare_slow_write(*arguments):
+        write = prepare(*arguments)
+        return lambda: go.wait(30) and write()
+
+    monkeypatch.setattr(checkpoint, "prepare_write", prepare_slow_write)
+    yield go
+    go.set()
+
+
+def test_a_save_behind_holds_the_state_of_one_step(make_trainer, tmp_path, slow_disk):
+    """Training goes on before the first byte is written."""
+    trainer = make_trainer(Recorder)
+    trainer.train(num_steps=2)
+    state = trainer.state_dict()
+    path = trainer.save(tmp_path / "state.pt", blocking=False)
+    assert path == str(tmp_path / "state.pt")
+    assert not os.path.exists(path)
+    trainer.train(num_steps=9)
+    slow_disk.set()
+    trainer.shutdown()
+    assert same_tree(checkpoint.read_file(path), state)
+
+
+def same_tree(left, right):
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same_tree(left[k], right[k]) for k in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same_tree, left, right))
+    return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
+
+
+def test_a_save_behind_holds_copies_also_of_what_is_no_tensor(make_trainer, tmp_path, slow_disk):
+    class Counting(Recorder):
+        def state_dict(self):
+            return {"seen": self.seen, "places": [self.seen]}
+
+        seen = None
+
+    trainer = make_trainer(Counting)
+    operator = trainer.get_local_operator()
+    operator.seen = {1}
+    path = trainer.save(tmp_path / "state.pt", blocking=False)
+    operator.seen.add(2)
+    slow_disk.set()
+    trainer.shutdown()
+    assert checkpoint.read_file(path)["operator"] == {"seen": {1}, "places": [{1}]}
+
+
+def test_a_save_behind_holds_copies_of_the_tensors_of_callbacks(make_trainer, tmp_path, slow_disk):
+    class Averaging(Callback):
+        mean = torch.ones(1)
+
+        def state_dict(self):
+            return {"mean": self.mean}
+
+    averaging = Averaging()
+    trainer = make_trainer(callbacks=[averaging])
+    path = trainer.save(tmp_path / "state.pt", blocking=False)
+    averaging.mean += 1
+    slow_disk.set()
+    trainer.shutdown()
+    assert checkpoint.read_file(path)["callbacks"] == {"Averaging": {"mean": torch.ones(1)}}
+
+
+def test_a_load_waits_for_the_write_of_its_file(make_trainer, tmp_path, slow_disk):
+    trainer = make_trainer()
+    trainer.train(num_steps=2)
+    path = trainer.save(tmp_path / "state.pt", blocking=False)
+    trainer.train(num_steps=3)
+    loading = threading.Thread(target=trainer.load, args=(path,))
+    loading.start()
+    assert not os.path.exists(path)
+    slow_disk.set()
+    loading.join(30)
+    assert trainer.global_step == 2
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_save_waits_for_the_write_before_it(make_trainer, tmp_path, monkeypatch, blocking):
+    """And copies the state only then: there is never more than one that waits to be written."""
+    done, prepared, prepare = [], threading.Event(), checkpoint.prepare_write
+
+    def noting(state, path, manifest):
+        write, step = prepare(state, path, manifest), state["global_step"]
+        done.append(("copied", step))
+        if len(done) > 1:
+            prepared.set()
+
+        def write_late():
+            prepared.wait(0.3)  # a save that does not wait would come by now
+            done.append(("written", step))
+            return write()
+
+        return write_late
+
+    monkeypatch.setattr(checkpoint, "prepare_write", noting)
+    trainer = make_trainer()
+    trainer.train(num_steps=1)
+    trainer.save(tmp_path / "state.pt", blocking=False)
+    trainer.train(num_steps=1)
+    path = trainer.save(tmp_path / "state.pt", blocking=blocking)
+    trainer.load(path)
+    assert trainer.global_step == 2
+    assert done == [("copied", 1), ("written", 1), ("copied", 2), ("written", 2)]
+
+
+@pytest.fixture
+def failed_write(make_trainer, tmp_path):
+    """A trainer of two steps, whose write behind has failed."""
+    trainer = make_trainer()
+    trainer.train(num_steps=2)
+    (tmp_path / "run").mkdir()
+
+    def fail():
+        raise CheckpointError("Cannot save to run/state.pt: the disk is full")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "prepare_write", lambda *arguments: fail)
+        trainer.save(tmp_path / "run" / "state.pt", blocking=False)
+    wait_until(lambda: not writing())
+    return trainer
+
+
+def writing():
+    return [t for t in threading.enumerate() if t.name == "raysgd-checkpoint-writer"]
+
+
+def test_a_write_behind_that_fails_shows_no_password(make_trainer, monkeypatch):
+    def fail():
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(checkpoint, "prepare_write", lambda *arguments: fail)
+    trainer = make_trainer()
+    url = "memory://me:secret@host/state.pt"
+    assert trainer.save(url, blocking=False) == url
+    wait_until(lambda: not writing())
+    with pytest.raises(CheckpointError, match=r"to memory://me:\*\*\*@host/state.pt: .*broken"):
+        trainer.train()
+
+
+CALLS = {
+    "train": lambda t, path: t.train(),
+    "validate": lambda t, path: t.validate(),
+    "save": lambda t, path: t.save(path),
+    "save_behind": lambda t, path: t.save(path, blocking=False),
+    "save_model": lambda t, path: t.save_model(path),
+    "load": lambda t, path: t.load(path),
+    "state_dict": lambda t, path: t.state_dict(),
+    "get_model": lambda t, path: t.get_model(),
+    "get_local_operator": lambda t, path: t.get_local_operator(),
+    "update_scheduler": lambda t, path: t.update_scheduler(1.0),
+    "apply_all_workers": lambda t, path: t.apply_all_workers(int),
+    "apply_all_operators": lambda t, path: t.apply_all_operators(id),
+    "shutdown": lambda t, path: t.shutdown(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_next_call_raises_the_failure_of_a_write_and_does_nothing_else(
+    failed_write, tmp_path, call
+):
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        CALLS[call](failed_write, tmp_path / "next.pt")
+    assert failed_write.global_step == 2
+    assert os.listdir(tmp_path) == ["run"]
+    if call == "shutdown":
+        with pytest.raises(RuntimeError, match="shut down"):
+            failed_write.train()
+    else:
+        assert failed_write.train()["num_samples"] == 24
+
+
+def test_a_with_block_raises_the_failure_of_a_write(failed_write):
+    with pytest.raises(CheckpointError, match="the disk is full"), failed_write:
+        pass
+
+
+def test_an_error_in_a_with_block_is_raised_with_a_note_of_the_write(failed_write):
+    with pytest.raises(KeyError) as caught, failed_write:
+        raise KeyError
+    assert "the disk is full" in caught.value.__notes__[0]
+
+
+def test_what_cannot_be_saved_is_told_at_once_also_behind(make_trainer, tmp_path):
+    class Odd(Recorder):
+        def state_dict(self):
+            return {"odd": object()}
+
+    with pytest.raises(CheckpointError, match="does not exist"):
+        make_trainer().save(tmp_path / "missing" / "state.pt", blocking=False)
+    with pytest.raises(CheckpointError, match=r"state_dict\(\) returned"):
+        make_trainer(Odd).save(tmp_path / "state.pt", blocking=False)
+
+
+# ---- the end
+
+
+def test_after_shutdown_every_call_says_so(make_trainer, tmp_path):
+    trainer = make_trainer()
+    state = trainer.state_dict()
+    trainer.shutdown()
+    calls = [
+        trainer.train,
+        trainer.validate,
+        trainer.state_dict,
+        trainer.get_model,
+        trainer.get_local_operator,
+        lambda: trainer.load_state_dict(state),
+        lambda: trainer.save(tmp_path / "state.pt"),
+        lambda: trainer.save_model(tmp_path / "model.safetensors"),
+        lambda: trainer.load(tmp_path / "state.pt"),
+        lambda: trainer.update_scheduler(1.0),
+        lambda: trainer.apply_all_workers(int),
+        lambda: trainer.apply_all_operators(id),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="TorchTrainer is shut down"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_shutting_down_twice_is_harmless(make_trainer, force):
+    trainer = make_trainer()
+    trainer.train()
+    trainer.shutdown(force=force)
+    trainer.shutdown(force=force)
+    assert trainer.num_workers == 0
+    assert (trainer.epoch, trainer.global_step) == (1, 5)
+
+
+def test_a_with_block_ends_the_trainer_whatever_happens(make_trainer):
+    with make_trainer() as trainer:
+        trainer.train()
+    with pytest.raises(RuntimeError, match="shut down"):
+        trainer.train()
+    with pytest.raises(KeyError), make_trainer() as trainer:
+        raise KeyError
+    with pytest.raises(RuntimeError, match="shut down"):
+        trainer.train()
+
+
+def test_a_dropped_trainer_lets_go_of_its_operator(make_trainer):
+    trainer = TorchTrainer(
+        training_operator_cls=Recorder,
+        config={"num_samples": 8, "batch_size": 8},
+        use_local=True,
+        use_gpu=False,
+    )
+    trainer.train()
+    operator = weakref.ref(trainer.get_local_operator())
+    del trainer
+    gc.collect()
+    assert operator() is None
+
+
+def test_a_trainer_shows_what_it_trains_and_how_far_it_is(make_trainer):
+    trainer = make_trainer()
+    shown = "<TorchTrainer of Classifier: {}>"
+    assert repr(trainer) == shown.format("1 of 1 workers, 0 epochs done, step 0")
+    trainer.train()
+    assert repr(trainer) == shown.format("1 of 1 workers, 1 epoch done, step 5")
+    trainer.train(num_steps=1)
+    assert repr(trainer) == shown.format("1 of 1 workers, 1 epoch done, in another, step 6")
+    trainer.shutdown()
+    assert repr(trainer) == shown.format("shut down, 1 epoch done, in another, step 6")
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong", "meant"),
+    [
+        ("train", "num_step", "num_steps"),
+        ("validate", "profiles", "profile"),
+        ("fit", "validate_evry", "validate_every"),
+    ],
+)
+def test_a_misspelled_argument_of_a_call_is_told_which_one_may_be_meant(
+    make_trainer, method, wrong, meant
+):
+    said = rf"TorchTrainer\.{method}\(\) .*{wrong!r}\. Did you mean {meant!r}"
+    with pytest.raises(TypeError, match=said):
+        getattr(make_trainer(), method)(**{wrong: 1})
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "counts_batches"),
+    [
+        ({"loss": 0.3}, {"loss": 0.4}, True),
+        ({"loss": 0.3, "num_samples": 3}, {"loss": 0.4}, False),
+        ({"loss": 0.3}, {"loss": 0.3}, False),  # averaged already, most likely
+        ({"loss": Computed(0.3, None)}, {"loss": Computed(0.4, None)}, False),
+        ({"note": "x"}, {"note": "y"}, False),
+    ],
+)
+def test_means_that_count_by_batches_are_seen_in_what_the_workers_measured(
+    first, second, counts_batches
+):
+    assert _counts_batches([first, second]) == counts_batches
+
+
+@pytest.mark.parametrize(
+    ("add_dist_sampler", "described"),
+    [
+        (True, "partitioned by raysgd: 40 samples, batch size 8 on each of 1 workers"),
+        (False, "partitioned by your code: DataLoader of TensorDataset"),
+    ],
+)
+def test_a_trainer_says_how_the_workers_divide_each_loader(
+    make_trainer, add_dist_sampler, described
+):
+    class Listed(Recorder):
+        def make_loaders(self, config):
+            loaders = super().make_loaders(config)
+            return {**loaders, "validation_loader": {"a": [1, 2], "b": loaders["train_loader"]}}
+
+    found = make_trainer(Listed, add_dist_sampler=add_dist_sampler).describe_data()
+    assert found.keys() == {"train", "validation/a", "validation/b"}
+    assert found["train"].startswith(described)
+    assert found["validation/b"].startswith(described)
+    if add_dist_sampler:
+        assert found["validation/a"].startswith("read whole by each worker, because it is not a")
+
+
+class Compiled(Classifier):
+    """With a model, or a layer of it, that torch.compile has made."""
+
+    def register(self, *, models, **given):
+        layers = self.config["compiled"]
+        if layers == "all":
+            models = torch.compile(models, backend="eager")
+        elif layers:
+            models[0] = torch.compile(models[0], backend="eager")
+        return super().register(models=models, **given)
+
+
+@pytest.mark.parametrize("saved", ["none", "all", "one"])
+@pytest.mark.parametrize("loaded", ["none", "all", "one"])
+def test_what_a_compiled_model_saves_has_the_names_of_the_users_model(make_trainer, saved, loaded):
+    config = {"compiled": "" if saved == "none" else saved}
+    state = make_trainer(Compiled, config).state_dict()
+    assert state["models"][0].keys() == make_trainer().state_dict()["models"][0].keys()
+    other = make_trainer(Compiled, {"compiled": "" if loaded == "none" else loaded})
+    for held in state["models"][0].values():
+        held += 1
+    other.load_state_dict(state)
+    assert equal(other.state_dict()["models"][0], state["models"][0])
+    old = [{f"_orig_mod.{name}": value + 1 for name, value in state["models"][0].items()}]
+    other.load_state_dict({**state, "models": old})
+    assert not equal(other.state_dict()["models"][0], state["models"][0])
+
+
+def test_a_config_that_has_changed_since_the_checkpoint_is_told(make_trainer, caplog):
+    before = make_trainer(config={"lr": 0.1, "api_key": "a", "note": "x"}).state_dict()
+    assert before["config"]["api_key"] == "***"
+    make_trainer(config={"lr": 0.1, "api_key": "b", "note": "x"}).load_state_dict(before)
+    assert not caplog.messages
+    make_trainer(config={"lr": 0.5, "note": "y", "new": 1}).load_state_dict(before)
+    (message,) = caplog.messages
+    assert "The config differs from the checkpoint's: lr 0.1 → 0.5, note 'x' → 'y'." in message
+
+
+def flat(optimizer):
+    """A scheduler that halves the rate with each metric but the first."""
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, factor=0.5, patience=0, threshold=1e9, threshold_mode="abs"
+    )
+
+
+def rate_of(trainer):
+    return trainer.get_local_operator().optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("monitor", ["val_loss", "train_loss"])
+def test_fit_steps_a_scheduler_of_plateaus_with_the_metric_also_over_a_resume(
+    make_trainer, tmp_path, monitor
+):
+    settings = {"scheduler_step_freq": "epoch", "monitor": monitor}
+    for num_epochs in (2, 4):
+        saving = CheckpointCallback(tmp_path, monitor="val_loss")
+        trainer = make_trainer(Recorder, {"scheduler": flat}, callbacks=[saving], **settings)
+        trainer.fit(fast_dev_run=True)
+        trainer.fit(num_epochs)
+        assert rate_of(trainer) == 0.01 * 0.5 ** (num_epochs - 1)
+
+
+def test_a_metric_for_schedulers_that_is_not_there_is_told(make_trainer):
+    settings = {"scheduler_step_freq": "epoch", "monitor": "los"}
+    with pytest.raises(ValueError, match=r"monitor='los'.*There are: .*val_loss"):
+        make_trainer(Recorder, {"scheduler": flat}, **settings).fit(1)
+    with pytest.raises(ValueError, match=r"loop of your own"):
+        make_trainer(Recorder, {"scheduler": flat}, **settings).train()
+    with pytest.raises(ValueError, match=r"monitor='loss'.*\"epoch\" with it"):
+        make_trainer(monitor="loss")
+
+
+def test_a_search_for_the_rate_steps_no_scheduler_that_waits_for_a_metric(make_trainer):
+    settings = {"scheduler_step_freq": "epoch", "monitor": "val_loss"}
+    config = {"scheduler": flat, "batch_size": 40}  # a step is an epoch
+    trainer = make_trainer(Recorder, config, **settings)
+    assert len(trainer.find_learning_rate(1e-6, 1e-5, num_steps=3).rates) == 3
+    assert not trainer.validation_due
+    assert rate_of(trainer) == 0.01
+
+
+def test_a_manual_scheduler_that_nobody_steps_is_told(make_trainer, caplog):
+    trainer = make_trainer(Recorder, {"scheduler": flat}, scheduler_step_freq="manual")
+    trainer.fit(2)
+    assert "no scheduler was stepped" in caplog.text
