@@ -46,6 +46,7 @@ __all__ = [
     "is_plain_shuffle",
     "makes_own_batches",
     "orders_differ",
+    "picked",
     "wrap_loader",
 ]
 
@@ -331,11 +332,12 @@ class _Indices:
 
     def __iter__(self) -> Iterator[Any]:
         self.drawn, order = True, self._order
-        batches = (_picked(order, start, stop) for start, stop in self._spans())
+        batches = (picked(order, start, stop) for start, stop in self._spans())
         return itertools.chain.from_iterable(batches) if self._flat else batches
 
 
-def _picked(order: Order, start: int, stop: int) -> list[Any]:
+def picked(order: Order, start: int, stop: int) -> list[Any]:
+    """Return the keys of the samples from `start` to `stop` of an order."""
     if order is None:
         return list(range(start, stop))
     keys = order[start:stop]

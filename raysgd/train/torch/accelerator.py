@@ -194,20 +194,22 @@ def prepare_data_loader(
     move_to_device: bool = True,
     auto_transfer: bool = True,
 ) -> torch.utils.data.DataLoader[Any]:
-    """Return a loader of which each worker gets its part, on its device.
+    """Return a loader that gives each worker its part of the data, on its device.
 
-    A loader that shuffles goes on doing so, in an order that all workers agree on. It changes with
-    each pass over the loader; ``loader.sampler.set_epoch(n)`` sets it, as with torch's own sampler,
-    before any pass, the first as well; later passes count on from there.
-    What any other sampler gives (a subset, a weighted draw) is shared out as it gives it: every
-    worker draws all of it, with the same random numbers, and takes its part. The last ones are
-    made even with the first. Where its order is another than on the worker that began the same
-    pass first, the pass raises RuntimeError; no worker waits for another meanwhile, and without a
-    process group of torch.distributed nothing is compared.
+    A pass uses every sample once. Each step has the same number of samples as with the full group,
+    and the batches of a step differ by one sample at most; `backward` weights their losses by it.
+    If a last step has fewer samples than workers, some workers repeat a sample, which `backward`
+    weights by 0.
 
-    Where a run that was given ``num_workers=(min, max)`` has fewer than the most, a step keeps its
-    size: batches become larger, which a warning says, and differ by one sample at most, by which
-    `backward` weights their losses. ``ElasticConfig(global_batch="scale")`` makes steps smaller.
+    A loader that shuffles does so in an order that all workers agree on, and that changes with each
+    pass. ``loader.sampler.set_epoch(n)`` sets the epoch, also before the first pass. Later passes
+    count from there. Any other sampler (a subset, a weighted draw) is drawn whole on every worker,
+    with the same random numbers. If its order differs from that of the worker that began the same
+    pass first, the pass raises RuntimeError. Without a process group of torch.distributed nothing
+    is compared.
+
+    If a run with ``num_workers=(min, max)`` has fewer workers than the most, batches become larger,
+    and a warning says so. ``ElasticConfig(global_batch="scale")`` makes steps smaller instead.
 
     Args:
         data_loader: the loader, the same on all workers; its batch size is that of one worker in
@@ -261,8 +263,8 @@ def prepare_optimizer(optimizer: Optimizer) -> Optimizer:
 def backward(tensor: torch.Tensor) -> None:
     """Compute the gradients of a loss, in the precision of the run.
 
-    The loss is the mean over a batch of a loader that `prepare_data_loader` returned: where workers
-    have batches of different sizes, it counts by the size of this worker's.
+    The loss is the mean over a batch of a loader that `prepare_data_loader` returned. If the
+    batches of a step differ in size, the loss is weighted by the size of this worker's batch.
     """
     accelerator = _accelerator()
     share = accelerator.share

@@ -20,6 +20,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from raysgd.data.partition import EpochPartition, even_part
 from raysgd.torch.loading import (
     Order,
     bytes_of,
@@ -28,6 +29,7 @@ from raysgd.torch.loading import (
     is_plain_shuffle,
     makes_own_batches,
     orders_differ,
+    picked,
 )
 from raysgd.torch.to_device import moved
 
@@ -116,7 +118,7 @@ class PreparedLoader(DataLoader[Any]):
             whole = batches
             batches = (moved(batch, device) for batch in whole)
         sampler = self._loader.sampler
-        if self._weigh is None or not isinstance(sampler, _SharedSampler) or sampler.is_even:
+        if self._weigh is None or not isinstance(sampler, _SharedSampler):
             return batches
         return _weighed(batches, sampler, self._weigh)
 
@@ -183,8 +185,8 @@ def _record(batch: Any, stream: Any) -> None:
 class _SharedSampler(DistributedSampler[Any]):
     """This worker's part of what a loader's sampler gives.
 
-    Every worker draws the whole order, from the same random numbers, and takes its part of each
-    step's samples, which are those of a step of the full group.
+    Every worker draws the whole order from the same random numbers. An `EpochPartition` selects
+    this worker's part of each step.
     """
 
     def __init__(
@@ -197,11 +199,6 @@ class _SharedSampler(DistributedSampler[Any]):
         full_size: int,
     ) -> None:
         given: Any = loader.sampler
-        if loader.batch_size is None:  # items are batches, and two make no larger one
-            full_size = num_replicas
-        self._full_size, self._step = full_size, full_size * (loader.batch_size or 1)
-        self.is_even = full_size == num_replicas
-        """Whether all workers have as many samples in each step."""
         # of one over something else than the data, torch's own shuffle is not the order
         self._is_plain = is_plain_shuffle(given) and len(given) == len(loader.dataset)  # type: ignore[arg-type]
         self._given = given
@@ -209,6 +206,10 @@ class _SharedSampler(DistributedSampler[Any]):
         self._check = None if follows_seed else _OrderCheck(given, num_replicas, rank, run)
         super().__init__(given, num_replicas, rank, shuffle=self._is_plain, seed=seed)
         self.dataset = loader.dataset
+        # items of a loader without a batch size are batches, and two of them make no larger one
+        self._batch_size = loader.batch_size or 1
+        self._full_size = num_replicas if loader.batch_size is None else full_size
+        self._drops_last = loader.drop_last
 
     @property
     def epoch(self) -> int:
@@ -227,42 +228,38 @@ class _SharedSampler(DistributedSampler[Any]):
             self._given.set_epoch(epoch)
 
     @property
-    def _sizes(self) -> Iterator[int]:
-        total = -(-len(self._given) // self._full_size) * self._full_size
-        return (min(self._step, total - start) for start in range(0, total, self._step))
+    def _partition(self) -> EpochPartition:
+        return EpochPartition(
+            len(self._given),
+            self._batch_size,
+            self.num_replicas,
+            self.rank,
+            drop_last=self._drops_last,
+            full_size=self._full_size,
+        )
 
     def shares(self) -> Iterator[float]:
-        """Return what this worker's mean counts for among those of the workers, by step."""
-        for size in self._sizes:
-            yield len(range(self.rank, size, self.num_replicas)) * self.num_replicas / size
+        """Yield the weight of each batch's mean in the mean over the workers."""
+        for size in self._partition.sizes(0):
+            first, stop = even_part(size, self.num_replicas, self.rank)
+            counts = self.rank < size  # the other samples are given a second time
+            yield (stop - first) * counts * self.num_replicas / size
 
     @property
     def batch_size(self) -> int:
         """Samples of this worker in a full step."""
-        return len(range(self.rank, self._step, self.num_replicas))
+        first, stop = even_part(self._partition.stride, self.num_replicas, self.rank)
+        return stop - first
 
     def __len__(self) -> int:
-        return sum(len(range(self.rank, size, self.num_replicas)) for size in self._sizes)
+        return sum(stop - start for start, stop in self._partition.batches())
 
     def __iter__(self) -> Iterator[Any]:
         order = drawn_order(self._given, self.seed + self._epoch, self._is_plain)
         if self._check is not None:
             self._check(self._epoch, order)
-        keys: list[Any]
-        if order is None:
-            keys = list(range(len(self._given)))
-        else:
-            keys = order if isinstance(order, list) else order.tolist()
-        # begun again where it does not divide, as torch does, so that all have equally many
-        missing = -len(keys) % self._full_size
-        keys = [*keys, *itertools.islice(itertools.cycle(keys), missing)] if missing else keys
-        if self.is_even:
-            return iter(keys[self.rank :: self.num_replicas])
-        step, rank = self._step, self.rank
-        starts = range(0, len(keys), step)
-        return itertools.chain.from_iterable(
-            keys[start : start + step][rank :: self.num_replicas] for start in starts
-        )
+        spans = self._partition.batches()
+        return itertools.chain.from_iterable(picked(order, *span) for span in spans)
 
 
 class _OrderCheck:
