@@ -266,11 +266,11 @@ class TrainingOperator(OperatorBase):
         metrics to those of ``super().validate_batch(batch, batch_info)``.
 
         Returns:
-            ``val_loss``, ``num_samples``, and ``val_accuracy`` where the output is
-            (batch, classes, ...) and the target (batch, ...) or (batch, 1, ...): the share of
-            positions at which the index of the largest entry along dimension 1 equals the target.
-            Where shapes are others, the first result of `validate` has ``no_val_accuracy``, a text
-            that says so.
+            ``val_loss``, ``num_samples``, and ``val_accuracy`` if the output is
+            (batch, classes, ...) and the target holds class indices, integers of shape (batch, ...)
+            or (batch, 1, ...): the share of positions at which the index of the largest entry along
+            dimension 1 equals the target. Otherwise the first result of `validate` has the reason
+            as ``no_val_accuracy``.
         """
         model, batch = self._default("model"), self.to_device(batch)
         given = read_batch(batch, model)
@@ -287,9 +287,9 @@ class TrainingOperator(OperatorBase):
             metrics["val_accuracy"] = accuracy
         elif self._no_accuracy is not None:
             self._no_accuracy = (
-                "val_accuracy compares an output (batch, classes, ...) with a target (batch, ...), "
-                f"but these are {_shape(output)} and {_shape(target)}. Return a metric of your own "
-                "from validate_batch."
+                "val_accuracy compares an output (batch, classes, ...) with a target (batch, ...) "
+                f"of class indices, but these are {shapes_of(output)} and {shapes_of(target)}. "
+                "Return a metric of your own from validate_batch."
             )
         return metrics
 
@@ -687,7 +687,9 @@ def _accuracy(output: Any, target: Any) -> torch.Tensor | None:
     """
     if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
         return None
-    if output.dim() < 2 or output.shape[1] == 0:
+    if output.dim() < 2 or output.shape[1] < 2:
+        return None
+    if target.is_floating_point() or target.is_complex():  # no class indices
         return None
     batch, _, *rest = output.shape
     if list(target.shape) not in ([batch, *rest], [batch, 1, *rest]):
@@ -695,9 +697,3 @@ def _accuracy(output: Any, target: Any) -> torch.Tensor | None:
     if output.is_complex() or output.dtype is torch.bool:  # these have no largest entry
         return None
     return (output.argmax(dim=1).reshape(target.shape) == target).double().mean()
-
-
-def _shape(value: Any) -> str:
-    """Return the shape of a tensor, or the type of something else, as text."""
-    is_tensor = isinstance(value, torch.Tensor)
-    return str(tuple(value.shape)) if is_tensor else f"a {type(value).__name__}"

@@ -268,19 +268,19 @@ def test_accuracy_and_loss_do_not_depend_on_how_samples_are_batched(sizes):
         # (batch, classes, positions), as in segmentation
         (torch.eye(2).reshape(1, 2, 2), torch.tensor([[0, 0]]), 0.5),
         (torch.eye(3), torch.eye(3), None),  # targets of probabilities
-        (torch.ones(3, 2), torch.tensor([0.0, 1.0, 0.5]), 1 / 3),  # real targets
+        (torch.ones(3, 2), torch.tensor([0.0, 1.0, 0.5]), None),  # real targets
+        (torch.ones(3, 1), torch.tensor([[0.5], [0.0], [1.5]]), None),  # a regression
+        (torch.ones(3, 1), torch.tensor([0, 1, 0]), None),  # counts: one class is none
         (torch.ones(3), torch.tensor([0, 1, 0]), None),  # one score a sample
         (torch.ones(3, 2, dtype=torch.bool), torch.tensor([0, 1, 0]), None),
         (torch.eye(3), torch.tensor([[0], [1], [0]]), 2 / 3),
-        # (batch, 1, positions), as of a U-Net with one channel
-        (torch.ones(2, 1, 2), torch.tensor([[[0.0, 1.0]], [[0.0, 0.0]]]), 3 / 4),
         (torch.ones(3, 2, 5), torch.zeros(3, dtype=torch.long), None),
         (torch.ones(3, 2), torch.zeros(4, dtype=torch.long), None),
         ({"logits": torch.eye(3)}, torch.tensor([0, 1, 0]), 2 / 3),
         ({"scores": torch.eye(3)}, torch.tensor([0, 1, 0]), None),
     ],
 )
-def test_accuracy_is_given_only_where_the_shapes_allow(output, target, accuracy):
+def test_accuracy_is_given_only_for_class_indices_of_a_fitting_shape(output, target, accuracy):
     operator = operator_with(criterion=lambda output, target: torch.tensor(0.0))
     operator.model = lambda features: output
     result = operator.validate_batch((torch.zeros(1), target), {})
@@ -296,7 +296,7 @@ def test_the_first_validation_says_why_it_has_no_accuracy():
     operator.model = lambda features: torch.zeros(3)
     batches = [(torch.zeros(1), torch.tensor([0, 1, 0]))] * 2
     first, second = operator.validate(iter(batches)), operator.validate(iter(batches))
-    assert "these are (3,) and (3,). Return a metric" in first.pop("no_val_accuracy")
+    assert "these are float32 (3,) and int64 (3,). Return a metric" in first.pop("no_val_accuracy")
     assert first == second
 
 
