@@ -54,6 +54,8 @@ _METHODS_OF_THE_MODULE = (
     "train",
 )
 """Methods of a wrapper that call those of its module, so that names have no prefix."""
+_METHODS_OF_CONTAINERS = ("__delitem__", "__getitem__", "__iter__", "__len__", "__setitem__")
+"""The same for modules that have one of them."""
 
 
 class ReplicatedModel(DistributedDataParallel):
@@ -152,6 +154,17 @@ for _name in _METHODS_OF_THE_MODULE:
     setattr(ReplicatedModel, _name, _of_module(_name))
 
 
+class ReplicatedContainer(ReplicatedModel):
+    """A wrapper of a module that has items, such as ``torch.nn.Sequential``."""
+
+    def __bool__(self) -> bool:
+        return bool(self.module)
+
+
+for _name in _METHODS_OF_CONTAINERS:
+    setattr(ReplicatedContainer, _name, _of_module(_name))
+
+
 def wrapped(
     model: torch.nn.Module,
     device: torch.device,
@@ -168,7 +181,8 @@ def wrapped(
     stays = is_criterion or only_running_statistics(model)
     if stays and "broadcast_buffers" not in given:
         given.setdefault("forward_sync_buffers", False)
-    return ReplicatedModel(model, **given)
+    has_items = any(hasattr(model, name) for name in _METHODS_OF_CONTAINERS)
+    return (ReplicatedContainer if has_items else ReplicatedModel)(model, **given)
 
 
 def check_exchanged(

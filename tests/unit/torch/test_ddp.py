@@ -621,6 +621,21 @@ def test_parts_that_are_added_to_a_wrapper_are_added_to_its_module(process_group
     assert {"head.weight", "seen"} <= {*model.state_dict()} == {*wrapped.state_dict()}
 
 
+def test_a_wrapper_has_the_items_of_its_module(process_group):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    wrapped = ddp.wrapped(model, torch.device("cpu"), {})
+    assert (len(wrapped), [*wrapped], wrapped[0]) == (2, [*model], model[0])
+    wrapped[1] = torch.nn.Tanh()
+    assert isinstance(model[1], torch.nn.Tanh)
+    del wrapped[1]
+    assert len(model) == 1
+    assert wrapped
+    assert len(pickle.loads(pickle.dumps(wrapped))) == 1
+    without_items = ddp.wrapped(Encoder(), torch.device("cpu"), {})
+    assert without_items
+    assert not hasattr(without_items, "__len__")
+
+
 @pytest.mark.parametrize("bypass", [lambda m, x: m.encode(x), lambda m, x: ddp.plain(m)(x)])
 def test_a_step_whose_gradients_the_workers_have_not_averaged_is_refused(process_group, bypass):
     model = ddp.ReplicatedModel(Encoder())
