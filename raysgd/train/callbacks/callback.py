@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,13 @@ from raysgd.train.callbacks.preprocessors import (
 from raysgd.train.constants import ALL_RESERVED_KEYS
 from raysgd.train.result import REPORTS, read_reports
 
-__all__ = ["FileCallback", "TrainingCallback"]
+__all__ = ["FileCallback", "TrainingCallback", "visible"]
+
+
+def visible(callback: Any, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return results without the reserved metrics that the callback does not ask for."""
+    hidden = ALL_RESERVED_KEYS.difference(getattr(callback, "RESERVED_KEYS", ()))
+    return ExcludedKeysResultsPreprocessor(hidden).preprocess(results)
 
 
 class TrainingCallback:
@@ -23,11 +30,11 @@ class TrainingCallback:
 
     results_preprocessor: ResultsPreprocessor | None = None
     """Applied to results before `handle_result` gets them."""
-    _hides: ResultsPreprocessor = ExcludedKeysResultsPreprocessor(ALL_RESERVED_KEYS)
-    """Applied before that: leaves out by what parts of this library talk to each other."""
+    RESERVED_KEYS: Iterable[str] = ()
+    """Names of reserved metrics that the callback gets, such as traces of `TorchWorkerProfiler`."""
 
     def start_training(
-        self, logdir: str | os.PathLike[str], config: dict[str, Any], **info: Any
+        self, logdir: str | os.PathLike[str], config: dict[str, Any] | None = None, **info: Any
     ) -> None:
         """Called as a run begins.
 
@@ -39,7 +46,7 @@ class TrainingCallback:
 
     def process_results(self, results: list[dict[str, Any]], **info: Any) -> None:
         """Called with what the workers reported, by rank; hands it, preprocessed, on."""
-        results = self._hides.preprocess(results)
+        results = visible(self, results)
         if self.results_preprocessor is not None:
             results = self.results_preprocessor.preprocess(results)
         self.handle_result(results, **info)
@@ -76,13 +83,13 @@ class FileCallback(TrainingCallback):
         self.results_preprocessor = IndexedResultsPreprocessor(workers)
 
     def start_training(
-        self, logdir: str | os.PathLike[str], config: dict[str, Any], **info: Any
+        self, logdir: str | os.PathLike[str], config: dict[str, Any] | None = None, **info: Any
     ) -> None:
         """Make the folder, and begin."""
         self._folder = checked_path("logdir", self._given or Path(logdir, self._subfolder))
         self._folder.mkdir(parents=True, exist_ok=True)
         self._is_restored = bool(read_reports(Path(logdir, REPORTS)))
-        self._begin(config)
+        self._begin(config or {})
 
     def _begin(self, config: dict[str, Any]) -> None:
         """Begin to write, once the folder is there."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from raysgd.train.callbacks.callback import TrainingCallback
+from raysgd.train.callbacks.callback import visible
 
 __all__ = ["CallbackHandler"]
 
@@ -59,7 +59,7 @@ class CallbackHandler:
             if hasattr(callback, "process_results"):
                 callback.process_results(own)
             else:  # no relative of ours
-                callback.handle_result(TrainingCallback._hides.preprocess(own))
+                callback.handle_result(visible(callback, own))
 
     def _finish(self, begun: Sequence[Any], failed: bool) -> None:
         """Tell all of them, also where one raises."""

@@ -6,7 +6,6 @@ import os
 from typing import Any
 
 from raysgd.train.callbacks.callback import FileCallback
-from raysgd.train.callbacks.preprocessors import ResultsPreprocessor
 from raysgd.train.constants import PYTORCH_PROFILER_KEY
 
 __all__ = ["TorchTensorboardProfilerCallback"]
@@ -21,7 +20,7 @@ class TorchTensorboardProfilerCallback(FileCallback):
     """
 
     _subfolder = "pytorch_profiler"
-    _hides = ResultsPreprocessor()
+    RESERVED_KEYS = (PYTORCH_PROFILER_KEY,)
 
     def __init__(
         self,

@@ -98,6 +98,19 @@ def test_one_that_is_no_relative_of_ours_is_told_the_same(tmp_path):
     assert processes.told[1] == [{"a": 1, PYTORCH_PROFILER_KEY: []}]
 
 
+@pytest.mark.parametrize("keys", [(), {PYTORCH_PROFILER_KEY}])
+def test_a_callback_gets_the_reserved_metrics_that_it_names(keys):
+    class Seen(TrainingCallback):
+        RESERVED_KEYS = keys
+
+        def handle_result(self, results, **info):
+            self.results = results
+
+    seen = Seen()
+    CallbackHandler([seen]).handle([{"a": 1, PYTORCH_PROFILER_KEY: []}])
+    assert seen.results == [{"a": 1, **{key: [] for key in keys}}]
+
+
 def test_what_is_no_callback_is_refused():
     with pytest.raises(TypeError, match="or have its start_training, finish_training, and"):
         CallbackHandler([object()])

@@ -22,6 +22,16 @@ def test_the_json_log_is_whole_after_each_report(tmp_path):
     assert logged[0][1]["nan"] == "nan"
 
 
+def test_a_subclass_may_start_the_log_by_its_folder_alone(tmp_path):
+    class Mine(JsonLoggerCallback):
+        def start_training(self, logdir, **info):
+            super().start_training(logdir)
+
+    callback = Mine()
+    callback.start_training(tmp_path, config={"lr": 1})
+    assert json.loads(callback.log_path.read_text()) == []
+
+
 def test_a_log_has_no_folder_before_a_run():
     with pytest.raises(RuntimeError, match="JsonLoggerCallback has no folder"):
         _ = JsonLoggerCallback().log_path
