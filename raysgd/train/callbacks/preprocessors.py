@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -131,8 +132,8 @@ class WeightedAverageResultsPreprocessor(_Aggregating):
 
     Args:
         keys: of which metrics; None for all that are numbers.
-        weight_key: name of the metric that is the weight. Where one worker lacks it, or all are
-            zero, the workers count alike.
+        weight_key: name of the metric that is the weight. Workers without a number there do not
+            count. If there is none, or their sum is zero, all workers count equally.
     """
 
     def __init__(self, keys: Iterable[str] | None = None, weight_key: str = "nb_steps") -> None:
@@ -141,16 +142,19 @@ class WeightedAverageResultsPreprocessor(_Aggregating):
 
     def preprocess(self, results: Results) -> Results:
         """Return the results with the means."""
-        weights = [numbers_in(result).get(self._weight_key) for result in results]
-        known = [weight for weight in weights if weight is not None]
-        if len(known) < len(weights) or sum(known) == 0:
-            logger.warning("Workers count alike: %r is no weight.", self._weight_key)
-            known = [1.0] * len(results)
+        found = [numbers_in(result).get(self._weight_key, math.nan) for result in results]
+        missing = [rank for rank, weight in enumerate(found) if math.isnan(weight)]
+        weights = [0.0 if math.isnan(weight) else weight for weight in found]
+        if sum(weights) == 0:
+            logger.warning("Workers count equally: no worker has a weight %r.", self._weight_key)
+            weights = [1.0] * len(results)
+        elif missing:
+            logger.warning("Ranks %s do not count: no weight %r.", missing, self._weight_key)
 
         def mean(held: dict[int, float]) -> float:
-            total = sum(known[rank] for rank in held)
+            total = sum(weights[rank] for rank in held)
             if total == 0:
                 return sum(held.values()) / len(held)
-            return sum(value * known[rank] for rank, value in held.items()) / total
+            return sum(value * weights[rank] for rank, value in held.items()) / total
 
         return self._aggregated(results, f"weight_avg_{self._weight_key}({{}})", mean)

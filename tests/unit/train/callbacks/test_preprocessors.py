@@ -63,6 +63,14 @@ def test_workers_count_that_have_reported_a_number(preprocessor, name, value, ca
     assert f"{name.replace('(a)', '(c)')} counts ranks [] alone" in caplog.text
 
 
+@pytest.mark.parametrize("wrong", [None, "five", float("nan")])
+def test_workers_whose_weight_is_no_number_do_not_count(wrong, caplog):
+    results = [{"a": 2, "n": 1}, {"a": 100, "n": wrong}, {"a": 4, "n": 3}]
+    (first, *_) = WeightedAverageResultsPreprocessor(["a"], "n").preprocess(results)
+    assert first["weight_avg_n(a)"] == 3.5
+    assert "Ranks [1] do not count: no weight 'n'" in caplog.text
+
+
 def test_one_after_the_other():
     both = SequentialResultsPreprocessor(
         [AverageResultsPreprocessor(["a"]), IndexedResultsPreprocessor(0)]
