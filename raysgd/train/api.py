@@ -67,7 +67,8 @@ def report(
     Both ways of writing it are taken: ``report(loss=0.1, epoch=1)``, and ``report({"loss": 0.1},
     checkpoint=...)``. Returns at once unless the report before has not been taken yet, which is so
     while another worker is slower; with a checkpoint it returns when that is safe. ``_timestamp``
-    (seconds since the epoch), ``_time_this_iter_s`` and ``_training_iteration`` (from 1) are added.
+    (whole seconds since the epoch), ``_time_this_iter_s`` (unless you report it yourself) and
+    ``_training_iteration`` (from 1) are added.
     Outside of a run it warns once and does nothing.
 
     Args:
@@ -95,6 +96,14 @@ def report(
         and named.keys() <= {"metrics", *known}
     ):
         metrics = named.pop("metrics")
+        if checkpoint is None and not named and "metrics" not in _WARNED and world_rank() == 0:
+            _WARNED.add("metrics")
+            warnings.warn(
+                "report(metrics={...}) reports each entry of the dict as a metric. Ray 1.13 "
+                "reported one metric called 'metrics'. For that, write report({'metrics': {...}}); "
+                "to get no warning, write report({...}).",
+                stacklevel=2,
+            )
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(f"report({metrics!r}): takes a dict, or metrics by name: report(loss=0.1).")
     if checkpoint is not None and not hasattr(checkpoint, "to_directory"):
@@ -118,8 +127,8 @@ def save_checkpoint(**state: Any) -> None:
     """Save a checkpoint, on every worker and equally often; that of worker 0 is kept.
 
     Returns when the driver has it, so that it survives whatever happens to workers from then on.
-    ``_timestamp`` (seconds since the epoch) is added. Tensors of a GPU are read back on the CPU,
-    and of a DistributedDataParallel the model in it. Outside of a run it warns once and does
+    ``_timestamp`` (whole seconds since the epoch) is added. Tensors of a GPU are read back on the
+    CPU, and of a DistributedDataParallel the model in it. Outside of a run it warns once and does
     nothing.
 
     Args:

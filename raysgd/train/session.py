@@ -212,9 +212,9 @@ class Session:
         now = time.monotonic()
         self.iteration += 1
         encoded: Any = {
-            **metrics,
-            TIMESTAMP: time.time(),
             TIME_THIS_ITER_S: now - self._reported_at,
+            **metrics,
+            TIMESTAMP: int(time.time()),
             TRAINING_ITERATION: self.iteration,
         }
         if self.plan.detailed:
@@ -252,7 +252,7 @@ class Session:
     def save(self, state: Mapping[str, Any]) -> None:
         """Hand a checkpoint to the driver; worker 0's is kept. Returns when that is safe."""
         self._settle()
-        self._hand_over("checkpoint", None, state, {**state, TIMESTAMP: time.time()})
+        self._hand_over("checkpoint", None, state, {**state, TIMESTAMP: int(time.time())})
 
     def load(self) -> Checkpoint | None:
         """Return the newest checkpoint, with what `save` or `report` was given."""
@@ -317,7 +317,7 @@ class Session:
             content=content,
             checkpoint=blob if self.context.world_rank == 0 else None,
             has_checkpoint=blob is not None,
-            numbers={TIMESTAMP: time.time(), **numbers_in(scores or {})},
+            numbers={**numbers_in(scores or {}), TIMESTAMP: time.time()},
             names=tuple(scores or ()),
             iteration=self.iteration,
             validation=options.validation,

@@ -33,13 +33,33 @@ def test_both_forms_of_report_are_the_same(run):
     taken = run()
     train.report(loss=1.0, epoch=2)
     train.report({"loss": 1.0, "epoch": 2})
-    train.report(metrics={"loss": 1.0, "epoch": 2})
+    train.report(metrics={"loss": 1.0, "epoch": 2}, checkpoint=Checkpoint.from_dict({}))
     for n, turn in enumerate(taken.turns):
         own = {k: v for k, v in turn.metrics.items() if not k.startswith("_")}
         assert own == {"loss": 1.0, "epoch": 2}
         assert turn.metrics["_training_iteration"] == n + 1
         assert turn.metrics["_time_this_iter_s"] >= 0
         assert turn.metrics["_timestamp"] > 1e9
+
+
+def test_metrics_as_a_keyword_alone_warn_once_that_they_are_spread(run, monkeypatch):
+    monkeypatch.setattr(inside, "_WARNED", set())
+    run()
+    with pytest.warns(UserWarning, match=r"write report\(\{'metrics': \{\.\.\.\}\}\)") as warned:
+        train.report(metrics={"loss": 1.0})
+    assert warned[0].filename == __file__
+    train.report(metrics={"loss": 1.0})
+
+
+def test_a_time_that_the_function_reports_is_kept_and_the_timestamp_is_whole(run):
+    taken = run()
+    train.report(_time_this_iter_s=7.5, _timestamp=3)
+    train.save_checkpoint(epoch=1, _timestamp=3)  # as one that was loaded has it
+    assert taken.turns[1].numbers["_timestamp"] > 1e9
+    assert taken.turns[0].metrics["_time_this_iter_s"] == 7.5
+    for stamp in (taken.turns[0].metrics["_timestamp"], train.load_checkpoint()["_timestamp"]):
+        assert type(stamp) is int
+        assert stamp > 1e9
 
 
 def test_a_metric_may_be_called_checkpoint(run):
