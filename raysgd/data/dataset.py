@@ -21,8 +21,9 @@ class Dataset:
     [0, 30]
 
     Args:
-        dataset: the items; anything that is not a sequence is listed once. They are sent to the
-            workers, so let them be names of what is large.
+        data: the items. Anything that is not a sequence, such as an iterator of
+            ``ray.util.iter``, is listed once, so it must have an end. Items are sent to the
+            workers: let them be names of large files.
         batch_size: items that each worker takes at a step.
         download_func: turns an item into a sample; runs on the worker. None: items are samples.
         max_concurrency: how many items of a batch are downloaded at the same time, in threads;
@@ -34,21 +35,28 @@ class Dataset:
     is stacked as a DataLoader does.
 
     Raises:
-        TypeError: if `dataset` is not iterable or a function is not callable.
-        ValueError: if `batch_size` is below 1 or `max_concurrency` below 0.
+        TypeError: if `data` is not iterable or a function is not callable.
+        ValueError: if `batch_size` is below 1, `max_concurrency` is below 0, or a
+            ``ray.util.iter`` iterator repeats its items without end.
     """
 
     def __init__(
         self,
-        dataset: Iterable[Any],
+        data: Iterable[Any],
         batch_size: int = 32,
         download_func: Callable[[Any], Any] | None = None,
         max_concurrency: int = 0,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        if not isinstance(dataset, Iterable):
-            hint = " Pass a list of its items." if hasattr(dataset, "gather_sync") else ""
-            raise TypeError(f"Dataset(dataset=...) must be iterable, but it is {dataset!r}.{hint}")
+        if not isinstance(data, Iterable):
+            raise TypeError(f"Dataset(data=...) must be iterable, but it is {data!r}.")
+        if hasattr(data, "gather_sync"):  # a ParallelIterator of Ray
+            if "repeat=True" in repr(data):
+                raise ValueError(
+                    f"Dataset(data={data!r}): must have an end, so leave repeat=True out. "
+                    "train(num_steps=...) starts again at the end of the items by itself."
+                )
+            data = data.gather_sync()
         for name, function in (("download_func", download_func), ("transform", transform)):
             if function is not None and not callable(function):
                 raise TypeError(f"Dataset({name}=...) must be callable, but it is {function!r}.")
@@ -56,7 +64,7 @@ class Dataset:
             raise ValueError(f"Dataset(batch_size={batch_size}): must be at least 1.")
         if max_concurrency < 0:
             raise ValueError(f"Dataset(max_concurrency={max_concurrency}): must be at least 0.")
-        self.items = dataset if isinstance(dataset, Sequence) else list(dataset)
+        self.items = data if isinstance(data, Sequence) else list(data)
         self.batch_size = batch_size
         self.uid = uuid.uuid4().hex
         self._download = download_func

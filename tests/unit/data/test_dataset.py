@@ -30,6 +30,28 @@ def test_an_iterable_is_listed_once():
     assert dataset.fetch([0, 2]) == dataset.fetch([0, 2]) == [1, 3]
 
 
+class Parallel:
+    """As much of Ray's ParallelIterator as counts: it has no iteration of its own."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __repr__(self):
+        return f"ParallelIterator[{self.name}]"
+
+    def __iter__(self):
+        raise TypeError("You must use it.gather_sync()")
+
+    def gather_sync(self):
+        return iter([1, 2, 3])
+
+
+def test_a_parallel_iterator_of_ray_is_listed_unless_it_has_no_end():
+    assert Dataset(data=Parallel("from_items[int, 3, shards=2]")).fetch([0, 2]) == [1, 3]
+    with pytest.raises(ValueError, match="must have an end, so leave repeat=True out"):
+        Dataset(Parallel("from_items[int, 3, shards=1, repeat=True]"))
+
+
 def test_a_sequence_is_not_copied():
     assert Dataset(range(10**9)).fetch([10**8]) == [10**8]
 
@@ -74,7 +96,7 @@ def test_each_data_set_has_an_identity_that_travels():
 @pytest.mark.parametrize(
     ("arguments", "error", "name"),
     [
-        ({"dataset": 7}, TypeError, "dataset"),
+        ({"data": 7}, TypeError, "data"),
         ({"download_func": 7}, TypeError, "download_func"),
         ({"transform": "x"}, TypeError, "transform"),
         ({"batch_size": 0}, ValueError, "batch_size"),
@@ -83,4 +105,4 @@ def test_each_data_set_has_an_identity_that_travels():
 )
 def test_wrong_arguments_are_refused_by_name(arguments, error, name):
     with pytest.raises(error, match=name):
-        Dataset(**{"dataset": [1], **arguments})
+        Dataset(**{"data": [1], **arguments})
