@@ -129,7 +129,7 @@ class BackendExecutor:
         self._controller: Controller | None = None
         self._group: core.WorkerGroup | None = None
         self._datasets = Datasets(None)
-        self._checkpoints = RunCheckpoints()
+        self._checkpoints = self._saved = RunCheckpoints()
         self._run: _Run | None = None
         self._finalizer: Any = None
 
@@ -294,6 +294,7 @@ class BackendExecutor:
         )
         if resume and (found := checkpoints.restore()) is not None:
             iteration = found.iteration
+            self._saved = checkpoints
         else:
             checkpoints.blob = packed_checkpoint(checkpoint)
         plan = Plan(
@@ -405,8 +406,8 @@ class BackendExecutor:
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint of the newest run; None where there is none."""
-        return self._checkpoints.latest
+        """The newest checkpoint, of the newest run that has saved one; None if none has."""
+        return self._saved.latest
 
     @property
     def latest_checkpoint_id(self) -> int:
@@ -421,13 +422,13 @@ class BackendExecutor:
 
     @property
     def latest_checkpoint_path(self) -> Path | None:
-        """Path of the newest checkpoint on disk; None where there is none."""
-        return self._checkpoints.latest_path
+        """Path of the newest checkpoint on disk, of the same run; None if there is none."""
+        return self._saved.latest_path
 
     @property
     def best_checkpoint_path(self) -> Path | None:
-        """Path of the best checkpoint on disk; None where there is none."""
-        return self._checkpoints.best_path
+        """Path of the best checkpoint on disk, of the same run; None if there is none."""
+        return self._saved.best_path
 
     # ---- helpers
 
@@ -450,6 +451,7 @@ class BackendExecutor:
         if blob is None:
             return False
         self._checkpoints.keep(turn, blob, len(turns))
+        self._saved = self._checkpoints
         run.plan = dataclasses.replace(
             run.plan,
             checkpoint=self._checkpoints.blob,
