@@ -134,12 +134,15 @@ class WorkerGroup:
             WorkerTimeoutError: if one does not come up; none of them is left then.
             WorkerLostError: if one dies as it comes up, likewise.
         """
-        more = self._reserve(num_workers, num_workers, self.options.start_timeout_s)
-        if self._reservation is None:  # ended by another thread meanwhile
-            more.release()
-            raise RuntimeError("The workers are shut down.")
-        self._reservation.include(more)
-        members = [self.new_member(slot) for slot in more.slots]
+        slots = self.vacant_slots(request=False)[:num_workers]
+        if missing := num_workers - len(slots):
+            more = self._reserve(missing, missing, self.options.start_timeout_s)
+            if self._reservation is None:  # ended by another thread meanwhile
+                more.release()
+                raise RuntimeError("The workers are shut down.")
+            self._reservation.include(more)
+            slots += more.slots
+        members = [self.new_member(slot) for slot in slots]
         try:
             self._find_places(members, max(self.options.start_timeout_s, COME_UP_S))
         except BaseException:

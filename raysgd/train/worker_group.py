@@ -114,7 +114,7 @@ class WorkerGroup:
         self._group.add(num_workers)
 
     def remove_workers(self, worker_indexes: Sequence[int]) -> None:
-        """End some workers; the others move up.
+        """End some workers; the others move up. Their room is kept for `add_workers`.
 
         Raises:
             ValueError: if there is no worker of such an index.

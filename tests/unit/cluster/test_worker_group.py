@@ -247,6 +247,19 @@ def test_further_workers_get_the_highest_ranks(start):
     assert [member.info.node_id for member in group.members] == ["a", "b", "a", "b"]
 
 
+def test_further_workers_take_the_room_of_those_that_were_removed(start):
+    group = start(num_workers=2, room=2)
+    slot = group.slot_of(group.members[0])
+    group.discard(group.members[0])
+    reserved = []
+    group._reserve = lambda size, *wanted: reserved.append(size) or FakeReservation(size)
+    group.add(1)
+    assert group.slot_of(group.members[1]) is slot
+    assert not reserved
+    group.add(1)
+    assert (len(group.members), reserved) == (3, [1])
+
+
 def test_further_workers_that_do_not_come_up_leave_none_behind(start, monkeypatch):
     group = start(num_workers=2, room=2)
     before, made = list(group.members), []
