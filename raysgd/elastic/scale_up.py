@@ -245,11 +245,10 @@ class ScaleUp(Feature):
             before, count = self._crashes.get(slot, (step, 0))
             count = count + 1 if step == before else 1
             self._crashes[slot] = step, count
-            in_setup = step == "set up"
-            if count < (_MAX_SETUP_CRASHES if in_setup else self._config.max_attempts):
+            if count < (_MAX_SETUP_CRASHES if step == "set up" else self._config.max_attempts):
                 return
-            if in_setup:
-                self.error = _died_in_setup(replacement, error)
+            if step in ("start", "set up"):  # where the user's code runs
+                self.error = _died_in_a_row(replacement, error, count)
         elif self._is_first or not isinstance(error, WorkerTimeoutError):
             self.error = error  # what took too long may have been stopped by chance
         wait_s = backoff_s(self._failures, self._config, self._draw())
@@ -470,13 +469,14 @@ class Replacement:
             yield
 
 
-def _died_in_setup(replacement: Replacement, error: BaseException) -> WorkerLostError:
+def _died_in_a_row(replacement: Replacement, error: BaseException, count: int) -> WorkerLostError:
     member = replacement.member
     assert member is not None
     cause = cause_of(member, error)
+    where = "setup" if replacement.step == "set up" else "initialization_hook or an import"
     return WorkerLostError(
-        f"The process of worker {replacement.rank} died {_MAX_SETUP_CRASHES} times in a row in "
-        f"setup while the workers were starting, the last time on {member.name}: {cause}",
+        f"The process of worker {replacement.rank} died {count} times in a row in {where} while "
+        f"the workers were starting, the last time on {member.name}: {cause}",
         rank=replacement.rank,
         node_id=member.node_id,
         cause=cause,

@@ -1060,12 +1060,12 @@ def test_those_on_their_way_are_the_group_when_the_last_member_is_lost(slow_worl
     assert "waiting" not in kinds(controller)
 
 
-def die_in_setup(world, workers, cause):
-    """Let these workers die as they set up, alone or together."""
+def die_in_setup(world, workers, cause, at="enter"):
+    """Let these workers die as they set up, alone or together; or where else they are `at`."""
 
     def die():
         for member in workers():
-            if member.is_at("enter"):
+            if member.is_at(at):
                 member.die(cause)
 
     def die_alone():
@@ -1080,10 +1080,18 @@ def die_in_setup(world, workers, cause):
     die_together()
 
 
-@pytest.mark.parametrize("rejoins", [True, False])
-def test_three_crashes_of_a_slot_in_setup_end_the_start(world, rejoins):
-    die_in_setup(world, lambda: world.workers, "Segmentation fault")
-    with pytest.raises(WorkerLostError, match=r"worker \d died 3 times in a row in setup.*fault"):
+@pytest.mark.parametrize(
+    ("rejoins", "at", "said"),
+    [
+        (True, "enter", "3 times in a row in setup"),
+        (False, "enter", "3 times in a row in setup"),
+        (True, "create", "10 times in a row in initialization_hook or an import"),
+    ],
+)
+def test_crashes_of_a_slot_in_user_code_end_the_start(world, rejoins, at, said):
+    every_new(world, start_s=0.5)
+    die_in_setup(world, lambda: world.workers, "Segmentation fault", at)
+    with pytest.raises(WorkerLostError, match=rf"worker \d died {said}.*fault"):
         world.drive(3, rejoins=rejoins)
     assert all(worker.dead for worker in world.workers)
     assert world.now < 1000.0 + 10.0
