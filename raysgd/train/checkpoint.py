@@ -17,7 +17,7 @@ import cloudpickle
 from raysgd.checkpoint.pickled import read_pickle
 from raysgd.errors import CheckpointError
 
-__all__ = ["Checkpoint", "CheckpointStrategy"]
+__all__ = ["Checkpoint", "CheckpointStrategy", "load_checkpoint_from_path"]
 
 _FILES = "_files"
 """Key of a packed folder: its files' contents by their relative names; that of an empty folder in
@@ -28,6 +28,12 @@ _LINK = "_path"
 """Key of a checkpoint that is a folder elsewhere: its path."""
 _METADATA = "_metadata"
 _DICT = "dict_checkpoint.pkl"
+
+
+def load_checkpoint_from_path(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a checkpoint, as `Trainer.load_checkpoint_from_path` does."""
+    found: dict[str, Any] = pickle.loads(read_pickle(path)[0])
+    return found
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from raysgd.train import session
 from raysgd.train.arguments import pickled_function, worker_resources
 from raysgd.train.backend import Backend, BackendConfig, backend_class
 from raysgd.train.checkpoint import CheckpointStrategy
+from raysgd.train.constants import TRAIN_CHECKPOINT_SUBDIR
 from raysgd.train.datasets import Datasets
 from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
 from raysgd.train.report_queue import Turn
@@ -286,7 +287,7 @@ class BackendExecutor:
                 "finish_training() first."
             )
         checkpoints = RunCheckpoints(
-            None if run_dir is None else Path(run_dir) / "checkpoints",
+            None if run_dir is None else Path(run_dir) / TRAIN_CHECKPOINT_SUBDIR,
             checkpoint_strategy,
             latest_checkpoint_id or 0,
             self._overridden("decode_data"),

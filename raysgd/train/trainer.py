@@ -5,28 +5,26 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import pickle
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from raysgd._internal.arguments import suggests
-from raysgd.checkpoint.pickled import read_pickle
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event
 from raysgd.train.arguments import bound_function, made_folder, run_folder
 from raysgd.train.backend import BackendConfig, checked_config
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.callbacks.callback_handler import CallbackHandler
-from raysgd.train.checkpoint import CheckpointStrategy
+from raysgd.train.checkpoint import CheckpointStrategy, load_checkpoint_from_path
 from raysgd.train.configs import FailureConfig, ScalingConfig
 from raysgd.train.errors import TrainBackendError
 from raysgd.train.executor import executor_for
 from raysgd.train.iterator import TrainingIterator
-from raysgd.train.worker_group import HostedGroup
+from raysgd.train.worker_group import TrainWorkerGroup
 
-__all__ = ["Trainer"]
+__all__ = ["TrainWorkerGroup", "Trainer"]
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +172,7 @@ class Trainer:
         self._iterator = weakref.ref(iterator)
         return iterator
 
-    def to_worker_group(self, train_cls: type[Any], *args: Any, **kwargs: Any) -> HostedGroup:
+    def to_worker_group(self, train_cls: type[Any], *args: Any, **kwargs: Any) -> TrainWorkerGroup:
         """Make an object of a class on every worker, with the backend set up.
 
         Starts the trainer if that is not done.
@@ -190,7 +188,7 @@ class Trainer:
         """
         if not self._executor.is_started:
             self._executor.start()
-        return HostedGroup(self._executor, train_cls, args, kwargs)
+        return TrainWorkerGroup(self._executor, train_cls, args, kwargs)
 
     def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> type[Any]:
         """Return a class of trials for Ray Tune, each of which runs the function on workers.
@@ -256,8 +254,7 @@ class Trainer:
         Raises:
             CheckpointError: if the file is missing or damaged.
         """
-        found: dict[str, Any] = pickle.loads(read_pickle(checkpoint_file_path)[0])
-        return found
+        return load_checkpoint_from_path(checkpoint_file_path)
 
     @property
     def events(self) -> list[Event]:

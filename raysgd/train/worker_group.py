@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from raysgd.train.constants import (
     TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV,
 )
 
-__all__ = ["HostedGroup", "WorkerGroup", "group_options"]
+__all__ = ["TrainWorkerGroup", "WorkerGroup", "group_options"]
 
 
 @dataclass(frozen=True)
@@ -238,14 +239,16 @@ def _label_selectors(given: Any, num_workers: int) -> list[dict[str, str]]:
 
 # ---- a class of the user on every worker
 
+_NUM_RETURNS = "__ray_num_returns__"
+"""Attribute that ``@ray.method(num_returns=...)`` sets on a method."""
 _HOSTED: dict[str, Any] = {}
-"""In a worker: the objects that each `HostedGroup` made there, by the group's id."""
+"""In a worker: the objects that each `TrainWorkerGroup` made there, by the group's id."""
 
-_LIVING: weakref.WeakSet[HostedGroup] = weakref.WeakSet()
+_LIVING: weakref.WeakSet[TrainWorkerGroup] = weakref.WeakSet()
 """On the driver: what is referred to. Workers let go of the others with the next group."""
 
 
-class HostedGroup:
+class TrainWorkerGroup:
     """A class of the user on every worker, with the backend set up: ``Trainer.to_worker_group``.
 
     Index it, or go through it, and call methods as those of a Ray actor::
@@ -268,6 +271,8 @@ class HostedGroup:
         living = {each.id for each in _LIVING}
         group.execute(_host, self.id, living, train_cls, args, dict(kwargs))
         self._actors = [worker.actor for worker in group.workers]
+        methods = inspect.getmembers(train_cls, lambda each: hasattr(each, _NUM_RETURNS))
+        self._num_returns = {name: getattr(each, _NUM_RETURNS) for name, each in methods}
 
     def __len__(self) -> int:
         """Number of workers."""
@@ -275,7 +280,7 @@ class HostedGroup:
 
     def __getitem__(self, index: int) -> HostedWorker:
         """Return one worker."""
-        return HostedWorker(self, self._actors[index], self.id)
+        return HostedWorker(self, self._actors[index], self.id, self._num_returns)
 
     def __iter__(self) -> Iterator[HostedWorker]:
         return (self[index] for index in range(len(self)))
@@ -293,21 +298,29 @@ class HostedGroup:
 class HostedWorker:
     """One object of the user's class, in a worker; methods are called with ``.remote(...)``."""
 
-    def __init__(self, group: HostedGroup | None, actor: Any, hosted_id: str) -> None:
+    def __init__(
+        self,
+        group: TrainWorkerGroup | None,
+        actor: Any,
+        hosted_id: str,
+        num_returns: Mapping[str, int],
+    ) -> None:
         self._group = group  # which lives as long as this; None where it was sent elsewhere
         self.actor = actor
         """Ray's handle of the worker that it is in, for ``ray.kill``."""
         self._id = hosted_id
+        self._num_returns = num_returns
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Reach the same object from another process."""
-        return HostedWorker, (None, self.actor, self._id)
+        return HostedWorker, (None, self.actor, self._id, self._num_returns)
 
     def __getattr__(self, name: str) -> HostedMethod:
         """Return a method."""
-        if name.startswith("_"):
+        if name.startswith("__"):
             raise AttributeError(name)
-        return HostedMethod(self, self.actor, self._id, name)
+        options = {"num_returns": self._num_returns[name]} if name in self._num_returns else {}
+        return HostedMethod(self, self.actor, self._id, name, **options)
 
 
 class HostedMethod:
@@ -324,7 +337,8 @@ class HostedMethod:
 
     def options(self, **options: Any) -> HostedMethod:
         """Return the method with Ray's options for its calls, such as ``num_returns``."""
-        return HostedMethod(self._worker, self._actor, self._id, self._name, **options)
+        merged = {**self._options, **options}
+        return HostedMethod(self._worker, self._actor, self._id, self._name, **merged)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         """Start the method; returns a reference for ``ray.get``, or as many as `options` says."""

@@ -222,11 +222,14 @@ SURFACE = {
         "TIME_THIS_ITER_S",
         "TIME_TOTAL_S",
         "TRAINING_ITERATION",
+        "TRAIN_CHECKPOINT_SUBDIR",
         "TRAIN_ENABLE_WORKER_SPREAD_ENV",
         "TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV",
         "TUNE_CHECKPOINT_FILE_NAME",
     ],
+    "raysgd.train.checkpoint": ["Checkpoint", "CheckpointStrategy", "load_checkpoint_from_path"],
     "raysgd.train.torch": [
+        "TorchAccelerator",
         "TorchBackend",
         "TorchConfig",
         "TorchTrainer",
@@ -239,6 +242,7 @@ SURFACE = {
         "prepare_model",
         "prepare_optimizer",
     ],
+    "raysgd.train.trainer": ["TrainWorkerGroup", "Trainer"],
     "raysgd.tune": ["BaseTorchTrainable", "BaseTrainable", "TFTrainable", "trainable_class"],
     "raysgd.utils": [
         "BATCH_COUNT",
@@ -338,6 +342,10 @@ def test_the_names_of_raysgd_are_listed_and_are_the_same_objects_as_at_home():
         assert getattr(older, name) is getattr(importlib.import_module("raysgd.torch"), name)
         with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
             _ = older.Nothing
+    preprocessors = "raysgd.train.callbacks.results_preprocessors"
+    for part in ("aggregate", "index", "keys", "preprocessor"):
+        older = importlib.import_module(f"{preprocessors}.{part}")
+        assert older is importlib.import_module(preprocessors)
     home = importlib.import_module("raysgd.elastic.config")
     assert raysgd.ElasticConfig is home.ElasticConfig
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from raysgd.train.torch.accelerator import (
+    TorchAccelerator,
     accelerate,
     backward,
     enable_reproducibility,
@@ -16,6 +17,7 @@ from raysgd.train.torch.profiler import TorchWorkerProfiler
 from raysgd.train.torch.torch_trainer import TorchTrainer
 
 __all__ = [
+    "TorchAccelerator",
     "TorchBackend",
     "TorchConfig",
     "TorchTrainer",

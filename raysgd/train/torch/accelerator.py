@@ -22,6 +22,7 @@ from raysgd.train.api import world_rank, world_size
 from raysgd.train.torch.loading import prepared_loader
 
 __all__ = [
+    "TorchAccelerator",
     "accelerate",
     "backward",
     "enable_reproducibility",
@@ -289,6 +290,20 @@ def enable_reproducibility(seed: int = 0) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     _kept()[_SEED] = seed
+
+
+class TorchAccelerator:
+    """The functions of this module as methods, as some scripts for Ray 1.13 call them."""
+
+    def __init__(self, amp: bool = False) -> None:
+        accelerate(amp)
+
+    prepare_model = staticmethod(prepare_model)
+    prepare_data_loader = staticmethod(prepare_data_loader)
+    prepare_optimizer = staticmethod(prepare_optimizer)
+    backward = staticmethod(backward)
+    get_device = staticmethod(get_device)
+    enable_reproducibility = staticmethod(enable_reproducibility)
 
 
 class _Autocast:

@@ -13,7 +13,7 @@ from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.worker_handle import InlineHandle
 from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.train import worker_group
-from raysgd.train.worker_group import HostedGroup, WorkerGroup, group_options
+from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, group_options
 
 
 class Actor:
@@ -23,7 +23,8 @@ class Actor:
     def execute(self):
         return self
 
-    def options(self):
+    def options(self, num_returns=1):
+        self.num_returns = num_returns
         return self
 
     def remote(self, function, *args, **kwargs):
@@ -184,6 +185,10 @@ class Counter:
         self.value += times * self.by
         return self.value
 
+    @ray.method(num_returns=2)
+    def _both(self):
+        return self.value, self.by
+
 
 class Executor:
     def __init__(self, workers):
@@ -196,7 +201,7 @@ class Executor:
 @pytest.fixture
 def hosted(workers, monkeypatch):
     monkeypatch.setattr(worker_group, "_HOSTED", {})
-    return HostedGroup(Executor(workers), Counter, (5,), {"by": 2})
+    return TrainWorkerGroup(Executor(workers), Counter, (5,), {"by": 2})
 
 
 def test_methods_of_a_hosted_class_are_called_like_those_of_an_actor(hosted):
@@ -206,14 +211,20 @@ def test_methods_of_a_hosted_class_are_called_like_those_of_an_actor(hosted):
     assert [worker.add.remote(times=2) for worker in hosted] == [11, 15, 19]
     sent = cloudpickle.loads(cloudpickle.dumps(hosted[1]))  # to a task, or to another worker
     assert sent.add.remote() == 21
-    with pytest.raises(AttributeError, match="_private"):
-        _ = hosted[0]._private
     with pytest.raises(AttributeError, match="missing"):
         hosted[0].missing.remote()
 
 
+def test_methods_of_a_hosted_class_may_be_private_and_return_several_references(hosted):
+    for worker in (hosted[0], cloudpickle.loads(cloudpickle.dumps(hosted[0]))):
+        assert worker._both.remote() == (5, 2)
+        assert worker.actor.num_returns == 2
+    hosted[0]._both.options(num_returns=1).remote()
+    assert hosted[0].actor.num_returns == 1
+
+
 def test_a_second_class_on_the_workers_leaves_the_first_as_it_is(hosted):
-    second = HostedGroup(hosted._executor, Counter, (100,), {})
+    second = TrainWorkerGroup(hosted._executor, Counter, (100,), {})
     assert second[0].add.remote() == 101
     assert hosted[0].add.remote() == 7
 
@@ -229,16 +240,16 @@ def test_a_hosted_group_ends_its_workers(hosted, patience_s, graceful):
 def test_workers_let_go_of_objects_that_nothing_refers_to(hosted):
     """With the next group: a cell of a notebook that is run again holds one more, not one each."""
     executor, held = hosted._executor, worker_group._HOSTED
-    worker = HostedGroup(executor, Counter, (0,), {})[2]  # all that is left of its group
+    worker = TrainWorkerGroup(executor, Counter, (0,), {})[2]  # all that is left of its group
     for _ in range(3):
-        HostedGroup(executor, Counter, (100,), {})
+        TrainWorkerGroup(executor, Counter, (100,), {})
     gc.collect()
-    HostedGroup(executor, Counter, (200,), {})
+    TrainWorkerGroup(executor, Counter, (200,), {})
     assert len(held) == 3
     assert worker.add.remote() == 1
     assert hosted[0].add.remote() == 7
     add, worker = worker.add, None
-    HostedGroup(executor, Counter, (300,), {})
+    TrainWorkerGroup(executor, Counter, (300,), {})
     assert add.remote() == 2
 
 
