@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 from typing import TYPE_CHECKING, Any
 
 from raysgd.backends import Backend as Transport
@@ -46,6 +47,8 @@ __all__ = [
     "backend_class",
     "checked_config",
 ]
+
+logger = logging.getLogger(__name__)
 
 CONFIGS = {
     "torch": "raysgd.train.torch:TorchConfig",
@@ -119,6 +122,12 @@ def backend_class(config: BackendConfig) -> type[Backend]:
         raise TypeError(
             f"{type(config).__name__}.backend_cls is {found!r}: must be a subclass of "
             "raysgd.train.backend.Backend."
+        )
+    if hasattr(found, "handle_failure"):
+        logger.warning(
+            "%s.handle_failure is not called. After a failure the workers restart, and on_start is "
+            "called again.",
+            found.__name__,
         )
     return found
 

@@ -48,6 +48,18 @@ def test_what_is_no_backend_is_an_error():
         backend_class(Wrong())
 
 
+def test_a_backend_that_handles_failures_itself_is_warned_of(caplog):
+    class Old(Mine):
+        def handle_failure(self, worker_group, failed_worker_indexes, backend_config):
+            pass
+
+    class OldConfig(BackendConfig):
+        backend_cls = Old
+
+    backend_class(OldConfig())
+    assert "Old.handle_failure is not called" in caplog.text
+
+
 def test_a_config_by_name():
     assert isinstance(checked_config("torch"), TorchConfig)
     with pytest.raises(ValueError, match="horovod, tensorflow, torch"):
