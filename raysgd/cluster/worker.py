@@ -314,7 +314,10 @@ class Worker:
         raised_in = _raised_in(error)
         if isinstance(error, SystemExit):
             # raised as itself it would end the driver's program, and without a word
-            error = RemoteError(f"SystemExit: user code called sys.exit({error.code!r}).")
+            error = RemoteError(
+                f"SystemExit: user code called sys.exit({error.code!r}). Return from it, or raise "
+                "an exception, instead."
+            )
         kind: OutcomeKind = "user"
         if isinstance(error, PausedError):
             return Outcome("paused", None, self._safe_progress())

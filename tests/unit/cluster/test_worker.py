@@ -244,7 +244,7 @@ def test_leaving_by_exit_is_an_error_of_the_user(worker):
     outcome = call(worker, fail_with(SystemExit(3)))
     assert outcome.kind == "user"
     assert isinstance(outcome.exception(), RemoteError)
-    assert "sys.exit(3)" in str(outcome.exception())
+    assert "sys.exit(3). Return from it, or raise an exception" in str(outcome.exception())
 
 
 class OwnBaseError(BaseException):
