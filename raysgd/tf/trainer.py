@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 from raysgd._internal.arguments import check_flags, suggests
 from raysgd.callbacks.base import Callback
+from raysgd.checkpoint.location import locate
 from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.data import Dataset
 from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
+from raysgd.errors import CheckpointError
 from raysgd.loop.operator_base import check_operator
 from raysgd.loop.requests import ApplyOperatorRequest
 from raysgd.tf.creators import CreatorOperator, creator_operator, fit_plan, renamed
@@ -192,7 +195,18 @@ class TFTrainer(OperatorTrainer):
         return models[0] if len(models) == 1 else models
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Take over the state in a file; `load`, as older scripts call it."""
+        """Take over the state in a file; `load`, as older scripts call it.
+
+        Raises:
+            CheckpointError: as `load`, and if a trainer of Ray 1.12 wrote the file.
+        """
+        if locate(path).inspect(lambda file: file.read(1)) == pickle.PROTO:
+            raise CheckpointError(
+                f"restore({os.fspath(path)!r}): this file is a pickle, as the TFTrainer of Ray "
+                "wrote it. raysgd does not unpickle it, because that can run code. If you trust "
+                'it, call model.set_weights(pickle.load(open(path, "rb"))["weights"]) in '
+                "model_creator."
+            )
         self.load(path)
 
     def _saved_weights(self) -> Any:

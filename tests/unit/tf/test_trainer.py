@@ -1,11 +1,13 @@
 """TFTrainer with its only worker in this process, and the arguments that it refuses."""
 
+import pickle
+
 import numpy as np
 import pytest
 
 from raysgd import TFTrainer
 from raysgd.callbacks import EMA
-from raysgd.errors import CallbackError
+from raysgd.errors import CallbackError, CheckpointError
 from raysgd.tf import TrainingOperator
 from tests.tf_operators import Digits, digits, keras_of, make_model
 
@@ -37,6 +39,14 @@ def test_saved_and_loaded_it_is_where_it_was(trainer, tmp_path):
     found = trainer.state_dict()["models"]
     assert all((found[0][name] == held[0][name]).all() for name in held[0])
     assert trainer.save_model(tmp_path / "model.safetensors")
+
+
+def test_a_state_of_the_old_library_is_refused_with_the_way_to_its_weights(trainer, tmp_path):
+    path = tmp_path / "old"
+    path.write_bytes(pickle.dumps({"epoch": 3, "weights": [np.ones(2)], "optimizer_weights": []}))
+    with pytest.raises(CheckpointError, match=r'set_weights\(pickle\.load\(.*\["weights"\]\)'):
+        trainer.restore(path)
+    trainer.restore(trainer.save(tmp_path / "new"))
 
 
 def test_the_model_can_be_had(trainer):
