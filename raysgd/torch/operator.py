@@ -506,7 +506,7 @@ class TrainingOperator(OperatorBase):
         data_creator: Callable[..., Any] | None = None,
         datamodule: Any = None,
     ) -> type[TrainingOperator]:
-        """Make an operator class from a LightningModule, see the guide on migration.
+        """Make an operator class from a LightningModule, see the guide for users of Lightning.
 
         It is made in `setup`, as ``lightning_module_cls(config=config)`` where its ``__init__``
         has such a parameter. Its own ``train_dataloader`` and ``val_dataloader`` give the data,
