@@ -169,6 +169,7 @@ class DatasetSource(BatchSource):
     """
 
     sharded = True
+    partitioned_by = "raysgd"
 
     def __init__(
         self,

@@ -37,6 +37,11 @@ def sources(num_workers, num_samples=40, batch_size=8, training=True, shuffle=Fa
     ]
 
 
+def test_raysgd_says_that_it_partitions_data_sets():
+    (source,) = sources(1)
+    assert (source.partitioned_by, source.why_whole) == ("raysgd", "")
+
+
 def drawn(source, *where):
     return [batch.numpy().tolist() for batch in source.batches(*(where or (0, 0)))]
 
