@@ -32,8 +32,8 @@ _SAID_S = 10.0
 """After how long a silence of Ray's head the log tells of it."""
 _GRACE_S = COME_UP_S
 """How long a start waits for late workers once ``min_workers`` are ready."""
-_RESTART_GRACE_S = 0.5
-"""The same in a restart that late workers can join later."""
+_SHORT_GRACE_S = 0.5
+"""The same if late workers can join later, in a restart or if all of them replace lost workers."""
 _MAX_SETUP_CRASHES = 3
 """How many crashes in a row in the ``setup`` of one slot are an error."""
 
@@ -291,6 +291,8 @@ class ScaleUp(Feature):
         """Note that a group is to begin, of those that come up."""
         self.try_again()
         self._enough_at = None
+        # those while others trained were no reason to end a call
+        self._crashes = {slot: c for slot, c in self._crashes.items() if c[0] != "set up"}
 
     def are_enough(self, min_workers: int) -> bool:
         """Whether members and those that may join are so many.
@@ -300,14 +302,16 @@ class ScaleUp(Feature):
         num_members, now = len(self._group.members), self._group.clock.monotonic()
         if num_members + len(self.ready()) < min_workers:
             return False
-        late = [r.member for r in self._replacements if r.member is not None and not r.is_ready]
+        late = {r.slot: r.member for r in self._replacements if r.member and not r.is_ready}
         if num_members or not late:
             return True
         if self._enough_at is None:
             self._enough_at = now
-        may_join_later = self._can_join and self._rejoins and not self._is_first
-        grace_s = _RESTART_GRACE_S if may_join_later else _GRACE_S
-        return now >= self._enough_at + grace_s and all(member.remote for member in late)
+        may_join_later = self._can_join and self._rejoins and self._config.grow
+        replace_lost = all(slot in self._lost_slots for slot in late)
+        is_short = may_join_later and (replace_lost or not self._is_first)
+        grace_s = _SHORT_GRACE_S if is_short else _GRACE_S
+        return now >= self._enough_at + grace_s and all(member.remote for member in late.values())
 
     def set_up_alone(self, generation: int) -> None:
         """Let those that are left set up alone, where they can: the first try together is over."""

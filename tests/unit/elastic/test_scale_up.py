@@ -281,6 +281,24 @@ def test_a_start_waits_for_late_workers_a_minute_and_a_restart_a_moment(make, cl
         scale_up.stop()
 
 
+@pytest.mark.parametrize(("grow", "grace_s"), [(True, 0.5), (False, 60.0)])
+def test_a_start_waits_a_moment_for_the_successor_of_a_killed_worker(make, clock, grow, grace_s):
+    scale_up, _ = make(num_workers=3, present=0, grow=grow)
+    scale_up.begin()
+    scale_up.tick(1, starting=True)
+    first, second, third = replacements()
+    third.error = LostError("killed")
+    scale_up.tick(1, starting=True)
+    assert (len(replacements()), scale_up.coming()) == (4, 3)
+    first.get_ready()
+    second.get_ready()
+    assert not scale_up.are_enough(2)
+    clock.now += grace_s - 0.1
+    assert not scale_up.are_enough(2)
+    clock.now += 0.2
+    assert scale_up.are_enough(2)
+
+
 def test_it_is_given_up_after_so_many_failures(make, clock):
     scale_up, _ = make(max_attempts=3)
     scale_up.tick(1)
