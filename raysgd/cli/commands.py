@@ -232,8 +232,8 @@ def _torch_rows() -> Iterator[tuple[str, str, str]]:
 def _cluster_rows(address: str | None) -> Iterator[tuple[str, str, str]]:
     if not address or importlib.util.find_spec("ray") is None:
         return
-    from raysgd.cluster import placement
+    from raysgd.cluster import ray_session
 
-    for name, (total, free) in placement.overview(address).items():
+    for name, (total, free) in ray_session.overview(address).items():
         shown = _gib if "memory" in name else "{:g}".format
         yield name, shown(total), f"{shown(free)} free"

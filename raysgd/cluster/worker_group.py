@@ -112,9 +112,9 @@ class WorkerGroup:
 
     def _reserve(self, num_workers: int, min_workers: int, timeout_s: float) -> Any:
         """Return room for workers; a simulated cluster has its own."""
-        from raysgd.cluster import placement
+        from raysgd.cluster import placement, ray_session
 
-        placement.connect()
+        ray_session.connect()
         self.drains.ask_ray()
         return placement.reserve(
             self.options.bundle,
@@ -194,9 +194,9 @@ class WorkerGroup:
 
     def nodes(self) -> set[str]:
         """Return Ray's ids of the nodes that are there."""
-        from raysgd.cluster import placement
+        from raysgd.cluster.ray_session import nodes
 
-        return placement.nodes()
+        return nodes()
 
     def leaving(self) -> dict[WorkerHandle, Notice]:
         """Return the members that are announced to go."""

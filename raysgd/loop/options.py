@@ -184,7 +184,7 @@ class Options(ABC):
 
 
 def _gpus_in_cluster() -> float:
-    from raysgd.cluster import placement
+    from raysgd.cluster import ray_session
 
-    placement.connect()
-    return placement.gpus_in_cluster()
+    ray_session.connect()
+    return ray_session.gpus_in_cluster()

@@ -94,7 +94,7 @@ def _is_lazy(dataset: Any) -> bool:
 
 def _warn_without_cpu(name: str) -> None:
     """Warn if the tasks that read a data set have to wait for a CPU."""
-    from raysgd.cluster.placement import free_cpus  # imports Ray
+    from raysgd.cluster.ray_session import free_cpus  # imports Ray
 
     if free_cpus() < 1:
         logger.warning(

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from raysgd._internal.arguments import MOST_WORKERS, whole
-from raysgd.cluster import placement
+from raysgd.cluster import ray_session
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.trainer.base import OperatorTrainer
 
@@ -326,8 +326,8 @@ def _worker_bundle(arguments: Mapping[str, Any]) -> dict[str, float]:
     resources = dict(arguments.get("resources_per_worker") or {})
     use_gpu = arguments["use_gpu"]
     if use_gpu == "auto":
-        placement.connect()
-        use_gpu = "GPU" in resources or placement.gpus_in_cluster() > 0
+        ray_session.connect()
+        use_gpu = "GPU" in resources or ray_session.gpus_in_cluster() > 0
     num_gpus = resources.pop("GPU", 1) if use_gpu else 0
     return GroupOptions(
         num_workers=arguments["num_workers"],

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.utils.data import DataLoader
 
 from raysgd import ElasticConfig, TorchTrainer
-from raysgd.cluster import placement
+from raysgd.cluster import placement, ray_session
 from raysgd.errors import InsufficientResourcesError
 from raysgd.testing import chaos
 from raysgd.utils import BATCH_SIZE
@@ -199,7 +199,7 @@ def test_no_room_for_min_workers_is_an_error_that_says_what_there_is(two_cpus_ta
 
 
 def test_room_that_comes_ends_the_wait(two_cpus_taken, monkeypatch):
-    monkeypatch.setattr(placement, "_SETTLE_S", 0.0)  # what comes so soon is not waited for
+    monkeypatch.setattr(placement, "SETTLE_S", 0.0)  # what comes so soon is not waited for
 
     def give_back():
         wait_until(waiting_requests)
@@ -232,7 +232,7 @@ def begun(monkeypatch):
 def test_a_cluster_that_does_not_answer_is_named_at_once(begun, gone, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", gone)
     with pytest.raises(ConnectionError, match=f"RAY_ADDRESS='{gone}'.*'local'"):
-        placement.connect()
+        ray_session.connect()
     assert not begun
 
 
@@ -241,11 +241,11 @@ def test_what_is_left_of_a_cluster_that_has_ended_is_in_nobodys_way(
 ):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    placement.connect()
+    ray_session.connect()
     assert begun == [()]
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text(gone + "\n")
-    placement.connect()
+    ray_session.connect()
     assert begun == [(), ("local",)]
     assert f"at {gone}, is gone" in caplog.text
 

@@ -65,7 +65,7 @@ def test_the_doctor_names_a_cluster_that_is_not_there(address):
 
 def test_the_doctor_says_what_a_cluster_has_and_what_is_free(monkeypatch):
     there = {"CPU": (4.0, 2.5), "object_store_memory": (3 * 2**30, 2.0**30)}
-    monkeypatch.setattr("raysgd.cluster.placement.overview", lambda address: there)
+    monkeypatch.setattr("raysgd.cluster.ray_session.overview", lambda address: there)
     heading, cpus, memory = invoke("doctor", "--address", "auto").output.splitlines()[-3:]
     assert heading == "Ray cluster at auto:"
     assert re.fullmatch("CPU +4 +2.5 free", cpus)
@@ -74,7 +74,7 @@ def test_the_doctor_says_what_a_cluster_has_and_what_is_free(monkeypatch):
 
 @pytest.mark.parametrize("given", [{"RAY_ADDRESS": "local"}, {"RAY_ADDRESS": ""}])
 def test_doctor_starts_no_cluster_of_its_own(monkeypatch, given):
-    monkeypatch.setattr("raysgd.cluster.placement.ray.init", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr("raysgd.cluster.ray_session.ray.init", lambda *a, **k: 1 / 0)
     result = CliRunner().invoke(app, ["doctor"], env=given)
     assert result.exit_code == 0
     assert ("No cluster to ask: with the address 'local'" in result.output) == any(given.values())
@@ -84,7 +84,7 @@ def test_doctor_reports_any_error_of_ray_in_a_sentence(monkeypatch):
     def overview(address):
         raise RuntimeError("Version mismatch")
 
-    monkeypatch.setattr("raysgd.cluster.placement.overview", overview)
+    monkeypatch.setattr("raysgd.cluster.ray_session.overview", overview)
     result = invoke("doctor", "--address", "auto")
     assert result.exit_code == 1
     assert "No Ray cluster at 'auto': Version mismatch" in result.stderr

@@ -178,8 +178,8 @@ def test_several_gpus_a_worker():
 
 @pytest.mark.parametrize(("gpus", "worker"), [(0, {"CPU": 1}), (2, {"CPU": 1, "GPU": 1})])
 def test_auto_asks_the_cluster_for_gpus(monkeypatch, gpus, worker):
-    monkeypatch.setattr("raysgd.cluster.placement.connect", lambda: None)
-    monkeypatch.setattr("raysgd.cluster.placement.gpus_in_cluster", lambda: gpus)
+    monkeypatch.setattr("raysgd.cluster.ray_session.connect", lambda: None)
+    monkeypatch.setattr("raysgd.cluster.ray_session.gpus_in_cluster", lambda: gpus)
     assert bundles(make_class(use_gpu="auto")) == [{"CPU": 1}, worker]
 
 

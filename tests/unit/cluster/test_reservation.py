@@ -2,8 +2,8 @@
 
 import pytest
 
-from raysgd.cluster import placement
-from raysgd.cluster.placement import OpenSlot, Reservation, _are_as_asked
+from raysgd.cluster import reservation
+from raysgd.cluster.reservation import OpenSlot, Reservation, _match
 
 A, B = {"zone": "a"}, {"zone": "b"}
 
@@ -13,9 +13,9 @@ def room(monkeypatch):
     """Room for three workers in two zones, of which Ray looks anew for what is lost."""
     table = {"state": "CREATED", "strategy": "SPREAD"}
     table["bundles_to_node_id"] = {0: "one", 1: "two", 2: "three"}
-    monkeypatch.setattr(placement, "placement_group_table", lambda group: table)
-    monkeypatch.setattr(placement, "_requested", lambda *arguments: object())
-    monkeypatch.setattr(placement, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(reservation, "placement_group_table", lambda group: table)
+    monkeypatch.setattr(reservation, "request_group", lambda *arguments: object())
+    monkeypatch.setattr(reservation, "SETTLE_S", 0.0)
     room = Reservation(object(), range(3), owned=True, labels=[A, B, A])
     room.table = table
     return room
@@ -51,4 +51,4 @@ def test_room_without_a_group_is_on_nodes_with_the_labels_of_what_is_lost(room):
     ],
 )
 def test_labels_are_told_as_ray_tells_them(asked, is_one):
-    assert _are_as_asked(A, asked) == is_one
+    assert _match(A, asked) == is_one

@@ -1,0 +1,106 @@
+"""The connection of this process to a Ray cluster, and what the cluster has."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import socket
+from pathlib import Path
+
+import psutil
+import ray
+
+__all__ = ["connect", "free_cpus", "gpus_in_cluster", "is_own_cluster", "nodes", "overview"]
+
+logger = logging.getLogger(__name__)
+
+_PROBE_S = 5.0
+
+
+def connect() -> None:
+    """Connect to Ray; start Ray on this machine if there is no cluster.
+
+    Raises:
+        ConnectionError: if ``RAY_ADDRESS`` names a cluster that does not answer.
+    """
+    if ray.is_initialized():
+        return
+    # looks where ray.init() looks, which would try for minutes if the cluster is gone
+    given = os.environ.get("RAY_ADDRESS")
+    last = _last_cluster()
+    try:
+        _probe(last if given is None else given)
+    except OSError as error:
+        if given is not None:
+            raise ConnectionError(
+                f"RAY_ADDRESS={given!r}: no Ray cluster answers there ({error}). Start one, unset "
+                "RAY_ADDRESS, or set it to 'local' for a Ray of this script's own."
+            ) from error
+        logger.warning(
+            "The cluster that was last started here, at %s, is gone: starting Ray on this machine.",
+            last,
+        )
+        ray.init("local")
+        return
+    ray.init()
+
+
+def _last_cluster() -> str:
+    """Return the address that ``ray start`` left on this machine; empty if there is none."""
+    folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray"
+    with contextlib.suppress(OSError):
+        return (folder / "ray_current_cluster").read_text().strip()
+    return ""
+
+
+def _probe(address: str) -> None:
+    """Raise OSError if `address` has a port that refuses a connection."""
+    host, _, port = address.rpartition("//")[2].rpartition(":")
+    if host and port.isdecimal():
+        with socket.create_connection((host, int(port)), timeout=_PROBE_S):
+            pass
+
+
+def overview(address: str) -> dict[str, tuple[float, float]]:
+    """Return how much a cluster has of each resource, and how much of that is free.
+
+    Raises:
+        OSError: if there is none at `address`.
+    """
+    _probe(address)  # Ray itself would try for minutes
+    ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        total, free = ray.cluster_resources(), ray.available_resources()
+        return {
+            name: (total[name], free.get(name, 0.0))
+            for name in sorted(total)
+            if not name.startswith("node:")
+        }
+    finally:
+        ray.shutdown()
+
+
+def free_cpus() -> float:
+    """Return how many CPUs of the cluster are free; infinitely many without a cluster."""
+    if not ray.is_initialized():
+        return math.inf
+    return float(ray.available_resources().get("CPU", 0))
+
+
+def gpus_in_cluster() -> float:
+    """Return how many GPUs the cluster has, which may be none on the driver."""
+    return float(ray.cluster_resources().get("GPU", 0))
+
+
+def nodes() -> set[str]:
+    """Return the ids of the nodes of the cluster."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def is_own_cluster() -> bool:
+    """Return whether this process has started the cluster, which then gets no further nodes."""
+    with contextlib.suppress(psutil.NoSuchProcess):  # one that ends just now
+        return any(child.name() == "gcs_server" for child in psutil.Process().children())
+    return False
