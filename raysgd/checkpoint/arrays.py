@@ -1,9 +1,9 @@
-"""States with NumPy's arrays: a zip archive of bytes and a JSON text that says what they are.
+"""States with NumPy arrays: a zip archive of the arrays' bytes, and JSON for all else.
 
 ::
 
-    raysgd-state/structure.json     nested containers, numbers and texts; arrays by their number
-    raysgd-state/arrays/0           the bytes of an array, in C order
+    raysgd-state/structure.json     nested containers, numbers, and texts
+    raysgd-state/arrays/0           the bytes of the first array in it, in C order
 
 It is read without torch, and nothing in it is ever unpickled.
 """
@@ -15,29 +15,27 @@ import importlib
 import itertools
 import json
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 import numpy as np
 
-from raysgd.checkpoint.checksum import is_archive
 from raysgd.checkpoint.location import Location, first_line
+from raysgd.checkpoint.manifest import is_archive
 from raysgd.errors import CheckpointError
 
 __all__ = ["check_loadable", "read", "write", "wrote"]
 
-_FOLDER = "raysgd-state/"
-_STRUCTURE = "structure.json"
-_NAMED = "\N{SECTION SIGN}"
-"""Key of what JSON has no notation for."""
+_STRUCTURE = "raysgd-state/structure.json"
+_ARRAY = "raysgd-state/arrays/{}"
 
 
 def wrote(file: IO[bytes]) -> bool:
-    """Whether a file, which has been checked, is what `write` made."""
+    """Return whether a file, which has been checked, is what `write` made."""
     if not is_archive(file):
         return False
     with zipfile.ZipFile(file) as archive:
-        return _FOLDER + _STRUCTURE in archive.namelist()
+        return _STRUCTURE in archive.namelist()
 
 
 def write(state: Mapping[str, Any], file: IO[bytes]) -> None:
@@ -47,12 +45,12 @@ def write(state: Mapping[str, Any], file: IO[bytes]) -> None:
         TypeError: if it holds an object of another type.
     """
     held: list[Any] = []
-    structure = _described(state, held)
+    structure = json.dumps(_encode(state, held))
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        archive.writestr(zipfile.ZipInfo(_FOLDER + _STRUCTURE), json.dumps(structure))
+        archive.writestr(zipfile.ZipInfo(_STRUCTURE), structure)
         for number, array in enumerate(held):
             content = np.ascontiguousarray(array).tobytes()
-            archive.writestr(zipfile.ZipInfo(f"{_FOLDER}arrays/{number}"), content)
+            archive.writestr(zipfile.ZipInfo(_ARRAY.format(number)), content)
 
 
 def read(source: Location, file: IO[bytes]) -> Any:
@@ -63,8 +61,9 @@ def read(source: Location, file: IO[bytes]) -> Any:
     """
     try:
         with zipfile.ZipFile(file) as archive:
-            structure = json.loads(archive.read(_FOLDER + _STRUCTURE))
-            return _made(structure, archive, itertools.count())
+            numbers = itertools.count()
+            structure = json.loads(archive.read(_STRUCTURE))
+            return _decode(structure, lambda: archive.read(_ARRAY.format(next(numbers))))
     except Exception as error:
         raise CheckpointError(
             f"Cannot load {source.shown}: the file is damaged or is not a checkpoint "
@@ -75,7 +74,7 @@ def read(source: Location, file: IO[bytes]) -> Any:
 def check_loadable(owner: str, user_state: Any, target: Location) -> None:
     """Check that the state of an operator or of callbacks can be written."""
     try:
-        _described(user_state, [])
+        _encode(user_state, [])
     except TypeError as error:
         raise CheckpointError(
             f"Cannot save to {target.shown}: the state_dict() of the {owner} returned what no file "
@@ -83,58 +82,45 @@ def check_loadable(owner: str, user_state: Any, target: Location) -> None:
         ) from error
 
 
-def _described(tree: Any, held: list[Any]) -> Any:
-    if tree is None or isinstance(tree, bool | int | str):
+def _encode(tree: Any, held: list[Any]) -> Any:
+    """Return `tree` as JSON, and append its arrays to `held`."""
+    if tree is None or isinstance(tree, bool | int | float | str):
         return tree
-    if isinstance(tree, float):
-        return {_NAMED: "float", "value": tree.hex()}
     if isinstance(tree, bytes):
-        return {_NAMED: "bytes", "value": base64.b64encode(tree).decode()}
-    if isinstance(tree, np.generic):
-        return {_NAMED: "number", "value": _described(np.asarray(tree), held)}
+        return {"bytes": base64.b64encode(tree).decode()}
     if isinstance(tree, np.ndarray):
         if tree.dtype.hasobject or tree.dtype.names:
             raise TypeError(f"an array of {tree.dtype}.")
         held.append(tree)
-        described = {_NAMED: "array", "number": len(held) - 1, "shape": list(tree.shape)}
-        return {**described, "dtype": tree.dtype.name if tree.dtype.kind == "V" else tree.dtype.str}
+        # bfloat16 has the kind V and is known by its name alone
+        dtype = tree.dtype.name if tree.dtype.kind == "V" else tree.dtype.str
+        return {"array": [dtype, tree.shape]}
     if isinstance(tree, Mapping):
-        items = [[_described(k, held), _described(v, held)] for k, v in tree.items()]
-        return {_NAMED: "dict", "items": items}
-    if isinstance(tree, tuple):
-        return {_NAMED: "tuple", "items": [_described(item, held) for item in tree]}
-    if isinstance(tree, list):
-        return [_described(item, held) for item in tree]
+        return {"dict": [[_encode(k, held), _encode(v, held)] for k, v in tree.items()]}
+    if isinstance(tree, list | tuple):
+        items = [_encode(item, held) for item in tree]
+        return items if isinstance(tree, list) else {"tuple": items}
     raise TypeError(f"a {type(tree).__name__}.")
 
 
-def _made(structure: Any, archive: zipfile.ZipFile, numbers: Iterator[int]) -> Any:
-    """Return what `_described` was given; its arrays come in the order of their `numbers`."""
-    if isinstance(structure, list):
-        return [_made(item, archive, numbers) for item in structure]
-    if not isinstance(structure, dict):
-        return structure
-    kind = structure[_NAMED]
-    if kind == "float":
-        return float.fromhex(structure["value"])
+def _decode(tree: Any, next_array: Callable[[], bytes]) -> Any:
+    if isinstance(tree, list):
+        return [_decode(item, next_array) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, value),) = tree.items()
     if kind == "bytes":
-        return base64.b64decode(structure["value"])
-    if kind == "number":
-        return _made(structure["value"], archive, numbers)[()]
+        return base64.b64decode(value)
     if kind == "array":
-        if structure["number"] != next(numbers):  # one could be named a million times
-            raise ValueError("its arrays are not named once each, in order")
-        content = archive.read(f"{_FOLDER}arrays/{structure['number']}")
-        array = np.frombuffer(content, _dtype(structure["dtype"]))
-        return array.reshape(structure["shape"]).copy()
+        dtype, shape = value
+        return np.frombuffer(next_array(), _dtype(dtype)).reshape(shape).copy()
     if kind == "dict":
-        items = structure["items"]
-        return {_made(k, archive, numbers): _made(v, archive, numbers) for k, v in items}
-    return tuple(_made(item, archive, numbers) for item in structure["items"])
+        return {_decode(k, next_array): _decode(v, next_array) for k, v in value}
+    return tuple(_decode(item, next_array) for item in value)
 
 
 def _dtype(name: str) -> Any:
-    """Return a type of NumPy's, or of the package that has bfloat16 and its like."""
+    """Return a type of NumPy, or of the package that has bfloat16 and the like."""
     try:
         return np.dtype(name)
     except TypeError:

@@ -1,31 +1,26 @@
-"""A state in a folder: a checkpoint, and beside it a file of the tensors that no process has whole.
+"""A state in a folder: a checkpoint, and a file of the tensors that no process holds completely.
 
-The checkpoint is written last, and names the file of tensors with its hash: until then the folder
-holds the state from before.
+The checkpoint is written last and names the file of tensors with its hash. Until then the folder
+holds the earlier state.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from raysgd._internal.files import TEMPORARY_NAME, sync_folder, temporary_name
+from raysgd.checkpoint.file import STATE, TENSORS_FILE, TENSORS_FOLDER, write_file
 from raysgd.checkpoint.location import LocalFile, Location
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
 
 __all__ = [
-    "FILE",
-    "STATE",
     "UnsharedFolderError",
-    "checked_tensors",
-    "hash_of",
     "new_tensors",
     "remove_folder",
     "remove_unfinished",
@@ -33,19 +28,13 @@ __all__ = [
     "write_folder",
 ]
 
-STATE = "state.ckpt"
-_TENSORS = re.compile(r"tensors-[0-9a-f]{8}")
-FILE = "model-00001-of-00001.safetensors"
-"""The name that torch gives a single file of tensors."""
-_CHUNK = 1 << 20
-
 
 class UnsharedFolderError(CheckpointError):
     """Workers are on hosts that have different folders of one name."""
 
 
 def writable_folder(place: Location) -> Path:
-    """Return a folder that workers write a state into together; it is made if it is not there.
+    """Return a folder that workers write a state into together, and make it if it is missing.
 
     Raises:
         CheckpointError: if it is a URL, or no folder that can be written to.
@@ -65,7 +54,7 @@ def writable_folder(place: Location) -> Path:
 
 @contextlib.contextmanager
 def new_tensors(folder: Path) -> Iterator[Path]:
-    """Yield the name of a folder in another, for tensors; what is still there in the end goes."""
+    """Yield the name of a temporary folder for tensors, and remove it unless it is renamed."""
     tensors = folder / temporary_name("tensors")
     try:
         yield tensors
@@ -74,83 +63,47 @@ def new_tensors(folder: Path) -> Iterator[Path]:
 
 
 def write_folder(state: Mapping[str, Any], folder: Path, manifest: Manifest) -> str:
-    """Write a state to a folder, let go of the one before, and return the folder's path.
+    """Write a state to a folder, remove the one before it, and return the folder's path.
 
     Args:
-        state: its ``tensors`` say in which folder of `new_tensors` they are, and their hash.
-        folder: it may hold a state that was written to it before.
+        state: its ``tensors`` name the file in a folder of `new_tensors`, and its hash.
+        folder: where to write. It may hold an earlier state.
         manifest: what to say about the state.
 
     Raises:
         CheckpointError: if it cannot be written.
     """
-    from raysgd.checkpoint.file import write_file  # which reads by this module
-
-    written = Path(state["tensors"]["path"]).parent
     tensors = folder / f"tensors-{uuid.uuid4().hex[:8]}"
     try:
-        written.rename(tensors)
+        Path(state["tensors"]["path"]).parent.rename(tensors)
         sync_folder(folder)
-        told = {"file": f"{tensors.name}/{FILE}", "sha256": state["tensors"]["sha256"]}
-        write_file({**state, "tensors": told}, folder / STATE, manifest)
+        entry = {"file": f"{tensors.name}/{TENSORS_FILE}", "sha256": state["tensors"]["sha256"]}
+        write_file({**state, "tensors": entry}, folder / STATE, manifest)
     except BaseException as error:
         shutil.rmtree(tensors, ignore_errors=True)
         if isinstance(error, OSError):
             raise CheckpointError(f"Cannot save to {folder}: {error}") from error
         raise
     for each in folder.iterdir():
-        if _TENSORS.fullmatch(each.name) and each != tensors:
+        if TENSORS_FOLDER.fullmatch(each.name) and each != tensors:
             shutil.rmtree(each, ignore_errors=True)
     remove_unfinished(folder)
     return str(folder)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what writers of tensors have left that were killed."""
+    """Remove the temporary folders that killed writers of tensors have left."""
     for each in folder.iterdir():
-        found = TEMPORARY_NAME.fullmatch(each.name)
-        if found and found[1] == "tensors":
+        match = TEMPORARY_NAME.fullmatch(each.name)
+        if match and match[1] == "tensors":
             shutil.rmtree(each, ignore_errors=True)
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a state: first what makes it one, so that a part of it is none.
+    """Remove a state. The checkpoint goes first, so that the rest does not count as a state.
 
     Raises:
-        CheckpointError: if that cannot be removed.
+        CheckpointError: if the checkpoint cannot be removed.
     """
     LocalFile(str(folder / STATE)).remove()
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def hash_of(file: IO[bytes]) -> str:
-    """Return the SHA-256 of what is left of a file."""
-    found = hashlib.sha256()
-    while part := file.read(_CHUNK):
-        found.update(part)
-    return found.hexdigest()
-
-
-def checked_tensors(source: Location, told: Any) -> dict[str, str]:
-    """Return where the tensors of a state are, once its file was seen to be as it was written.
-
-    Args:
-        source: the checkpoint.
-        told: what it says of them.
-
-    Raises:
-        CheckpointError: if they are missing or damaged.
-    """
-    file, checksum = (told.get("file"), told.get("sha256")) if isinstance(told, dict) else (0, 0)
-    folder, _, name = file.partition("/") if isinstance(file, str) else ("", "", "")
-    if not isinstance(source, LocalFile) or not _TENSORS.fullmatch(folder) or name != FILE:
-        raise CheckpointError(f"Cannot load {source.shown}: it names no file of its tensors.")
-    path = Path(source.name).parent / folder / name
-    try:
-        with path.open("rb") as content:
-            found = hash_of(content)
-    except OSError as error:
-        raise CheckpointError(f"Cannot load {source.shown}: its tensors: {error}") from error
-    if found != checksum:
-        raise CheckpointError(f"Cannot load {source.shown}: {path} is damaged.")
-    return {"path": str(path)}

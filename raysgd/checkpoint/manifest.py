@@ -1,22 +1,44 @@
-"""What a checkpoint says about itself, beside the state that it holds."""
+"""What a checkpoint says about itself, and the hash that finds damage to it.
+
+A checkpoint is a zip archive, such as ``torch.save`` writes. `seal` adds the manifest to it as a
+record, ``raysgd-manifest.json``. The comment of the archive, which is the end of the file, holds
+the SHA-256 of all bytes before it::
+
+    raysgd-checkpoint sha256=…
+
+Behind other content, such as a pickle, `seal` appends an archive that holds only the manifest.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import importlib.metadata
 import json
 import math
 import platform
+import re
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import IO
 
-__all__ = ["FORMAT", "Manifest", "NewerFormatError", "Part"]
+from raysgd.errors import CheckpointError
+
+__all__ = ["FORMAT", "Manifest", "is_archive", "seal", "sealed_size", "verify"]
 
 FORMAT = 1
 """The format that this library writes, and the newest that it reads."""
 
 _LIBRARIES = ("raysgd", "torch", "keras", "ray")
+_RECORD = "raysgd-manifest.json"
+_SEAL = re.compile(rb"raysgd-checkpoint sha256=([0-9a-f]{64})\n")
+_SEAL_SIZE = len("raysgd-checkpoint sha256=\n") + 64
+_SIGNS = (b"raysgd-checkpoint", b" sha256=")
+"""Parts of a seal. Damage to one byte leaves one of them."""
+_NO_SEAL = "the file is damaged: its seal is not as it was written."
+_CHUNK = 1 << 20
 
 
 @functools.cache
@@ -30,74 +52,168 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-class NewerFormatError(ValueError):
-    """A checkpoint was written in a format that came after this library."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """A segment of the file that has a hash of its own.
-
-    There is one, all that the state was written as; of earlier files each record is one.
-    """
-
-    name: str = "state"
-    record: str = "state"
-    offset: int
-    size: int
-    sha256: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a checkpoint says about itself."""
 
     format: int = FORMAT
     versions: Mapping[str, str] = field(default_factory=_versions)
-    """Version of raysgd and Python, and of torch, Keras and Ray where they are installed."""
+    """Versions of Python and raysgd, and of torch, Keras, and Ray if they are installed."""
     world_size: int = 1
     epoch: int = 0
     global_step: int = 0
     operator: str = ""
     """Name of the operator."""
     job: str = ""
-    """Name of the job, where a store wrote it."""
+    """Name of the job, if a store wrote the checkpoint."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     of_training: bool = False
-    """Whether the metrics are those of training alone, which a validation's may still replace."""
-    parts: tuple[Part, ...] = ()
+    """Whether the metrics come from training alone. Those of a validation take precedence."""
 
     def to_json(self) -> bytes:
-        """Return it as JSON text."""
-        content = dataclasses.asdict(self)
-        # JSON has no numbers for these
-        content["metrics"] = {
+        """Return the manifest as JSON text."""
+        metrics = {  # JSON has no NaN and no infinity
             name: value if math.isfinite(value) else str(value)
             for name, value in self.metrics.items()
         }
+        content = {**dataclasses.asdict(self), "metrics": metrics}
         return json.dumps(content, indent=1, allow_nan=False).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:
-        """Read what `to_json` wrote; nonsense leads to errors of any kind.
+        """Read what `to_json` wrote. Other text raises errors of any kind.
 
         Raises:
-            NewerFormatError: if a newer library wrote it.
+            CheckpointError: if a newer library wrote it.
         """
         content = json.loads(text)
         if content["format"] > FORMAT:
             writer = content.get("versions", {}).get("raysgd", "of a later version")
-            raise NewerFormatError(
+            raise CheckpointError(
                 f"raysgd {writer} wrote it in format {content['format']}, and this raysgd "
-                f"reads formats up to {FORMAT}. Update raysgd"
+                f"reads formats up to {FORMAT}. Update raysgd."
             )
-        # the first files of this format had no of_training
-        content = {"of_training": False, **content}
         values = {entry.name: content[entry.name] for entry in dataclasses.fields(cls)}
-        for entry in dataclasses.fields(cls):
-            kind, value = type(entry.default), values[entry.name]
-            if kind in (int, str) and not isinstance(value, kind):
-                raise ValueError(f"its {entry.name} is {value!r}")
         metrics = {name: float(value) for name, value in content["metrics"].items()}
-        parts = tuple(Part(**part) for part in content["parts"])
-        return cls(**{**values, "metrics": metrics, "parts": parts})
+        return cls(**{**values, "metrics": metrics})
+
+
+def seal(file: IO[bytes], manifest: Manifest) -> None:
+    """Add a manifest and a hash to what was written into `file`, which is open for both ways."""
+    is_zip = is_archive(file)
+    file.seek(0, 2)
+    with zipfile.ZipFile(file, "a" if is_zip else "w") as archive:
+        folder = archive.namelist()[0].split("/")[0] if is_zip else "raysgd"
+        archive.writestr(zipfile.ZipInfo(f"{folder}/{_RECORD}"), manifest.to_json())
+        archive.comment = bytes(_SEAL_SIZE)
+    digest = _sha256(file, file.seek(-_SEAL_SIZE, 2))
+    file.write(f"raysgd-checkpoint sha256={digest}\n".encode())
+
+
+def verify(file: IO[bytes], shown: str, whole: bool = True) -> Manifest | None:
+    """Check a checkpoint for damage and return its manifest.
+
+    Args:
+        file: open for reading.
+        shown: its name in messages.
+        whole: whether to check every byte, or only the manifest.
+
+    Returns:
+        None for a file without a seal, which an older library wrote. Only its own checksums can
+        be checked.
+
+    Raises:
+        CheckpointError: if the file is damaged or of a newer format.
+    """
+    try:
+        digest = _digest_in(file)
+        if digest and whole and _sha256(file, file.seek(-_SEAL_SIZE, 2)) != digest:
+            raise CheckpointError(
+                "the file is damaged: its content has another SHA-256 than when it was written."
+            )
+        if not is_archive(file) and not digest:
+            _check_tail(file)
+            return None
+        with zipfile.ZipFile(file) as archive:
+            if is_archive(file):
+                _check_layout(archive)
+            if digest:
+                return _manifest_in(archive)
+            _check_unsealed(archive, whole)
+            return None
+    except CheckpointError as error:
+        raise CheckpointError(f"Cannot load {shown}: {error}") from error
+    except Exception as error:  # a failing disk or a crafted file can raise anything
+        raise CheckpointError(
+            f"Cannot load {shown}: the file is damaged or is not a checkpoint ({error})."
+        ) from error
+
+
+def is_archive(file: IO[bytes]) -> bool:
+    """Return whether a file begins as a zip archive does, which is how torch recognizes one."""
+    file.seek(0)
+    return file.read(4) == b"PK\x03\x04"
+
+
+def sealed_size(file: IO[bytes]) -> int:
+    """Return the size of the content before the archive that `seal` appended."""
+    with zipfile.ZipFile(file) as archive:
+        return archive.infolist()[0].header_offset
+
+
+def _digest_in(file: IO[bytes]) -> str | None:
+    """Return the hash in the seal at the end of a file, or None without a seal."""
+    file.seek(max(0, file.seek(0, 2) - _SEAL_SIZE))
+    match = _SEAL.fullmatch(file.read())
+    return match and match[1].decode()
+
+
+def _manifest_in(archive: zipfile.ZipFile) -> Manifest:
+    (name,) = (name for name in archive.namelist() if name.endswith(f"/{_RECORD}"))
+    return Manifest.from_json(archive.read(name))  # checks the CRC of the record
+
+
+def _check_tail(file: IO[bytes]) -> None:
+    """Check that a file that is no archive has no damaged seal at its end."""
+    file.seek(max(0, file.seek(0, 2) - 2 * _SEAL_SIZE))
+    tail = file.read()
+    if any(sign in tail for sign in _SIGNS):
+        raise CheckpointError(_NO_SEAL)
+
+
+def _check_unsealed(archive: zipfile.ZipFile, whole: bool) -> None:
+    """Check that ``torch.save`` alone wrote an archive: it has no comment and no manifest.
+
+    torch ignores the checksums of its records.
+    """
+    if archive.comment or any(name.endswith(_RECORD) for name in archive.namelist()):
+        raise CheckpointError(_NO_SEAL)
+    if damaged := archive.testzip() if whole else None:
+        raise CheckpointError(f"the file is damaged: record {damaged} has another checksum.")
+
+
+def _check_layout(archive: zipfile.ZipFile) -> None:
+    """Check that an archive's records follow each other from its start, without compression.
+
+    Otherwise a small file could unpack to more than the memory holds.
+    """
+    records = sorted(archive.infolist(), key=lambda record: record.header_offset)
+    ends = [*(record.header_offset for record in records[1:]), archive.start_dir]
+    if (records and records[0].header_offset) or any(
+        record.compress_type != zipfile.ZIP_STORED or record.header_offset + record.file_size > end
+        for record, end in zip(records, ends, strict=False)
+    ):
+        raise CheckpointError(
+            "the file is damaged or is not a checkpoint: its records are compressed, or do not "
+            "follow each other from its start."
+        )
+
+
+def _sha256(file: IO[bytes], size: int) -> str:
+    """Return the hash of the first bytes of a file."""
+    digest = hashlib.sha256()
+    file.seek(0)
+    while size > 0 and (chunk := file.read(min(size, _CHUNK))):
+        digest.update(chunk)
+        size -= len(chunk)
+    return digest.hexdigest()

@@ -9,10 +9,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from raysgd.checkpoint.file import read_manifest
+from raysgd.checkpoint.file import read_manifest, read_pickle, write_pickle
 from raysgd.checkpoint.location import LocalFile
 from raysgd.checkpoint.manifest import Manifest
-from raysgd.checkpoint.pickled import read_pickle, write_pickle
 from raysgd.checkpoint.store import rating, surplus
 from raysgd.errors import CheckpointError
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, TypeVar
 
 from raysgd._internal.files import TEMPORARY_NAME
-from raysgd.checkpoint.file import read_checkpoint, read_manifest, write_file
+from raysgd.checkpoint.file import STATE, read_checkpoint, read_manifest, write_file
 from raysgd.checkpoint.folder import (
-    STATE,
     remove_folder,
     remove_unfinished,
     writable_folder,

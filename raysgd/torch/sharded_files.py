@@ -8,6 +8,7 @@ takes over.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -18,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from raysgd._internal.files import sync_folder
-from raysgd.checkpoint.folder import FILE, UnsharedFolderError, hash_of
+from raysgd.checkpoint.file import TENSORS_FILE
+from raysgd.checkpoint.folder import UnsharedFolderError
 from raysgd.errors import CheckpointError
 
 __all__ = ["hash_in", "named_tensors", "with_tensors", "write"]
@@ -46,10 +48,10 @@ def write(tensors: Mapping[str, Any], folder: str) -> None:
         else:
             from safetensors.torch import save_file
 
-            save_file(dict(tensors), path / FILE)
+            save_file(dict(tensors), path / TENSORS_FILE)
         if is_first:
             shutil.rmtree(path / "sharded", ignore_errors=True)
-            with (path / FILE).open("rb") as file:
+            with (path / TENSORS_FILE).open("rb") as file:
                 os.fsync(file.fileno())
             sync_folder(path)
 
@@ -62,8 +64,8 @@ def hash_in(folder: str) -> str:
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         return ""
-    with _told(folder), (Path(folder) / FILE).open("rb") as file:
-        return hash_of(file)
+    with _told(folder), (Path(folder) / TENSORS_FILE).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check_shared(path: Path) -> None:

@@ -17,8 +17,8 @@ import torch
 from raysgd import checkpoint
 from raysgd._internal.arguments import suggests
 from raysgd.callbacks.base import Callback
+from raysgd.checkpoint.file import TENSORS_FILE
 from raysgd.checkpoint.folder import (
-    FILE,
     UnsharedFolderError,
     new_tensors,
     writable_folder,
@@ -239,7 +239,7 @@ class TorchTrainer(OperatorTrainer):
             call = Call(request=request, max_losses=3, any_size=True)
             state, checksum = self._call(call)[0]
             state["data"]["rng"] = generators
-            return {**state, "tensors": {"path": str(tensors / FILE), "sha256": checksum}}
+            return {**state, "tensors": {"path": str(tensors / TENSORS_FILE), "sha256": checksum}}
 
         with new_tensors(folder) as tensors:
             yield self._with_own(written)
@@ -252,7 +252,7 @@ class TorchTrainer(OperatorTrainer):
                 request = SaveWeightsRequest(folder=str(folder))
                 call = Call(request=request, max_losses=3, any_size=True)
                 rest, other_names = self._call(call)[0]
-                return save_rows(folder / FILE, rest, other_names, target)
+                return save_rows(folder / TENSORS_FILE, rest, other_names, target)
         except UnsharedFolderError as error:
             logger.warning("%s The driver writes the whole models instead.", error)
             return super()._write_weights(target)

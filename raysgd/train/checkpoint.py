@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import cloudpickle
 
-from raysgd.checkpoint.pickled import read_pickle
+from raysgd.checkpoint.file import read_pickle
 from raysgd.errors import CheckpointError
 
 __all__ = ["Checkpoint", "CheckpointStrategy", "load_checkpoint_from_path"]

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Self
 import cloudpickle
 
 from raysgd._internal.arguments import suggests
+from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
-from raysgd.checkpoint.pickled import read_pickle, write_pickle
 from raysgd.cluster.serialization import unpicklable_key
 from raysgd.errors import CheckpointError
 from raysgd.train.arguments import bound_function, checked_dict, made_folder, run_folder

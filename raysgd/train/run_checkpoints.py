@@ -11,8 +11,8 @@ from typing import Any
 
 import cloudpickle
 
+from raysgd.checkpoint.file import read_pickle
 from raysgd.checkpoint.numbered import NumberedCheckpoint, NumberedCheckpoints
-from raysgd.checkpoint.pickled import read_pickle
 from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
 from raysgd.train.report_queue import Turn
 from raysgd.train.validation import Reported, ReportedCheckpointStatus, Validations

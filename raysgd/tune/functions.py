@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 from ray.tune import PlacementGroupFactory, Trainable
 from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
 
+from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
-from raysgd.checkpoint.pickled import read_pickle, write_pickle
 from raysgd.train.backend import BackendConfig
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.configs import FailureConfig, RunConfig, ScalingConfig, checked_scaling

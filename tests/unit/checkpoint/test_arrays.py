@@ -8,7 +8,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from raysgd.checkpoint import arrays, read_file, read_manifest, save_model, write_file
+from raysgd.checkpoint import read_file, read_manifest, save_model, write_file
 from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.states import Code, flip
 
@@ -99,17 +99,3 @@ state = {{"epoch": 1, "models": [{{"w": np.ones(3)}}], "optimizers": []}}
 assert read_file(write_file(state, {str(tmp_path / "s")!r}))["models"][0]["w"].sum() == 3
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_an_array_that_is_named_often_is_refused(tmp_path, monkeypatch):
-    """A small file could name one so often that there is no memory for it."""
-    described = arrays._described
-
-    def always_the_first(tree, held):
-        found = described(tree, held)
-        return {**found, "number": 0} if isinstance(tree, np.ndarray) else found
-
-    monkeypatch.setattr(arrays, "_described", always_the_first)
-    path = write_file(STATE, tmp_path / "state")
-    with pytest.raises(CheckpointError, match="arrays are not named once each, in order"):
-        read_file(path)

@@ -196,7 +196,7 @@ def test_a_damaged_state_is_told(tmp_path):
     path = tmp_path / "state.pt"
     write_file(state, path)
     flip(path, path.read_bytes().find(torch.ones(300).numpy().tobytes()) + 100)
-    with pytest.raises(CheckpointError, match=r"state\.pt: .*damaged: its state "):
+    with pytest.raises(CheckpointError, match=r"state\.pt: .*damaged: its content "):
         read_file(path)
     assert read_manifest(path).epoch == 2  # which looks at nothing else
 
@@ -238,7 +238,7 @@ def test_what_is_read_is_what_was_checked(tmp_path, monkeypatch):
     """Another file gets the name between the check and the load."""
     path = tmp_path / "state.pt"
     write_file(STATE, path)
-    check = checkpoint_file.checked_manifest
+    check = checkpoint_file.verify
 
     def check_and_replace(*arguments, **keywords):
         manifest = check(*arguments, **keywords)
@@ -246,7 +246,7 @@ def test_what_is_read_is_what_was_checked(tmp_path, monkeypatch):
         path.write_bytes(b"nonsense")
         return manifest
 
-    monkeypatch.setattr(checkpoint_file, "checked_manifest", check_and_replace)
+    monkeypatch.setattr(checkpoint_file, "verify", check_and_replace)
     assert read_file(path)["epoch"] == 2
 
 

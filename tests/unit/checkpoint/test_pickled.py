@@ -4,9 +4,8 @@ import pickle
 
 import pytest
 
-from raysgd.checkpoint.file import read_manifest
+from raysgd.checkpoint.file import read_manifest, read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
-from raysgd.checkpoint.pickled import read_pickle, write_pickle
 from raysgd.errors import CheckpointError
 
 BLOB = pickle.dumps({"epoch": 3, "weights": list(range(100))})

@@ -324,7 +324,7 @@ def test_a_damaged_one_is_passed_over_and_named(tmp_path):
 
 def test_a_crafted_one_is_passed_over(tmp_path, monkeypatch):
     store, to_json = saved(tmp_path, 1, 2), Manifest.to_json
-    for change in ({"job": None}, {"metrics": 3}, {"format": []}):
+    for change in ({"metrics": 3}, {"format": []}):
         with monkeypatch.context() as patch:
             patch.setattr(
                 Manifest,

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
-from raysgd.checkpoint.folder import FILE
+from raysgd.checkpoint.file import TENSORS_FILE
 from raysgd.checkpoint.weights import save_rows
 from raysgd.elastic.requests import ImportReplicaRequest
 from raysgd.elastic.snapshots import with_shares
@@ -477,17 +477,17 @@ class Player:
         told = [self.runner.save_tensors(folder=str(folder))]
         dist.broadcast_object_list(told, 0)
         rest, checksum = told[0]
-        held = with_tensors({**rest, "tensors": {"path": str(folder / FILE)}}, copy=True)
+        held = with_tensors({**rest, "tensors": {"path": str(folder / TENSORS_FILE)}}, copy=True)
         dist.barrier()
         weights = self.runner.save_weights(folder=str(folder / "weights"))
         if self.context.world_rank == 0:
-            path = save_rows(folder / "weights" / FILE, *weights, folder / "whole")
+            path = save_rows(folder / "weights" / TENSORS_FILE, *weights, folder / "whole")
             with safe_open(path, "pt") as file:
                 names, other = file.keys(), file.metadata()
                 found = {name: file.get_tensor(name) for name in names}
             assert other == {"format": "pt", "head.weight": "embedding.weight"}
             check_equal({**found, "head.weight": found["embedding.weight"]}, state["models"][0])
-            assert checksum == hashlib.sha256((folder / FILE).read_bytes()).hexdigest()
+            assert checksum == hashlib.sha256((folder / TENSORS_FILE).read_bytes()).hexdigest()
             shutil.rmtree(folder)
         return held
 

@@ -7,8 +7,8 @@ import pickle
 import cloudpickle
 import pytest
 
+from raysgd.checkpoint.file import write_pickle
 from raysgd.checkpoint.manifest import Manifest
-from raysgd.checkpoint.pickled import write_pickle
 from raysgd.errors import CheckpointError
 from raysgd.train import Checkpoint, CheckpointStrategy
 from raysgd.train.report_queue import Turn
