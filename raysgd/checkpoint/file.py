@@ -131,7 +131,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest | None:
         CheckpointError: if the file is missing, of a newer format, or visibly damaged.
     """
     source = _file_at(path)
-    return source.inspect(lambda file: verify(file, source.shown, whole=False))
+    with source.open(whole=False) as file:
+        return verify(file, source.shown, whole=False)
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manifest | None]:

@@ -1,67 +1,39 @@
-"""Where files lie: on local disk, and whatever is mounted there, or behind a URL."""
+"""Where files lie: at a path, or behind a URL of a file system that fsspec knows."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeAlias, TypeVar
+from typing import IO, Any, TypeAlias
 
-from raysgd._internal.files import replacing, sync_folder
-from raysgd._internal.paths import checked_path
+from raysgd._internal.files import replacing, sync_folder, temporary_name
+from raysgd._internal.paths import checked_path, shown_url, without_secrets
 from raysgd.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from raysgd.checkpoint.remote import RemoteFile
+__all__ = ["LocalFile", "Location", "RemoteFile", "UnreachableError", "first_line", "locate"]
 
-__all__ = [
-    "LocalFile",
-    "Location",
-    "UnreachableError",
-    "first_line",
-    "locate",
-    "system_error",
-]
-
-T = TypeVar("T")
-Location: TypeAlias = "LocalFile | RemoteFile"
-"""A file or a folder, which need not be there. Both have the same methods."""
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci"}
+"""File systems in which a file appears when its upload ends, and renaming is a second upload."""
 
 
 class UnreachableError(CheckpointError):
-    """A place did not let itself be read: no permission, or no answer.
+    """A place could not be read: no permission, or no answer.
 
-    It says nothing about the checkpoint, which may be in order.
+    The checkpoint itself may be intact.
     """
-
-
-def locate(path: str | os.PathLike[str]) -> Location:
-    """Return the place that a path or a URL names.
-
-    Raises:
-        TypeError: if it is neither.
-        CheckpointError: if it is a URL that nothing which is installed can open.
-    """
-    text = os.fspath(path)
-    if not isinstance(text, str):
-        raise TypeError(f"A path must be a text, but it is {path!r}.")
-    scheme, separator, rest = text.partition("://")
-    if separator and scheme not in ("file", "local"):
-        from raysgd.checkpoint.remote import RemoteFile
-
-        return RemoteFile(text)
-    return LocalFile(rest if separator else text)
 
 
 class LocalFile:
-    """A path. A link stays one when it is written to, and its target is replaced.
+    """A path. If it is a link, a write replaces the target of the link.
 
     All methods raise CheckpointError.
 
     Attributes:
         name: the absolute path.
-        shown: how messages name it.
+        shown: its name in messages.
     """
 
     def __init__(self, path: str) -> None:
@@ -72,14 +44,14 @@ class LocalFile:
         self.name = self.shown = str(self._path)
 
     def check_writable(self) -> str:
-        """Return the name of what would be written, if it can be, as far as that shows."""
+        """Return the name of the file that a write replaces, if it can be written."""
         return str(self._target())
 
     def write(self, fill: Callable[[IO[bytes]], None]) -> str:
         """Write a file, whole or not at all, and return its name.
 
         Args:
-            fill: is given a file that is open for reading and writing.
+            fill: takes a file that is open for reading and writing.
         """
         target = self._target()
         try:
@@ -87,12 +59,11 @@ class LocalFile:
                 fill(file)
         except Exception as error:
             gone = "" if target.parent.is_dir() else f"the folder {target.parent} was removed: "
-            cause = system_error(error)
+            cause = _system_error(error)
             raise CheckpointError(f"Cannot save to {target}: {gone}{cause}") from cause
         return str(target)
 
     def _target(self) -> Path:
-        """Return the file that a write replaces: where the path is a link, what it points to."""
         try:
             target = self._path.resolve()
             folder = target.parent
@@ -111,8 +82,8 @@ class LocalFile:
         raise CheckpointError(f"Cannot save to {target}: {problem}.")
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[IO[bytes]]:
-        """Open all of the file for reading, on local disk."""
+    def open(self, whole: bool = True) -> Iterator[IO[bytes]]:
+        """Open the file for reading."""
         try:
             if not self._path.is_file():
                 problem = "it is a folder" if self._path.is_dir() else "there is no such file"
@@ -124,11 +95,6 @@ class LocalFile:
             raise CheckpointError(f"Cannot load {self.shown}: {error}") from error
         with file:
             yield file
-
-    def inspect(self, read: Callable[[IO[bytes]], T]) -> T:
-        """Return what `read` makes of the file, which is fetched only where it is read."""
-        with self.open() as file:
-            return read(file)
 
     def remove(self) -> None:
         """Remove the file, if it is there."""
@@ -142,7 +108,7 @@ class LocalFile:
         return LocalFile(str(self._path / name))
 
     def make_folder(self) -> None:
-        """Make this folder and those above it, where they are not there."""
+        """Make this folder and those above it, unless they are there."""
         try:
             self._path.mkdir(parents=True, exist_ok=True)
             sync_folder(self._path.parent)
@@ -159,24 +125,180 @@ class LocalFile:
         except OSError as error:
             raise UnreachableError(f"Cannot list {self.shown}: {error}") from error
 
-    def folder_names(self) -> list[str]:
-        """Return the names of the folders in this folder."""
-        with contextlib.suppress(OSError), os.scandir(self._path) as entries:
-            return [entry.name for entry in entries if entry.is_dir()]
-        return []
+
+class RemoteFile:
+    """A URL. Writes and loads go through a temporary file on the local disk.
+
+    The file system decides how long it waits for a server. All methods raise CheckpointError.
+
+    Attributes:
+        name: the URL.
+        shown: its name in messages, without passwords and signatures.
+    """
+
+    def __init__(self, url: str) -> None:
+        from fsspec import get_filesystem_class
+
+        self.name = url
+        self.shown = shown_url(url)
+        for protocol in (part.partition("://")[0] for part in url.split("::")):
+            try:
+                get_filesystem_class(protocol)
+            except ImportError as error:  # names the package to install
+                raise CheckpointError(f"Cannot open {self.shown}: {error}") from error
+            except ValueError as error:
+                # a password with :: in it looks like a chain of URLs
+                named = f"{protocol}://" if protocol in self.shown else "it"
+                raise CheckpointError(
+                    f"Cannot open {self.shown}: nothing opens {named}. Known are file://, "
+                    "memory://, and with the package in brackets installed, s3:// (s3fs), "
+                    "gs:// (gcsfs), az:// (adlfs), hdfs:// (pyarrow), sftp:// (paramiko), "
+                    "https:// (aiohttp) and others, which fsspec lists."
+                ) from self._cause(error)
+
+    def check_writable(self) -> str:
+        """Return the URL. Only a write shows whether it can be written."""
+        return self.name
+
+    def write(self, fill: Callable[[IO[bytes]], None]) -> str:
+        """Write to the local disk, upload the file, and give it its name when it is whole."""
+        with _scratch_file() as local:
+            try:
+                with local.open("xb+") as file:
+                    fill(file)
+            except Exception as error:
+                cause = _system_error(error)
+                raise CheckpointError(f"Cannot save to {self.shown}: {cause}") from cause
+            with self._file_system("save to") as (fs, path):
+                _upload(str(local), fs, path)
+        return self.name
+
+    @contextlib.contextmanager
+    def open(self, whole: bool = True) -> Iterator[IO[bytes]]:
+        """Open the file for reading. With `whole` it is fetched first."""
+        with _scratch_file() as local:
+            with self._file_system("load") as (fs, path):
+                if not whole:
+                    with fs.open(path, "rb") as file:
+                        yield file
+                    return
+                fs.get_file(path, str(local))
+                if not local.is_file():
+                    raise CheckpointError(f"Cannot load {self.shown}: it is a folder.")
+            with local.open("rb") as file:
+                yield file
+
+    def remove(self) -> None:
+        """Remove the file, if it is there."""
+        with self._file_system("remove") as (fs, path), contextlib.suppress(FileNotFoundError):
+            fs.rm_file(path)
+
+    def child(self, name: str) -> RemoteFile:
+        """Return a file in this folder."""
+        return RemoteFile(f"{self.name.rstrip('/')}/{name}")
+
+    def make_folder(self) -> None:
+        """Make this folder, except in an object store: that would make a bucket."""
+        with self._file_system("make the folder") as (fs, path):
+            if not _is_object_store(fs):
+                fs.makedirs(path, exist_ok=True)
+
+    def file_names(self) -> list[str]:
+        """Return the names of the files in this folder; none if there is no such folder."""
+        with self._file_system("list") as (fs, path):
+            fs.invalidate_cache()  # another process may have written since
+            with contextlib.suppress(FileNotFoundError):
+                infos = fs.ls(path, detail=True)
+                files = (info["name"] for info in infos if info["type"] == "file")
+                return [name.rstrip("/").rsplit("/", 1)[-1] for name in files]
+            return []
+
+    @contextlib.contextmanager
+    def _file_system(self, verb: str) -> Iterator[tuple[Any, str]]:
+        """Yield the file system and the path in it, and replace its errors by ours."""
+        from fsspec.core import url_to_fs
+
+        try:
+            yield url_to_fs(self.name)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            if isinstance(error, FileNotFoundError) and verb == "load":
+                raise CheckpointError(
+                    f"Cannot load {self.shown}: there is no such file."
+                ) from self._cause(error)
+            text = without_secrets(first_line(error).replace(self.name, self.shown))
+            raise UnreachableError(f"Cannot {verb} {self.shown}: {text}") from self._cause(error)
+
+    def _cause(self, error: BaseException) -> BaseException | None:
+        """Return an error as the cause of ours, unless its text may show a secret."""
+        return error if self.shown == self.name else None
+
+
+Location: TypeAlias = LocalFile | RemoteFile
+"""A file or a folder, which may not exist. Both classes have the same methods."""
+
+
+def locate(path: str | os.PathLike[str]) -> Location:
+    """Return the place that a path or a URL names.
+
+    Raises:
+        TypeError: if it is neither.
+        CheckpointError: if it is a URL that no installed package can open.
+    """
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise TypeError(f"A path must be a text, but it is {path!r}.")
+    scheme, separator, rest = text.partition("://")
+    if separator and scheme not in ("file", "local"):
+        return RemoteFile(text)
+    return LocalFile(rest if separator else text)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, or its type where it says nothing."""
+    """Return the first line of an error's text, or its type if it has no text."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def system_error(error: BaseException) -> BaseException:
-    """Return what the system said, where `error` came of it; else `error`.
+def _system_error(error: BaseException) -> BaseException:
+    """Return the error of the system that led to `error`, or `error`.
 
-    torch's writer fails once more as it is closed, and that is what it raises.
+    The writer of torch fails once more when it is closed, and raises that second error.
     """
     first: BaseException | None = error
     while first is not None and not isinstance(first, OSError):
         first = first.__context__
     return error if first is None else first
+
+
+def _upload(local: str, fs: Any, path: str) -> None:
+    if _is_object_store(fs):
+        fs.put_file(local, path)
+        return
+    if fs.isdir(path):
+        raise IsADirectoryError("it is a folder; give the name of a file in it")
+    temporary = f"{fs._parent(path)}/{temporary_name(path.rsplit('/', 1)[-1])}"
+    try:
+        fs.put_file(local, temporary)
+        fs.mv(temporary, path)
+        fs.invalidate_cache()  # it may still list the temporary file
+        if fs.exists(temporary):  # WebHDFS refuses without an error
+            raise OSError(
+                "what was uploaded was not renamed to it. Some servers replace no file: "
+                "save to another name, or remove the one that is there"
+            )
+    except BaseException:
+        with contextlib.suppress(Exception):
+            fs.rm_file(temporary)
+        raise
+
+
+def _is_object_store(fs: Any) -> bool:
+    protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
+    return not _OBJECT_STORES.isdisjoint(protocols)
+
+
+@contextlib.contextmanager
+def _scratch_file() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="raysgd-") as folder:
+        yield Path(folder, "state")

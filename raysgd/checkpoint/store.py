@@ -236,10 +236,10 @@ class CheckpointStore:
         if not self.is_local:
             return []
         return [
-            name
-            for name in self._folder.folder_names()  # type: ignore[union-attr]
-            if _NAME.fullmatch(name) and not name.endswith(".ckpt")
-            if (Path(self._folder.name) / name / STATE).is_file() is whole
+            path.name
+            for path in Path(self._folder.name).glob("epoch-*")
+            if _NAME.fullmatch(path.name) and not path.suffix
+            if path.is_dir() and (path / STATE).is_file() is whole
         ]
 
     def _learn(self, names: Sequence[str]) -> None:
@@ -294,7 +294,8 @@ class CheckpointStore:
         if _LATEST not in self._folder.file_names():
             return None, None
         try:
-            text = self._folder.child(_LATEST).inspect(lambda file: file.read(1000))
+            with self._folder.child(_LATEST).open(whole=False) as file:
+                text = file.read(1000)
         except UnreachableError:
             raise
         except CheckpointError as error:

@@ -200,7 +200,9 @@ class TFTrainer(OperatorTrainer):
         Raises:
             CheckpointError: as `load`, and if a trainer of Ray 1.12 wrote the file.
         """
-        if locate(path).inspect(lambda file: file.read(1)) == pickle.PROTO:
+        with locate(path).open(whole=False) as file:
+            is_pickle = file.read(1) == pickle.PROTO
+        if is_pickle:
             raise CheckpointError(
                 f"restore({os.fspath(path)!r}): this file is a pickle, as the TFTrainer of Ray "
                 "wrote it. raysgd does not unpickle it, because that can run code. If you trust "

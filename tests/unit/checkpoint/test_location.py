@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from raysgd.checkpoint import read_file, write_file
-from raysgd.checkpoint.location import LocalFile, first_line, locate
-from raysgd.checkpoint.remote import RemoteFile
+from raysgd.checkpoint.location import LocalFile, RemoteFile, first_line, locate
 from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.states import STATE
 

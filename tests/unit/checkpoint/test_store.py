@@ -54,7 +54,8 @@ def steps_in(folder):
 
 def best_named(folder):
     """What the file `best` names, in a folder that is there."""
-    return locate(folder).child("best").inspect(lambda file: file.readline().decode().strip())
+    with locate(folder).child("best").open() as file:
+        return file.readline().decode().strip()
 
 
 def restored_step(folder, **arguments):
