@@ -7,9 +7,9 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, TypeVar
+from typing import IO, Any, ClassVar, Literal, NamedTuple
 
 from raysgd._internal.files import TEMPORARY_NAME
 from raysgd.checkpoint.file import STATE, read_checkpoint, read_manifest, write_file
@@ -23,16 +23,125 @@ from raysgd.checkpoint.location import LocalFile, UnreachableError, locate
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
 
-__all__ = ["CheckpointStore", "Restored", "rating", "surplus"]
+__all__ = ["CheckpointFolder", "CheckpointStore", "Restored"]
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-_NAME = re.compile(r"epoch-([0-9]{5,})-step-([0-9]{8,})(\.ckpt)?")
-"""Without the ending it is a folder, into which workers have written their parts."""
 _LATEST = "latest"
 _BEST = "best"
+
+
+class CheckpointFolder:
+    """The checkpoints in a folder: which are there, which load, and which to keep.
+
+    A subclass says how they are named and read, and writes them.
+    """
+
+    _pattern: ClassVar[re.Pattern[str]]
+    """Names of checkpoints. They sort by the numbers in them."""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        keep: int | None,
+        monitor: str | None,
+        mode: Literal["min", "max"],
+    ) -> None:
+        self._folder = locate(folder)
+        self._keep = keep
+        self._monitor = monitor
+        self._mode = mode
+        self._manifests: dict[str, Manifest | None] = {}
+        """By the names of checkpoints; None for those that cannot be read."""
+
+    def _names(self) -> list[str]:
+        """Return the names of the checkpoints in the folder, the last one first."""
+        found = filter(self._pattern.fullmatch, self._folder.file_names())
+        return sorted(found, key=_position_of, reverse=True)
+
+    def _check(self, name: str, manifest: Manifest) -> None:
+        """Raise an error if a checkpoint does not belong into this folder."""
+
+    def _learn(self, names: Iterable[str]) -> None:
+        """Read the manifests that are not known yet, and forget those of other names."""
+        known = self._manifests
+        self._manifests = {name: known[name] for name in names if name in known}
+        for name in names:
+            if name in known:
+                continue
+            try:
+                manifest = read_manifest(self._folder.child(name).name)
+            except UnreachableError:
+                raise
+            except CheckpointError as error:
+                logger.warning("Leaving a checkpoint as it is: %s", error)
+                manifest = None
+            if manifest is not None:
+                self._check(name, manifest)
+            self._manifests[name] = manifest
+
+    def _load_first(
+        self,
+        names: Iterable[str],
+        read: Callable[[str], tuple[Any, Manifest | None]],
+        passed_over: list[tuple[str, str]],
+    ) -> tuple[str, Any, Manifest]:
+        """Return the name, the content, and the manifest of the first checkpoint that loads.
+
+        Args:
+            names: those to try, in this order.
+            read: takes a path or a URL.
+            passed_over: gets those that do not load, and why.
+
+        Raises:
+            UnreachableError: if one could not be read, though it may be intact.
+            CheckpointError: if none loads.
+        """
+        for name in names:
+            file = self._folder.child(name)
+            try:
+                content, manifest = read(file.name)
+            except UnreachableError:
+                raise
+            except CheckpointError as error:
+                passed_over.append((file.shown, str(error)))
+                self._manifests[name] = None
+                continue
+            if manifest is None:
+                passed_over.append((file.shown, "It has no manifest: no store wrote it."))
+                continue
+            self._check(name, manifest)
+            for passed, reason in passed_over:
+                logger.warning("Passed over %s: %s", passed, reason)
+            return name, content, manifest
+        reasons = "".join(f"\n- {passed}: {reason}" for passed, reason in passed_over)
+        raise CheckpointError(f"No checkpoint in {self._folder.shown} can be loaded:{reasons}")
+
+    def _surplus(self, newest: str | None) -> list[str]:
+        """Return the checkpoints that are neither `newest` nor among the best ones to keep."""
+        ranked = [] if self._keep is None else self._ranked(newest)[self._keep :]
+        return [name for name in ranked if name != newest]
+
+    def _ranked(self, newest: str | None = None) -> list[str]:
+        """Return the names of the known checkpoints, the best first, and the newer of equals."""
+        known = (name for name, manifest in self._manifests.items() if manifest)
+        return sorted(known, key=lambda name: self._goodness(name, newest), reverse=True)
+
+    def _goodness(self, name: str, newest: str | None) -> Any:
+        """Return a sort key; larger is better."""
+        value = self._value_of(name)
+        is_rated = not math.isnan(value)
+        manifest = self._manifests[name]
+        # values of training and of validation do not compare
+        is_validated = is_rated and manifest is not None and not manifest.of_training
+        rating = (value if self._mode == "max" else -value) if is_rated else 0.0
+        is_current = newest is None or not _is_given_up(name, newest)
+        return is_current, is_validated, is_rated, rating, _position_of(name)
+
+    def _value_of(self, name: str) -> float:
+        """Return the monitored metric of a checkpoint, or NaN."""
+        manifest = self._manifests[name]
+        return manifest.metrics.get(self._monitor or "", math.nan) if manifest else math.nan
 
 
 class Restored(NamedTuple):
@@ -41,38 +150,40 @@ class Restored(NamedTuple):
     path: str
     state: dict[str, Any]
     passed_over: list[tuple[str, str]]
-    """Those that were tried before it and could not be loaded, in that order, and why. They are
-    named as messages name them: a URL is without its password."""
+    """Those that were tried before it and could not be loaded, in that order, and why. A URL is
+    without its password."""
 
     @property
     def shown(self) -> str:
-        """How messages name the path: a URL without its password."""
+        """The path in messages: a URL is without its password."""
         return locate(self.path).shown
 
 
-class CheckpointStore:
+class CheckpointStore(CheckpointFolder):
     """Saves the checkpoints of one job into a folder, and finds the newest that loads.
 
     The folder holds ``epoch-00003-step-00000512.ckpt`` and the like, and ``latest``, a text file
     that names the newest; with `monitor` also ``best``, which names the best. A state that workers
-    write together is a folder, without ``.ckpt`` in its name. The two are moved on
-    when a checkpoint is on disk, and only then are older ones removed: whenever the process is
-    killed, the newest checkpoint that loads is the last one that was saved, or the one that was
-    under way. One process at a time may save into it.
+    write together is a folder, without ``.ckpt`` in its name. The two text files change when a
+    checkpoint is on disk, and only then are older ones removed. If the process is killed, the
+    newest checkpoint that loads is the last one that was saved, or the one that was under way.
+    One process at a time may save into the folder.
 
     Args:
         folder: a path, or a URL of any file system that fsspec knows. It is made with the first
             checkpoint.
         keep: how many checkpoints to keep; None for all. With `monitor` the best, and the newest
-            besides. Those of steps that were given up, since training went back, go first.
+            besides. If training went back, those of later steps are removed first.
         monitor: name of the metric by which the best are kept; without one the newest are.
         mode: "min" if smaller values of the metric are better, or "max".
         job: name of the job; a folder with checkpoints of another one is refused.
 
     Raises:
         ValueError: if an argument has a value that is not allowed.
-        CheckpointError: if the folder is a URL that nothing which is installed can open.
+        CheckpointError: if the folder is a URL that no installed package can open.
     """
+
+    _pattern = re.compile(r"epoch-[0-9]{5,}-step-[0-9]{8,}(\.ckpt)?")
 
     def __init__(
         self,
@@ -91,15 +202,10 @@ class CheckpointStore:
             raise ValueError(f'CheckpointStore(mode={mode!r}): must be "min" or "max".')
         if not isinstance(job, str) or not job:
             raise ValueError(f"CheckpointStore(job={job!r}): must be the name of the job.")
-        self._folder = locate(folder)
-        self._keep = keep
-        self._monitor = monitor
-        self._mode = mode
+        super().__init__(folder, keep, monitor, mode)
         self._job = job
         self._made = False
         self._best_named: str | None = None
-        self._manifests: dict[str, Manifest | None] = {}
-        """By the names of checkpoints; None for those that cannot be read."""
 
     def save(
         self,
@@ -117,8 +223,8 @@ class CheckpointStore:
             metrics: what was measured with it; the numbers in it are kept in the file.
             world_size: number of workers.
             operator: name of the operator.
-            of_training: whether `metrics` are those of training alone. Such a checkpoint gives way
-                to those that were saved without it, however good its own metric is.
+            of_training: whether `metrics` are those of training alone. Such a checkpoint is kept
+                after those with metrics of a validation, however good its own metric is.
 
         Returns:
             The path of the checkpoint, or its URL.
@@ -162,7 +268,7 @@ class CheckpointStore:
 
     @property
     def tensors_folder(self) -> Path:
-        """The folder in which workers write the tensors of a state that `save` is then given.
+        """The folder in which workers write the tensors of a state before `save` gets it.
 
         Raises:
             CheckpointError: if the store's is a URL, or cannot be made.
@@ -173,7 +279,7 @@ class CheckpointStore:
     def best(self) -> str | None:
         """The path or URL of the checkpoint whose monitored metric is best.
 
-        None without `monitor`, or where no checkpoint has that metric.
+        None without `monitor`, or if no checkpoint has that metric.
 
         Raises:
             CheckpointError: if the folder belongs to another job, or cannot be reached.
@@ -183,10 +289,10 @@ class CheckpointStore:
         return None if best is None else self._folder.child(best).name
 
     def restore(self) -> Restored | None:
-        """Load the newest checkpoint that is in order.
+        """Load the newest intact checkpoint.
 
-        Those of later steps than ``latest`` names are tried last: training went back and on from
-        an older one, or began anew.
+        Those of later steps than ``latest`` names are tried last: training went back to an older
+        one, or started again.
 
         Returns:
             Its path, its state, and the newer ones that were passed over, with the reason; None
@@ -201,35 +307,17 @@ class CheckpointStore:
         passed_over = [] if problem is None else [(self._folder.child(_LATEST).shown, problem)]
         if newest is not None:
             names = [newest, *(name for name in names if name != newest)]
-            names.sort(key=lambda name: _given_up(name, newest))  # which keeps the order else
+            names.sort(key=lambda name: _is_given_up(name, newest))  # keeps the order otherwise
         if not names and problem is None:
             return None
-        for name in names:
-            file = self._folder.child(name)
-            try:
-                state, manifest = read_checkpoint(file.name)
-            except UnreachableError:
-                raise  # it may well be in order
-            except CheckpointError as error:
-                passed_over.append((file.shown, str(error)))
-                self._manifests[name] = None
-                continue
-            if manifest is None:
-                passed_over.append((file.shown, "It has no manifest: no store wrote it."))
-                continue
-            self._check_job(name, manifest)
-            for passed, reason in passed_over:
-                logger.warning("Passed over %s: %s", passed, reason)
-            return Restored(file.name, state, passed_over)
-        reasons = "".join(f"\n- {passed}: {reason}" for passed, reason in passed_over)
-        raise CheckpointError(f"No checkpoint in {self._folder.shown} can be loaded:{reasons}")
+        name, state, _ = self._load_first(names, read_checkpoint, passed_over)
+        return Restored(self._folder.child(name).name, state, passed_over)
 
     # ---- helpers
 
     def _names(self) -> list[str]:
-        files = (name for name in self._folder.file_names() if name.endswith(".ckpt"))
-        found = [name for name in (*files, *self._folders(whole=True)) if _NAME.fullmatch(name)]
-        return sorted(found, key=_position_of, reverse=True)
+        files = (name for name in super()._names() if name.endswith(".ckpt"))
+        return sorted([*files, *self._folders(whole=True)], key=_position_of, reverse=True)
 
     def _folders(self, whole: bool) -> list[str]:
         """Return the names of folders that hold a checkpoint, or only parts of one."""
@@ -238,35 +326,17 @@ class CheckpointStore:
         return [
             path.name
             for path in Path(self._folder.name).glob("epoch-*")
-            if _NAME.fullmatch(path.name) and not path.suffix
+            if self._pattern.fullmatch(path.name) and not path.suffix
             if path.is_dir() and (path / STATE).is_file() is whole
         ]
 
-    def _learn(self, names: Sequence[str]) -> None:
-        """Read the manifests that are not known yet: whose they are, and how good."""
-        known = self._manifests
-        self._manifests = {name: known[name] for name in names if name in known}
-        for name in names:
-            if name in known:
-                continue
-            try:
-                manifest = read_manifest(self._folder.child(name).name)
-            except UnreachableError:
-                raise
-            except CheckpointError as error:
-                logger.warning("Leaving a checkpoint as it is: %s", error)
-                manifest = None
-            if manifest is not None:
-                self._check_job(name, manifest)
-            self._manifests[name] = manifest
-
-    def _check_job(self, name: str, manifest: Manifest) -> None:
+    def _check(self, name: str, manifest: Manifest) -> None:
         if manifest.job != self._job:
             error = CheckpointError(
                 f"{self._folder.shown} holds checkpoints of job {manifest.job!r} ({name}), and "
                 f"this is job {self._job!r}. Give each job a folder of its own."
             )
-            # a note: the command, which has no such call, leaves it out
+            # a note, because the command has no such call and leaves it out
             error.add_note(
                 "To start from that one's state, call "
                 f"trainer.load({self._folder.child(name).shown!r})."
@@ -282,10 +352,8 @@ class CheckpointStore:
         raise ValueError(f"CheckpointStore(monitor={self._monitor!r}): {problem}")
 
     def _point_to(self, name: str, pointer: str = _LATEST) -> None:
-        check = hashlib.sha256(name.encode()).hexdigest()
-
         def fill(file: IO[bytes]) -> None:
-            file.write(f"{name}\nsha256 {check}\n".encode())
+            file.write(_pointer_to(name))
 
         self._folder.child(pointer).write(fill)
 
@@ -301,24 +369,24 @@ class CheckpointStore:
         except CheckpointError as error:
             return None, str(error)
         name = text.split(b"\n")[0].decode(errors="replace")
-        check = hashlib.sha256(name.encode()).hexdigest()
-        if not _NAME.fullmatch(name) or text != f"{name}\nsha256 {check}\n".encode():
+        if not self._pattern.fullmatch(name) or text != _pointer_to(name):
             return None, "It is damaged: it names no checkpoint."
         return name, None
 
     def _tidy(self, newest: str) -> None:
-        """Remove what is not to be kept; the checkpoint is saved, whatever comes of this."""
+        """Remove what is not to be kept. An error is logged, because the checkpoint is saved."""
         try:
-            for name in self._to_remove(newest):
+            for name in self._surplus(newest):
                 self._remove(name)
                 del self._manifests[name]
-            for name in self._folders(whole=False):  # it was being written, or removed
+            for name in self._folders(whole=False):  # left by a killed process
                 self._remove(name)
             outdated = None if self._best_of(newest) else _BEST
             for name in self._folder.file_names():
                 unfinished = TEMPORARY_NAME.fullmatch(name)  # its writer was killed
                 target = unfinished[1] if unfinished else ""
-                if target in (_LATEST, _BEST) or _NAME.fullmatch(target) or name == outdated:
+                is_ours = target in (_LATEST, _BEST) or self._pattern.fullmatch(target)
+                if is_ours or name == outdated:
                     self._folder.child(name).remove()
             if self.is_local:
                 remove_unfinished(Path(self._folder.name))
@@ -332,53 +400,14 @@ class CheckpointStore:
         else:
             remove_folder(Path(file.name))
 
-    def _to_remove(self, newest: str) -> list[str]:
-        """Return the checkpoints that are neither the newest nor among those to keep."""
-        found = [name for name, manifest in self._manifests.items() if manifest]
-        return surplus(found, self._keep, lambda name: self._goodness(name, newest), newest)
-
     def _best_of(self, newest: str | None) -> str | None:
         """Return the best of those that have the monitored metric."""
-        rated = [
-            name
-            for name, manifest in self._manifests.items()
-            if manifest and not math.isnan(manifest.metrics.get(self._monitor or "", math.nan))
-        ]
-        return max(rated, key=lambda name: self._goodness(name, newest or name), default=None)
-
-    def _goodness(self, name: str, newest: str) -> Any:
-        """Return what is the larger the more a checkpoint is worth keeping."""
-        manifest = self._manifests[name]
-        assert manifest is not None
-        value = manifest.metrics.get(self._monitor or "", math.nan)
-        # values of training and of validation do not compare
-        is_validated = not math.isnan(value) and not manifest.of_training
-        # of equals the newer
-        back = _given_up(name, newest)
-        return not back, is_validated, rating(value, self._mode), _position_of(name)
+        rated = (name for name in self._ranked(newest) if not math.isnan(self._value_of(name)))
+        return next(rated, None)
 
 
-def rating(value: float, mode: Literal["min", "max"]) -> tuple[bool, float]:
-    """Return what is the larger the better a value is; NaN is worst."""
-    if math.isnan(value):
-        return False, 0.0
-    return True, value if mode == "max" else -value
-
-
-def surplus(
-    names: Iterable[T], keep: int | None, goodness: Callable[[T], Any], newest: T | None
-) -> list[T]:
-    """Return those that are neither the newest nor among the best that are to be kept.
-
-    Args:
-        names: of checkpoints, or whatever stands for them.
-        keep: how many of the best to keep; None for all.
-        goodness: by what to sort them; more is better.
-        newest: one that stays in any case; None if there is none.
-    """
-    if keep is None:
-        return []
-    return [name for name in sorted(names, key=goodness, reverse=True)[keep:] if name != newest]
+def _pointer_to(name: str) -> bytes:
+    return f"{name}\nsha256 {hashlib.sha256(name.encode()).hexdigest()}\n".encode()
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -392,13 +421,11 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def _given_up(name: str, newest: str) -> bool:
-    """Whether training has gone back to before a checkpoint since that was written."""
+def _is_given_up(name: str, newest: str) -> bool:
+    """Return whether training went back to before a checkpoint after that was written."""
     return _position_of(name) > _position_of(newest)
 
 
-def _position_of(name: str) -> tuple[int, int]:
-    """Return the epoch and the step in a checkpoint's name."""
-    match = _NAME.fullmatch(name)
-    assert match is not None
-    return int(match[1]), int(match[2])
+def _position_of(name: str) -> tuple[int, ...]:
+    """Return the numbers in a checkpoint's name."""
+    return tuple(map(int, re.findall("[0-9]+", name)))

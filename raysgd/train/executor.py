@@ -294,7 +294,7 @@ class BackendExecutor:
             validation,
         )
         if resume and (found := checkpoints.restore()) is not None:
-            iteration = found.iteration
+            iteration = found.global_step
             self._saved = checkpoints
         else:
             checkpoints.blob = packed_checkpoint(checkpoint)
@@ -368,7 +368,7 @@ class BackendExecutor:
         while run.values is None:
             self.fetch_next_result()
         self._run = None
-        self._checkpoints.disk.finish()
+        self._checkpoints.finish()
         return run.values
 
     def abort(self) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import pickle
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
-from raysgd.checkpoint.file import read_pickle
-from raysgd.checkpoint.numbered import NumberedCheckpoint, NumberedCheckpoints
+from raysgd.checkpoint.file import read_pickle, write_pickle
+from raysgd.checkpoint.manifest import Manifest
+from raysgd.checkpoint.store import CheckpointFolder
+from raysgd.errors import CheckpointError
 from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
 from raysgd.train.report_queue import Turn
 from raysgd.train.validation import Reported, ReportedCheckpointStatus, Validations
@@ -22,19 +26,24 @@ __all__ = ["RunCheckpoints", "packed_checkpoint"]
 logger = logging.getLogger(__name__)
 
 
-class RunCheckpoints:
+class RunCheckpoints(CheckpointFolder):
     """The newest checkpoint in memory, and on disk those that the strategy keeps.
 
+    They are ``checkpoint_000001`` and so on. The newest is kept in addition to the best until the
+    run ends, because a restart needs it.
+
     Args:
-        folder: where to; None to hold the newest in memory alone.
+        folder: where to write; None to hold only the newest, in memory.
         strategy: which ones stay on disk.
         number: number of the newest so far.
-        decode: of the user's backend; None where it does nothing.
-        validation: a ValidationConfig; None where nothing is validated.
+        decode: of the user's backend; None if it does nothing.
+        validation: a ValidationConfig; None if nothing is validated.
 
     Raises:
         TypeError: if `strategy` is no CheckpointStrategy.
     """
+
+    _pattern = re.compile(r"checkpoint_[0-9]{6,}")
 
     def __init__(
         self,
@@ -51,14 +60,10 @@ class RunCheckpoints:
                 "CheckpointStrategy(num_to_keep=2)."
             )
         keep = 0 if folder is None else strategy.num_to_keep
-        self._score = None if keep == 0 else strategy.checkpoint_score_attribute
+        score = strategy.checkpoint_score_attribute
+        super().__init__(folder or Path(), keep, score, strategy.checkpoint_score_order)
+        self._unwarned_score = None if keep == 0 else score
         self._decode = decode
-        self.disk = NumberedCheckpoints(
-            folder or Path(),
-            keep,
-            strategy.checkpoint_score_attribute,
-            strategy.checkpoint_score_order,
-        )
         self.folder = folder
         self.number = number
         """Number of the newest."""
@@ -68,17 +73,26 @@ class RunCheckpoints:
         self._validations = Validations(validation)
         self._told: list[Reported] = []
 
-    def restore(self) -> NumberedCheckpoint | None:
-        """Go on with what an earlier run has left in the folder; return the newest of that."""
-        found = None if self.folder is None else self.disk.restore()
-        if found is None:
+    def restore(self) -> Manifest | None:
+        """Continue with what an earlier run has left in the folder.
+
+        Returns:
+            The manifest of the newest intact checkpoint. Its ``global_step`` is the number of
+            reports up to it.
+
+        Raises:
+            CheckpointError: if there are checkpoints and none can be loaded.
+        """
+        names = [] if self.folder is None else self._names()
+        if not names:
             return None
-        newest, self.blob = found
-        self.number = newest.number
-        return newest
+        newest, self.blob, manifest = self._load_first(names, read_pickle, [])
+        self._learn(names)
+        self.number = _number_of(newest)
+        return manifest
 
     def keep(self, turn: Turn, blob: bytes, world_size: int) -> None:
-        """Take a checkpoint over; when this returns it is on disk, where it shall be.
+        """Take a checkpoint over. When this returns, it is on disk if the strategy keeps it.
 
         Raises:
             CheckpointError: if it cannot be written.
@@ -89,16 +103,24 @@ class RunCheckpoints:
         if turn.validation:
             self._validations.start(self.number + 1, blob, turn.validation)
         self._measure()
-        self.disk.save(self.number + 1, blob, turn.numbers, world_size, turn.iteration)
+        if self._keep != 0:
+            self._folder.make_folder()
+            name = f"checkpoint_{self.number + 1:06d}"
+            manifest = Manifest(
+                world_size=world_size, global_step=turn.iteration, metrics=dict(turn.numbers)
+            )
+            write_pickle(blob, self._folder.child(name).name, manifest)
+            self._manifests[name] = manifest
+            self._tidy(name)
         self.number += 1
         self.blob, self._latest = blob, None
 
     def _check_score(self, turn: Turn) -> None:
         """Warn, once, if a checkpoint has no number by which it can be scored."""
-        name = self._score
+        name = self._unwarned_score
         if name is None or name in turn.numbers or turn.validation:
             return
-        self._score = None
+        self._unwarned_score = None
         logger.warning(
             "checkpoint_score_attribute=%r: a checkpoint was reported whose metrics have no number "
             "of that name%s. Such checkpoints count as the worst. There is %s.",
@@ -107,32 +129,51 @@ class RunCheckpoints:
             ", ".join(turn.names) or "nothing else",
         )
 
+    def finish(self) -> None:
+        """Remove the newest if it is none of the best: no restart needs it any more."""
+        self._tidy(None)
+
+    def _tidy(self, newest: str | None) -> None:
+        for name in self._surplus(newest):
+            if _number_of(name) in self._validations.tasks:  # its rating is not known yet
+                continue
+            del self._manifests[name]
+            try:
+                self._folder.child(name).remove()
+            except CheckpointError as error:
+                logger.warning("Kept a checkpoint: %s", error)
+
     def await_validations(self) -> None:
-        """Wait until all are validated; which are the best is known then."""
+        """Wait for all validations, which rate the checkpoints, and keep the best."""
         self._measure(wait=True)
-        self.disk.finish()
+        self.finish()
 
     def abort(self) -> None:
         """Note that the run has ended early."""
         self._validations.cancel()
 
     def _measure(self, wait: bool = False) -> None:
-        measured = self._validations.collect(wait)
-        self.disk.note(measured, self._validations.tasks.keys())
+        for number, numbers in self._validations.collect(wait).items():
+            for name, manifest in self._manifests.items():
+                if manifest and _number_of(name) == number:
+                    metrics = {**manifest.metrics, **numbers}
+                    self._manifests[name] = dataclasses.replace(manifest, metrics=metrics)
 
     def reported(self) -> list[Reported]:
-        """Return those on disk, as the workers shall hear of them."""
+        """Return those on disk, the oldest first, as the workers get to know them."""
         validations, found = self._validations, []
-        for held in self.disk.by_number():
-            status = validations.status.get(held.number, ReportedCheckpointStatus.COMMITTED)
-            task = validations.tasks.get(held.number)
+        for name in sorted(self._ranked(), key=_number_of):
+            number, manifest = _number_of(name), self._manifests[name]
+            assert manifest is not None
+            status = validations.status.get(number, ReportedCheckpointStatus.COMMITTED)
+            task = validations.tasks.get(number)
             if task is not None:
                 status = ReportedCheckpointStatus.PENDING_VALIDATION
-            found.append(Reported(held.path, held.numbers, status, task))
+            found.append(Reported(self._path_of(name), manifest.metrics, status, task))
         return found
 
     def news(self) -> list[Reported] | None:
-        """Return the same; None where it is what was returned before."""
+        """Return the same, or None if it has not changed since the last call."""
         before, self._told = self._told, self.reported()
         return None if self._told == before else self._told
 
@@ -146,25 +187,31 @@ class RunCheckpoints:
     @property
     def latest_path(self) -> Path | None:
         """The newest checkpoint on disk."""
-        return _path(self.disk.newest)
+        newest = max(self._ranked(), key=_number_of, default=None)
+        return None if newest is None else self._path_of(newest)
 
     @property
     def best_path(self) -> Path | None:
         """The best checkpoint on disk."""
-        return _path(self.disk.best)
+        return next(map(self._path_of, self._ranked()), None)
 
     def newest_checkpoint(self) -> Checkpoint | None:
-        """Return the newest: the file where it is on disk, else what is in memory."""
-        held = self.disk.newest
-        if held is not None and held.number == self.number:
-            return Checkpoint(path=held.path)
+        """Return the newest: the file if it is on disk, else what is in memory."""
+        path = self.latest_path
+        if path is not None and _number_of(path.name) == self.number:
+            return Checkpoint(path=path)
         return None if self.blob is None else Checkpoint(blob=self.blob)
 
     def best_checkpoints(self) -> list[tuple[Checkpoint, dict[str, Any]]]:
         """Return those on disk, the best first, each with the numbers that came with it."""
         return [
-            (Checkpoint(path=held.path), dict(held.numbers)) for held in self.disk.by_goodness()
+            (Checkpoint(path=self._path_of(name)), dict(manifest.metrics))
+            for name in self._ranked()
+            if (manifest := self._manifests[name])
         ]
+
+    def _path_of(self, name: str) -> Path:
+        return Path(self._folder.child(name).name)
 
 
 def packed_checkpoint(checkpoint: Any) -> bytes | None:
@@ -185,5 +232,5 @@ def packed_checkpoint(checkpoint: Any) -> bytes | None:
     return blob
 
 
-def _path(held: NumberedCheckpoint | None) -> Path | None:
-    return None if held is None else held.path
+def _number_of(name: str) -> int:
+    return int(name.removeprefix("checkpoint_"))

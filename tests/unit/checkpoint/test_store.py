@@ -232,7 +232,7 @@ def test_no_better_one_is_removed(scores, keep, mode):
     for step, score in enumerate(scores):
         kept.append(step)
         store._manifests[name_at(step)] = Manifest(metrics={"score": score})
-        gone = [checkpoint_store._position_of(name)[1] for name in store._to_remove(name_at(step))]
+        gone = [checkpoint_store._position_of(name)[1] for name in store._surplus(name_at(step))]
         for other in gone:
             kept.remove(other)
             del store._manifests[name_at(other)]

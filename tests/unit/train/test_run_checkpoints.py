@@ -13,6 +13,7 @@ from raysgd.errors import CheckpointError
 from raysgd.train import Checkpoint, CheckpointStrategy
 from raysgd.train.report_queue import Turn
 from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
+from tests.unit.checkpoint.states import flip
 
 
 def turn(**numbers):
@@ -40,7 +41,7 @@ def test_the_best_stay_and_the_newest_until_the_run_ends(tmp_path):
     for loss in (2.0, 4.0, 1.0, 3.0):
         kept(checkpoints, loss=loss)
     assert sorted(os.listdir(tmp_path)) == [f"checkpoint_00000{n}" for n in (1, 3, 4)]
-    checkpoints.disk.finish()
+    checkpoints.finish()
     assert sorted(os.listdir(tmp_path)) == [f"checkpoint_00000{n}" for n in (1, 3)]
     assert checkpoints.best_path.name == "checkpoint_000003"
     assert checkpoints.latest == {"loss": 3.0}
@@ -52,7 +53,7 @@ def test_not_a_number_is_worst(tmp_path, losses, order):
     checkpoints = RunCheckpoints(tmp_path, CheckpointStrategy(1, "loss", order))
     for loss in losses:
         kept(checkpoints, loss=loss)
-    checkpoints.disk.finish()
+    checkpoints.finish()
     best = losses.index(-5.0 if order == "max" else -6.0) + 1
     assert os.listdir(tmp_path) == [f"checkpoint_00000{best}"]
 
@@ -66,7 +67,7 @@ def test_a_checkpoint_without_a_score_is_the_worst_and_warned_about_once(
     checkpoints = RunCheckpoints(tmp_path, CheckpointStrategy(2, name))
     for epoch in range(4):
         kept(checkpoints, epoch=epoch, **({name: epoch} if epoch == 1 else {}))
-    checkpoints.disk.finish()
+    checkpoints.finish()
     assert checkpoints.best_path.name == "checkpoint_000002"
     assert [path.name for path in sorted(tmp_path.iterdir())] == [
         "checkpoint_000002",
@@ -137,3 +138,34 @@ def test_a_path_may_be_named_from_home(tmp_path, monkeypatch):
 def test_a_strategy_of_another_kind_is_an_error():
     with pytest.raises(TypeError, match=r"checkpoint_strategy=\{.*must be a CheckpointStrategy"):
         RunCheckpoints(strategy={"num_to_keep": 2})
+
+
+def test_what_an_earlier_process_left_is_found_again(tmp_path):
+    checkpoints = RunCheckpoints(tmp_path)
+    for epoch in range(3):
+        kept(checkpoints, epoch=epoch)
+    found = RunCheckpoints(tmp_path, CheckpointStrategy(checkpoint_score_attribute="epoch"))
+    assert found.restore().metrics["epoch"] == 2
+    assert (found.number, found.latest) == (3, {"epoch": 2})
+    assert found.best_path.name == "checkpoint_000003"
+    assert [entry.path.name[-1] for entry in found.reported()] == ["1", "2", "3"]
+    assert RunCheckpoints(tmp_path / "none").restore() is None
+
+
+def test_a_damaged_one_is_passed_over(tmp_path, caplog):
+    for epoch in range(2):
+        kept(RunCheckpoints(tmp_path, number=epoch), epoch=epoch)
+    flip(tmp_path / "checkpoint_000002", 0)
+    found = RunCheckpoints(tmp_path)
+    found.restore()
+    assert (found.number, found.latest) == (1, {"epoch": 0})
+    assert "Passed over" in caplog.text
+    assert "checkpoint_000002" in caplog.text
+
+
+def test_the_newer_of_equals_stays(tmp_path):
+    checkpoints = RunCheckpoints(tmp_path, CheckpointStrategy(2, "loss"))
+    for _ in range(3):
+        kept(checkpoints, loss=1.0)
+    checkpoints.finish()
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint_000002", "checkpoint_000003"]
