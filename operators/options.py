@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import math
 import numbers
@@ -10,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from raysgd._internal.arguments import closest
 from raysgd._internal.config import BATCH_SIZE
 
 __all__ = [
@@ -129,9 +129,9 @@ def read_options(
     for key in config:
         if key in options or key == BATCH_SIZE or not isinstance(key, str):
             continue
-        meant = difflib.get_close_matches(key, options.keys() - config.keys(), n=1, cutoff=0.85)
-        if meant and warns:
-            logger.warning("%s has no option %r: is %r meant?", owner, key, meant[0])
+        close = closest(key, options.keys() - config.keys(), cutoff=0.85)
+        if close and warns:
+            logger.warning("%s has no option %r: is %r meant?", owner, key, close)
     return {key: _plain(config.get(key, option.default)) for key, option in options.items()}
 
 

@@ -1,4 +1,4 @@
-"""What the arguments of trainers must be; `trainer` is the name of the one that was called."""
+"""Checks of arguments. `where` is the class or the method that was called, for messages."""
 
 from __future__ import annotations
 
@@ -14,28 +14,39 @@ from raysgd._internal.tracebacks import shorten
 
 __all__ = [
     "MOST_WORKERS",
+    "as_int",
     "check_choice",
     "check_flags",
     "check_hook",
+    "check_int",
+    "check_number",
     "check_timeout",
-    "check_workers",
-    "checked_config",
-    "checked_resources",
+    "checked_dict",
+    "closest",
     "is_number",
+    "set_fields",
     "suggests",
     "unknown_argument",
-    "whole",
 ]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 MOST_WORKERS = 10_000
-"""Ray would be busy for minutes with the requests of more, before it says that it has no room."""
+"""Ray takes minutes for the requests of more workers, before it reports that it has no room."""
+
+
+def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the most similar of the known names, or an empty text if none is similar.
+
+    >>> closest("num_worker", ["config", "num_workers"]), closest("x", ["config"])
+    ('num_workers', '')
+    """
+    return next(iter(difflib.get_close_matches(name, known, 1, cutoff)), "")
 
 
 def suggests(method: _Method) -> _Method:
-    """Let a method, such as ``__init__``, say of an unknown argument which one may be meant.
+    """Suggest a similar argument if a call has an unknown one, and shorten tracebacks to user code.
 
-    One with ``**arguments`` says so itself. What it raises has the frames of the user alone.
+    Methods with ``**arguments`` make the suggestion themselves.
     """
     own = inspect.signature(method).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in own.values())
@@ -59,104 +70,21 @@ def suggests(method: _Method) -> _Method:
     return cast(_Method, checked)
 
 
-def unknown_argument(trainer: str, name: str, known: Iterable[str]) -> TypeError:
-    """Return the error for an argument that there is not, with the one that it is close to."""
-    close = difflib.get_close_matches(name, known, 1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return TypeError(f"{trainer}() got an unexpected keyword argument {name!r}.{hint}")
+def unknown_argument(where: str, name: str, known: Iterable[str]) -> TypeError:
+    """Return the error for an unknown argument."""
+    close = closest(name, known)
+    hint = f" Did you mean {close!r}?" if close else ""
+    return TypeError(f"{where}() got an unexpected keyword argument {name!r}.{hint}")
 
 
-def check_hook(trainer: str, hook: Any) -> None:
-    """Check that an initialization hook can be called."""
-    if hook is not None and not callable(hook):
-        raise TypeError(
-            f"{trainer}(initialization_hook=...) must be a function, but it is {hook!r}."
-        )
-    kinds = (
-        inspect.isgeneratorfunction,
-        inspect.iscoroutinefunction,
-        inspect.isasyncgenfunction,
-    )
-    if any(is_kind(each) for is_kind in kinds for each in (hook, type(hook).__call__)):
-        raise TypeError(
-            f"{trainer}(initialization_hook={hook!r}): to call a generator or an async function "
-            "runs nothing of it. Use a plain function, with asyncio.run() in it where it has to be."
-        )
+def set_fields(options: Any, **values: Any) -> None:
+    """Set fields of a frozen dataclass, in its ``__post_init__``."""
+    for name, value in values.items():
+        object.__setattr__(options, name, value)
 
 
-def checked_config(trainer: str, config: Any) -> dict[str, Any]:
-    """Return the config as a dict of its own."""
-    if config is not None and not isinstance(config, Mapping):
-        raise TypeError(f"{trainer}(config=...) must be a dict, but it is {config!r}.")
-    return dict(config or {})
-
-
-def check_workers(trainer: str, num_workers: Any, min_workers: Any) -> None:
-    """Check the numbers of workers."""
-    for name, value in (("num_workers", num_workers), ("min_workers", min_workers)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{trainer}({name}={value!r}): must be an int.")
-    if num_workers <= 0:
-        raise ValueError(f"{trainer}(num_workers={num_workers}): must be at least 1.")
-    if num_workers > MOST_WORKERS:
-        raise ValueError(f"{trainer}(num_workers={num_workers}): must be at most {MOST_WORKERS}.")
-    if not 1 <= min_workers <= num_workers:
-        raise ValueError(
-            f"{trainer}(min_workers={min_workers}, num_workers={num_workers}): min_workers must "
-            "be between 1 and num_workers."
-        )
-
-
-def checked_resources(trainer: str, resources: Any, num_cpus: Any) -> dict[str, float]:
-    """Return what each worker reserves beside CPUs."""
-    if not is_number(num_cpus) or not num_cpus > 0:
-        raise ValueError(
-            f"{trainer}(num_cpus_per_worker={num_cpus!r}): must be above 0; 0.001 reserves next to "
-            "nothing."
-        )
-    if resources is not None and not isinstance(resources, Mapping):
-        raise TypeError(
-            f"{trainer}(resources_per_worker=...) must be a dict, but it is {resources!r}."
-        )
-    found = dict(resources or {})
-    for name, amount in found.items():
-        if not is_number(amount) or not amount > 0:
-            raise ValueError(
-                f"{trainer}(resources_per_worker={{{name!r}: {amount!r}}}): must be above 0."
-            )
-    if "CPU" in found:
-        raise ValueError(
-            f"{trainer}(resources_per_worker=...) has 'CPU'; use num_cpus_per_worker for it."
-        )
-    return found
-
-
-def check_choice(trainer: str, name: str, value: Any, allowed: Collection[Any]) -> None:
-    """Check that a value is one of those that are allowed."""
-    if not any(value is choice or (type(value) is str and value == choice) for choice in allowed):
-        raise ValueError(
-            f"{trainer}({name}={value!r}): must be one of "
-            f"{', '.join(repr(choice) for choice in allowed)}."
-        )
-
-
-def check_flags(trainer: str, **flags: Any) -> None:
-    """Check that values, given by the names of the arguments, are True or False."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{trainer}({name}={value!r}): must be True or False.")
-
-
-def check_timeout(trainer: str, timeout_s: Any) -> None:
-    """Check a bound in seconds."""
-    if not is_number(timeout_s) or not 0 < timeout_s < math.inf:
-        raise ValueError(
-            f"{trainer}(timeout_s={timeout_s!r}): must be a positive number of seconds."
-        )
-
-
-def whole(value: Any) -> Any:
-    """Return a count as an int, also one of numpy's and 3.0; what is no whole number as it is."""
+def as_int(value: Any) -> Any:
+    """Return a whole number, such as ``numpy.int64(3)`` or 3.0, as an int; other values as is."""
     is_whole = isinstance(value, numbers.Integral) or (
         isinstance(value, float) and value.is_integer()
     )
@@ -164,5 +92,73 @@ def whole(value: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number that is not a bool."""
+    """Return whether a value is an int or a float, and no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_int(
+    where: str, name: str, value: Any, lowest: int | None = None, highest: int | None = None
+) -> int:
+    """Return a count as an int, if it is one and in its range."""
+    value = as_int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{where}({name}={value!r}): must be an int.")
+    if lowest is not None and value < lowest:
+        raise ValueError(f"{where}({name}={value}): must be at least {lowest}.")
+    if highest is not None and value > highest:
+        raise ValueError(f"{where}({name}={value}): must be at most {highest}.")
+    return value
+
+
+def check_number(
+    where: str, name: str, value: Any, lowest: float = 0.0, highest: float = math.inf
+) -> None:
+    """Check that a value is a finite number in its range."""
+    if not is_number(value):
+        raise TypeError(f"{where}({name}={value!r}): must be a number.")
+    if not lowest <= value <= highest or value == math.inf:
+        limit = f"at least {lowest:g}" if highest == math.inf else f"{lowest:g} to {highest:g}"
+        raise ValueError(f"{where}({name}={value!r}): must be {limit}.")
+
+
+def check_timeout(where: str, timeout_s: Any) -> None:
+    """Check a timeout in seconds."""
+    if not is_number(timeout_s) or not 0 < timeout_s < math.inf:
+        raise ValueError(f"{where}(timeout_s={timeout_s!r}): must be a positive number of seconds.")
+
+
+def check_choice(where: str, name: str, value: Any, allowed: Collection[Any]) -> None:
+    """Check that a value is one of the allowed ones."""
+    if not any(value is choice or (type(value) is str and value == choice) for choice in allowed):
+        choices = ", ".join(repr(choice) for choice in allowed)
+        raise ValueError(f"{where}({name}={value!r}): must be one of {choices}.")
+
+
+def check_flags(where: str, **flags: Any) -> None:
+    """Check that values, by the names of the arguments, are True or False."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{where}({name}={value!r}): must be True or False.")
+
+
+def checked_dict(where: str, name: str, value: Any) -> dict[str, Any]:
+    """Return a dict as a copy; an empty one for None."""
+    if value is not None and not isinstance(value, Mapping):
+        raise TypeError(f"{where}({name}=...) must be a dict, but it is {value!r}.")
+    return dict(value or {})
+
+
+def check_hook(where: str, hook: Any) -> None:
+    """Check that an initialization hook is a plain function, or None."""
+    if hook is not None and not callable(hook):
+        raise TypeError(f"{where}(initialization_hook=...) must be a function, but it is {hook!r}.")
+    kinds = (
+        inspect.isgeneratorfunction,
+        inspect.iscoroutinefunction,
+        inspect.isasyncgenfunction,
+    )
+    if any(is_kind(each) for is_kind in kinds for each in (hook, type(hook).__call__)):
+        raise TypeError(
+            f"{where}(initialization_hook={hook!r}): to call a generator or an async function "
+            "runs nothing of it. Use a plain function, with asyncio.run() in it where it has to be."
+        )

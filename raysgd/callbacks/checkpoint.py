@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from raysgd._internal.nested import map_leaves
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.logger import folder_for
-from raysgd.callbacks.values import meant
+from raysgd.callbacks.values import suggest_metric
 from raysgd.checkpoint import BackgroundWriter, CheckpointStore
 from raysgd.checkpoint.folder import UnsharedFolderError
 from raysgd.checkpoint.location import locate
@@ -194,7 +194,7 @@ class CheckpointCallback(Callback):
             raise ValueError(
                 f"CheckpointCallback(monitor={self.monitor!r}): there is no such metric. There "
                 f"are: {', '.join(trainer.latest_metrics)}."
-                + meant(self.monitor, trainer.latest_metrics)
+                + suggest_metric(self.monitor, trainer.latest_metrics)
             )
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
@@ -253,13 +253,13 @@ class CheckpointCallback(Callback):
         Or None if it has NaN in it, and `unless_nan`.
         """
         by_itself = self._sharded is None
-        if trainer._in_rows and store.is_local if by_itself else self._sharded:
+        if trainer._state.is_fully_sharded and store.is_local if by_itself else self._sharded:
             if unless_nan and any(trainer.apply_all_operators(_rows_have_nan)):
                 yield None
                 return
             with contextlib.ExitStack() as writing:
                 try:
-                    yield writing.enter_context(trainer._sharded_state(store.tensors_folder))
+                    yield writing.enter_context(trainer._state.sharded(store.tensors_folder))
                     return
                 except UnsharedFolderError as error:
                     if not by_itself:

@@ -7,7 +7,7 @@ import math
 from typing import Any, Literal
 
 from raysgd.callbacks.base import Callback, Trainer
-from raysgd.callbacks.values import meant, numbers_in
+from raysgd.callbacks.values import numbers_in, suggest_metric
 
 __all__ = ["EarlyStopping"]
 
@@ -87,7 +87,7 @@ class EarlyStopping(Callback):
             raise ValueError(
                 f"EarlyStopping(monitor={self.monitor!r}): there is no such metric. There are: "
                 f"{', '.join(trainer.latest_metrics)}."
-                + meant(str(self.monitor), trainer.latest_metrics)
+                + suggest_metric(str(self.monitor), trainer.latest_metrics)
             )
 
     def _look(self, trainer: Trainer, metrics: dict[str, Any]) -> bool:

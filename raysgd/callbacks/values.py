@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import math
 import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from raysgd._internal.arguments import closest
 from raysgd._internal.paths import HIDDEN, without_secrets
 
 __all__ = [
     "json_dict",
     "jsonable",
-    "meant",
     "numbers_in",
     "plain_values",
     "scalars",
     "shown_config",
     "shown_repr",
+    "suggest_metric",
 ]
 
 _SECRET = re.compile(r"(?i:password|passwd|passphrase|secret|credential)")
@@ -31,16 +31,17 @@ _MAYBE_SECRET = re.compile(
 _IN_REPR = re.compile(rf"""{_SECRET.pattern}|{_MAYBE_SECRET.pattern}['"]?\s*[=:]\s*(?![\d-])""")
 
 
-def meant(name: str, metrics: Iterable[str]) -> str:
+def suggest_metric(name: str, metrics: Iterable[str]) -> str:
     """Return the question whether another metric is meant; empty if none is near.
 
-    >>> meant("val_los", ["val_loss", "val_f1"]), meant("f1", ["val_loss", "val_f1"])
+    >>> known = ["val_loss", "val_f1"]
+    >>> suggest_metric("val_los", known), suggest_metric("f1", known)
     (" Is 'val_loss' meant?", " Is 'val_f1' meant?")
     """
     known = list(metrics)
     ends = [each for each in known if each.endswith((f"_{name}", f"/{name}"))]
-    close = ends or difflib.get_close_matches(name, known, n=1)
-    return f" Is {close[0]!r} meant?" if close else ""
+    close = ends[0] if ends else closest(name, known)
+    return f" Is {close!r} meant?" if close else ""
 
 
 def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:

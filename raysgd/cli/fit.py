@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import importlib
 import inspect
 import json
@@ -16,6 +15,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from raysgd._internal.arguments import closest
 from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.nested import map_leaves
 from raysgd._internal.tracebacks import is_the_users, is_wanted, shortened_text
@@ -76,8 +76,8 @@ def load_operator(place: str) -> type[Any]:
 
 def _meant(given: str, known: Collection[str], before: str = "") -> str:
     """Return the question whether another name is meant; nothing where none is near."""
-    close = difflib.get_close_matches(given, known, n=1)
-    return f" Did you mean {before}{close[0]}?" if close else ""
+    close = closest(given, known)
+    return f" Did you mean {before}{close}?" if close else ""
 
 
 def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -146,8 +146,8 @@ def _warn_of_near(place: str, keys: Sequence[str], in_file: Any) -> None:
         if key not in in_file:
             # case counts for nothing; names such as beta and gamma shall not
             lower = {str(each).lower(): each for each in in_file}
-            if close := difflib.get_close_matches(key.lower(), lower, n=1, cutoff=0.8):
-                meant = ".".join(["config", *keys[:depth], str(lower[close[0]])])
+            if close := closest(key.lower(), lower, cutoff=0.8):
+                meant = ".".join(["config", *keys[:depth], str(lower[close])])
                 _logger.warning(
                     "%s is a new key: the config file lacks it. Did you mean %s?", place, meant
                 )

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from raysgd._internal.arguments import (
+    check_choice,
+    check_flags,
+    check_int,
+    check_number,
+    set_fields,
+)
 
 __all__ = ["ElasticConfig"]
 
@@ -51,30 +58,20 @@ class ElasticConfig:
     an epoch has as many steps and the same result; "scale": a batch of each worker there is."""
 
     def __post_init__(self) -> None:
-        if self.global_batch not in ("keep", "scale"):
-            raise ValueError(
-                f'ElasticConfig(global_batch={self.global_batch!r}): must be "keep" or "scale".'
-            )
-        for name, lowest in (("min_workers", 1), ("max_attempts", 1)):
-            value = getattr(self, name)
-            if value is None and name == "min_workers":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"ElasticConfig({name}={value!r}): must be an int.")
-            if value < lowest:
-                raise ValueError(f"ElasticConfig({name}={value!r}): must be at least {lowest}.")
-        for name in ("initial_s", "max_s", "resize_cooldown_s", "hang_timeout_s"):
-            self._check_number(name, getattr(self, name), optional=name == "hang_timeout_s")
-        self._check_number("driver_grace_s", self.driver_grace_s)
+        where = "ElasticConfig"
+        if self.min_workers is not None:
+            set_fields(self, min_workers=check_int(where, "min_workers", self.min_workers, 1))
+        set_fields(self, max_attempts=check_int(where, "max_attempts", self.max_attempts, 1))
+        for name in ("initial_s", "max_s", "resize_cooldown_s", "driver_grace_s"):
+            check_number(where, name, getattr(self, name))
+        check_number(where, "factor", self.factor, lowest=1.0)
+        check_number(where, "jitter", self.jitter, highest=1.0)
+        if self.hang_timeout_s is not None:
+            check_number(where, "hang_timeout_s", self.hang_timeout_s)
         if self.hang_timeout_s == 0:
             raise ValueError("ElasticConfig(hang_timeout_s=0): must be above 0, or None.")
-        self._check_number("factor", self.factor, lowest=1.0)
-        self._check_number("jitter", self.jitter, highest=1.0)
-        for name in ("in_place", "grow"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(
-                    f"ElasticConfig({name}={getattr(self, name)!r}): must be True or False."
-                )
+        check_flags(where, in_place=self.in_place, grow=self.grow)
+        check_choice(where, "global_batch", self.global_batch, ("keep", "scale"))
         every = self.snapshot_every
         if isinstance(every, bool) or not isinstance(every, int | str | None):
             raise TypeError(
@@ -85,23 +82,6 @@ class ElasticConfig:
                 f'ElasticConfig(snapshot_every={every!r}): must be "epoch", a number of steps, '
                 "or None."
             )
-
-    @staticmethod
-    def _check_number(
-        name: str,
-        value: object,
-        *,
-        lowest: float = 0.0,
-        highest: float = math.inf,
-        optional: bool = False,
-    ) -> None:
-        if value is None and optional:
-            return
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"ElasticConfig({name}={value!r}): must be a number.")
-        if not lowest <= value <= highest or value == math.inf:
-            limit = f"at least {lowest:g}" if highest == math.inf else f"{lowest:g} to {highest:g}"
-            raise ValueError(f"ElasticConfig({name}={value!r}): must be {limit}.")
 
 
 def checked_elastic(trainer: str, elastic: Any, num_workers: int) -> ElasticConfig:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from raysgd._internal.arguments import closest
 from raysgd.data.source import BatchSource
 from raysgd.loop.registration import Registration
 from raysgd.loop.step_iterator import StepIterator
@@ -327,17 +327,17 @@ def warn_of_misspelling(operator_cls: type[Any], base: type[Any]) -> None:
     for name, value in inspect.getmembers(operator_cls, inspect.isfunction):
         if name.startswith("_") or name in known or value.__module__.startswith("raysgd."):
             continue
-        close = difflib.get_close_matches(name, known, 1, cutoff=0.85)
+        close = closest(name, known, cutoff=0.85)
         if (meant := _OF_OTHERS.get(name)) in known:
             if getattr(operator_cls, meant) is not getattr(base, meant):
                 continue  # which calls it, most likely
-            close = [meant]
+            close = meant
         if close:
             logger.warning(
                 "%s.%s is called by nobody but yourself. Is %s meant, which raysgd calls?",
                 operator_cls.__name__,
                 name,
-                close[0],
+                close,
             )
 
 

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from raysgd._internal.arguments import (
+    MOST_WORKERS,
+    as_int,
     check_choice,
     check_flags,
+    check_int,
     check_timeout,
-    check_workers,
-    checked_config,
-    checked_resources,
-    whole,
+    checked_dict,
+    is_number,
+    set_fields,
 )
 from raysgd._internal.config import BATCH_SIZE, check_batch_size
 from raysgd.backends import Backend, create_backend
@@ -63,27 +65,26 @@ class Options(ABC):
     """The values of ``use_fp16`` that are allowed."""
 
     def __post_init__(self) -> None:
-        """Check them; for None as config, resources or elastic there is the default."""
-        resources = checked_resources(
-            self.trainer, self.resources_per_worker, self.num_cpus_per_worker
-        )
-        self._set(num_workers=whole(self.num_workers), min_workers=whole(self.min_workers))
-        check_workers(self.trainer, self.num_workers, self.min_workers)
-        config = checked_config(self.trainer, self.config)
-        if BATCH_SIZE in config:
-            config[BATCH_SIZE] = whole(config[BATCH_SIZE])
-        self._set(
-            config=config,
-            resources_per_worker=resources,
-            elastic=checked_elastic(self.trainer, self.elastic, self.num_workers),
-        )
-        if self.inline and (amount := resources.get("GPU", 1)) != 1:
+        """Check the arguments. None as config, resources or elastic stands for the default."""
+        num_workers = check_int(self.trainer, "num_workers", self.num_workers, 1, MOST_WORKERS)
+        min_workers = check_int(self.trainer, "min_workers", self.min_workers)
+        if not 1 <= min_workers <= num_workers:
             raise ValueError(
-                f"{self.trainer}(use_local=True, resources_per_worker={{'GPU': {amount!r}}}): the "
-                "worker in this process reserves nothing, and uses one GPU. Leave GPU out, or "
-                "use_local."
+                f"{self.trainer}(min_workers={min_workers}, num_workers={num_workers}): "
+                "min_workers must be between 1 and num_workers."
             )
-        check_batch_size(self.config, self.num_workers)
+        config = checked_dict(self.trainer, "config", self.config)
+        if BATCH_SIZE in config:
+            config[BATCH_SIZE] = as_int(config[BATCH_SIZE])
+            check_batch_size(config, num_workers)
+        set_fields(
+            self,
+            num_workers=num_workers,
+            min_workers=min_workers,
+            config=config,
+            resources_per_worker=self._checked_resources(),
+            elastic=checked_elastic(self.trainer, self.elastic, num_workers),
+        )
         check_choice(self.trainer, "use_gpu", self.use_gpu, (True, False, "auto"))
         check_choice(self.trainer, "backend", self.backend, self.backends())
         check_choice(self.trainer, "use_fp16", self.use_fp16, self.precisions)
@@ -92,9 +93,33 @@ class Options(ABC):
         if self.use_horovod:
             check_horovod()
 
-    def _set(self, **values: Any) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+    def _checked_resources(self) -> dict[str, float]:
+        """Return what each worker reserves in addition to CPUs."""
+        num_cpus = self.num_cpus_per_worker
+        if not is_number(num_cpus) or not num_cpus > 0:
+            raise ValueError(
+                f"{self.trainer}(num_cpus_per_worker={num_cpus!r}): must be above 0; 0.001 "
+                "reserves next to nothing."
+            )
+        found = checked_dict(self.trainer, "resources_per_worker", self.resources_per_worker)
+        for name, amount in found.items():
+            if not is_number(amount) or not amount > 0:
+                raise ValueError(
+                    f"{self.trainer}(resources_per_worker={{{name!r}: {amount!r}}}): must be "
+                    "above 0."
+                )
+        if "CPU" in found:
+            raise ValueError(
+                f"{self.trainer}(resources_per_worker=...) has 'CPU'; use num_cpus_per_worker for "
+                "it."
+            )
+        if self.use_local and self.num_workers == 1 and (amount := found.get("GPU", 1)) != 1:
+            raise ValueError(
+                f"{self.trainer}(use_local=True, resources_per_worker={{'GPU': {amount!r}}}): the "
+                "worker in this process reserves nothing, and uses one GPU. Leave GPU out, or "
+                "use_local."
+            )
+        return found
 
     # ---- what families define
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd._internal.arguments import whole
+from raysgd._internal.arguments import as_int
 from raysgd.loop.operator_base import class_from_creators, created_loaders
 from raysgd.tf.operator import TrainingOperator
 
@@ -45,9 +45,9 @@ def fit_plan(config: Mapping[str, Any]) -> FitPlan:
         plans[name] = given
     fit, evaluate = plans["fit_config"], plans["evaluate_config"]
     counts = {
-        "epochs": whole(fit.get("epochs", 1)),
-        "steps_per_epoch": whole(fit.get("steps_per_epoch")),
-        "evaluate_steps": whole(evaluate.get("steps")),
+        "epochs": as_int(fit.get("epochs", 1)),
+        "steps_per_epoch": as_int(fit.get("steps_per_epoch")),
+        "evaluate_steps": as_int(evaluate.get("steps")),
     }
     for name, count in counts.items():
         if count is None and name != "epochs":

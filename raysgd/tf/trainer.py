@@ -22,8 +22,21 @@ from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.options import TFOptions
 from raysgd.tf.runner import TFRunner, weights
 from raysgd.trainer.base import OperatorTrainer
+from raysgd.trainer.state import TrainerState
 
 __all__ = ["TFTrainer"]
+
+
+class KerasTrainerState(TrainerState):
+    """See :class:`raysgd.trainer.state.TrainerState`."""
+
+    def weights(self) -> Any:
+        request = ApplyOperatorRequest(function=weights)
+        call = Call(request=request, rank=0, max_losses=3, any_size=True)
+        models = self.calls.make(call)[0]
+        if len(models) == 1:
+            return models[0]
+        return {f"{n}.{key}": a for n, arrays in enumerate(models) for key, a in arrays.items()}
 
 
 class TFTrainer(OperatorTrainer):
@@ -79,6 +92,7 @@ class TFTrainer(OperatorTrainer):
     """
 
     _trainable = "TFTrainable"
+    _state_cls = KerasTrainerState
 
     @suggests
     def __init__(
@@ -191,7 +205,7 @@ class TFTrainer(OperatorTrainer):
         del to_cpu
         from raysgd.tf.keras import assembled
 
-        models = [assembled(each) for each in self._worker_models()]
+        models = [assembled(each) for each in self._state.models()]
         return models[0] if len(models) == 1 else models
 
     def restore(self, path: str | os.PathLike[str]) -> None:
@@ -211,15 +225,9 @@ class TFTrainer(OperatorTrainer):
             )
         self.load(path)
 
-    def _saved_weights(self) -> Any:
-        request = ApplyOperatorRequest(function=weights)
-        models = self._call(Call(request=request, rank=0, max_losses=3, any_size=True))[0]
-        if len(models) == 1:
-            return models[0]
-        return {f"{n}.{key}": a for n, arrays in enumerate(models) for key, a in arrays.items()}
-
     @classmethod
     def _trial_arguments(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        arguments = super()._trial_arguments(arguments)
         creators = (arguments.get("model_creator"), arguments.get("data_creator"))
         _operator(arguments.get("training_operator_cls"), *creators)
         if "num_replicas" in arguments:

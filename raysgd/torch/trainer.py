@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 
-from raysgd import checkpoint
-from raysgd._internal.arguments import suggests
+from raysgd._internal.arguments import suggests, unknown_argument
 from raysgd.callbacks.base import Callback
-from raysgd.checkpoint.file import TENSORS_FILE
-from raysgd.checkpoint.folder import (
-    UnsharedFolderError,
-    new_tensors,
-    writable_folder,
-    write_folder,
-)
-from raysgd.checkpoint.location import LocalFile, locate
-from raysgd.checkpoint.weights import save_rows
-from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
-from raysgd.torch.features.sharded_optimizer import whole
 from raysgd.torch.interop.creators import CreatorOperator
 from raysgd.torch.learning_rate import LearningRates, geometric, set_rate, suggested
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.out_of_memory import concatenated
-from raysgd.torch.requests import SaveTensorsRequest, SaveWeightsRequest
 from raysgd.torch.runner import TorchRunner
-from raysgd.torch.sharded_files import with_tensors
-from raysgd.trainer.base import OperatorTrainer
+from raysgd.torch.trainer_state import TorchTrainerState
+from raysgd.trainer.base import OperatorTrainer, known_arguments
 
 __all__ = ["TorchTrainer"]
 
@@ -117,6 +102,8 @@ class TorchTrainer(OperatorTrainer):
     """
 
     _trainable = "BaseTorchTrainable"
+    _state_cls = TorchTrainerState
+    _state: TorchTrainerState
 
     @suggests
     def __init__(
@@ -146,9 +133,9 @@ class TorchTrainer(OperatorTrainer):
         logdir: str | os.PathLike[str] | None = None,
         **old_arguments: Any,
     ) -> None:
-        self._drop_defaults_of_older_ones(old_arguments)
-        for name in old_arguments:
-            raise self._unknown(name)
+        for name in _without_old(old_arguments):
+            kind = type(self)
+            raise unknown_argument(kind.__name__, name, known_arguments(kind))
         options = TorchOptions(
             training_operator_cls=_checked_operator(training_operator_cls),
             config=config,
@@ -195,7 +182,7 @@ class TorchTrainer(OperatorTrainer):
                 "v1 gave the model itself, which training went on to change: call get_model() "
                 "again after train()."
             )
-        models: list[torch.nn.Module] = self._worker_models()
+        models: list[torch.nn.Module] = self._state.models()
         if self._options.use_gpu and not to_cpu and torch.cuda.is_available():
             models = [model.to("cuda") for model in models]
         return models[0] if len(models) == 1 else models
@@ -224,38 +211,7 @@ class TorchTrainer(OperatorTrainer):
             return super().save(path, blocking)
         if not blocking:
             raise ValueError("save(sharded=True) waits until all is written: leave blocking out.")
-        self._check_open()
-        self._writer.wait()
-        folder = writable_folder(locate(path))
-        manifest = checkpoint.Manifest(world_size=self.num_workers, operator=self.operator_name)
-        with self._sharded_state(folder) as state:
-            return write_folder(state, folder, manifest)
-
-    @contextlib.contextmanager
-    def _sharded_state(self, folder: Path) -> Iterator[dict[str, Any]]:
-        def written() -> dict[str, Any]:
-            generators = self._rng_states()
-            request = SaveTensorsRequest(folder=str(tensors))
-            call = Call(request=request, max_losses=3, any_size=True)
-            state, checksum = self._call(call)[0]
-            state["data"]["rng"] = generators
-            return {**state, "tensors": {"path": str(tensors / TENSORS_FILE), "sha256": checksum}}
-
-        with new_tensors(folder) as tensors:
-            yield self._with_own(written)
-
-    def _write_weights(self, target: str) -> str:
-        if not self._in_rows or not isinstance(locate(target), LocalFile):
-            return super()._write_weights(target)
-        try:
-            with new_tensors(Path(target).parent) as folder:
-                request = SaveWeightsRequest(folder=str(folder))
-                call = Call(request=request, max_losses=3, any_size=True)
-                rest, other_names = self._call(call)[0]
-                return save_rows(folder / TENSORS_FILE, rest, other_names, target)
-        except UnsharedFolderError as error:
-            logger.warning("%s The driver writes the whole models instead.", error)
-            return super()._write_weights(target)
+        return self._state.save_sharded(path)
 
     def find_learning_rate(
         self, lowest: float = 1e-6, highest: float = 1.0, num_steps: int = 100
@@ -288,7 +244,7 @@ class TorchTrainer(OperatorTrainer):
             )
         rates, losses = geometric(lowest, highest, num_steps), []
         never = sys.maxsize  # schedulers that wait for a metric of validation go on waiting
-        with self._on_trial(), self._validations.of_fit(never, never):
+        with self._results.trial(self), self._validations.of_fit(never, never):
             for rate in rates:
                 self.apply_all_operators(set_rate(rate))
                 losses.append(float(self.train(num_steps=1)["train_loss"]))
@@ -301,33 +257,32 @@ class TorchTrainer(OperatorTrainer):
     def _concatenate(parts: Sequence[Any]) -> Any:
         return concatenated(parts)
 
-    def _whole(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        return with_tensors(whole(state), copy=True)
-
-    @classmethod
-    def _drop_defaults_of_older_ones(cls, arguments: dict[str, Any]) -> None:
-        """Remove older arguments that ask for nothing."""
-        for name in [n for n, value in arguments.items() if n in _OLD_ARGUMENTS and value is None]:
-            del arguments[name]
-        if arguments.pop("serialize_data_creation", None):
-            logger.warning(
-                "TorchTrainer(serialize_data_creation=True) does nothing: TrainingOperator."
-                "from_creators(...) lets one worker of a node after the other create its data."
-            )
-
-    @classmethod
-    def _unknown(cls, name: str) -> Exception:
-        """Name the replacement of an argument of the oldest API, or the one that may be meant."""
-        if name not in _OLD_ARGUMENTS:
-            return super()._unknown(name)
-        return DeprecationWarning(
-            f"TorchTrainer({name}=...) is no longer supported. Use {_OLD_ARGUMENTS[name]} instead."
-        )
-
     @classmethod
     def _trial_arguments(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        arguments = super()._trial_arguments(_without_old(arguments))
         _checked_operator(arguments.get("training_operator_cls"))
         return arguments
+
+
+def _without_old(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments without those of older libraries that have no effect.
+
+    Raises:
+        DeprecationWarning: if one of the others is from the oldest API, with its replacement.
+    """
+    left = {
+        n: value for n, value in arguments.items() if n not in _OLD_ARGUMENTS or value is not None
+    }
+    for name in _OLD_ARGUMENTS.keys() & left.keys():
+        raise DeprecationWarning(
+            f"TorchTrainer({name}=...) is no longer supported. Use {_OLD_ARGUMENTS[name]} instead."
+        )
+    if left.pop("serialize_data_creation", None):
+        logger.warning(
+            "TorchTrainer(serialize_data_creation=True) does nothing: TrainingOperator."
+            "from_creators(...) lets one worker of a node after the other create its data."
+        )
+    return left
 
 
 def _checked_operator(operator_cls: Any) -> type[TrainingOperator]:

@@ -1,4 +1,4 @@
-"""The trainer's calls to its workers, as callbacks see them: parts, pauses, losses, seconds."""
+"""The calls of a trainer to its workers, in parts if callbacks want to pause in between."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from typing import Any, NamedTuple
 from raysgd._internal.context import Progress
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.callback_list import CallbackList
+from raysgd.checkpoint import BackgroundWriter
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.data import Dataset
 from raysgd.elastic.call import Call
 from raysgd.elastic.controller import Controller
+from raysgd.elastic.machine import Closed
 from raysgd.elastic.requests import LoadRequest
 from raysgd.loop.requests import MeasuredRequest, TrainRequest, ValidateRequest
 from raysgd.metrics import NUM_SAMPLES, Computed, merge_workers
-from raysgd.trainer.fit import Limits
+from raysgd.trainer.fit_options import Limits
 
 __all__ = ["CallResult", "Calls", "TrainCall"]
 
@@ -28,27 +30,25 @@ logger = logging.getLogger(__name__)
 
 
 class CallResult(NamedTuple):
-    """What came of a call of train or validate."""
+    """The result of a call of train or validate."""
 
     by_worker: list[dict[str, Any]]
-    """What each worker measured."""
     merged: dict[str, Any]
-    """The same over all workers."""
     completed_epoch: bool
     call: LastCall
 
 
 class TrainCall(Call):
-    """A call of ``train``, in as many parts as callbacks want to pause in it.
+    """A call of ``train``. It has several parts if callbacks want to pause in it.
 
-    To the workers the parts are one call, of which they merge what they have measured.
+    The workers treat the parts as one call, and their metrics cover all of them.
 
     Args:
-        request: the first request; `begin` adds its goal.
-        num_steps: steps to train; None: to the end of the epoch under way.
-        next_pause: returns the step at which to pause next, from how many are done, and whether
-            that shall be at once.
-        options: of `Call`.
+        request: the first request; `begin` adds the goal.
+        num_steps: steps to train; None for the rest of the epoch.
+        next_pause: returns the step of the next pause. Its arguments are the number of committed
+            steps, and whether callbacks that save should pause at the next step.
+        max_losses: as in `Call`.
     """
 
     request: TrainRequest
@@ -70,14 +70,14 @@ class TrainCall(Call):
         self._num_steps = num_steps
         self._next_pause = next_pause
         self.start: Progress | None = None
-        """How far training was as it began."""
+        """The progress when the call began."""
         self.seconds = 0.0
         """How long its parts have taken."""
         self.logged_s = 0.0
-        """The same until the step that its metrics are logged up to."""
+        """How long its parts had taken at the last step that was logged."""
 
     def begin(self, members: Sequence[WorkerHandle], progress: Progress) -> None:
-        """Set the goal, in absolute terms, and where the part under way pauses."""
+        """Set the absolute goal of the call, and the step at which its next part pauses."""
         super().begin(members, progress)
         request, step = self.request, progress.global_step
         if self.start is None:
@@ -92,20 +92,29 @@ class TrainCall(Call):
         self.at_once = False
 
     def end_at(self, global_step: int) -> None:
-        """Let it have reached its goal at a step that is done."""
+        """Lower the goal to a step that is done."""
         self.request = replace(self.request, until_step=global_step)
 
 
 class Calls:
-    """Makes calls on the workers of a controller.
+    """Makes the calls of one trainer.
 
-    The trainer is handed in with each call, since what refers to it here would keep it from being
-    collected.
+    A reference to the trainer would keep it from being collected, so methods take it as an
+    argument.
+
+    Args:
+        controller: runs the calls.
+        callback_list: the callbacks of the trainer.
+        trainer_name: for messages.
     """
 
-    def __init__(self, controller: Controller, callback_list: CallbackList) -> None:
-        self._controller = controller
-        self._callback_list = callback_list
+    def __init__(
+        self, controller: Controller, callback_list: CallbackList, trainer_name: str
+    ) -> None:
+        self.controller = controller
+        self.callback_list = callback_list
+        self.writer = BackgroundWriter()
+        self._trainer_name = trainer_name
         self._numbers = itertools.count()
         self._paused: TrainCall | None = None
         self._newest: TrainCall | None = None
@@ -114,9 +123,37 @@ class Calls:
         self._limits = Limits()
         self._log_every: int | None = None
 
+    def check_open(self, moves: bool = False) -> None:
+        """Check that the trainer may call its workers now.
+
+        Args:
+            moves: whether the call changes the state.
+
+        Raises:
+            RuntimeError: if the trainer is shut down, or a hook of a callback must not call.
+            CheckpointError: if a write in the background failed.
+        """
+        for hook in self.callback_list.inside:
+            if hook in ("on_event", "on_progress"):
+                raise RuntimeError(
+                    f"A callback cannot call the workers in {hook}, in the midst of another call. "
+                    "Set a mark there, and make the call at the next on_epoch_end."
+                )
+            if hook in ("on_pause", "on_log") and moves:
+                raise RuntimeError(
+                    f"In {hook} a callback can read and save the state, but not train, validate "
+                    "or load: the call of train() under way would lose its place."
+                )
+        if isinstance(self.controller.state, Closed):
+            raise RuntimeError(
+                f"This {self._trainer_name} is shut down, and what its workers held is gone: call "
+                "save() or get_model() before, and create a new one to train on."
+            )
+        self.writer.raise_failure()
+
     @contextlib.contextmanager
     def limited(self, limits: Limits, log_every: int | None = None) -> Iterator[None]:
-        """Hold to the limits of a ``fit()`` while it runs, and log by the step."""
+        """Apply the limits of a ``fit()``, and its logging by the step, while it runs."""
         self._limits, self._log_every = limits, log_every
         try:
             yield
@@ -124,24 +161,29 @@ class Calls:
             self._limits, self._log_every = Limits(), None
 
     def next_number(self) -> int:
-        """Return a number by which workers know a call that is made again."""
+        """Return a number by which workers recognize a call that is repeated."""
         return next(self._numbers)
 
-    def make(self, call: Call, own: bool = True) -> list[Any]:
-        """Make a call, and return what the method returned, by rank.
+    def make(self, call: Call, own: bool = True, moves: bool = False) -> list[Any]:
+        """Make a call, and return the answers of the workers by rank.
 
         Args:
-            call: what to call.
-            own: whether the caller may write to tensors and arrays in what is returned.
+            call: the call.
+            own: whether the caller may write to tensors and arrays of the answers.
+            moves: whether the call changes the state.
         """
-        if self._paused is not None:  # a worker that is lost now takes what it has measured with it
+        self.check_open(moves)
+        return self._run(call, own)
+
+    def _run(self, call: Call, own: bool = True) -> list[Any]:
+        if self._paused is not None:  # a worker that is lost now loses metrics of the paused call
             call.metrics_start_step = dict(self._paused.metrics_start_step)
         if not isinstance(call.request, LoadRequest):
             call.catch_up = self._catch_up
-        return [outcome.value(own) for outcome in self._controller.run(call)]
+        return [outcome.value(own) for outcome in self.controller.run(call)]
 
     def _catch_up(self, reached: Progress) -> Call | None:
-        """Return the newest call of train up to where training was, to be made again."""
+        """Return the call that repeats training up to `reached`."""
         if self._newest is None:
             return None
         request = replace(
@@ -173,12 +215,12 @@ class Calls:
             dataset=dataset,
         )
         call = TrainCall(request, num_steps, self._next_pause, max_retries)
-        controller, self._newest = self._controller, call
+        controller, self._newest = self.controller, call
         num_lost_paused, ended = 0, 0.0
         results: list[Any] = [None]
         while results[0] is None:
             call.request = replace(call.request, info=dict(info or {}))
-            call.on_wait = self._callback_list.watcher(trainer, "train")
+            call.on_wait = self.callback_list.watcher(trainer, "train")
             started = time.perf_counter()
             results = [outcome.value() for outcome in controller.run(call)]
             call.seconds, ended = call.seconds + time.perf_counter() - started, time.time()
@@ -186,7 +228,7 @@ class Calls:
             self._paused = call if results[0] is None else None
             try:
                 self._log(trainer, call)
-                self._callback_list.pause(trainer)
+                self.callback_list.pause(trainer)
             finally:
                 self._paused = None
             if self._limits.reached(controller.progress.global_step):
@@ -194,36 +236,36 @@ class Calls:
             num_lost_paused += sum(e.kind == "lost" for e in controller.events[num_events:])
         assert call.start is not None
         completed = controller.progress.epoch > call.start.epoch
-        # what was measured may be lost in these
+        # each of these may have lost metrics
         num_breaks = call.num_losses + num_lost_paused + call.num_splits + call.num_missing
         results += [outcome.value() for outcome in call.departed_results]
-        merged = self._merged("train", results, num_breaks > 0)
+        merged = self._merge(results, num_breaks > 0)
         return CallResult(results, merged, completed, LastCall("train", ended, call.seconds))
 
     def _log(self, trainer: Trainer, call: TrainCall) -> None:
-        """Tell callbacks what was measured since they were last told, if it is time to.
+        """Show callbacks the metrics since the last logged step, if the next one is due.
 
-        Steps that are done again, after a restart, are not told of again.
+        Steps that are repeated after a restart are not logged twice.
         """
         since = call.request.logged
         if self._log_every is None or since is None:
             return
-        step = self._controller.progress.global_step
+        step = self.controller.progress.global_step
         if step < _next_multiple(self._log_every, since):
             return
         call.request = replace(call.request, logged=step)
         request = MeasuredRequest(call=call.request.call, since=since)
-        found = self.make(Call(request=request, max_losses=3))
+        found = self._run(Call(request=request, max_losses=3))
         merged = merge_workers([each for each in found if each is not None])
         metrics = {name: each for name, each in merged.items() if not name.startswith("last_")}
         point = LastCall("step", time.time(), call.seconds - call.logged_s)
         call.logged_s = call.seconds
-        self._callback_list.call("on_log", trainer, point, metrics)
+        self.callback_list.call("on_log", trainer, point, metrics)
 
     def _next_pause(self, global_step: int, at_once: bool) -> int | None:
-        """Return the next step at which somebody on the driver wants to look."""
+        """Return the next step at which a callback, a limit, or logging needs a pause."""
         steps = (
-            self._callback_list.next_pause(global_step, at_once),
+            self.callback_list.next_pause(global_step, at_once),
             self._limits.next_look(global_step),
             None if self._log_every is None else _next_multiple(self._log_every, global_step),
         )
@@ -239,17 +281,18 @@ class Calls:
         from_start: bool = False,
         loader: Any = None,
     ) -> CallResult:
-        """Make one call of validate; after one that failed it is the same call to the workers.
+        """Make one call of validate.
 
-        So it begins where that one did, also on workers on which all had gone well.
+        After a call that failed, workers treat the next one as the same call: it begins at the
+        same batch, also on workers that had succeeded.
 
         Args:
-            trainer: that makes the call.
-            num_steps: steps to validate; None: to the end of the loader.
-            profile: whether to measure.
-            info: for the operator.
-            from_start: begin with the first batch, wherever the call before has stopped.
-            loader: what to evaluate in place of the validation loader; no callback sees it.
+            trainer: the caller.
+            num_steps: batches on each worker; None for the rest of the loader.
+            profile: whether to measure the stages.
+            info: info for the operator.
+            from_start: whether to begin with the first batch.
+            loader: evaluated instead of the validation loader, without callbacks.
         """
         number = None if from_start else self._failed_validation
         if number is None:
@@ -269,32 +312,24 @@ class Calls:
             request=request,
             max_losses=3,
             has_batches=True,
-            on_wait=self._callback_list.watcher(trainer, "validate") if loader is None else None,
+            on_wait=self.callback_list.watcher(trainer, "validate") if loader is None else None,
         )
         started = time.perf_counter()
-        results = self.make(call)
+        results = self._run(call)
         seconds = time.perf_counter() - started
         if loader is None:
             self._failed_validation = None
-        merged = self._merged("validate", results, call.num_losses > 0)
+        if not self._has_checked_counts and len(results) > 1:
+            self._has_checked_counts = True
+            _warn_of_uncounted(results)
+        merged = self._merge(results, call.num_losses > 0)
         return CallResult(results, merged, False, LastCall("validate", time.time(), seconds))
 
-    def _merged(
-        self, method: str, results: Sequence[Mapping[str, Any]], lost: bool
-    ) -> dict[str, Any]:
+    def _merge(self, results: Sequence[Mapping[str, Any]], lost: bool) -> dict[str, Any]:
         merged = merge_workers(results)
-        covered = self._controller.progress.num_covered
-        if method == "validate" and not self._has_checked_counts and len(results) > 1:
-            self._has_checked_counts = True
-            if _counts_batches(results):
-                logger.warning(
-                    "validate() of the operator returns no %r, so that each worker counts by its "
-                    "batches, however many samples these have: its means are not exact then. "
-                    "Return it beside them.",
-                    NUM_SAMPLES,
-                )
+        covered = self.controller.progress.num_covered
         if lost and covered is not None and NUM_SAMPLES in merged:
-            # the steps are done, though what a lost worker measured of them is gone with it
+            # the steps are done, but a lost worker took its metrics of them with it
             merged[NUM_SAMPLES] = covered
         return merged
 
@@ -303,8 +338,8 @@ def _next_multiple(number: int, step: int) -> int:
     return (step // number + 1) * number
 
 
-def _counts_batches(results: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether workers have measured different means without saying of how many samples."""
+def _warn_of_uncounted(results: Sequence[Mapping[str, Any]]) -> None:
+    """Warn if workers measured different means of validation without a number of samples."""
     first, *others = results
     means = {
         name: mean
@@ -312,4 +347,10 @@ def _counts_batches(results: Sequence[Mapping[str, Any]]) -> bool:
         if isinstance(mean, float) and not isinstance(mean, Computed)
     }
     differ = any(other.get(name) != mean for name, mean in means.items() for other in others)
-    return NUM_SAMPLES not in first and differ
+    if differ and NUM_SAMPLES not in first:
+        logger.warning(
+            "validate() of the operator returns no %r, so that each worker counts by its "
+            "batches, however many samples these have: its means are not exact then. "
+            "Return it beside them.",
+            NUM_SAMPLES,
+        )

@@ -23,7 +23,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from raysgd._internal.arguments import MOST_WORKERS, whole
+from raysgd._internal.arguments import MOST_WORKERS, as_int, checked_dict
+from raysgd.callbacks.callback_list import checked_callbacks
+from raysgd.callbacks.run_folder import checked_logdir
 from raysgd.cluster import ray_session
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.trainer.base import OperatorTrainer
@@ -191,7 +193,7 @@ class BaseTrainable(Trainable):
         for name in cls.defaults.keys() & config.keys():
             value = config[name]
             # what numpy drew is a number as well
-            arguments[name] = whole(value.item() if isinstance(value, np.generic) else value)
+            arguments[name] = as_int(value.item() if isinstance(value, np.generic) else value)
         _check(arguments)
         return {**given, **arguments, "config": {**(given.get("config") or {}), **config}}
 
@@ -235,7 +237,7 @@ class TFTrainable(BaseTrainable):
         arguments = {
             **cls.defaults,
             **{name: config[name] for name in names if name in config},
-            "num_workers": whole(config.get("num_replicas", 1)),
+            "num_workers": as_int(config.get("num_replicas", 1)),
             "config": config.get("trainer_config"),
         }
         _check(arguments)
@@ -281,11 +283,16 @@ def trainable_class(
         ValueError: if `override_tune_step` does not take two arguments, or the trainer's arguments
             ask for what cannot be.
     """
+    name = getattr(trainer_cls, "__name__", "Trainer")
+    checked_dict(name, "config", trainer_kwargs.get("config"))
+    logdir = checked_logdir(trainer_kwargs.get("logdir"))
+    callbacks = trainer_kwargs.get("callbacks", ())
+    checked_callbacks(f"{name}.as_trainable(callbacks=...)", callbacks, logdir)
     if override_tune_step is not None:
         _check_step(override_tune_step)
 
     # Tune names folders and trials after it, and finds it again by its name on Tuner.restore
-    name = getattr(trainer_cls, "__name__", "Trainer").removesuffix("Trainer") + "Trainable"
+    name = name.removesuffix("Trainer") + "Trainable"
     step = None if override_tune_step is None else staticmethod(override_tune_step)
     filled_in = {
         "trainer_cls": trainer_cls,

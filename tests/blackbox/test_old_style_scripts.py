@@ -1283,7 +1283,7 @@ def test_arguments_and_attributes_of_the_trainer(caplog):
     assert (trainer.max_replicas, trainer.scheduler_step_freq) == (1, "epoch")
     assert trainer.train(num_steps=3.0)["batch_count"] == 3
     assert trainer.train(num_steps=np.int32(2))["batch_count"] == 2
-    with pytest.raises(TypeError, match=r"must be an int, but it is 2\.5"):
+    with pytest.raises(TypeError, match=r"num_steps=2\.5\): must be an int"):
         trainer.train(num_steps=2.5)
     with pytest.raises(ValueError, match=r"above 0; 0\.001 reserves next to nothing"):
         TorchTrainer(training_operator_cls=HabitOperator, num_cpus_per_worker=0)

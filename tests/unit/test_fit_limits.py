@@ -135,7 +135,7 @@ def test_so_does_one_that_fails(make_trainer):
     ("given", "error", "text"),
     [
         ({}, TypeError, "num_epochs must be an int.*max_steps or max_time_s"),
-        ({"max_steps": 0}, ValueError, "max_steps=0: must be at least 1"),
+        ({"max_steps": 0}, ValueError, r"max_steps=0\): must be at least 1"),
         ({"max_time_s": 0}, ValueError, "max_time_s=0.: must be above 0"),
         ({"max_time_s": "5"}, TypeError, "max_time_s='5'.: must be a number of seconds"),
         ({"limit_train_batches": 0}, ValueError, "limit_train_batches=0.: must be a number of"),

@@ -15,23 +15,26 @@ from raysgd.train import DataParallelTrainer
 NUMBERS = st.integers(-3, 5)
 
 
+def options(**given):
+    return TorchOptions(**{"use_gpu": False, **given})
+
+
 @given(NUMBERS, NUMBERS)
 def test_numbers_of_workers_are_taken_if_they_are_in_order(num_workers, min_workers):
+    given = {"num_workers": num_workers, "min_workers": min_workers}
     if 1 <= min_workers <= num_workers:
-        arguments.check_workers("T", num_workers, min_workers)
+        assert options(**given).min_workers == min_workers
     else:
-        with pytest.raises(ValueError, match=rf"^T\(.*num_workers={num_workers}.*: .*must be"):
-            arguments.check_workers("T", num_workers, min_workers)
+        said = rf"^TorchTrainer\(.*num_workers={num_workers}.*: .*must be"
+        with pytest.raises(ValueError, match=said):
+            options(**given)
 
 
-@pytest.mark.parametrize("value", [True, 1.0, "1", None])
-@pytest.mark.parametrize("place", [0, 1])
-def test_what_is_no_number_of_workers_is_named(value, place):
-    given = [2, 1]
-    given[place] = value
-    name = ("num_workers", "min_workers")[place]
-    with pytest.raises(TypeError, match=rf"T\({name}={value!r}\): must be an int"):
-        arguments.check_workers("T", *given)
+@pytest.mark.parametrize("value", [True, 1.5, "1", None])
+@pytest.mark.parametrize("name", ["num_workers", "min_workers"])
+def test_what_is_no_number_of_workers_is_named(value, name):
+    with pytest.raises(TypeError, match=rf"TorchTrainer\({name}={value!r}\): must be an int"):
+        options(**{name: value})
 
 
 def test_a_hook_is_a_function_or_none():
@@ -43,12 +46,12 @@ def test_a_hook_is_a_function_or_none():
 
 def test_a_config_is_taken_as_a_dict_of_its_own():
     mine = {"a": 1}
-    taken = arguments.checked_config("T", mine)
+    taken = arguments.checked_dict("T", "config", mine)
     taken["a"] = 2
     assert mine == {"a": 1}
-    assert arguments.checked_config("T", None) == {}
+    assert arguments.checked_dict("T", "config", None) == {}
     with pytest.raises(TypeError, match=r"T\(config=...\) must be a dict, but it is \[1\]"):
-        arguments.checked_config("T", [1])
+        arguments.checked_dict("T", "config", [1])
 
 
 def test_what_is_waited_for_must_be_possible():
@@ -68,17 +71,17 @@ def test_resources_are_amounts_above_0(resources):
     """NaN is none, and CPUs have an argument of their own."""
     fine = all(type(amount) in (int, float) and amount > 0 for amount in resources.values())
     if fine and "CPU" not in resources:
-        assert arguments.checked_resources("T", resources, 1) == resources
+        assert options(resources_per_worker=resources).resources_per_worker == resources
     else:
-        with pytest.raises(ValueError, match=r"T\(resources_per_worker="):
-            arguments.checked_resources("T", resources, 1)
+        with pytest.raises(ValueError, match=r"TorchTrainer\(resources_per_worker="):
+            options(resources_per_worker=resources)
 
 
 @pytest.mark.parametrize("num_cpus", [0, -1, float("nan"), True, "1", None])
 def test_a_worker_reserves_cpus(num_cpus):
     with pytest.raises(ValueError, match=r"num_cpus_per_worker=.*must be above 0"):
-        arguments.checked_resources("T", None, num_cpus)
-    assert arguments.checked_resources("T", None, 0.5) == {}
+        options(num_cpus_per_worker=num_cpus)
+    assert options(num_cpus_per_worker=0.5).resources_per_worker == {}
 
 
 def test_a_choice_is_one_of_those_allowed_and_1_is_not_true():

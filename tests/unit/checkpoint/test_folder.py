@@ -13,6 +13,7 @@ from raysgd.checkpoint import CheckpointStore, read_file, read_manifest, write_f
 from raysgd.checkpoint.folder import UnsharedFolderError
 from raysgd.errors import CallbackError, CheckpointError
 from raysgd.torch.runner import TorchRunner
+from raysgd.torch.trainer_state import TorchTrainerState
 
 
 class Divided(TrainingOperator):
@@ -175,7 +176,7 @@ def unshared(monkeypatch):
     def refuse(*_, **__):
         raise UnsharedFolderError("Some have another.")
 
-    monkeypatch.setattr(TorchTrainer, "_in_rows", True)
+    monkeypatch.setattr(TorchTrainerState, "is_fully_sharded", True)
     monkeypatch.setattr(TorchRunner, "save_tensors", refuse)
     monkeypatch.setattr(TorchRunner, "save_weights", refuse)
 

@@ -109,8 +109,8 @@ def test_a_value_out_of_its_range_is_refused_by_name(name, value):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("min_workers", value) for value in (1.0, "1", True, [1])),
-        *(("max_attempts", value) for value in (None, 1.0, "1", True)),
+        *(("min_workers", value) for value in (1.5, "1", True, [1])),
+        *(("max_attempts", value) for value in (None, 1.5, "1", True)),
         *(
             (name, value)
             for name in ("initial_s", "factor", "max_s", "jitter", "resize_cooldown_s")

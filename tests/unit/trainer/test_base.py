@@ -17,7 +17,7 @@ from raysgd.callbacks import Callback, CheckpointCallback
 from raysgd.checkpoint import read_manifest
 from raysgd.errors import CheckpointError
 from raysgd.metrics import Computed
-from raysgd.trainer.calls import _counts_batches
+from raysgd.trainer.calls import _warn_of_uncounted
 from tests.conftest import wait_until
 from tests.operators import Classifier, make_model, parameters
 from tests.unit.recorder import Recorder
@@ -628,10 +628,11 @@ def test_a_misspelled_argument_of_a_call_is_told_which_one_may_be_meant(
         ({"note": "x"}, {"note": "y"}, False),
     ],
 )
-def test_means_that_count_by_batches_are_seen_in_what_the_workers_measured(
-    first, second, counts_batches
+def test_means_of_validation_without_num_samples_are_warned_of(
+    caplog, first, second, counts_batches
 ):
-    assert _counts_batches([first, second]) == counts_batches
+    _warn_of_uncounted([first, second])
+    assert ("counts by its batches" in caplog.text) == counts_batches
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,126 @@
+"""The arguments of ``fit()``, and the limits that follow from them."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd._internal.arguments import check_int, checked_dict, is_number, set_fields
+
+__all__ = ["FitOptions", "Limits"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """See :meth:`raysgd.TorchTrainer.fit`.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if an argument is out of its range, or two contradict each other.
+    """
+
+    num_epochs: Any = None
+    validate_every: int | None = 1
+    max_retries: int = 3
+    info: dict[str, Any] | None = None
+    sanity_steps: int | None = 2
+    log_every: int | None = None
+    max_steps: int | None = None
+    max_time_s: float | None = None
+    limit_train_batches: float | None = None
+    limit_val_batches: float | None = None
+    overfit_batches: float | None = None
+    fast_dev_run: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_epochs is None and (self.max_steps or self.max_time_s or self.fast_dev_run):
+            set_fields(self, num_epochs=sys.maxsize)
+        if self.num_epochs is None:
+            raise TypeError(
+                "fit(num_epochs=None): num_epochs must be an int. It may be left out with "
+                "max_steps or max_time_s."
+            )
+        numbers = {"num_epochs": 1, "max_retries": 0, "sanity_steps": 0}
+        numbers |= {"validate_every": 1, "log_every": 1, "max_steps": 1}
+        for name, lowest in numbers.items():
+            if (value := getattr(self, name)) is not None:
+                set_fields(self, **{name: check_int("fit", name, value, lowest)})
+        checked_dict("fit", "info", self.info)
+        time_s, limits = self.max_time_s, (self.limit_train_batches, self.limit_val_batches)
+        if self.overfit_batches is not None and limits != (None, None):
+            raise ValueError(
+                "fit() takes overfit_batches, which limits training and validation, or "
+                "limit_train_batches and limit_val_batches, not both."
+            )
+        if time_s is not None and not is_number(time_s):
+            raise TypeError(f"fit(max_time_s={time_s!r}): must be a number of seconds.")
+        if time_s is not None and not 0 < time_s < math.inf:
+            raise ValueError(f"fit(max_time_s={time_s!r}): must be above 0, and finite.")
+        for name in ("limit_train_batches", "limit_val_batches", "overfit_batches"):
+            _check_share(name, getattr(self, name))
+
+    def limits(self) -> Limits:
+        """Return the limits of a ``fit()`` that begins now."""
+        overfit = self.overfit_batches
+        return Limits(
+            train_batches=self.limit_train_batches if overfit is None else overfit,
+            val_batches=self.limit_val_batches if overfit is None else overfit,
+            repeats=overfit is not None,
+            max_steps=self.max_steps,
+            max_time_s=self.max_time_s,
+        )
+
+
+def _check_share(name: str, given: Any) -> None:
+    if given is None:
+        return
+    if not is_number(given):
+        raise TypeError(f"fit({name}={given!r}): must be a number of batches, or a share of them.")
+    if given < 1 if isinstance(given, int) else not 0 < given <= 1:
+        raise ValueError(
+            f"fit({name}={given!r}): must be a number of batches from 1 on, an int, or a share "
+            "above 0 and up to 1.0, a float."
+        )
+
+
+@dataclass(kw_only=True)
+class Limits:
+    """Where a ``fit()`` ends early, and how much of the data an epoch takes."""
+
+    train_batches: float | None = None
+    """Steps of an epoch, or their share of it as a float; None for all."""
+    val_batches: float | None = None
+    """Steps of a validation, or their share of it as a float; None for all."""
+    repeats: bool = False
+    """Whether each epoch has the batches of the first one."""
+    max_steps: int | None = None
+    """Steps of all training."""
+    max_time_s: float | None = None
+    _began: float = field(default_factory=time.monotonic)
+    _began_at: int | None = None
+
+    def reached(self, global_step: int) -> str | None:
+        """Return which limit is reached; None for none."""
+        if self.max_steps is not None and global_step >= self.max_steps:
+            return f"max_steps={self.max_steps} is reached"
+        if self.max_time_s is not None and self._left_s(self.max_time_s) <= 0:
+            return f"max_time_s={self.max_time_s:g} is over"
+        return None
+
+    def next_look(self, global_step: int) -> int | None:
+        """Return the step at which to look at the clock again; None without a limit of time."""
+        if self.max_time_s is None:
+            return None
+        if self._began_at is None:
+            self._began_at = global_step
+        step_s = (time.monotonic() - self._began) / max(1, global_step - self._began_at)
+        # in a second, or when the time is over
+        left_s = min(1.0, self._left_s(self.max_time_s))
+        steps = left_s / step_s if global_step > self._began_at else 1
+        return global_step + max(1, int(steps))
+
+    def _left_s(self, max_time_s: float) -> float:
+        return self._began + max_time_s - time.monotonic()

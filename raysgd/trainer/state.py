@@ -1,0 +1,207 @@
+"""The state of a trainer: collecting it from the workers, files, and loading."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raysgd import checkpoint
+from raysgd.callbacks.base import Trainer
+from raysgd.callbacks.checkpoint import CheckpointCallback
+from raysgd.callbacks.values import scalars, shown_config
+from raysgd.checkpoint.location import locate
+from raysgd.elastic.call import Call
+from raysgd.elastic.requests import LoadRequest
+from raysgd.elastic.snapshots import with_shares
+from raysgd.errors import CheckpointError
+from raysgd.loop.options import Options
+from raysgd.loop.requests import ModelsRequest, RngStateRequest, StateRequest
+from raysgd.trainer.calls import Calls
+from raysgd.trainer.results import Results
+from raysgd.trainer.validations import Validations
+
+__all__ = ["TrainerState"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class TrainerState:
+    """Reads, writes, and loads the state of one trainer. Families override how it is assembled."""
+
+    options: Options
+    calls: Calls
+    results: Results
+    validations: Validations
+
+    # ---- what families define
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        """Whether each worker holds a shard of the models."""
+        return self.calls.controller.progress.is_fully_sharded
+
+    def assemble(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state without shards."""
+        return dict(state)
+
+    def weights(self) -> Any:
+        """Return what `save_model` writes: a model, or several."""
+        models = self.models()
+        return models[0] if len(models) == 1 else models
+
+    def write_weights(self, target: str) -> str:
+        """Write the weights into a file."""
+        return checkpoint.save_model(self.weights(), target)
+
+    def sharded(self, folder: Path) -> AbstractContextManager[dict[str, Any]]:
+        """Return a context with the state, whose tensors the workers have written into `folder`.
+
+        The tensors are deleted at the end of the context, unless they are moved.
+        """
+        raise NotImplementedError(
+            f"{self.options.trainer} has no models that are divided, and saves no state by workers."
+        )
+
+    # ---- from the workers
+
+    def collect(self, own: bool) -> dict[str, Any]:
+        """Return the state.
+
+        Args:
+            own: whether the caller may write to its tensors and arrays.
+        """
+        return self._complete(lambda: self._collect_from_workers(own))
+
+    def _complete(self, collect_from_workers: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of the workers with that of the driver."""
+        callbacks = self.calls.callback_list.state_dict()
+        state = collect_from_workers()
+        if callbacks:
+            state["callbacks"] = callbacks
+        state["config"] = self._shown_config()
+        if self.validations.missing:
+            # with the newest metrics, which callbacks look at when they see a validation
+            state["validation_due"] = scalars(self.results.metrics)
+        return state
+
+    def _collect_from_workers(self, own: bool) -> dict[str, Any]:
+        controller = self.calls.controller
+        if not controller.members and (snapshot := controller.snapshots.state()):
+            # no worker is alive; the snapshot may be a state that the user loaded, so copy it
+            state = self.assemble(snapshot)
+            return copy.deepcopy({key: value for key, value in state.items() if key != "call"})
+        generators = self._rng_states()
+        # if the state is sharded each worker has a part
+        rank = None if controller.progress.divided else 0
+        call = Call(request=StateRequest(), rank=rank, max_losses=3, any_size=True)
+        state = self.assemble(with_shares(self.calls.make(call, own=own)))
+        state["data"]["rng"] = generators
+        return state
+
+    def _rng_states(self) -> list[Any]:
+        """Return the states of the random number generators of the workers, by rank."""
+        return self.calls.make(Call(request=RngStateRequest(), max_losses=3, any_size=True))
+
+    def models(self) -> Any:
+        """Return copies of the models. All workers help to gather those that are sharded."""
+        rank = None if self.calls.controller.progress.divided else 0
+        call = Call(request=ModelsRequest(), rank=rank, max_losses=3, any_size=True)
+        return self.calls.make(call)[0]
+
+    # ---- files
+
+    def save(self, path: str | os.PathLike[str], blocking: bool) -> str:
+        """Write the state to one file."""
+        self.calls.check_open()
+        target = checkpoint.check_writable(path)
+        self.calls.writer.wait()  # before the copy, so that there is one at a time
+        state = self.collect(own=False)  # only the write uses it
+        write = checkpoint.prepare_write(state, target, self._manifest())
+        if blocking:
+            return write()
+        self.calls.writer.submit(write, locate(target).shown)
+        return target
+
+    def _manifest(self) -> checkpoint.Manifest:
+        num_workers = len(self.calls.controller.members)
+        name = self.options.training_operator_cls.__qualname__
+        return checkpoint.Manifest(world_size=num_workers, operator=name)
+
+    def save_model(self, path: str | os.PathLike[str]) -> str:
+        """Write the weights of the models."""
+        self.calls.check_open()
+        return self.write_weights(checkpoint.check_writable(path))
+
+    def read(self, path: str | os.PathLike[str]) -> Mapping[str, Any]:
+        """Return the state in a file."""
+        self.calls.check_open(moves=True)
+        self.calls.writer.wait()  # whatever the path: one file may have several
+        return checkpoint.read_file(path)
+
+    def find_best(self, trainer: Trainer) -> str:
+        """Return the path of the best checkpoint of a callback."""
+        self.calls.check_open(moves=True)
+        callback_list = self.calls.callback_list
+        with callback_list.calling(trainer):  # which starts callbacks that have not started
+            callbacks = callback_list.callbacks
+            paths = [each.best for each in callbacks if isinstance(each, CheckpointCallback)]
+        best = next((path for path in paths if path is not None), None)
+        if best is None:
+            raise CheckpointError(
+                "load_best(): there is no best checkpoint yet. Train with "
+                "CheckpointCallback(monitor='val_loss'), which saves when that metric is measured."
+            )
+        return best
+
+    # ---- loading
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over a state, on all workers and in callbacks."""
+        self.calls.check_open(moves=True)
+        missing = [
+            key
+            for key in ("models", "optimizers", "epoch")
+            if not isinstance(state, Mapping) or key not in state
+        ]
+        if missing:
+            raise CheckpointError(f"This is no state of a trainer: {', '.join(missing)} missing.")
+        of_driver = {key: state.get(key, {}) for key in ("callbacks", "config", "validation_due")}
+        for key, value in of_driver.items():
+            if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+                raise CheckpointError(f"The state's {key!r} must be a dict, but it is {value!r}.")
+        # the "call" of a snapshot is for the workers of that run
+        of_workers = {key: v for key, v in state.items() if key not in (*of_driver, "call")}
+        with self.calls.callback_list.loading(copy.deepcopy(of_driver["callbacks"])):
+            call = Call(request=LoadRequest(state=of_workers), max_losses=3)
+            self.calls.make(call, moves=True)
+        self.calls.controller.snapshots.set(of_workers)
+        self.results.latest.update(of_driver["validation_due"])
+        self._warn_of_changes(of_driver["config"])
+        # an empty dict counts: the state was saved before anything was measured
+        self.validations.note_owed("validation_due" in state)
+
+    def _shown_config(self) -> dict[str, float | int | str]:
+        """Return the numbers and texts of the config, without secrets."""
+        return scalars(shown_config(self.options.config))
+
+    def _warn_of_changes(self, saved: Mapping[str, Any]) -> None:
+        """Warn if the config differs from that of the loaded state."""
+        own = self._shown_config()
+        changed = [
+            f"{name} {saved[name]!r} → {own[name]!r}"
+            for name in own
+            if name in saved and saved[name] != own[name]
+        ]
+        if changed:
+            logger.warning(
+                "The config differs from the checkpoint's: %s. Models, optimizers and schedulers, "
+                "with their learning rates, come from the checkpoint; all else from the config.",
+                ", ".join(changed),
+            )

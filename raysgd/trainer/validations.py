@@ -1,0 +1,150 @@
+"""The validations of a trainer, and the schedulers that wait for a metric."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd._internal.context import Progress
+from raysgd.callbacks.base import Trainer
+from raysgd.callbacks.values import numbers_in
+from raysgd.elastic.call import Call
+from raysgd.errors import WorkerLostError
+from raysgd.loop.requests import UpdateSchedulersRequest
+from raysgd.trainer.calls import CallResult, Calls
+from raysgd.trainer.results import Results
+
+__all__ = ["Validations"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Validations:
+    """Runs validations, and knows whether that of the newest epoch is missing.
+
+    The state of an epoch is saved before its validation. A run that resumes from there validates
+    first, so that callbacks see the values that they would have seen. So does a ``fit()`` after one
+    that an exception ended there.
+    """
+
+    trainer_name: str
+    calls: Calls
+    results: Results
+    monitor: str | None
+    """The metric by which ``fit()`` steps schedulers; None if it steps none."""
+    has_run: bool = False
+    """Whether a validation has succeeded."""
+    _owed_at: int | None = None
+    _num_epochs: int = 0
+    _every: int | None = None
+    _settled: int = 0
+
+    def run(
+        self,
+        trainer: Trainer,
+        info: Mapping[str, Any] | None,
+        num_steps: int | None = None,
+        profile: bool = False,
+        from_start: bool = False,
+    ) -> CallResult:
+        """Validate, and show the result to callbacks.
+
+        Args:
+            trainer: the caller.
+            info: info for the operator.
+            num_steps: batches on each worker; None for the rest of the loader.
+            profile: whether to measure the stages.
+            from_start: whether to begin with the first batch, as ``fit()`` does.
+        """
+        self.calls.check_open(moves=True)
+        with self.calls.callback_list.calling(trainer):
+            result = self.calls.validate(
+                trainer, num_steps, profile=profile, info=info, from_start=from_start
+            )
+            if from_start and self.missing:
+                # before callbacks save the state, so that a resumed run does not lack the step
+                self._step_schedulers({**self.results.metrics, **result.merged})
+            self.has_run = True
+            self._owed_at, self._settled = None, self._progress.epoch
+            self.results.show("on_validation_end", trainer, result.merged, result.call)
+        return result
+
+    @contextlib.contextmanager
+    def of_fit(self, num_epochs: int, every: int | None) -> Iterator[None]:
+        """Apply the rule of a ``fit()`` while it runs."""
+        self._num_epochs, self._every = num_epochs, every
+        self._settled = self._progress.epoch
+        try:
+            yield
+        finally:
+            self.note_owed(self.missing)
+            self._num_epochs, self._every = 0, None
+
+    @property
+    def _progress(self) -> Progress:
+        return self.calls.controller.progress
+
+    @property
+    def num_epochs(self) -> int | None:
+        """The goal of the ``fit()`` under way; None outside of it."""
+        return self._num_epochs or None
+
+    @property
+    def due(self) -> bool:
+        """Whether ``fit()`` validates after the newest completed epoch."""
+        epoch, every = self._progress.epoch, self._every
+        return every is not None and (epoch % every == 0 or epoch >= self._num_epochs)
+
+    @property
+    def expected(self) -> bool:
+        """Whether a ``fit()`` that validates is under way."""
+        return self._every is not None
+
+    @property
+    def owed(self) -> bool:
+        """Whether the validation of an earlier ``fit()``, or of a loaded state, is missing.
+
+        It is too late for that validation when training has continued.
+        """
+        return self._owed_at == self._progress.global_step
+
+    @property
+    def missing(self) -> bool:
+        """Whether the validation of the newest epoch is missing."""
+        return self.owed or (self._progress.epoch > self._settled and self.due)
+
+    def note_owed(self, owed: bool) -> None:
+        """Record whether a validation is missing at the end of a ``fit()``, or after a load."""
+        self._owed_at = self._progress.global_step if owed else None
+
+    # ---- schedulers that wait for a metric
+
+    def update_schedulers(self, metric: float) -> None:
+        """Call ``scheduler.step(metric)`` on every scheduler of every worker, once."""
+        self.calls.controller.snapshots.outdate()  # snapshots so far lack this metric
+        request = UpdateSchedulersRequest(call=self.calls.next_number(), metric=metric)
+        self.calls.make(Call(request=request, max_losses=3))
+
+    def end_epoch(self, metrics: Mapping[str, Any]) -> None:
+        """Step the schedulers after an epoch, unless the validation that is due does it."""
+        if not self.due and (self.monitor in metrics or self._every is None):
+            self._step_schedulers(metrics)
+
+    def _step_schedulers(self, metrics: Mapping[str, Any]) -> None:
+        if self.monitor is None:
+            return
+        value = numbers_in({"value": metrics.get(self.monitor)}).get("value")
+        if value is None:
+            raise ValueError(
+                f"{self.trainer_name}(monitor={self.monitor!r}): fit() has no such number to step "
+                f"the schedulers with. There are: {', '.join(numbers_in(metrics))}. (A loop of "
+                'your own passes scheduler_step_freq="manual", and calls update_scheduler(metric).)'
+            )
+        try:
+            self.update_schedulers(value)
+        except WorkerLostError as error:  # a survivor gives its state to all others
+            logger.warning("A scheduler may lack this value of %s: %s", self.monitor, error)
