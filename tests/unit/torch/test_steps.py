@@ -5,6 +5,8 @@ import signal
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
@@ -224,6 +226,144 @@ def test_parameters_that_train_batch_moved_are_restored_or_found(start, updates)
         trainer.load_state_dict(state)
     trainer.train()
     assert weights(trainer) == [updates * NUM_STEPS] * 2
+
+
+# ---- failures anywhere
+
+POINTS = ("forward", "backward", "in the update", "after update 0", "commit", "validation")
+KINDS = ("ctrl-c", "ctrl-c twice", "error")
+
+
+class Slow(torch.optim.Optimizer):
+    """Plain gradient descent that calls a hook between two parameters."""
+
+    def __init__(self, params, hook):
+        super().__init__(params, {"lr": 1.0})
+        self.hook = hook
+
+    @torch.no_grad()
+    def step(self):
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            if number:
+                self.hook("in the update")
+            parameter.sub_(parameter.grad)
+
+
+class Scheduler(torch.optim.lr_scheduler.LambdaLR):
+    def step(self, *args):
+        super().step(*args)
+        getattr(self.optimizer, "hook", lambda where: None)("commit")
+
+
+class Digits(TrainingOperator):
+    """Adds 4 to the power of a sample's index to each parameter, so a sum shows each update."""
+
+    def setup(self, config):
+        self.hook = lambda where: None
+        models = [torch.nn.Linear(1, 1).double() for _ in range(config["num_models"])]
+        for parameter in (each for model in models for each in model.parameters()):
+            torch.nn.init.zeros_(parameter)
+        optimizers = [Slow(model.parameters(), self.call_hook) for model in models]
+        schedulers = [Scheduler(optimizer, lambda step: 1.0) for optimizer in optimizers]
+        self.all_models, self.all_optimizers, self.schedulers = self.register(
+            models=models, optimizers=optimizers, schedulers=schedulers
+        )
+        loader = DataLoader(TensorDataset(4.0 ** torch.arange(NUM_STEPS).double()[:, None]))
+        self.register_data(train_loader=loader, validation_loader=loader)
+
+    def call_hook(self, where):
+        self.hook(where)
+
+    def train_batch(self, batch, batch_info):
+        for number in range(self.config["updates"]):
+            for model, optimizer in zip(self.all_models, self.all_optimizers, strict=True):
+                output = model(torch.ones(1, 1).double())
+                self.hook("forward")
+                output.register_hook(lambda gradient: self.hook("backward"))
+                self.backward(-(output * batch[0]).sum())
+                self.optimizer_step(optimizer)
+                self.hook(f"after update {number}")
+        return {"num_samples": 1}
+
+    def validate_batch(self, batch, batch_info):
+        self.hook("validation")
+        return {"val_loss": 0.0, "num_samples": 1}
+
+
+def expected(num_steps, updates):
+    """Return what each parameter is after so many steps."""
+    epochs, rest = divmod(num_steps, NUM_STEPS)
+    return updates * sum(4**i * (epochs + (i < rest)) for i in range(NUM_STEPS))
+
+
+def digits(state):
+    return {value.item() for model in state["models"] for value in model.values()}
+
+
+faults = st.tuples(
+    st.sampled_from(POINTS), st.sampled_from(KINDS), st.integers(1, 5), st.integers(1, 8)
+)
+
+
+@given(
+    plan=st.lists(faults, min_size=1, max_size=4),
+    num_models=st.integers(1, 2),
+    updates=st.integers(1, 2),
+    averages=st.booleans(),
+)
+def test_a_failure_anywhere_loses_and_repeats_no_step(plan, num_models, updates, averages):
+    trainer = TorchTrainer(
+        training_operator_cls=Digits,
+        config={"num_models": num_models, "updates": updates},
+        scheduler_step_freq="batch",
+        use_local=True,
+    )
+    with trainer:
+        operator = trainer.get_local_operator()
+        if averages:
+            operator._registration.averaging.begin(0.5, 1)
+        for point, kind, visits, num_steps in plan:
+            before = copy.deepcopy(trainer.state_dict())
+            operator.hook = Fault(point, kind, visits)
+            call = trainer.validate if point == "validation" else trainer.train
+            try:
+                call(num_steps=num_steps)
+            except (KeyboardInterrupt, ValueError):
+                assert operator.hook.visits <= 0
+            else:
+                assert trainer.global_step - before["global_step"] == (
+                    0 if point == "validation" else num_steps
+                )
+            operator.hook = lambda where: None
+            if operator._registration.step.is_partial:
+                assert point == "in the update" or updates * num_models > 1
+                with pytest.raises(RuntimeError, match="Load a checkpoint"):
+                    trainer.train()
+                trainer.load_state_dict(before)
+            state = trainer.state_dict()
+            assert before["global_step"] <= state["global_step"] == trainer.global_step
+            assert digits(state) == {expected(trainer.global_step, updates)}
+        goal = trainer.global_step + NUM_STEPS
+        trainer.train(num_steps=NUM_STEPS)
+        assert trainer.global_step == goal
+        assert digits(trainer.state_dict()) == {expected(goal, updates)}
+
+
+class Fault:
+    """Fails when a step comes to a point for the nth time."""
+
+    def __init__(self, point, kind, visits):
+        self.point, self.kind, self.visits = point, kind, visits
+
+    def __call__(self, where):
+        if where != self.point:
+            return
+        self.visits -= 1
+        if self.visits == 0:
+            if self.kind == "error":
+                fail()
+            for _ in range(1 + (self.kind == "ctrl-c twice")):
+                ctrl_c()
 
 
 # ---- loading
