@@ -193,19 +193,14 @@ def _check_unsealed(archive: zipfile.ZipFile, whole: bool) -> None:
 
 
 def _check_layout(archive: zipfile.ZipFile) -> None:
-    """Check that an archive's records follow each other from its start, without compression.
-
-    Otherwise a small file could unpack to more than the memory holds.
-    """
-    records = sorted(archive.infolist(), key=lambda record: record.header_offset)
-    ends = [*(record.header_offset for record in records[1:]), archive.start_dir]
-    if (records and records[0].header_offset) or any(
-        record.compress_type != zipfile.ZIP_STORED or record.header_offset + record.file_size > end
-        for record, end in zip(records, ends, strict=False)
-    ):
+    """Check that an archive starts at the first byte and unpacks to no more than its size."""
+    records = archive.infolist()
+    size = sum(record.file_size for record in records)
+    start = min((record.header_offset for record in records), default=0)
+    if start > 0 or size > archive.start_dir:
         raise CheckpointError(
-            "the file is damaged or is not a checkpoint: its records are compressed, or do not "
-            "follow each other from its start."
+            "the file is damaged or is not a checkpoint: its records are compressed, overlap, or "
+            "do not begin at its start."
         )
 
 

@@ -1,4 +1,4 @@
-"""States with tensors of torch: the archive of ``torch.save``, of which no code is run."""
+"""States with tensors: the archive of ``torch.save``. Loading it runs no code."""
 
 from __future__ import annotations
 
@@ -20,10 +20,6 @@ _ALLOW = (
 )
 
 
-_BEGINNINGS = (b"PK", b"\x80\x02")
-"""Of what ``torch.save`` writes: a zip file, and in its older format a pickle of protocol 2."""
-
-
 def write(state: Mapping[str, Any], file: IO[bytes]) -> None:
     """Write a state."""
     torch.save(dict(state), file)
@@ -43,26 +39,16 @@ def read(source: Location, file: IO[bytes]) -> Any:
                 f"Cannot load {source.shown}: it holds objects of a type that is not allowed, and "
                 f"loading never runs code from a file. {_ALLOW}\n{_refused(error)}"
             ) from error
+        # errors of torch that name weights_only advise to load without protection
+        text = "" if "weights_only" in str(error) else f": {first_line(error)}"
         raise CheckpointError(
             f"Cannot load {source.shown}: the file is damaged or is not a checkpoint "
-            f"({_problem(file, error)})."
+            f"({type(error).__name__}{text})."
         ) from error
 
 
-def _problem(file: IO[bytes], error: BaseException) -> str:
-    """Say why torch cannot read a file, in words that tell a user something."""
-    if file.seek(0, io.SEEK_END) == 0:
-        return "it is empty"
-    file.seek(0)
-    if not file.read(2).startswith(_BEGINNINGS):  # torch reads some bytes, until it stumbles
-        return "torch.save has not written it"
-    # torch's own words advise to load without protection
-    said = "" if "weights_only" in str(error) else f": {first_line(error)}"
-    return f"{type(error).__name__}{said}"
-
-
 def check_loadable(owner: str, user_state: Any, target: Location) -> None:
-    """Check that the state of an operator or of callbacks will load again: find out now."""
+    """Check that the state of an operator or of callbacks will load again."""
     if user_state is None:
         return
     buffer = io.BytesIO()
@@ -79,6 +65,6 @@ def check_loadable(owner: str, user_state: Any, target: Location) -> None:
 
 
 def _refused(error: BaseException) -> str:
-    """Return what torch says of the type that it refuses, without its advice."""
+    """Return the type that torch refuses, without the advice of torch."""
     found = re.search(r"GLOBAL (\S+)", str(error))
     return first_line(error) if found is None else f"It is {found[1]}."

@@ -1,15 +1,13 @@
-"""Writing behind: one write at a time in a thread, while training goes on."""
+"""Writing in the background: one write at a time in a thread, while training continues."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import threading
-import time
-import weakref
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from raysgd.errors import CheckpointError
@@ -19,31 +17,25 @@ __all__ = ["BackgroundWriter"]
 logger = logging.getLogger(__name__)
 
 _NICENESS = 15
-"""That of Ray's workers: what is written behind does not come before training."""
-_MENTION_S = 30.0
-"""After how long to say what is waited for."""
+"""The niceness of Ray workers. Training has priority over writes in the background."""
 
 
 class BackgroundWriter:
     """Does one write at a time in a thread, which ends with the write.
 
-    The thread is no daemon: the interpreter waits for it when the script has ended, so a write
-    that was accepted is done. A failure that nobody was told of by then is logged.
+    The interpreter waits for the thread when the script ends, so that no accepted write is lost.
+    A failure is logged, and the next call raises it.
     """
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
+        self._write: Future[Any] | None = None
         self._path = ""
-        self._failures: list[BaseException] = []
-        weakref.finalize(self, _log_failures, self._failures)
 
     def submit(self, write: Callable[[], Any], path: str) -> None:
-        """Have `write` called behind, once the write before it is done.
-
-        So no more than one state waits to be written.
+        """Call `write` in the background, after the write before it has ended.
 
         Args:
-            write: writes the checkpoint; what it uses must be its own.
+            write: writes the checkpoint. No other code may change the state that it uses.
             path: where it writes to, for messages.
 
         Raises:
@@ -51,57 +43,39 @@ class BackgroundWriter:
         """
         self.wait()
         self._path = path
-        failures = self._failures
+        executor = ThreadPoolExecutor(1, "raysgd-checkpoint-writer", _lower_priority)
+        self._write = executor.submit(write)
+        self._write.add_done_callback(_log_failure)
+        executor.shutdown(wait=False)
 
-        def run() -> None:  # without self: a writer that is dropped shall log its failures
-            with contextlib.suppress(OSError, AttributeError):  # where threads have no priority
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-            try:
-                write()
-            except BaseException as error:
-                failures.append(error)
-
-        self._thread = threading.Thread(target=run, name="raysgd-checkpoint-writer", daemon=False)
-        self._thread.start()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until what was submitted is written.
-
-        Args:
-            timeout_s: how long at most, in seconds; None for as long as it takes.
+    def wait(self) -> None:
+        """Wait until the write has ended.
 
         Raises:
-            CheckpointError: if it failed, or takes longer.
+            CheckpointError: if it failed.
         """
-        thread, started = self._thread, time.monotonic()
-        ends = math.inf if timeout_s is None else started + timeout_s
-        while thread is not None:
-            thread.join(max(0.0, min(ends - time.monotonic(), _MENTION_S)))
-            if not thread.is_alive():
-                self._thread = thread = None
-            elif time.monotonic() >= ends:
-                raise CheckpointError(
-                    f"The checkpoint {self._path} is still being written after {timeout_s:g} s."
-                )
-            else:
-                waited_s = time.monotonic() - started
-                logger.warning("Waiting for %s to be written, %.0f s now.", self._path, waited_s)
-        self.raise_failure()
+        error = None if self._write is None else self._write.exception()
+        self._write = None
+        if isinstance(error, CheckpointError):
+            raise error
+        if error is not None:
+            raise CheckpointError(f"Cannot save to {self._path}: {error!r}") from error
 
     def raise_failure(self) -> None:
         """Raise the failure of a write that has ended, once; does not wait.
 
         Raises:
-            CheckpointError: what that write raised.
+            CheckpointError: if it failed.
         """
-        if not self._failures:
-            return
-        error = self._failures.pop()
-        if isinstance(error, CheckpointError):
-            raise error
-        raise CheckpointError(f"Cannot save to {self._path}: {error!r}") from error
+        if self._write is not None and self._write.done():
+            self.wait()
 
 
-def _log_failures(failures: list[BaseException]) -> None:
-    for error in failures:
-        logger.error("A checkpoint was not written, and no call followed to say so: %s", error)
+def _lower_priority() -> None:
+    with contextlib.suppress(OSError, AttributeError):  # not every system has threads with it
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+def _log_failure(write: Future[Any]) -> None:
+    if (error := write.exception()) is not None:
+        logger.error("A checkpoint was not written: %s", error)

@@ -57,20 +57,6 @@ def test_advice_to_load_without_protection_is_not_passed_on():
         assert "weights_only" not in str(told.value)
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"", r"\(it is empty\)"),
-        (b"epoch: 3\nhello\n", r"\(torch\.save has not written it\)"),
-        (bytes(range(255)), r"\(torch\.save has not written it\)"),
-        (written(STATE).read()[:-30], r"\(RuntimeError: \S+"),
-    ],
-)
-def test_a_file_of_something_else_is_told_without_what_torch_stumbled_over(content, said):
-    with pytest.raises(CheckpointError, match=said):
-        tensors.read(HERE, io.BytesIO(content))
-
-
 def test_state_that_would_not_load_again_is_told_with_whose_it_is():
     tensors.check_loadable("operator", None, HERE)
     tensors.check_loadable("operator", {"best": torch.ones(1)}, HERE)

@@ -1,6 +1,5 @@
 """Writing behind: in order, one at a time, and no failure goes by unsaid."""
 
-import gc
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import pytest
 
 from raysgd.checkpoint import BackgroundWriter, read_file, write_file
 from raysgd.errors import CheckpointError
+from tests.conftest import wait_until
 from tests.unit.checkpoint.states import state_at, step_of
 
 
@@ -37,7 +37,7 @@ def fail():
 
 
 def threads():
-    return [t for t in threading.enumerate() if t.name == "raysgd-checkpoint-writer"]
+    return [t for t in threading.enumerate() if t.name.startswith("raysgd-checkpoint-writer")]
 
 
 def test_a_write_happens_behind(gate):
@@ -47,7 +47,7 @@ def test_a_write_happens_behind(gate):
     writer.raise_failure()  # which does not wait
     gate.go.set()
     writer.wait()
-    assert not threads()
+    wait_until(lambda: not threads())
 
 
 def test_there_is_no_thread_without_a_write():
@@ -108,31 +108,11 @@ def test_any_other_error_names_the_path():
     assert isinstance(caught.value.__cause__, MemoryError)
 
 
-def test_a_wait_that_takes_too_long_says_what_for(gate):
-    writer = BackgroundWriter()
-    writer.submit(gate, "over/there")
-    with pytest.raises(CheckpointError, match=r"over/there is still being written after 0\.01 s"):
-        writer.wait(0.01)
-    gate.go.set()
-    writer.wait(10)
-
-
-def test_a_long_wait_is_mentioned(gate, monkeypatch, caplog):
-    monkeypatch.setattr("raysgd.checkpoint.writer._MENTION_S", 0.01)
-    writer = BackgroundWriter()
-    writer.submit(gate, "over/there")
-    with pytest.raises(CheckpointError):
-        writer.wait(0.5)
-    assert "Waiting for over/there" in caplog.text
-
-
-def test_a_failure_that_nobody_heard_of_is_logged(caplog):
+def test_a_failure_is_logged_when_it_happens(caplog):
     writer = BackgroundWriter()
     writer.submit(fail, "there")
     for thread in threads():
         thread.join(10)
-    del writer
-    gc.collect()
     assert "the disk is full" in caplog.text
 
 
