@@ -6,11 +6,12 @@ from raysgd.train.callbacks import PrintCallback
 from raysgd.train.constants import PYTORCH_PROFILER_KEY
 
 
-def test_each_report_is_a_line_of_json(capsys):
+def test_each_report_is_indented_json(capsys):
     results = [{"loss": 0.5, "epoch": 1}, {"loss": 0.25}, {}]
     PrintCallback().process_results([*results, {"odd": {1}}])
-    (line,) = capsys.readouterr().out.splitlines()
-    assert json.loads(line) == [*results, {"odd": "{1}"}]
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == [*results, {"odd": "{1}"}]
+    assert '\n        "loss": 0.25\n' in printed
 
 
 def test_nothing_is_printed_before_there_is_a_report(capsys, tmp_path):
@@ -22,4 +23,4 @@ def test_nothing_is_printed_before_there_is_a_report(capsys, tmp_path):
 
 def test_traces_of_the_profiler_are_not_printed(capsys):
     PrintCallback().process_results([{"loss": 1.0, PYTORCH_PROFILER_KEY: [("trace.json", "{}")]}])
-    assert capsys.readouterr().out == '[{"loss": 1.0}]\n'
+    assert json.loads(capsys.readouterr().out) == [{"loss": 1.0}]
