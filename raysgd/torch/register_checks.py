@@ -20,6 +20,7 @@ from raysgd.torch.options import TorchOptions
 
 __all__ = [
     "check_divisible",
+    "check_same_parameters",
     "check_shardable",
     "check_static_graphs",
     "check_step_freq",
@@ -81,6 +82,25 @@ def check_untrained(
                 "gradients, and freeze them afterwards, with "
                 'ddp_args={"find_unused_parameters": True} where a loss does not reach all of '
                 "those that its forward pass has."
+            )
+
+
+def check_same_parameters(
+    models: Sequence[torch.nn.Module],
+    registered: Sequence[Sequence[tuple[torch.nn.Parameter, torch.dtype]]],
+) -> None:
+    """Refuse to train parameters that are new, or have another dtype, since `register`."""
+    for index, (model, before) in enumerate(zip(models, registered, strict=True)):
+        known = {id(parameter): dtype for parameter, dtype in before}
+        for name, parameter in model.named_parameters():
+            dtype = known.get(id(parameter))
+            if not parameter.requires_grad or dtype is parameter.dtype:
+                continue
+            how = "is new" if dtype is None else f"was cast from {dtype} to {parameter.dtype}"
+            raise RuntimeError(
+                f"Model {index} of those registered, a {type(model).__name__}, changed after "
+                f"register(): its parameter {name} {how}. The workers would not average its "
+                "gradients. Complete and cast the model before you call self.register(...)."
             )
 
 

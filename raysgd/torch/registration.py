@@ -41,6 +41,7 @@ from raysgd.torch.precision import create_precision
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import (
     check_divisible,
+    check_same_parameters,
     check_shardable,
     check_static_graphs,
     check_step_freq,
@@ -93,6 +94,7 @@ class TorchRegistration(Registration):
         self.criteria: list[Any] = []
         self._num_criteria = 0
         self._required: dict[int, dict[str, bool]] = {}
+        self._parameters: list[list[tuple[torch.nn.Parameter, torch.dtype]]] = []
         self._averaged: list[dict[str, bool] | None] = []
         self._comm_hooks: list[list[tuple[Any, Any]]] = []
         self._frozen: list[tuple[int, torch.nn.Parameter]] = []
@@ -214,6 +216,8 @@ class TorchRegistration(Registration):
         self._required = {
             id(model): ddp.required_gradients(ddp.unwrap(model)) for model in self.models
         }
+        if self.context.distributed and options.wrap_ddp and self._full is None:
+            self._parameters = [[(p, p.dtype) for p in m.parameters()] for m in self.models]
         wrapped = dict(zip(map(id, trained), self.models[len(modules) :], strict=True))
         self.criteria = criteria = [
             wrapped.get(id(c), c.to(self.settings.device) if isinstance(c, torch.nn.Module) else c)
@@ -357,7 +361,9 @@ class TorchRegistration(Registration):
         ]
 
     def check_averaged(self) -> None:
-        """Refuse to train what was frozen when it was registered, also before others join."""
+        """Refuse to train what the workers do not average, also before others join."""
+        if self._parameters:
+            check_same_parameters(self._unwrapped, self._parameters)
         unfrozen = {id(p): index for index, p in self._frozen if p.requires_grad}
         if unfrozen:
             check_untrained(unfrozen, [ddp.unwrap(m) for m in self.models], self.optimizers)

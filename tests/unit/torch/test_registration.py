@@ -481,3 +481,41 @@ def test_training_data_that_nothing_shuffles_are_warned_of_once(
     assert ("Write DataLoader(..., shuffle=True)" in caplog.text) == warned
     registration.wrap(Dataset(range(8)), training=True)
     assert caplog.text.count("RaySGD v1 shuffled") == warned
+
+
+def replace_layer(model):
+    model[0] = linear()
+
+
+def add_layer(model):
+    model.append(linear())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (replace_layer, "parameter 0.weight is new"),
+        (add_layer, "parameter 2.weight is new"),
+        (lambda model: model.double(), "was cast from torch.float32 to torch.float64"),
+        (
+            lambda model: model.load_state_dict({**model.state_dict()}, assign=True),
+            "parameter 0.weight is new",
+        ),
+    ],
+)
+def test_parameters_that_change_after_register_are_refused(process_group, change, says):
+    model = torch.nn.Sequential(linear(), linear())
+    registration = distributed()
+    wrapped, _ = register(registration, model)
+    registration.adopt_wrappers([])
+    registration.check_averaged()
+    change(wrapped)
+    with pytest.raises(RuntimeError, match=says):
+        registration.check_averaged()
+
+
+def test_frozen_parameters_may_change_after_register(process_group):
+    student, teacher = linear(), frozen_linear()
+    registration = registered(distributed(), [student, teacher], student)
+    teacher.half()
+    registration.check_averaged()
