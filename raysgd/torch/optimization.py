@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 import math
 import numbers
 import warnings
@@ -204,6 +203,9 @@ class Optimization:
         self._has_committed = False
         self._asked: set[int] = set()
         self._aside: dict[torch.nn.Parameter, torch.Tensor] = {}
+        # gradients of earlier batches that were put back, until their optimizer steps
+        self._returned: dict[torch.nn.Parameter, torch.Tensor] = {}
+        self._versions: dict[torch.nn.Parameter, int] = {}
         self._seen: dict[int, list[tuple[int, int]]] = {}
         self.makes_updates = True
         """False in a warm-up, which ends when an optimizer is about to step."""
@@ -371,6 +373,7 @@ class Optimization:
     def _reset(self) -> None:
         self._asked.clear()
         self._aside.clear()
+        self._returned.clear()
         self._seen.clear()
         self._used = self._in_group = False
         self.group.reset()
@@ -387,9 +390,9 @@ class Optimization:
         if self._has_stepped:
             self._refuse_parts("train_batch computes gradients after it has stepped an optimizer")
         if self._in_group:
-            self._put_back()
             for optimizer in self._optimizers:
                 self._check_unchanged(optimizer)
+            self._put_back()
             weigh, mean = self.group.weigh, self.mean_over_workers
             correction, weight = weigh(count, mean, self.sums_each_batch)
         elif count is None:
@@ -407,6 +410,7 @@ class Optimization:
             _zero_gradients_of(loss)  # 0 * NaN would be NaN
         self._used = True
         self.precision.backward(loss if weight == 1.0 else loss * weight, self.group.is_last)
+        self._versions = {p: p.grad._version for p in self._returned if p.grad is not None}
         if self.group.place.is_part and not self.group.is_last:
             self._seen = {id(optimizer): _gradients_of(optimizer) for optimizer in self._optimizers}
 
@@ -460,6 +464,9 @@ class Optimization:
         if self._step.num_updates(optimizer) == before:  # an overflow made the precision skip it
             self._on_step(optimizer)
         optimizer.zero_grad(set_to_none=True)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._returned.pop(parameter, None)
         return True
 
     def _refuse_parts(self, why: str) -> None:
@@ -468,7 +475,8 @@ class Optimization:
     def _multiply_gradients(self, factor: float) -> None:
         of_models = (p for model in self._models for p in model.parameters())
         stepped = (p for o in self._optimizers for g in o.param_groups for p in g["params"])
-        held = {id(p): p.grad for p in itertools.chain(of_models, stepped) if p.grad is not None}
+        gradients = [*self._returned.values(), *(p.grad for p in (*of_models, *stepped))]
+        held = {id(gradient): gradient for gradient in gradients if gradient is not None}
         if held:
             torch._foreach_mul_(list(held.values()), factor)
 
@@ -480,15 +488,30 @@ class Optimization:
         """
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._aside.setdefault(parameter, parameter.grad)
+                returned = self._returned.pop(parameter, None)
+                gradient = returned if parameter.grad is None else parameter.grad
+                if gradient is not None:
+                    self._aside.setdefault(parameter, gradient)
                     parameter.grad = None
 
     def _put_back(self) -> None:
-        if not self.group.has_backward:
-            for parameter, gradient in self._aside.items():
-                parameter.grad = gradient
-            self._aside.clear()
+        """Put back the gradients of earlier batches, also after a ``zero_grad`` between losses.
+
+        With several optimizers it puts back copies. A loss may add to gradients of another's
+        optimizer, and ``zero_grad`` drops what it has added.
+        """
+        is_first, are_several = not self.group.has_backward, len(self._optimizers) > 1
+        if is_first:
+            self._returned, self._aside = self._aside, {}
+        for parameter, gradient in self._returned.items():
+            if is_first or (are_several and parameter.grad is None):
+                parameter.grad = gradient.clone() if are_several else gradient
+            elif parameter.grad is None or parameter.grad._version != self._versions[parameter]:
+                raise RuntimeError(
+                    "The gradients of earlier batches of an accumulation group were zeroed or "
+                    "changed between two losses of a batch. Call zero_grad() before the first "
+                    "self.backward(loss) of the batch, or leave it out."
+                )
 
     @contextlib.contextmanager
     def tolerating_a_skipped_step(self) -> Iterator[None]:

@@ -387,10 +387,40 @@ def test_adversaries_accumulate_each_its_own_gradients(precision, batch_size):
     torch.testing.assert_close(found, expected, **tolerance)
 
 
-def accumulating_adversaries(batch_size):
+class Zeroing(Adversaries):
+    """Zeroes the gradients of each optimizer before its loss, as loops of a GAN do."""
+
+    def train_batch(self, batch, batch_info):
+        losses = [self.loss_of_judge, self.loss_of_maker]
+        for index in self.config["order"]:
+            self.optimizers[index].zero_grad()
+            self.backward(losses[index](*batch), num_samples=len(batch[0]))
+            self.optimizer_step(self.optimizers[index])
+        return {}
+
+    def loss_of_judge(self, real, noise):
+        return self.judge(self.maker(noise).detach()).mean() - self.judge(real).mean()
+
+    def loss_of_maker(self, real, noise):
+        return (self.judge(self.maker(noise)) - 1).square().mean()
+
+
+@pytest.mark.parametrize(("order", "batch_size"), [((0, 1), 5), ((1, 0), 5), ((0, 1), 3)])
+def test_gradients_of_earlier_batches_outlast_zero_grad_between_losses(order, batch_size):
+    """If the maker comes first, its loss leaves gradients in the judge, which are not wanted."""
+    config = {"batch_size": batch_size, "steps": 2, "order": order}
+    with local(Zeroing, config) as trainer:
+        trainer.train()
+        operator = trainer.get_local_operator()
+        found = flat(operator.judge, operator.maker)
+    expected = accumulating_adversaries(batch_size, order)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+def accumulating_adversaries(batch_size, order=(0, 1)):
     """By hand: both gradients over two batches, with the judge as it was before the group.
 
-    In the group's last batch the judge has stepped before the maker's loss goes through it.
+    In the group's last batch the first of the two has stepped before the other's loss.
     """
     torch.manual_seed(0)
     judge, maker = torch.nn.Linear(2, 1), torch.nn.Linear(3, 2)
@@ -405,15 +435,17 @@ def accumulating_adversaries(batch_size):
         total = sum(len(real) for real, _ in group)
         sums = [[torch.zeros_like(p) for p in model.parameters()] for model in (judge, maker)]
         for index, (real, noise) in enumerate(group):
-            loss = judge(maker(noise).detach()).mean() - judge(real).mean()
-            add(sums[0], torch.autograd.grad(loss, list(judge.parameters())), len(real) / total)
-            if index == len(group) - 1:
-                put(judge, sums[0])
-                for_judge.step()
-            loss = (judge(maker(noise)) - 1).square().mean()
-            add(sums[1], torch.autograd.grad(loss, list(maker.parameters())), len(real) / total)
-        put(maker, sums[1])
-        for_maker.step()
+            for which in order:
+                if which == 0:
+                    loss = judge(maker(noise).detach()).mean() - judge(real).mean()
+                else:
+                    loss = (judge(maker(noise)) - 1).square().mean()
+                model, optimizer = [(judge, for_judge), (maker, for_maker)][which]
+                gradients = torch.autograd.grad(loss, list(model.parameters()))
+                add(sums[which], gradients, len(real) / total)
+                if index == len(group) - 1:
+                    put(model, sums[which])
+                    optimizer.step()
     return flat(judge, maker)
 
 
@@ -690,6 +722,22 @@ def not_the_last(self, batch, batch_info):
     return {}
 
 
+def zeroing_between(self, batch, batch_info):
+    self.backward(self.criterion(self.model(batch[0]), batch[1]))
+    self.optimizer.zero_grad()
+    self.backward(self.criterion(self.model(batch[0]), batch[1]))
+    self.optimizer_step(self.optimizer)
+    return {}
+
+
+def changing_between(self, batch, batch_info):
+    for _ in range(2):
+        self.backward(self.criterion(self.model(batch[0]), batch[1]))
+        torch.nn.utils.clip_grad_value_(self.model.parameters(), 1e-3)
+    self.optimizer_step(self.optimizer)
+    return {}
+
+
 def backward_by_hand(self, batch, batch_info):
     self.criterion(self.model(batch[0]), batch[1]).backward()
     self.optimizer_step(self.optimizer)
@@ -712,6 +760,8 @@ HALF = PRECISIONS[1]
         (half_by_hand, {}, HALF, r"SGD\.step.*scaled gradients.*self\.optimizer_step"),
         (twice, {"steps": 2}, {}, "twice in one batch with the same SGD"),
         (not_the_last, {"steps": 2}, {}, "without self.backward"),
+        (zeroing_between, {"steps": 2}, {}, "zeroed or changed between two losses"),
+        (changing_between, {"steps": 2}, {}, "zeroed or changed between two losses"),
         (backward_by_hand, {"steps": 2}, {}, "gradients that are not of self.backward"),
         (without_step, {"steps": 2}, {}, "no update with the last one"),
     ],
