@@ -243,7 +243,20 @@ class StepIterator:
             self._ahead = _NOTHING
         if batch is _NOTHING:
             self._exhausted = True
+            self._check_length()
         return batch
+
+    def _check_length(self) -> None:
+        """Refuse a loader that ends early if the other workers rely on its length."""
+        registration = self._registration
+        if self._steps_left is None or registration.context.world_size == 1:
+            return
+        taken = self.num_batches + len(self._step.batches)
+        raise RuntimeError(
+            f"The train loader of worker {registration.context.world_rank} ended after {taken} "
+            f"of {self._steps_left} batches, and the other workers would wait for it. Correct its "
+            "__len__, or leave that out. If its data set raises StopIteration, raise another error."
+        )
 
     def _offset(self) -> int:
         return self._source.offset_after(self.start, self.num_batches)

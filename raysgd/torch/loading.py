@@ -144,7 +144,7 @@ class ShardedLoader(PartitionedSource):
             loader.generator = torch.Generator().manual_seed(seed)
         with seeded(seed):
             batches = iter(loader)
-        return self._checked(batches, indices) if self._iterates_itself else batches
+        return (self._checked if self._iterates_itself else self._each)(batches, indices)
 
     def _reader(self, begins: bool) -> DataLoader[Any]:
         """Return a copy of the user's loader that draws from a sampler of ours.
@@ -163,6 +163,19 @@ class ShardedLoader(PartitionedSource):
                 settings["persistent_workers"] = loader.num_workers > 0
             self._worker_loader = changed(loader, **settings)
         return self._worker_loader
+
+    def _each(self, batches: Iterator[Any], indices: _Indices) -> Iterator[Any]:
+        """Yield a batch for each that `indices` has."""
+        for _ in indices._spans():
+            try:
+                batch = next(batches)
+            except StopIteration as error:
+                raise RuntimeError(
+                    f"StopIteration was raised in {type(self.loader.dataset).__name__}."
+                    "__getitem__, or in a sampler or collate_fn of its loader, and would end the "
+                    "epoch of this worker early. Raise another error, or return a sample."
+                ) from error
+            yield batch
 
     def _checked(self, batches: Iterator[Any], indices: _Indices) -> Iterator[Any]:
         """Yield what a loader that iterates in its own way gives for `indices`."""

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raysgd._internal.context import WorkerContext
 from raysgd.data.source import BatchSource
 from raysgd.loop.signal import Signal, StepInterruptedError
 from raysgd.loop.step_iterator import StepIterator
@@ -538,3 +539,17 @@ def test_all_ranks_end_a_group_when_one_has_no_batch_left():
     registration, steps = grouped(3, range(9), None, None, lambda has_batch: next(answers))
     assert groups_of(registration, steps) == [[0, 1, 2], [3]]
     assert steps.epoch_is_over
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loader_that_ends_before_its_length_is_refused_if_others_would_wait(world_size):
+    registration = make_registration()
+    registration.settings.context = WorkerContext(world_size=world_size)
+    segment = make_steps(registration, range(3), steps_left=5)
+    given, ending = [], contextlib.nullcontext()
+    if world_size > 1:
+        ending = pytest.raises(RuntimeError, match="worker 0 ended after 3 of 5 batches")
+    with ending:
+        given.extend(segment)
+    if world_size == 1:
+        assert given == [0, 1, 2]

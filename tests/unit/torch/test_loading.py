@@ -1178,3 +1178,19 @@ def test_a_loader_of_an_unknown_kind_over_a_data_set_is_refused_where_each_would
     wrap_loader(given, world_size=2, shard=False, **options)
     given.sampler = DistributedSampler(given.dataset, 2, 0)
     wrap_loader(given, world_size=2, shard=True, **options)
+
+
+class Stopping(Numbers):
+    def __getitem__(self, index):
+        if index == 5:
+            raise StopIteration
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_stop_iteration_of_a_data_set_is_an_error_and_not_the_end(processes):
+    source = wrap(DataLoader(Stopping(), batch_size=2, num_workers=processes))
+    batches = source.batches(0, 0)
+    assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(RuntimeError, match=r"StopIteration was raised in Stopping\.__getitem__"):
+        next(batches)
