@@ -57,9 +57,10 @@ class DataSources:
             self._registration.say(
                 given,
                 "%s: raysgd cannot partition this %s, because %s. Every worker reads all that it "
-                "gives. Let it select a part by self.world_rank and self.world_size each time it "
-                "is read. If it does so already, pass add_dist_sampler=False to the trainer, or "
-                "give the loader, its data set, or its sampler an attribute num_replicas.",
+                "gives, and num_samples counts each sample once for each worker. Let it select a "
+                "part by self.world_rank and self.world_size each time it is read. If it does so "
+                "already, pass add_dist_sampler=False to the trainer, or give the loader, its data "
+                "set, or its sampler an attribute num_replicas.",
                 given,
                 type(loader).__name__,
                 source.why_whole,
