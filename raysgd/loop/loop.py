@@ -259,7 +259,8 @@ class Loop:
             raise _empty("train", source, self._first_without_batch(source))
         registration.meters = None
         try:
-            metrics = operator.train_epoch(segment, *by_position, **by_name)
+            with registration.timers.record("train_epoch"):
+                metrics = operator.train_epoch(segment, *by_position, **by_name)
             left = segment.finish()
         except IndivisibleError:  # the step is redone as a whole
             if segment.num_batches == 0:
@@ -465,7 +466,8 @@ class Loop:
             batches = self._validation_batches = _Counted(taken_from, self.signal)
             self.total_validated, self._registration.meters = limit, None
             try:
-                metrics = operator.validate(batches, info)
+                with self._registration.timers.record("validation"):
+                    metrics = operator.validate(batches, info)
             except BaseException:
                 source.close_workers()
                 raise

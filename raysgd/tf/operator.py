@@ -81,12 +81,11 @@ class TrainingOperator(OperatorBase):
         if num_steps is None:
             self._registration.check_end()
         meters = self._registration.new_meters()
-        with self.timers.record("train_epoch"):
-            for batch in self._in_parts(iterator):
-                batch_info = self._batch_info(info, meters.num_batches, epoch_idx)
-                with self._collecting_logged() as logged:
-                    metrics = self.train_batch(batch, batch_info)
-                self._measure(meters, _plain(with_logged(logged, metrics)))
+        for batch in self._in_parts(iterator):
+            batch_info = self._batch_info(info, meters.num_batches, epoch_idx)
+            with self._collecting_logged() as logged:
+                metrics = self.train_batch(batch, batch_info)
+            self._measure(meters, _plain(with_logged(logged, metrics)))
         return meters.summary()
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -125,13 +124,12 @@ class TrainingOperator(OperatorBase):
         The numbers of batches may differ between workers: nothing here may communicate.
         """
         meters = self._registration.new_meters()
-        with self.timers.record("validation"):
-            for batch_idx, batch in enumerate(val_iterator):
-                batch_info = self._batch_info(info, batch_idx, self._registration.epoch)
-                with self._collecting_logged() as logged:
-                    metrics = self.validate_batch(batch, batch_info)
-                metrics = _plain(with_logged(logged, metrics))
-                meters.update(*checked_metrics(self.validate_batch, metrics))
+        for batch_idx, batch in enumerate(val_iterator):
+            batch_info = self._batch_info(info, batch_idx, self._registration.epoch)
+            with self._collecting_logged() as logged:
+                metrics = self.validate_batch(batch, batch_info)
+            metrics = _plain(with_logged(logged, metrics))
+            meters.update(*checked_metrics(self.validate_batch, metrics))
         return meters.summary()
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:

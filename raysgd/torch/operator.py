@@ -121,23 +121,21 @@ class TrainingOperator(OperatorBase):
         epoch_idx = epoch_idx or self._registration.epoch
         given = {name: value for name, value in (info or {}).items() if name not in _INFO_KEYS}
         registration, meters = self._registration, self._registration.new_meters()
-        timers = self.timers
         per_batch = self.scheduler_step_freq == "batch"
-        with timers.record("train_epoch"):
-            for batch in self._in_parts(iterator):
-                batch_info = self._batch_info(info, meters.num_batches, epoch_idx)
-                batch_info["info"] = given
-                try:
-                    with self._collecting_logged() as logged:
-                        metrics = self.train_batch(batch, batch_info)
-                    self._measure(meters, with_logged(logged, metrics))
-                except BaseException as error:
-                    if per_batch and registration.step.is_updated:
-                        self.step_schedulers()  # the step counts as done
-                    self._note_batch(error, "train_batch", batch)
-                    raise
-                if per_batch and registration.place.is_last:
-                    self.step_schedulers()
+        for batch in self._in_parts(iterator):
+            batch_info = self._batch_info(info, meters.num_batches, epoch_idx)
+            batch_info["info"] = given
+            try:
+                with self._collecting_logged() as logged:
+                    metrics = self.train_batch(batch, batch_info)
+                self._measure(meters, with_logged(logged, metrics))
+            except BaseException as error:
+                if per_batch and registration.step.is_updated:
+                    self.step_schedulers()  # the step counts as done
+                self._note_batch(error, "train_batch", batch)
+                raise
+            if per_batch and registration.place.is_last:
+                self.step_schedulers()
         if self.scheduler_step_freq == "epoch" and self._registration.epoch_is_over():
             self.step_schedulers()
         return meters.summary()
@@ -230,7 +228,7 @@ class TrainingOperator(OperatorBase):
         """
         self.train_mode(False)
         meters = self._registration.new_meters()
-        with torch.no_grad(), self.timers.record("validation"):
+        with torch.no_grad():
             for batch_idx, batch in enumerate(val_iterator):
                 batch_info = self._batch_info(info, batch_idx, self._registration.epoch)
                 with (

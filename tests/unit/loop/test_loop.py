@@ -386,6 +386,19 @@ def test_profile_names_the_stages_of_a_step(start):
     assert trained["mean_train_epoch_s"] >= trained["mean_fwd_s"]
 
 
+def test_a_loop_and_a_validation_of_the_user_are_timed_too(start):
+    class Own(Recorder):
+        def train_epoch(self, iterator, info):
+            return {"num_batches": sum(1 for _ in iterator)}
+
+        def validate(self, val_iterator, info):
+            return {"num_batches": sum(1 for _ in val_iterator)}
+
+    trainer, _ = start(Own)
+    assert trainer.train(profile=True)["profile"]["mean_train_epoch_s"] > 0
+    assert trainer.validate(profile=True)["profile"]["mean_validation_s"] > 0
+
+
 def test_without_profile_nothing_is_timed(start):
     trainer, operator = start()
     trainer.train(profile=True)
