@@ -129,8 +129,12 @@ def creator_operator(model_creator: Any, data_creator: Any) -> type[CreatorOpera
 
 
 def renamed(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a validation under the names of older scripts."""
-    return {
+    """Return the metrics of a validation under the names of older scripts.
+
+    Those know the loss of a model without metrics as ``loss``.
+    """
+    found = {
         f"validation_{name.removeprefix('val_')}" if name.startswith("val_") else name: value
         for name, value in metrics.items()
     }
+    return {**found, "loss": found["validation_loss"]} if "validation_loss" in found else found

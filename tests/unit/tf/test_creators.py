@@ -28,6 +28,7 @@ def test_what_cannot_be_is_refused(config, error, text):
 def test_metrics_have_the_names_of_older_scripts():
     assert renamed({"val_loss": 1, "last_val_loss": 2, "num_samples": 3}) == {
         "validation_loss": 1,
+        "loss": 1,
         "last_val_loss": 2,
         "num_samples": 3,
     }
