@@ -52,9 +52,9 @@ def reserve(
 ) -> Reservation:
     """Reserve room for as many workers as fit, from `min_workers` up to `num_workers`.
 
-    Inside a placement group, as in a Tune trial, the workers use the room that its bundles have in
-    addition to the caller. A worker of raysgd is an exception, because the other workers of its
-    group use those bundles: a trainer made there reserves its own room.
+    Inside a placement group that captures child tasks, as in a Tune trial, the workers use the room
+    that its bundles have in addition to the caller. A worker of raysgd is an exception, because the
+    other workers of its group use those bundles: a trainer made there reserves its own room.
 
     Args:
         bundle: resources that one worker needs.
@@ -71,7 +71,7 @@ def reserve(
         InsufficientResourcesError: if there is no room for `min_workers` within `timeout_s`.
     """
     current = get_current_placement_group()
-    if current is not None and not is_worker_process():
+    if current is not None and _captures_child_tasks() and not is_worker_process():
         return _reserve_within(current, bundle, num_workers, min_workers)
     deadline = time.monotonic() + timeout_s
     capacity = workers_that_fit(ray.cluster_resources(), bundle)
@@ -134,6 +134,12 @@ def _topped_up(
         reservation.release()
         raise
     return reservation
+
+
+def _captures_child_tasks() -> bool:
+    """Whether actors that this process starts go to its own placement group."""
+    context: Any = ray.get_runtime_context()
+    return bool(context.should_capture_child_tasks_in_placement_group)
 
 
 def _granted(

@@ -67,7 +67,8 @@ class WorkerGroup:
         if placement_group is not None:
             raise TypeError(
                 "WorkerGroup(placement_group=...): a group takes the room of the placement group "
-                "that it is made in. Make it in a task or an actor that is scheduled there."
+                "that it is made in. Make it in a task or an actor that is scheduled there with "
+                "placement_group_capture_child_tasks=True."
             )
         options = group_options(
             num_workers, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker

@@ -1,8 +1,11 @@
 """Room for workers: which labels the nodes of further requests have."""
 
-import pytest
+from types import SimpleNamespace
 
-from raysgd.cluster import reservation
+import pytest
+import ray
+
+from raysgd.cluster import placement, reservation
 from raysgd.cluster.reservation import OpenSlot, Reservation, _match
 
 A, B = {"zone": "a"}, {"zone": "b"}
@@ -52,3 +55,22 @@ def test_room_without_a_group_is_on_nodes_with_the_labels_of_what_is_lost(room):
 )
 def test_labels_are_told_as_ray_tells_them(asked, is_one):
     assert _match(A, asked) == is_one
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_room_is_in_the_caller_s_placement_group_if_that_captures_child_tasks(
+    monkeypatch, captures
+):
+    context = SimpleNamespace(should_capture_child_tasks_in_placement_group=captures)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(placement, "get_current_placement_group", lambda: "the caller's")
+    monkeypatch.setattr(placement, "is_worker_process", lambda: False)
+    monkeypatch.setattr(placement, "_reserve_within", lambda *arguments: "within")
+    monkeypatch.setattr(placement, "new_owner", lambda: None)
+    monkeypatch.setattr(placement, "_granted", lambda *arguments: "own")
+    monkeypatch.setattr(placement, "Reservation", lambda group, *_, **__: group)
+    monkeypatch.setattr(placement, "_topped_up", lambda room, *_: room)
+    for name in ("cluster_resources", "available_resources"):
+        monkeypatch.setattr(ray, name, lambda: {"CPU": 4})
+    found = placement.reserve({"CPU": 1}, num_workers=2, min_workers=2, timeout_s=1)
+    assert found == ("within" if captures else "own")
