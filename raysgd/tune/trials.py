@@ -2,11 +2,11 @@
 
 A trial is an actor of Tune's. The trainer lives in it, its workers in the same placement group::
 
-    bundle 0              bundle 1   bundle 2   ...   use_local=False
-    the trial's actor     worker 0   worker 1
-                          ────────────────────────────
-    bundle 0              bundle 1   bundle 2   ...   use_local=True
-    actor and worker 0    worker 1   worker 2
+    bundle 0    bundle 1    ...
+    worker 0    worker 1
+
+The trial's actor reserves nothing. It waits while its workers train; with ``use_local=True`` it is
+worker 0.
 
 Tune calls ``setup`` once, ``step`` for each result, and ``save_checkpoint`` and ``load_checkpoint``
 where a scheduler or a failure asks for it.
@@ -73,7 +73,7 @@ class BaseTrainable(Trainable):
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory | None:
-        """Return the room of a trial: its workers, and a CPU for its actor unless that is one.
+        """Return the room of a trial: a bundle for each worker, and none for its actor.
 
         Runs in the process that calls ``Tuner.fit()``, and asks the cluster whether it has GPUs
         where ``use_gpu`` is "auto".
@@ -87,7 +87,7 @@ class BaseTrainable(Trainable):
         worker = _worker_bundle(arguments)
         bundles = [dict(worker) for _ in range(arguments["num_workers"])]
         if not arguments.get("use_local", False):
-            bundles.insert(0, {"CPU": 1})
+            bundles.insert(0, {})
         return PlacementGroupFactory(bundles, strategy="PACK")
 
     def setup(self, config: dict[str, Any]) -> None:

@@ -122,7 +122,7 @@ def test_a_trial_and_its_workers_live_and_recover_in_the_room_of_tune_and_die_to
     )
     metrics = result.metrics
     assert metrics["strategies"] == ["PACK"]
-    assert metrics["bundles"] == [[{"CPU": 1}, {"CPU": 1.5}, {"CPU": 1.5}]]
+    assert metrics["bundles"] == [[{"CPU": 1.5}, {"CPU": 1.5}]]
     assert metrics["own"] == 0
     assert sorted(metrics["before"]) == sorted(metrics["after"]) == [1, 2]
     assert metrics["lost"] == 1

@@ -151,36 +151,36 @@ def test_an_override_that_does_not_take_two_arguments_is_refused(step):
 # ---- room
 
 
-def test_there_is_a_bundle_for_the_driver_and_one_for_each_worker():
+def test_there_is_a_bundle_for_each_worker_and_none_for_the_trial():
     cls = make_class(num_workers=3, num_cpus_per_worker=2, resources_per_worker={"disk": 5})
     worker = {"CPU": 2, "disk": 5}
-    assert bundles(cls) == [{"CPU": 1}, worker, worker, worker]
+    assert bundles(cls) == [worker, worker, worker]
 
 
-def test_a_local_worker_needs_no_bundle_for_the_driver():
+def test_a_local_worker_has_the_first_bundle():
     assert bundles(make_class(num_workers=2, use_local=True)) == [{"CPU": 1}, {"CPU": 1}]
 
 
 def test_the_trial_s_config_sets_the_room():
     cls = make_class(num_workers=4, config={"num_workers": 7})
-    assert bundles(cls, num_workers=1) == [{"CPU": 1}, {"CPU": 1}]
-    assert bundles(cls, num_workers=np.int64(1)) == [{"CPU": 1}, {"CPU": 1}]
-    assert bundles(cls, num_workers=1, num_cpus_per_worker=0.5) == [{"CPU": 1}, {"CPU": 0.5}]
-    assert bundles(cls, num_workers=1, use_gpu=True) == [{"CPU": 1}, {"CPU": 1, "GPU": 1}]
+    assert bundles(cls, num_workers=1) == [{"CPU": 1}]
+    assert bundles(cls, num_workers=np.int64(1)) == [{"CPU": 1}]
+    assert bundles(cls, num_workers=1, num_cpus_per_worker=0.5) == [{"CPU": 0.5}]
+    assert bundles(cls, num_workers=1, use_gpu=True) == [{"CPU": 1, "GPU": 1}]
     # the trainer's own config is the operator's business
-    assert len(bundles(cls)) == 5
+    assert len(bundles(cls)) == 4
 
 
 def test_several_gpus_a_worker():
     cls = make_class(resources_per_worker={"GPU": 2}, use_gpu=True)
-    assert bundles(cls) == [{"CPU": 1}, {"CPU": 1, "GPU": 2}]
+    assert bundles(cls) == [{"CPU": 1, "GPU": 2}]
 
 
 @pytest.mark.parametrize(("gpus", "worker"), [(0, {"CPU": 1}), (2, {"CPU": 1, "GPU": 1})])
 def test_auto_asks_the_cluster_for_gpus(monkeypatch, gpus, worker):
     monkeypatch.setattr("raysgd.cluster.ray_session.connect", lambda: None)
     monkeypatch.setattr("raysgd.cluster.ray_session.gpus_in_cluster", lambda: gpus)
-    assert bundles(make_class(use_gpu="auto")) == [{"CPU": 1}, worker]
+    assert bundles(make_class(use_gpu="auto")) == [worker]
 
 
 @pytest.mark.parametrize(
