@@ -108,9 +108,12 @@ class Worker:
     Args:
         catches_sigterm: whether the process is the worker's own, and SIGTERM shall not end it, but
             be told to the driver.
+        hides_gpus: whether to hide the node's GPUs, because the worker reserves none.
     """
 
-    def __init__(self, catches_sigterm: bool = False) -> None:
+    def __init__(self, catches_sigterm: bool = False, hides_gpus: bool = False) -> None:
+        if hides_gpus:  # Ray hides GPUs only from processes that reserve some
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self.runner: Runner | None = None
         """What this worker hosts."""
         self._backend: Backend | None = None

@@ -188,7 +188,8 @@ class WorkerGroup:
                 resources=dict(options.resources) or None,
                 label_selector=dict(slot.label_selector or {}) or None,
             )
-            member = ActorHandle(actor_class.remote(catches_sigterm=True), self._monitor)
+            actor = actor_class.remote(catches_sigterm=True, hides_gpus=not options.num_gpus)
+            member = ActorHandle(actor, self._monitor)
         self._slots[member] = slot
         return member
 

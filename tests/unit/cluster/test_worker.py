@@ -1,6 +1,7 @@
 """What runs in a worker process: outcomes, kinds of failures, and what crosses to the driver."""
 
 import asyncio
+import os
 import pickle
 import re
 import sys
@@ -558,3 +559,11 @@ def test_an_outcome_keeps_an_exception_without_traceback():
     error = PlainError("x")
     assert Outcome("user", error, Progress()).exception() is error
     assert error.__cause__ is None
+
+
+def test_a_worker_without_gpus_hides_those_of_its_node(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    Worker()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+    Worker(hides_gpus=True)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""

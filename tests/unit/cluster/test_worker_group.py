@@ -151,7 +151,8 @@ class Actors:
         self.strategies.append(scheduling_strategy)
         return self
 
-    def remote(self, catches_sigterm):
+    def remote(self, catches_sigterm, hides_gpus):
+        self.hides_gpus = hides_gpus
         self.number += 1
         return self.number
 
@@ -163,9 +164,10 @@ def start(monkeypatch):
     actors = Actors()
     monkeypatch.setattr(group_module, "_actor_class", lambda: actors)
 
-    def start(num_workers, room, owned=True):
+    def start(num_workers, room, owned=True, num_gpus=0):
         reservation = FakeReservation(room, owned)
-        group = WorkerGroup(GroupOptions(num_workers=num_workers), clock=ManualClock())
+        options = GroupOptions(num_workers=num_workers, num_gpus=num_gpus)
+        group = WorkerGroup(options, clock=ManualClock())
         group._reserve = lambda *wanted: reservation
         group.start(timeout_s=5)
         group.reservation_of_test = reservation
@@ -178,6 +180,12 @@ def test_workers_of_a_node_are_next_to_each_other(start):
     group = start(num_workers=4, room=4)
     assert [member.info.node_id for member in group.members] == ["a", "a", "b", "b"]
     assert [member.number for member in group.members] == [0, 2, 1, 3]
+
+
+@pytest.mark.parametrize("num_gpus", [0, 0.5, 2])
+def test_workers_that_reserve_no_gpu_see_none(start, num_gpus):
+    start(num_workers=1, room=1, num_gpus=num_gpus)
+    assert group_module._actor_class().hides_gpus == (num_gpus == 0)
 
 
 def test_a_full_group_has_no_vacant_slot(start):
