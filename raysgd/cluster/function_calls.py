@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from raysgd.cluster.worker import CarriedError
 from raysgd.cluster.worker_handle import WorkerHandle, is_loss, loss_cause
 from raysgd.errors import RemoteTraceback, WorkerLostError
 
@@ -129,6 +130,8 @@ def _result(member: WorkerHandle, rank: int, reference: Any) -> Any:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         cause = getattr(error, "cause", None)
+        if isinstance(cause, CarriedError):
+            (cause,) = cause.args
         if not isinstance(cause, BaseException):
             raise
         where = f"Raised on worker {rank} on {member.name}:\n{error}"

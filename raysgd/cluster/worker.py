@@ -35,7 +35,7 @@ from raysgd.comm.backend import Backend
 from raysgd.comm.connection import Address
 from raysgd.errors import RemoteError, RemoteTraceback
 
-__all__ = ["CONTROL_METHODS", "Outcome", "Worker", "is_worker_process"]
+__all__ = ["CONTROL_METHODS", "CarriedError", "Outcome", "Worker", "is_worker_process"]
 
 
 OutcomeKind = Literal["ok", "paused", "user", "communication", "stopped", "cut off"]
@@ -76,6 +76,10 @@ class Outcome:
             with contextlib.suppress(Exception):  # classes of the user's may refuse
                 error.add_note(self.note)
         return error
+
+
+class CarriedError(Exception):
+    """Carries a KeyboardInterrupt or the like of user code, which Ray takes for a cancellation."""
 
 
 _is_worker_process = False
@@ -255,8 +259,13 @@ class Worker:
         self._terminated = True
 
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function of the user; what it raises is Ray's to pass on."""
-        return function(*args, **kwargs)
+        """Call a function of the user; Ray passes on what it raises."""
+        try:
+            return function(*args, **kwargs)
+        except (Exception, SystemExit):  # the latter ends the process
+            raise
+        except BaseException as error:
+            raise CarriedError(_bare(error)) from error
 
     def pause_at(self, generation: int, step: int | None) -> int:
         """Ask a generation's call to stop at a step; returns the step that this worker is at."""

@@ -7,6 +7,7 @@ import ray
 import ray.exceptions
 
 from raysgd.cluster import function_calls as tasks
+from raysgd.cluster.worker import CarriedError
 from raysgd.cluster.worker_handle import InlineHandle
 from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.errors import RemoteTraceback, WorkerLostError
@@ -127,3 +128,8 @@ def test_other_errors_of_ray_pass():
 def test_a_reference_too_many_is_an_error_of_ours():
     with pytest.raises(ValueError, match="zip"):
         tasks.results([Remote(0)], [(0,), (1,)])
+
+
+def test_what_a_worker_carries_is_raised_as_itself():
+    with pytest.raises(KeyboardInterrupt, match="mine"):
+        outcome(Remote(failure(CarriedError(KeyboardInterrupt("mine")))))

@@ -17,7 +17,7 @@ from raysgd._internal.context import PausedError, Progress, WorkerContext
 from raysgd._internal.tracebacks import is_the_users
 from raysgd.backends import Backend
 from raysgd.cluster.serialization import Packed
-from raysgd.cluster.worker import Outcome, Worker
+from raysgd.cluster.worker import CarriedError, Outcome, Worker
 from raysgd.errors import RemoteError, RemoteTraceback
 from tests.unit.cluster.calls import request_of
 
@@ -559,6 +559,14 @@ def test_an_outcome_keeps_an_exception_without_traceback():
     error = PlainError("x")
     assert Outcome("user", error, Progress()).exception() is error
     assert error.__cause__ is None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt("mine"), asyncio.CancelledError()])
+def test_what_ray_takes_for_a_cancellation_is_carried(error):
+    with pytest.raises(CarriedError) as caught:
+        Worker().execute(fail_with(error))
+    (carried,) = pickle.loads(pickle.dumps(caught.value)).args
+    assert (type(carried), carried.args) == (type(error), error.args)
 
 
 def test_a_worker_without_gpus_hides_those_of_its_node(monkeypatch):
