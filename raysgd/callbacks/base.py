@@ -109,7 +109,7 @@ class Callback:
     """Observes a trainer from the driver, and may ask it to stop. Override what you need.
 
     Hooks are called on the driver, in the thread that called the trainer. In the order of a
-    run (see ``docs/callbacks.md``)::
+    run (see ``docs/write_callbacks.md``)::
 
         on_train_start
             on_log                         at the steps that fit(log_every=...) asked for
