@@ -187,10 +187,25 @@ def templates():
     `caller` is the name of what the text is an argument of, such as ``ValueError``.
     """
     return [
-        (caller, re.compile("(.+?)".join(map(re.escape, text.split(HOLE)))))
+        (caller, _pattern(text))
         for caller, text in _texts()
         if len(text.replace(HOLE, "").strip(string.punctuation + " ")) >= 8  # less fits anything
     ]
+
+
+@cache
+def beginnings():
+    """Return (caller, pattern) for each beginning of a text that ends in a full stop or colon."""
+    return [
+        (caller, _pattern(text[: end.start() + 1]))
+        for caller, text in _texts()
+        for end in re.finditer("[.:] ", text)
+        if len(text[: end.start()].replace(HOLE, "")) >= 20  # less fits anything
+    ]
+
+
+def _pattern(text):
+    return re.compile("(.+?)".join(map(re.escape, text.split(HOLE))))
 
 
 def _texts():
@@ -246,7 +261,14 @@ def quoted_messages(path):
 
 
 def is_in_the_source(kind, message):
-    for caller, pattern in templates():
+    """Whether the source has this message, or one that begins so if the quotation ends in " …"."""
+    if _is_one_of(templates(), kind, message):
+        return True
+    return message.endswith(" …") and _is_one_of(beginnings(), kind, message.removesuffix(" …"))
+
+
+def _is_one_of(known, kind, message):
+    for caller, pattern in known:
         if kind is not None and re.search(r"(Error|Warning)$", caller) and caller != kind:
             continue
         if (match := pattern.fullmatch(message)) and all(map(_is_value, match.groups())):
@@ -276,6 +298,13 @@ def test_a_message_that_is_not_in_the_source_is_found_out():
     assert not is_in_the_source("TypeError", "TorchTrainer(num_workers=0): must be at least 1.")
     assert not is_in_the_source("ValueError", "TorchTrainer(num_workers=0): must not be below 1.")
     assert not is_in_the_source(None, "The trainer has no workers left, and says so.")
+
+
+def test_a_quotation_may_end_after_a_sentence():
+    first = "Normalization layers cannot train on one value per channel."
+    assert is_in_the_source(None, f"{first} …")
+    assert not is_in_the_source(None, first)
+    assert not is_in_the_source(None, f"{first.replace('one', 'the')} …")
 
 
 def test_many_messages_are_explained():
