@@ -118,7 +118,7 @@ def test_a_key_that_is_near_to_one_of_the_file_is_warned_of(tmp_path, caplog):
         (["script_of_a_test:Recordr", "fit.max_steps=1"], "Did you mean Recorder?"),
         (["script_of_a_test:points", "fit.max_steps=1"], "points is a function, and must be a"),
         (["script_of_a_test:Recorder", "trainer.num_workers=two", "fit.max_steps=1"], "be an int"),
-        ([*TRAINS, "fit.num_epochs=ten"], "num_epochs must be an int, but it is 'ten'."),
+        ([*TRAINS, "fit.num_epochs=ten"], "fit(num_epochs='ten'): must be an int."),
         ([*TRAINS, "fit.max_steps=1", "checkpoint.every=0"], 'must be "epoch" or a number'),
         (["script_of_a_test:Nothing", "fit.max_steps=1"], "has no class Nothing"),
         (["script_of_a_test:Recorder", "lr=3"], "'lr=3': must be config.NAME=VALUE"),
