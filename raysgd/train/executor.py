@@ -1,8 +1,4 @@
-"""Runs a training function on a group of workers, through losses: the driver's side.
-
-The one loop that runs, loses and restarts is the Controller's. Here is what a training function
-adds to it: turns that all workers have to take together, and checkpoints to restart from.
-"""
+"""Starts workers and a backend, and runs training functions on them, one after the other."""
 
 from __future__ import annotations
 
@@ -14,29 +10,25 @@ import math
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from raysgd._internal.arguments import check_hook
-from raysgd._internal.context import Request
-from raysgd.cluster import function_calls as tasks
+from raysgd.cluster import function_calls
 from raysgd.cluster import worker_group as core
-from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.events import Event
 from raysgd.elastic.machine import Ready
 from raysgd.errors import WorkerLostError
-from raysgd.train import session
 from raysgd.train.arguments import pickled_function, worker_resources
 from raysgd.train.backend import Backend, BackendConfig, backend_class
 from raysgd.train.checkpoint import CheckpointStrategy
 from raysgd.train.constants import TRAIN_CHECKPOINT_SUBDIR
 from raysgd.train.datasets import Datasets
 from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
-from raysgd.train.report_queue import Turn
-from raysgd.train.requests import BeginRequest, CheckpointRequest, EndRunRequest, NextRequest
+from raysgd.train.function_run import FunctionRun, repair
+from raysgd.train.requests import EndRunRequest
 from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
 from raysgd.train.runner import FunctionRunner
 from raysgd.train.session import Plan
@@ -45,27 +37,6 @@ from raysgd.train.worker_group import WorkerGroup, group_options
 __all__ = ["BackendExecutor", "executor_for"]
 
 logger = logging.getLogger(__name__)
-
-_SAID = {
-    "report": "reported",
-    "checkpoint": "saved a checkpoint",
-    "end": "returned from the function",
-}
-
-
-@dataclass
-class _Run:
-    """A function that is being trained."""
-
-    plan: Plan
-    num_losses: int = 0
-    """How often workers were lost in it."""
-    causes: list[str] = field(default_factory=list)
-    """What each of them was lost by."""
-    paused: bool = False
-    """Whether reports are left out."""
-    values: list[Any] | None = None
-    """What the function returned, by rank; None until it has."""
 
 
 class BackendExecutor:
@@ -129,9 +100,8 @@ class BackendExecutor:
         self._elastic = dataclasses.replace(elastic, in_place=False, snapshot_every="epoch")
         self._controller: Controller | None = None
         self._group: core.WorkerGroup | None = None
-        self._datasets = Datasets(None)
-        self._checkpoints = self._saved = RunCheckpoints()
-        self._run: _Run | None = None
+        self._checkpoints = self._earlier = RunCheckpoints()
+        self._run: FunctionRun | None = None
         self._finalizer: Any = None
 
     # ---- life
@@ -178,9 +148,10 @@ class BackendExecutor:
             raise
 
     def _prepare_workers(self) -> None:
-        """Set up the backend and hand out the data, on workers that have just started."""
+        """Set up the backend, and share the data, on workers that have just started."""
         self._backend.on_start(self.worker_group, self._backend_config)
-        self._share_data()
+        if self._run is not None:
+            self._run.share_data()
 
     def shutdown(self, graceful_termination: bool = True, patience_s: float = 5) -> None:
         """End the workers; `start` starts others.
@@ -208,7 +179,7 @@ class BackendExecutor:
     def _is_idle(self, controller: Controller, patience_s: float) -> bool:
         if self._run is not None or not isinstance(controller.state, Ready):
             return False
-        if tasks.are_idle(controller.members, patience_s):
+        if function_calls.are_idle(controller.members, patience_s):
             return True
         logger.warning("Workers are still busy after %g s, and are killed.", patience_s)
         return False
@@ -295,7 +266,6 @@ class BackendExecutor:
         )
         if resume and (found := checkpoints.restore()) is not None:
             iteration = found.global_step
-            self._saved = checkpoints
         else:
             checkpoints.blob = packed_checkpoint(checkpoint)
         plan = Plan(
@@ -309,13 +279,14 @@ class BackendExecutor:
             validation is not None,
         )
         datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
-        # from here on there is a run: whatever fails must end it
-        self._checkpoints, self._datasets, self._run = checkpoints, datasets, _Run(plan)
-        with self._ending_on_failure(self._run):
-            controller.snapshots.set({"plan": plan})
-            self._mend()
-            self._share_data_once()
-            self._call(BeginRequest(plan=plan))
+        assert self._group is not None
+        # from here on there is a run, and a failure must end it
+        self._earlier, self._checkpoints = self._saved, checkpoints
+        self._run = FunctionRun(
+            controller, self._group, plan, checkpoints, datasets, self._max_losses
+        )
+        with self._aborting():
+            self._run.start(self._elastic.max_attempts)
         return checkpoints
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
@@ -334,17 +305,8 @@ class BackendExecutor:
             BaseException: what the function raised.
         """
         run = self._training("fetch_next_result")
-        with self._ending_on_failure(run):
-            while run.values is None:
-                turns: list[Turn] = self._call(NextRequest(reported=self._checkpoints.news()))
-                if len({turn.kind for turn in turns}) > 1:
-                    raise RuntimeError(_uneven(turns))
-                if turns[0].kind == "end":
-                    run.values = [turn.value for turn in turns]
-                elif self._is_kept(run, turns) and turns[0].kind == "report" and not run.paused:
-                    decode = self._backend.decode_data
-                    return [decode(turn.metrics) for turn in turns]
-        return None
+        with self._aborting():
+            return run.next_result(self._backend.decode_data)
 
     def pause_reporting(self) -> None:
         """Leave out reports from now on; checkpoints are still kept.
@@ -352,7 +314,7 @@ class BackendExecutor:
         Raises:
             TrainBackendError: if no function is being trained.
         """
-        self._training("pause_reporting").paused = True
+        self._training("pause_reporting").is_silent = True
 
     def finish_training(self) -> list[Any]:
         """Wait for the end of the function and return what it returned, by rank.
@@ -364,7 +326,7 @@ class BackendExecutor:
             BaseException: as `fetch_next_result`.
         """
         run = self._training("finish_training")
-        run.paused = True
+        run.is_silent = True
         while run.values is None:
             self.fetch_next_result()
         self._run = None
@@ -373,10 +335,9 @@ class BackendExecutor:
 
     def abort(self) -> None:
         """End the run, if there is one; the workers can train another function."""
-        if self._run is not None:
-            self._run = None
-            self._checkpoints.abort()
-            self._supervised("abort").stop(EndRunRequest())
+        run, self._run = self._run, None
+        if run is not None:
+            run.abort()
 
     def run(self, train_func: Callable[[], Any]) -> list[Any]:
         """Call a function on every worker, without reports, and return what it returned.
@@ -386,10 +347,10 @@ class BackendExecutor:
             TrainingWorkerError: if a worker is lost; it is not called again.
             BaseException: what the function raised.
         """
-        self._supervised("run")
+        controller = self._supervised("run")
         try:
             if self._run is None:
-                self._mend()
+                repair(controller, self._elastic.max_attempts)
             return self.worker_group.execute(train_func)
         except WorkerLostError as error:
             raise TrainingWorkerError(
@@ -433,93 +394,19 @@ class BackendExecutor:
 
     # ---- helpers
 
-    def _is_kept(self, run: _Run, turns: list[Turn]) -> bool:
-        """Keep the checkpoint of the lowest rank that has one; restart with more if there is room.
-
-        The function is held at its checkpoint meanwhile, so that a restart costs no step of it.
-
-        Returns:
-            False where the checkpoint was lost with its worker: the turn will be taken again, by
-            the function that starts anew from the checkpoint before.
-        """
-        rank = next((rank for rank, turn in enumerate(turns) if turn.has_checkpoint), None)
-        if rank is None:
-            return True
-        controller, turn = self._supervised("fetch_next_result"), turns[rank]
-        blob = turn.checkpoint
-        if blob is None:  # only worker 0 sends its own with the turn
-            blob = next(filter(None, self._call(CheckpointRequest(rank=rank))), None)
-        if blob is None:
-            return False
-        self._checkpoints.keep(turn, blob, len(turns))
-        self._saved = self._checkpoints
-        run.plan = dataclasses.replace(
-            run.plan,
-            checkpoint=self._checkpoints.blob,
-            iteration=turn.iteration,
-            reported=self._checkpoints.reported(),
-        )
-        controller.snapshots.set({"plan": run.plan})
-        controller.grow()
-        return True
-
-    def _mend(self) -> None:
-        """Replace workers that died, and wait for those that are busy with what failed before.
-
-        What was lost between two runs costs neither of them a retry.
-        """
-        call = Call(request=EndRunRequest(), max_losses=self._elastic.max_attempts)
-        self._supervised("run").run(call)
-
-    def _share_data_once(self) -> None:
-        """Hand out the data. If a worker is lost the next call finds that, and starts all anew."""
-        try:
-            self._share_data()
-        except WorkerLostError as error:
-            assert self._group is not None
-            self._group.members[error.rank].kill_process()  # Ray may have lost sight of it alone
-
-    def _share_data(self) -> None:
-        assert self._group is not None
-        members: list[Any] = self._group.members
-        shares = self._datasets.shared_out([member.actor for member in members])
-        references = [
-            member.execute(session.receive_shards, share)
-            for member, share in zip(members, shares, strict=True)
-        ]
-        tasks.results(members, references)
-
-    def _call(self, request: Request) -> list[Any]:
-        """Make a request to all runners; losses are counted over the calls of a run."""
-        run = self._training(request.name)
-        call = Call(
-            request=request,
-            max_losses=self._max_losses,
-            num_losses=run.num_losses,
-            causes=run.causes,
-        )
-        try:
-            outcomes = self._supervised(request.name).run(call)
-        finally:
-            run.num_losses = call.num_losses
-        return [outcome.value() for outcome in outcomes]
+    @property
+    def _saved(self) -> RunCheckpoints:
+        """The checkpoints of the newest run that has saved one."""
+        return self._checkpoints if self._checkpoints.has_saved else self._earlier
 
     @contextlib.contextmanager
-    def _ending_on_failure(self, run: _Run) -> Iterator[None]:
-        """End the run where what is within fails."""
+    def _aborting(self) -> Iterator[None]:
+        """End the run if the code in the context fails."""
         try:
             yield
-        except BaseException as error:
+        except BaseException:
             self.abort()
-            if not isinstance(error, WorkerLostError):
-                raise
-            raise TrainingWorkerError(
-                f"The training function lost workers {run.num_losses} times, and max_retries="
-                f"{self._max_losses} (max_failures in fit()). {error}",
-                error.rank,
-                error.node_id,
-                error.cause,
-            ) from error
+            raise
 
     def _overridden(self, name: str) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
         """Return a method of the user's backend; None where it is the one that does nothing."""
@@ -534,7 +421,7 @@ class BackendExecutor:
         self._controller.check_process()
         return self._controller
 
-    def _training(self, method: str) -> _Run:
+    def _training(self, method: str) -> FunctionRun:
         self._supervised(method)
         if self._run is None:
             raise TrainBackendError(
@@ -562,13 +449,4 @@ def executor_for(config: BackendConfig, scaling: Any, failure: Any) -> BackendEx
         elastic=getattr(failure, "elastic", None),
         placement_strategy=getattr(scaling, "placement_strategy", None),
         label_selector=getattr(scaling, "label_selector", None),
-    )
-
-
-def _uneven(turns: list[Turn]) -> str:
-    said = "; ".join(f"worker {rank} {_SAID[turn.kind]}" for rank, turn in enumerate(turns))
-    return (
-        f"The workers do not go in step: {said}. Every worker must call report() and "
-        "save_checkpoint() equally often and in the same order, also where only the results of "
-        "one are used."
     )

@@ -69,6 +69,8 @@ class RunCheckpoints(CheckpointFolder):
         """Number of the newest."""
         self.blob: bytes | None = None
         """The newest, pickled."""
+        self.has_saved = False
+        """Whether this run, or the one that it resumes, has saved a checkpoint."""
         self._latest: dict[str, Any] | None = None
         self._validations = Validations(validation)
         self._told: list[Reported] = []
@@ -88,7 +90,7 @@ class RunCheckpoints(CheckpointFolder):
             return None
         newest, self.blob, manifest = self._load_first(names, read_pickle, [])
         self._learn(names)
-        self.number = _number_of(newest)
+        self.number, self.has_saved = _number_of(newest), True
         return manifest
 
     def keep(self, turn: Turn, blob: bytes, world_size: int) -> None:
@@ -113,7 +115,7 @@ class RunCheckpoints(CheckpointFolder):
             self._manifests[name] = manifest
             self._tidy(name)
         self.number += 1
-        self.blob, self._latest = blob, None
+        self.blob, self._latest, self.has_saved = blob, None, True
 
     def _check_score(self, turn: Turn) -> None:
         """Warn, once, if a checkpoint has no number by which it can be scored."""

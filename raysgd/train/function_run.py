@@ -1,0 +1,190 @@
+"""One run of a training function: its calls to the workers, through losses, and its checkpoints.
+
+The controller runs the calls and restarts the workers. A training function adds turns that all
+workers take together, and checkpoints to restart from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from raysgd._internal.context import Request
+from raysgd.cluster import function_calls
+from raysgd.cluster.worker_group import WorkerGroup
+from raysgd.elastic.call import Call
+from raysgd.elastic.controller import Controller
+from raysgd.errors import WorkerLostError
+from raysgd.train import session
+from raysgd.train.datasets import Datasets
+from raysgd.train.errors import TrainingWorkerError
+from raysgd.train.report_queue import Turn
+from raysgd.train.requests import BeginRequest, CheckpointRequest, EndRunRequest, NextRequest
+from raysgd.train.run_checkpoints import RunCheckpoints
+from raysgd.train.session import Plan
+
+__all__ = ["FunctionRun", "repair"]
+
+_ACTIONS = {
+    "report": "reported",
+    "checkpoint": "saved a checkpoint",
+    "end": "returned from the function",
+}
+
+
+class FunctionRun:
+    """Runs one training function.
+
+    Args:
+        controller: runs the calls.
+        group: the workers.
+        plan: the function, and what it starts from.
+        checkpoints: keeps the checkpoints.
+        datasets: the data of the function.
+        max_losses: how often workers may be lost.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        group: WorkerGroup,
+        plan: Plan,
+        checkpoints: RunCheckpoints,
+        datasets: Datasets,
+        max_losses: float,
+    ) -> None:
+        self._controller = controller
+        self._group = group
+        self._plan = plan
+        self._checkpoints = checkpoints
+        self._datasets = datasets
+        self._max_losses = max_losses
+        self._num_losses = 0
+        self._causes: list[str] = []
+        self.is_silent = False
+        """Whether reports are skipped."""
+        self.values: list[Any] | None = None
+        """The results of the function by rank; None until it has returned."""
+
+    def start(self, max_attempts: int) -> None:
+        """Start the function on all workers.
+
+        Args:
+            max_attempts: how often workers may be lost before the function starts.
+        """
+        with self._as_training_errors():
+            self._controller.snapshots.set({"plan": self._plan})
+            repair(self._controller, max_attempts)
+            try:
+                self.share_data()
+            except WorkerLostError as error:
+                # the next call restarts the workers, if Ray has only lost sight of this one as well
+                self._group.members[error.rank].kill_process()
+            self._call(BeginRequest(plan=self._plan))
+
+    def share_data(self) -> None:
+        """Send each worker its shards of the data."""
+        members: list[Any] = self._group.members
+        shares = self._datasets.shared_out([member.actor for member in members])
+        references = [
+            member.execute(session.receive_shards, share)
+            for member, share in zip(members, shares, strict=True)
+        ]
+        function_calls.results(members, references)
+
+    def next_result(self, decode: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]] | None:
+        """Return the next reports by rank, or None when the function has returned.
+
+        Args:
+            decode: decodes a report.
+        """
+        with self._as_training_errors():
+            while self.values is None:
+                turns: list[Turn] = self._call(NextRequest(reported=self._checkpoints.news()))
+                if len({turn.kind for turn in turns}) > 1:
+                    raise RuntimeError(_uneven(turns))
+                if turns[0].kind == "end":
+                    self.values = [turn.value for turn in turns]
+                elif self._keep(turns) and turns[0].kind == "report" and not self.is_silent:
+                    return [decode(turn.metrics) for turn in turns]
+        return None
+
+    def abort(self) -> None:
+        """Stop the function."""
+        self._checkpoints.abort()
+        self._controller.stop(EndRunRequest())
+
+    def _keep(self, turns: list[Turn]) -> bool:
+        """Keep the checkpoint of the lowest rank that has one; restart with more if there is room.
+
+        The function waits at its checkpoint, so that a restart repeats no step.
+
+        Returns:
+            False if the checkpoint was lost with its worker. The function restarts from the last
+            checkpoint, and takes the turn again.
+        """
+        rank = next((rank for rank, turn in enumerate(turns) if turn.has_checkpoint), None)
+        if rank is None:
+            return True
+        turn = turns[rank]
+        blob = turn.checkpoint
+        if blob is None:  # only worker 0 sends its own with the turn
+            blob = next(filter(None, self._call(CheckpointRequest(rank=rank))), None)
+        if blob is None:
+            return False
+        self._checkpoints.keep(turn, blob, len(turns))
+        self._plan = dataclasses.replace(
+            self._plan,
+            checkpoint=self._checkpoints.blob,
+            iteration=turn.iteration,
+            reported=self._checkpoints.reported(),
+        )
+        self._controller.snapshots.set({"plan": self._plan})
+        self._controller.grow()
+        return True
+
+    def _call(self, request: Request) -> list[Any]:
+        """Make a request to all runners, and count losses over all calls of the run."""
+        call = Call(
+            request=request,
+            max_losses=self._max_losses,
+            num_losses=self._num_losses,
+            causes=self._causes,
+        )
+        try:
+            outcomes = self._controller.run(call)
+        finally:
+            self._num_losses = call.num_losses
+        return [outcome.value() for outcome in outcomes]
+
+    @contextlib.contextmanager
+    def _as_training_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except WorkerLostError as error:
+            raise TrainingWorkerError(
+                f"The training function lost workers {self._num_losses} times, and max_retries="
+                f"{self._max_losses} (max_failures in fit()). {error}",
+                error.rank,
+                error.node_id,
+                error.cause,
+            ) from error
+
+
+def repair(controller: Controller, max_attempts: int) -> None:
+    """Replace workers that died, and wait for those that are busy with a function that failed.
+
+    These losses do not count against the retries of a run.
+    """
+    controller.run(Call(request=EndRunRequest(), max_losses=max_attempts))
+
+
+def _uneven(turns: list[Turn]) -> str:
+    said = "; ".join(f"worker {rank} {_ACTIONS[turn.kind]}" for rank, turn in enumerate(turns))
+    return (
+        f"The workers do not go in step: {said}. Every worker must call report() and "
+        "save_checkpoint() equally often and in the same order, also where only the results of "
+        "one are used."
+    )
