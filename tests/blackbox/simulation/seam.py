@@ -17,14 +17,19 @@ from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.cluster.worker_info import WorkerInfo
+from raysgd.data.partition import MicroBatch
 from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.machine import Closed
 from raysgd.loop.requests import TrainRequest
+from raysgd.loop.step import Step
 from raysgd.trainer.calls import TrainCall
 
-__all__ = ["BadBatchError", "Driver", "LostError"]
+__all__ = ["POINTS", "BadBatchError", "Driver", "LostError", "PartialStateError"]
+
+POINTS = ("forward", "backward", "update", "after update", "commit")
+"""Where a step can fail. Workers exchange gradients in the backward pass."""
 
 
 class LostError(ray.exceptions.RayActorError):
@@ -40,6 +45,10 @@ class LostError(ray.exceptions.RayActorError):
 
 class BadBatchError(Exception):
     """An error of the user's code."""
+
+
+class PartialStateError(Exception):
+    """Workers refuse to train on a partly updated state."""
 
 
 class SimClock(Clock):
@@ -134,6 +143,10 @@ class Driver:
     @property
     def step(self):
         return self.controller.progress.global_step
+
+    @property
+    def has_snapshot(self):
+        return self.controller.snapshots.state() is not None
 
     @property
     def min_workers(self):
@@ -269,6 +282,10 @@ class SimMember(WorkerHandle):
         """What was divided over the workers was lost with others."""
         self.partial = False
         """Its optimizer raised within a step."""
+        self.weights = [0, 0]
+        """How many updates each of its parameters has had."""
+        self.failure = None
+        """The point at which its next step fails, and whether the process dies there."""
         self.divided = False
         """It has a share of the state."""
         self.held = []
@@ -416,6 +433,7 @@ class SimMember(WorkerHandle):
                 self.end("ok", {"step": self.step, **shares})
             elif self.is_at("load"):
                 self.step = task.request.state["step"]
+                self.weights = [self.step] * 2
                 self.end("ok")
             else:
                 if self.is_at("train"):
@@ -423,6 +441,9 @@ class SimMember(WorkerHandle):
                 return
 
     def _begin_training(self):
+        if self.partial:
+            self.end("user", PartialStateError())
+            return
         if self.is_from_setup:
             assert self.step == self._world.kept_by_driver, "a restart goes back further"
             self.is_from_setup = False
@@ -458,19 +479,59 @@ class SimMember(WorkerHandle):
                 return
             self.end("ok", self.context.world_rank)
 
+    @property
+    def stops_others(self):
+        """Whether its next step fails before it has sent its gradients."""
+        is_early = self.failure is not None and self.failure[0] in POINTS[:2]
+        return is_early or self.error is not None
+
     def train_one_step(self):
         error, self.error = self.error, None
         if error is not None:
             self.end("user", error)
             return
+        assert self.weights == [self.step] * 2, "it trains on a partly updated state"
+        (point, dies), self.failure = self.failure or (None, False), None
+        counts = self._take_step(None if point is None else POINTS.index(point))
+        if dies:
+            self.die(f"killed in {point}")
+            return
+        assert counts == (point not in POINTS[:3])
+        if counts:
+            self._commit()
+        if point is not None:
+            self.end("user", BadBatchError(f"raised in {point}"))
+        else:
+            self._check_goal()
+
+    def _take_step(self, failure):
+        """Do a step up to its failure; return whether it counts."""
+        step = Step()
+        step.optimizers = [self]
+        step.draw(None)
+        step.run(MicroBatch())
+        if failure is None or failure > 1:
+            step.begin_update(self)
+            self.weights[0] += 1
+        if failure is None or failure > 2:
+            self.weights[1] += 1
+            step.end_update(self)
+        counts = step.is_updated
+        self.partial = not counts and self.weights[0] != self.weights[1]
+        if counts:
+            step.commit()
+        else:
+            step.discard()
+        return counts
+
+    def _commit(self):
         self.step += 1
         self.has_trained = True
         self._world.committed(self)
         if self.context.world_rank == 0 and self.step % self._world.snapshot_every == 0:
             self.snapshot_step = self.step
-        self._check_goal()
 
-    def enter(self, token, context, leader_step):
+    def enter(self, token, context, leader):
         """Enter a generation that all of its members have come to."""
         self.generation, self.context = token, context
         self.pause = None
@@ -478,10 +539,11 @@ class SimMember(WorkerHandle):
         if self.join_error is not None:
             self.end("user", self.join_error)
             return
-        if leader_step is None:
+        if leader is None:
             self.step, self.is_set_up, self.is_from_setup = 0, True, True
         else:
-            self.step, self.partial = leader_step, False
+            self.step, self.partial = leader.step, leader.partial
+            self.weights = list(leader.weights)
         self.end("ok")
 
 

@@ -10,7 +10,7 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
-from tests.blackbox.simulation.seam import BadBatchError
+from tests.blackbox.simulation.seam import POINTS, BadBatchError, PartialStateError
 from tests.blackbox.simulation.world import TICK_S, World
 from tests.conftest import SOON_S, examples
 
@@ -117,14 +117,35 @@ class Run:
     def bad_join(self, on):
         self.join_is_bad = on
 
+    def fail(self, among, point, dies):
+        """Let workers fail at a point of their next step, all of them at the same one."""
+        for rank in among:
+            if (member := self.member(rank)) is not None:
+                member.failure = point, dies
+                if dies:
+                    self.killed.add(member)
+                else:
+                    self.num_errors += 1
+
+    def ctrl_c(self):
+        self.world.has_ctrl_c = self.is_calling
+
     # ---- what the trainer does
 
+    is_calling = False
+
     def call(self, goal, max_losses):
-        """Train up to a step and check what came of it; whatever comes must be expected."""
+        """Train up to a step; check what came of it, and return whether it was reached."""
         driver = self.driver
-        seen = len(driver.events)
+        seen, is_done = len(driver.events), False
+        self.is_calling = True
         try:
             reached = driver.train(goal, max_losses=max_losses)
+        except KeyboardInterrupt:
+            event("ctrl-c")
+        except PartialStateError:
+            event("partial state")
+            assert all(worker.partial for worker in driver.workers)
         except WorkerLostError as error:
             event("lost")
             self._check_lost(str(error), driver.events[seen:], max_losses)
@@ -141,15 +162,20 @@ class Run:
             assert not driver.workers, "what others can do without is raised"
         else:
             event("done")
+            is_done = True
             assert reached == [goal] * len(reached)
             assert len(reached) == len(driver.workers) >= driver.min_workers
             assert len({worker.generation for worker in driver.workers}) == 1
             assert driver.losses_in_call <= max_losses
+            assert all(worker.weights == [goal] * 2 for worker in driver.workers)
+        finally:
+            self.is_calling = self.world.has_ctrl_c = False
         lost = [e for e in driver.events if e.kind == "lost"]
         assert len(lost) <= len(self.killed), "a worker counts as lost that was not"
         assert all(e.ranks[0] >= 0 for e in lost), "who was never a member is no loss"
         for kind in {e.kind for e in driver.events[seen:]}:
             event(kind)
+        return is_done
 
     def _check_lost(self, message, events, max_losses):
         causes = [e.cause for e in events if e.kind == "lost"]
@@ -343,6 +369,41 @@ def test_whoever_is_killed_starting_or_training_nobody_else_starts_anew_and_nobo
     assert world.trained == list(range(1, 301))
     driver.shutdown()
     assert all(worker.dead for worker in world.workers), "a worker is left behind"
+
+
+failures = st.one_of(
+    st.tuples(
+        st.just("fail"),
+        st.sets(ranks, min_size=1, max_size=4),
+        st.sampled_from(POINTS),
+        st.booleans(),
+    ),
+    st.tuples(st.just("ctrl_c")),
+)
+
+
+@examples(150)
+@given(
+    num_workers=st.integers(1, 4),
+    schedule=st.lists(st.tuples(st.integers(1, 200), failures), min_size=1, max_size=6),
+    calls=st.lists(st.sampled_from([60, 20, 3]), min_size=1, max_size=4),
+    snapshot_every=st.sampled_from(["epoch", "epoch", None]),
+    in_place=st.booleans(),
+)
+@example(2, [(60, ("fail", {0, 1}, "update", False))], [99, 20], "epoch", True)
+@example(2, [(1, ("fail", {0, 1}, "update", False))], [60, 60], None, True)
+def test_a_step_that_fails_anywhere_is_kept_or_redone_by_all_workers(
+    num_workers, schedule, calls, snapshot_every, in_place
+):
+    world = World(room=num_workers)
+    run = Run(world, num_workers, schedule, snapshot_every=snapshot_every, in_place=in_place)
+    for steps in calls:
+        run.call(world.furthest + steps, max_losses=len(schedule))
+    results = [run.call(world.furthest + 20, len(schedule)) for _ in range(len(schedule) + 2)]
+    if not any(results):  # an error says that the state is lost
+        assert snapshot_every is None or not run.driver.has_snapshot
+        assert all(worker.partial for worker in run.driver.workers)
+    run.end()
 
 
 def test_a_call_counts_from_what_was_done_also_where_all_are_found_lost_before_it():

@@ -46,6 +46,8 @@ class World:
         self._order = itertools.count()
         self._meetings = {}
         self._ticks = self._looks = 0
+        self.has_ctrl_c = False
+        """Whether Ctrl-C ends the driver's wait at the next tick."""
 
     # ---- what tests say
 
@@ -124,6 +126,9 @@ class World:
         if self._ticks % max(1, round(self.step_s / TICK_S)) == 0:
             self._train()
         self.check()
+        if self.has_ctrl_c:
+            self.has_ctrl_c = False
+            raise KeyboardInterrupt
 
     # ---- what workers do together
 
@@ -141,10 +146,9 @@ class World:
             if all(
                 m.is_at("train") and m.context.generation == self.driver.generation for m in members
             ):
-                if any(m.error is not None for m in members):
-                    for member in members:
-                        if member.error is not None:
-                            member.train_one_step()
+                if failing := [member for member in members if member.stops_others]:
+                    for member in failing:
+                        member.train_one_step()
                 elif self._in_step(members[0]):
                     for member in members:
                         member.train_one_step()
@@ -173,18 +177,19 @@ class World:
             action()
         if any(not m.is_meeting(meeting.token) for m in here.values()):
             return  # those that are left wait until they are interrupted
-        step = None
-        if (leader := meeting.leader) is not None:
+        leader = None
+        if meeting.leader is not None:
+            leader = here[meeting.leader]
             old = [m for m in here.values() if m.generation is not None]
-            assert not here[leader].partial, "a partial state counts"
-            furthest = max(m.step for m in old) if old else self.kept_by_driver
-            assert here[leader].step == furthest, "a committed step is given up"
-            assert here[leader] in old or not old, "a newcomer leads"
-            step = here[leader].step
+            whole = [m for m in old if not m.partial]
+            assert not (leader.partial and whole), "a partial state counts"
+            furthest = max((m.step for m in whole or old), default=self.kept_by_driver)
+            assert leader.step == furthest, "a committed step is given up"
+            assert leader in old or not old, "a newcomer leads"
         contexts = {rank: m.meeting.context for rank, m in here.items()}
         assert all(c.world_size == meeting.size for c in contexts.values())
         for rank, m in here.items():
-            m.enter(meeting.token, contexts[rank], step)
+            m.enter(meeting.token, contexts[rank], leader)
 
     # ---- what must hold at any time
 
