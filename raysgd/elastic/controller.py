@@ -140,7 +140,7 @@ class Controller:
         try:
             with self._supervised():
                 self._group.reserve(self._group.options.start_timeout_s)
-                for step in self._steps(machine.StartRequested(self.min_workers)):
+                for step in self._steps(machine.StartRequested(min_workers=self.min_workers)):
                     self._next = step()
         except BaseException:
             self.shutdown(force=True)
@@ -301,7 +301,7 @@ class Controller:
             with self._supervised():
                 if len(self.members) < min_workers:
                     self._scale_up.try_again()  # once a call: there their number has an end
-                for step in self._steps(machine.CallRequested(budget)):
+                for step in self._steps(machine.CallRequested(budget=budget)):
                     self._next = step()
                 return self._calls.outcomes
         finally:
@@ -378,7 +378,7 @@ class Controller:
     def _rescue_state(self) -> Event:
         """Take the state over from the workers that are left."""
         self._calls.rescue_state()
-        return machine.StateRescued(self._can_restart() or bool(self._context.leaving))
+        return machine.StateRescued(can_restart=self._can_restart() or bool(self._context.leaving))
 
     def _give_up_state(self, why: str) -> None:
         """End all members, because none has the newest state."""
@@ -411,7 +411,7 @@ class Controller:
                     return False
             elif not self._scale_up.has_room():
                 return False
-            for step in self._steps(machine.StartRequested(self.min_workers)):
+            for step in self._steps(machine.StartRequested(min_workers=self.min_workers)):
                 self._next = step()
         return True
 

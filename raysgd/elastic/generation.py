@@ -113,7 +113,7 @@ class GroupForming:
         attempt = self._enter(entering, self._next_contexts(entering), leader)
         if any(outcome.progress.lacks_shards for outcome in attempt.outcomes.values()):
             why = "shares of the optimizers' state are lost with all the workers that held them"
-            return StateLost(why)
+            return StateLost(why=why)
         if attempt.failed:
             return self._forming_failed(attempt, joining)
         self._group.members[:] = entering

@@ -114,7 +114,7 @@ class HealthMonitor(Feature):
             )
             return WorkersHung(num_stuck=len(stuck), why=why)
         why_blocked = self.in_vain(progress)
-        return None if why_blocked is None else CallBlocked(why_blocked)
+        return None if why_blocked is None else CallBlocked(why=why_blocked)
 
     def mention_uneven(self) -> None:
         """Say, from time to time, which workers are still busy when others have returned."""

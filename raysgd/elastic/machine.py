@@ -13,44 +13,6 @@ from enum import Enum
 from raysgd._internal.context import Progress
 from raysgd.elastic.policies import Recovery, choose_leader
 
-__all__ = [
-    "Aborted",
-    "Action",
-    "Broken",
-    "Budget",
-    "CallBlocked",
-    "CallFailed",
-    "CallRequested",
-    "CallReturned",
-    "Closed",
-    "Do",
-    "Event",
-    "Fail",
-    "FormGroup",
-    "FormingFailed",
-    "GiveUpState",
-    "GroupFormed",
-    "New",
-    "Next",
-    "Policy",
-    "ProgressKnown",
-    "Ready",
-    "RunCall",
-    "Running",
-    "ShutDown",
-    "StartRequested",
-    "Starting",
-    "State",
-    "StateLost",
-    "StateRescued",
-    "StopRequested",
-    "Surveyed",
-    "WorkersHung",
-    "WorkersLost",
-    "WorkersReady",
-    "transition",
-]
-
 _MAX_FAILED_REJOINS = 2
 """How often workers that are all alive may fail to form a process group before it is an error."""
 
@@ -123,18 +85,22 @@ class Closed(State):
 # ---- events
 
 
+@dataclass(frozen=True, kw_only=True)
 class Event:
     """Something that happened to the group."""
 
+    why: str = ""
+    """The reason, for messages."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class StartRequested(Event):
     """`start` was called, or `grow` found room: the workers that come up become the group."""
 
     min_workers: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CallRequested(Event):
     """The trainer makes a call."""
 
@@ -143,13 +109,11 @@ class CallRequested(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Surveyed(Event):
-    """The driver has counted the workers."""
+    """The driver has counted the members, those that can join, and those that have to leave now."""
 
     num_workers: int
     num_joining: int = 0
-    """Replacement workers that can join now."""
     num_leaving: int = 0
-    """Workers that a preemption takes away now."""
     must_save: bool = False
     """Whether workers leave before any worker can replace them."""
     is_behind: bool = False
@@ -164,10 +128,9 @@ class WorkersReady(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressKnown(Event):
-    """Every member has reported its progress."""
+    """Every member has reported its progress; `progress` is by rank."""
 
     progress: Sequence[Progress]
-    """By rank."""
     leaving: frozenset[int] = frozenset()
     """Ranks that a preemption takes away now."""
     has_snapshot: bool = False
@@ -186,14 +149,11 @@ class FormingFailed(Event):
     is_communication: bool = True
 
 
-@dataclass(frozen=True)
 class StateLost(Event):
     """No worker has the state of the last step."""
 
-    why: str
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StateRescued(Event):
     """The driver has asked the workers for their state before all of them restart."""
 
@@ -210,14 +170,10 @@ class WorkersHung(Event):
 
     num_stuck: int
     """Workers that are stuck by themselves; with 0, all wait for each other."""
-    why: str
 
 
-@dataclass(frozen=True)
 class CallBlocked(Event):
     """Workers wait in a collective for others that have returned."""
-
-    why: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +194,7 @@ class CallFailed(Event):
     """Whether the driver interrupted them, or they ran out of memory and can split batches."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Aborted(Event):
     """An exception ended an action, such as Ctrl-C or an error of user code."""
 
@@ -282,10 +238,9 @@ class Do(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class FormGroup:
-    """Form the next generation."""
+    """Form the next generation, with the state of the rank `leader`."""
 
     leader: int
-    """Rank of the worker whose state counts."""
     staying: Sequence[int]
     """Ranks of the members that stay."""
     admits: bool
@@ -336,15 +291,15 @@ def transition(state: State, event: Event, policy: Policy) -> Next:
             return Closed(budget), ()
         case _, StopRequested():
             return _broken(state), ()
-        case Running(), Aborted(reached_workers):
+        case Running(), Aborted(reached_workers=reached_workers):
             return (Broken(budget), (Do.ABANDON_CALL,)) if reached_workers else (Ready(budget), ())
         case Starting(), Aborted():
             return Broken(budget), (Do.DISCARD_WORKERS, Do.STOP_REPLACEMENTS)
         case New() | Ready() | Broken(), Aborted():
             return state, ()
-        case New() | Ready() | Broken(), StartRequested(min_workers):
+        case New() | Ready() | Broken(), StartRequested(min_workers=min_workers):
             return _restart(Starting(Budget(min_workers=min_workers)))
-        case Ready() | Broken(), CallRequested(budget):
+        case Ready() | Broken(), CallRequested(budget=budget):
             return replace(state, budget=budget), (Do.SURVEY,)
         case Ready() | Broken(), Surveyed():
             return _after_survey(state, event, policy)
@@ -366,13 +321,13 @@ def transition(state: State, event: Event, policy: Policy) -> Next:
             if number == _MAX_FAILED_REJOINS or not event.is_communication:
                 return state, (Do.RAISE_ERROR,)
             return Broken(budget, number + 1), (Do.SURVEY,)
-        case Broken(), StateLost(why):
+        case Broken(), StateLost(why=why):
             return _after_state_loss(state, why, policy)
-        case Broken(), StateRescued(can_restart):
+        case Broken(), StateRescued(can_restart=can_restart):
             return _restart_from_snapshot(state, can_restart)
         case Broken() | Running(), WorkersLost():
             return _after_loss(_broken(state), policy)
-        case Running(), CallBlocked(why):
+        case Running(), CallBlocked(why=why):
             return state, (Do.INTERRUPT_CALL, Fail(why, is_communication=True))
         case Running(), WorkersHung(num_stuck=num_stuck, why=why):
             if num_stuck:

@@ -46,16 +46,16 @@ progress_known = st.builds(
 )
 lost, formed = st.just(machine.WorkersLost()), st.just(machine.GroupFormed())
 ready = st.just(machine.WorkersReady())
-state_lost = st.just(machine.StateLost("no shares"))
+state_lost = st.just(machine.StateLost(why="no shares"))
 failed = st.builds(machine.FormingFailed, by_newcomer=booleans, is_communication=booleans)
 returned = st.builds(machine.CallReturned, is_complete=booleans, interrupted=booleans)
 stopped = st.builds(machine.CallFailed, may_repeat=booleans)
 hung = st.builds(machine.WorkersHung, num_stuck=st.integers(0, 1), why=st.just("hung"))
-blocked = st.just(machine.CallBlocked("blocked"))
-calls = st.builds(machine.CallRequested, st.sampled_from(BUDGETS))
-starts = st.builds(machine.StartRequested, st.integers(1, 3))
-aborted = st.builds(machine.Aborted, booleans)
-rescued = st.builds(machine.StateRescued, booleans)
+blocked = st.just(machine.CallBlocked(why="blocked"))
+calls = st.builds(machine.CallRequested, budget=st.sampled_from(BUDGETS))
+starts = st.builds(machine.StartRequested, min_workers=st.integers(1, 3))
+aborted = st.builds(machine.Aborted, reached_workers=booleans)
+rescued = st.builds(machine.StateRescued, can_restart=booleans)
 stops = st.just(machine.StopRequested())
 ends = st.just(machine.ShutDown())
 RESULTS = {
@@ -79,19 +79,23 @@ STATES = [
     *(Running(Budget(num_hangs=MAX_ATTEMPTS)), Broken(num_failed_rejoins=2)),
 ]
 SAMPLES = [
-    *(machine.StartRequested(1), machine.CallRequested(BUDGETS[0]), machine.StopRequested()),
+    *(
+        machine.StartRequested(min_workers=1),
+        machine.CallRequested(budget=BUDGETS[0]),
+        machine.StopRequested(),
+    ),
     *(machine.Surveyed(num_workers=0, can_restart=each) for each in (True, False)),
     *(machine.Surveyed(num_workers=2, num_joining=1, num_leaving=each) for each in (0, 1, 2)),
     *(machine.Surveyed(num_workers=2, must_save=each) for each in (True, False)),
     *(machine.ProgressKnown(progress=[p], has_snapshot=True) for p in STEPS),
     *(machine.FormingFailed(by_newcomer=each) for each in (True, False)),
     *(machine.GroupFormed(), machine.WorkersReady(), machine.WorkersLost()),
-    *(machine.StateRescued(each) for each in (True, False)),
-    *(machine.StateLost("no shares"), machine.CallBlocked("blocked")),
+    *(machine.StateRescued(can_restart=each) for each in (True, False)),
+    *(machine.StateLost(why="no shares"), machine.CallBlocked(why="blocked")),
     *(machine.WorkersHung(num_stuck=each, why="hung") for each in (0, 1)),
     *(machine.CallReturned(is_complete=True, interrupted=each) for each in (True, False)),
     *(machine.CallFailed(may_repeat=each) for each in (True, False)),
-    *(machine.Aborted(each) for each in (True, False)),
+    *(machine.Aborted(reached_workers=each) for each in (True, False)),
 ]
 
 
