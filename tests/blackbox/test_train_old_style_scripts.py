@@ -264,7 +264,7 @@ def test_callbacks(trainer, capsys):
     logged = json.loads(as_json.log_path.read_text())
     assert [[result["loss"] for result in results] for results in logged] == [[0], [1]]
     assert list(trainer.latest_run_dir.glob("events.out.tfevents*"))
-    printed = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+    printed = json.loads("[" + capsys.readouterr().out.replace("\n]\n[", "\n],\n[") + "]")
     assert [[result["loss"] for result in results] for results in printed] == [[0, 1], [1, 2]]
     with pytest.raises(ValueError, match="no more"):
         trainer.run(train_func, config={"n": 1, "fails": True}, callbacks=[average])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from raysgd.train.callbacks.callback import TrainingCallback
-from raysgd.train.callbacks.json_logger import JsonLoggerCallback
-from raysgd.train.callbacks.mlflow import MLflowLoggerCallback
-from raysgd.train.callbacks.printing import PrintCallback
-from raysgd.train.callbacks.profiler import TorchTensorboardProfilerCallback
-from raysgd.train.callbacks.tensorboard import TBXLoggerCallback
+from raysgd.train.callbacks.logging import (
+    JsonLoggerCallback,
+    MLflowLoggerCallback,
+    TBXLoggerCallback,
+)
+from raysgd.train.callbacks.print import PrintCallback
+from raysgd.train.callbacks.profile import TorchTensorboardProfilerCallback
 
 __all__ = [
     "JsonLoggerCallback",

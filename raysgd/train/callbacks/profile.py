@@ -1,7 +1,36 @@
-"""TorchTensorboardProfilerCallback, by the module that older scripts import it from."""
+"""Traces that workers have made with torch's profiler."""
 
 from __future__ import annotations
 
-from raysgd.train.callbacks.profiler import TorchTensorboardProfilerCallback
+import os
+from typing import Any
+
+from raysgd.train.callbacks.callback import FileCallback
+from raysgd.train.constants import PYTORCH_PROFILER_KEY
 
 __all__ = ["TorchTensorboardProfilerCallback"]
+
+
+class TorchTensorboardProfilerCallback(FileCallback):
+    """Writes the traces that :class:`raysgd.train.torch.TorchWorkerProfiler` reports.
+
+    Args:
+        logdir: the folder; None for ``pytorch_profiler`` in that of the run.
+        workers_to_log: ranks of the workers whose traces are written; None for all.
+    """
+
+    _subfolder = "pytorch_profiler"
+    RESERVED_KEYS = (PYTORCH_PROFILER_KEY,)
+
+    def __init__(
+        self,
+        logdir: str | os.PathLike[str] | None = None,
+        workers_to_log: int | list[int] | None = None,
+    ) -> None:
+        super().__init__(logdir, workers_to_log)
+
+    def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
+        """Write the traces that have come with a report."""
+        for result in results:
+            for name, content in result.get(PYTORCH_PROFILER_KEY, ()):
+                (self.logdir / os.path.basename(name)).write_text(content, encoding="utf-8")

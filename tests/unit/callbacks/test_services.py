@@ -149,8 +149,8 @@ def test_hyper_parameters_are_plain_values_and_have_the_metrics_that_share_chart
 
 def test_tensorflow_is_not_imported_for_tensorboard(tmp_path):
     code = (
-        "import sys\nfrom raysgd.callbacks.tensorboard import import_writer\n"
-        f"import_writer('test').SummaryWriter({str(tmp_path)!r}).close()\n"
+        "import sys\nfrom raysgd.callbacks.tensorboard import TensorBoardWriter\n"
+        f"TensorBoardWriter('test').open({str(tmp_path)!r})\n"
         "print('tensorflow' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
