@@ -7,12 +7,13 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, ClassVar, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 from raysgd._internal.files import TEMPORARY_NAME
-from raysgd.checkpoint.file import STATE, read_checkpoint, read_manifest, write_file
+from raysgd.checkpoint.checkpoint_folder import CheckpointFolder, is_given_up, position_of
+from raysgd.checkpoint.file import STATE, read_checkpoint, write_file
 from raysgd.checkpoint.folder import (
     remove_folder,
     remove_unfinished,
@@ -23,125 +24,12 @@ from raysgd.checkpoint.location import LocalFile, UnreachableError, locate
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
 
-__all__ = ["CheckpointFolder", "CheckpointStore", "Restored"]
+__all__ = ["CheckpointStore", "Restored"]
 
 logger = logging.getLogger(__name__)
 
 _LATEST = "latest"
 _BEST = "best"
-
-
-class CheckpointFolder:
-    """The checkpoints in a folder: which are there, which load, and which to keep.
-
-    A subclass says how they are named and read, and writes them.
-    """
-
-    _pattern: ClassVar[re.Pattern[str]]
-    """Names of checkpoints. They sort by the numbers in them."""
-
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        keep: int | None,
-        monitor: str | None,
-        mode: Literal["min", "max"],
-    ) -> None:
-        self._folder = locate(folder)
-        self._keep = keep
-        self._monitor = monitor
-        self._mode = mode
-        self._manifests: dict[str, Manifest | None] = {}
-        """By the names of checkpoints; None for those that cannot be read."""
-
-    def _names(self) -> list[str]:
-        """Return the names of the checkpoints in the folder, the last one first."""
-        found = filter(self._pattern.fullmatch, self._folder.file_names())
-        return sorted(found, key=_position_of, reverse=True)
-
-    def _check(self, name: str, manifest: Manifest) -> None:
-        """Raise an error if a checkpoint does not belong into this folder."""
-
-    def _learn(self, names: Iterable[str]) -> None:
-        """Read the manifests that are not known yet, and forget those of other names."""
-        known = self._manifests
-        self._manifests = {name: known[name] for name in names if name in known}
-        for name in names:
-            if name in known:
-                continue
-            try:
-                manifest = read_manifest(self._folder.child(name).name)
-            except UnreachableError:
-                raise
-            except CheckpointError as error:
-                logger.warning("Leaving a checkpoint as it is: %s", error)
-                manifest = None
-            if manifest is not None:
-                self._check(name, manifest)
-            self._manifests[name] = manifest
-
-    def _load_first(
-        self,
-        names: Iterable[str],
-        read: Callable[[str], tuple[Any, Manifest | None]],
-        passed_over: list[tuple[str, str]],
-    ) -> tuple[str, Any, Manifest]:
-        """Return the name, the content, and the manifest of the first checkpoint that loads.
-
-        Args:
-            names: those to try, in this order.
-            read: takes a path or a URL.
-            passed_over: gets those that do not load, and why.
-
-        Raises:
-            UnreachableError: if one could not be read, though it may be intact.
-            CheckpointError: if none loads.
-        """
-        for name in names:
-            file = self._folder.child(name)
-            try:
-                content, manifest = read(file.name)
-            except UnreachableError:
-                raise
-            except CheckpointError as error:
-                passed_over.append((file.shown, str(error)))
-                self._manifests[name] = None
-                continue
-            if manifest is None:
-                passed_over.append((file.shown, "It has no manifest: no store wrote it."))
-                continue
-            self._check(name, manifest)
-            for passed, reason in passed_over:
-                logger.warning("Passed over %s: %s", passed, reason)
-            return name, content, manifest
-        reasons = "".join(f"\n- {passed}: {reason}" for passed, reason in passed_over)
-        raise CheckpointError(f"No checkpoint in {self._folder.shown} can be loaded:{reasons}")
-
-    def _surplus(self, newest: str | None) -> list[str]:
-        """Return the checkpoints that are neither `newest` nor among the best ones to keep."""
-        ranked = [] if self._keep is None else self._ranked(newest)[self._keep :]
-        return [name for name in ranked if name != newest]
-
-    def _ranked(self, newest: str | None = None) -> list[str]:
-        """Return the names of the known checkpoints, the best first, and the newer of equals."""
-        known = (name for name, manifest in self._manifests.items() if manifest)
-        return sorted(known, key=lambda name: self._goodness(name, newest), reverse=True)
-
-    def _goodness(self, name: str, newest: str | None) -> Any:
-        """Return a sort key; larger is better."""
-        value = self._value_of(name)
-        is_rated = not math.isnan(value)
-        manifest = self._manifests[name]
-        # values of training and of validation do not compare
-        is_validated = is_rated and manifest is not None and not manifest.of_training
-        rating = (value if self._mode == "max" else -value) if is_rated else 0.0
-        is_current = newest is None or not _is_given_up(name, newest)
-        return is_current, is_validated, is_rated, rating, _position_of(name)
-
-    def _value_of(self, name: str) -> float:
-        """Return the monitored metric of a checkpoint, or NaN."""
-        manifest = self._manifests[name]
-        return manifest.metrics.get(self._monitor or "", math.nan) if manifest else math.nan
 
 
 class Restored(NamedTuple):
@@ -307,7 +195,7 @@ class CheckpointStore(CheckpointFolder):
         passed_over = [] if problem is None else [(self._folder.child(_LATEST).shown, problem)]
         if newest is not None:
             names = [newest, *(name for name in names if name != newest)]
-            names.sort(key=lambda name: _is_given_up(name, newest))  # keeps the order otherwise
+            names.sort(key=lambda name: is_given_up(name, newest))  # keeps the order otherwise
         if not names and problem is None:
             return None
         name, state, _ = self._load_first(names, read_checkpoint, passed_over)
@@ -317,7 +205,7 @@ class CheckpointStore(CheckpointFolder):
 
     def _names(self) -> list[str]:
         files = (name for name in super()._names() if name.endswith(".ckpt"))
-        return sorted([*files, *self._folders(whole=True)], key=_position_of, reverse=True)
+        return sorted([*files, *self._folders(whole=True)], key=position_of, reverse=True)
 
     def _folders(self, whole: bool) -> list[str]:
         """Return the names of folders that hold a checkpoint, or only parts of one."""
@@ -419,13 +307,3 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
         except (TypeError, ValueError, RuntimeError, OverflowError):
             continue
     return numbers
-
-
-def _is_given_up(name: str, newest: str) -> bool:
-    """Return whether training went back to before a checkpoint after that was written."""
-    return _position_of(name) > _position_of(newest)
-
-
-def _position_of(name: str) -> tuple[int, ...]:
-    """Return the numbers in a checkpoint's name."""
-    return tuple(map(int, re.findall("[0-9]+", name)))

@@ -1,4 +1,4 @@
-"""The weights of models alone, for whoever goes on with them elsewhere."""
+"""The weights of models, for use in other programs."""
 
 from __future__ import annotations
 
@@ -61,19 +61,13 @@ def save_rows(
     other_names: Mapping[str, str],
     path: str | os.PathLike[str],
 ) -> str:
-    """Write weights as `save_model` does, most of which are in a file and need not fit in memory.
+    """Write weights as `save_model` does. Most are in a file and need not fit in memory.
 
     Args:
         written: a ``.safetensors`` file.
-        rest: what else there is.
-        other_names: names that tensors have besides, and those that they have there.
-        path: where to.
-
-    Returns:
-        The absolute path, or the URL.
-
-    Raises:
-        CheckpointError: if it cannot be written there.
+        rest: the other weights.
+        other_names: further names of tensors, with their names in the file.
+        path: where to write.
     """
     from safetensors.torch import save
 
@@ -85,8 +79,8 @@ def save_rows(
             first, more = _header(small[:8], lambda length: small[8 : 8 + length])
             for entry in more.values():
                 entry["data_offsets"] = [size + offset for offset in entry["data_offsets"]]
-            told = {"__metadata__": {"format": "pt", **other_names}, **header, **more}
-            text = json.dumps(told).encode()
+            entries = {"__metadata__": {"format": "pt", **other_names}, **header, **more}
+            text = json.dumps(entries).encode()
             text += b" " * (-len(text) % 8)  # as safetensors aligns what follows
             file.write(len(text).to_bytes(8, "little") + text)
             shutil.copyfileobj(source, file, 1 << 20)
@@ -96,7 +90,7 @@ def save_rows(
 
 
 def _header(length: bytes, read: Callable[[int], bytes]) -> tuple[int, dict[str, Any]]:
-    """Return where the tensors of a ``.safetensors`` file begin, and what it says of them."""
+    """Return the offset of the tensors in a ``.safetensors`` file, and its header."""
     size = int.from_bytes(length, "little")
     header = json.loads(read(size))
     header.pop("__metadata__", None)
@@ -119,7 +113,7 @@ def _of_modules(models: torch.nn.Module | Sequence[torch.nn.Module]) -> bytes:
 
 
 def _deduplicated(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors, each once and apart from the others, and the names left out."""
+    """Return each tensor once, without shared memory, and the names that were left out."""
     kept: dict[tuple[object, ...], str] = {}
     tensors: dict[str, torch.Tensor] = {}
     other_names: dict[str, str] = {}
@@ -132,7 +126,7 @@ def _deduplicated(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dic
             continue
         kept[identity] = name
         tensor = tensor.detach().cpu().contiguous()
-        # safetensors takes no two views of the same memory
+        # safetensors refuses views of the same memory
         tensors[name] = tensor.clone() if storage in storages else tensor
         storages.add(storage)
     return tensors, other_names

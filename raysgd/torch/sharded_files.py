@@ -1,8 +1,7 @@
-"""The tensors of a state in one file, of which no process has all.
+"""The tensors of a state in one file, though no process holds all of them.
 
-torch's distributed checkpoints let each worker write its rows, and join them in a file that is read
-without running code from it. Whoever loads it maps the file, so that it has of it in memory what it
-takes over.
+A distributed checkpoint of torch lets each worker write its rows, and joins them in one
+``.safetensors`` file. Loading maps that file into memory and runs no code.
 """
 
 from __future__ import annotations
@@ -25,21 +24,25 @@ from raysgd.errors import CheckpointError
 
 __all__ = ["hash_in", "named_tensors", "with_tensors", "write"]
 
+_SHARE = (
+    "All workers have to reach it: on several nodes it must be on a file system that they share."
+)
+
 
 def write(tensors: Mapping[str, Any], folder: str) -> None:
     """Write tensors, or rows of `DTensor`, into one file. All ranks must call it.
 
     Args:
         tensors: by their names in the file.
-        folder: it is made, and is not there yet on any host.
+        folder: it is made, and must not exist on any host.
 
     Raises:
         CheckpointError: if they cannot be written.
     """
     path = Path(folder)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    with _told(folder):
-        if is_first:  # of an attempt before in which a worker was lost
+    with _reporting(folder):
+        if is_first:  # it exists if an attempt before lost a worker
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir()
         if dist.is_initialized():
@@ -57,26 +60,25 @@ def write(tensors: Mapping[str, Any], folder: str) -> None:
 
 
 def hash_in(folder: str) -> str:
-    """Return the hash of the file that was written into a folder; on other ranks than 0, nothing.
+    """Return the hash of the file in a folder on rank 0, and an empty text on other ranks.
 
     Raises:
         CheckpointError: if it cannot be read.
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         return ""
-    with _told(folder), (Path(folder) / TENSORS_FILE).open("rb") as file:
+    with _reporting(folder), (Path(folder) / TENSORS_FILE).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check_shared(path: Path) -> None:
-    """Refuse a folder that rank 0 has made and others do not see: it would lack their rows."""
+    """Refuse a folder that rank 0 has made and other ranks do not see."""
     dist.barrier()
     seen = [False] * dist.get_world_size()
     dist.all_gather_object(seen, path.is_dir())
     if not all(seen):
         raise UnsharedFolderError(
-            f"Cannot save to {path}: some workers have another folder of that name. All workers "
-            "have to reach it: on several nodes it must be on a file system that they share."
+            f"Cannot save to {path}: some workers have another folder of that name. {_SHARE}"
         )
 
 
@@ -88,23 +90,20 @@ def _write_rows(tensors: Mapping[str, Any], folder: str) -> None:
     writer = HuggingFaceStorageWriter(folder, save_distributed=True, enable_consolidation=True)
     try:
         save(dict(tensors), storage_writer=writer)
-    except CheckpointException as error:  # which is no Exception
+    except CheckpointException as error:  # a BaseException
         raise next(iter(error.failures.values()))[0] from error
 
 
 @contextlib.contextmanager
-def _told(folder: str) -> Iterator[None]:
+def _reporting(folder: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
-            f"Cannot save to {folder}: {error}. All workers have to reach it: on several nodes it "
-            "must be on a file system that they share."
-        ) from error
+        raise CheckpointError(f"Cannot save to {folder}: {error}. {_SHARE}") from error
 
 
 def named_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Take the tensors of models and optimizers out of a whole state, by the names in the file."""
+    """Remove the tensors from a whole state, and return them by their names in the file."""
     found: dict[str, torch.Tensor] = {}
     for index, model in enumerate(state["models"]):
         for name in [name for name, value in model.items() if _is_large(value)]:
@@ -114,7 +113,7 @@ def named_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
             for name in [name for name, value in values.items() if _is_large(value)]:
                 found[f"optimizers.{index}.{number}.{name}"] = values.pop(name).contiguous()
     seen: set[int] = set()
-    for name, tensor in found.items():  # of those that are tied the file wants one each
+    for name, tensor in found.items():  # the file cannot hold tied tensors
         if tensor.data_ptr() in seen:
             found[name] = tensor.clone()
         seen.add(tensor.data_ptr())
@@ -126,11 +125,11 @@ def _is_large(value: Any) -> bool:
 
 
 def with_tensors(state: Mapping[str, Any], copy: bool) -> dict[str, Any]:
-    """Return a state with the tensors that it has in a file, if it has some there.
+    """Return a state with its tensors, which may be in a file.
 
     Args:
         state: as it was read from the folder.
-        copy: whether to copy them; else they are read where they are looked at.
+        copy: whether to copy the tensors; else they are read from the file when they are used.
 
     Raises:
         CheckpointError: if the file cannot be read.
@@ -158,9 +157,6 @@ def with_tensors(state: Mapping[str, Any], copy: bool) -> dict[str, Any]:
                 else:
                     number, _, part = name.partition(".")
                     optimizers[int(index)]["state"].setdefault(int(number), {})[part] = tensor
-    except Exception as error:  # whatever a file that is damaged, or not there, leads to
-        raise CheckpointError(
-            f"Cannot load {path}: {error}. All workers have to reach it: on several nodes it must "
-            "be on a file system that they share."
-        ) from error
+    except Exception as error:  # a damaged or missing file can raise anything
+        raise CheckpointError(f"Cannot load {path}: {error}. {_SHARE}") from error
     return {**whole, "models": models, "optimizers": optimizers}

@@ -13,9 +13,9 @@ from typing import Any
 
 import cloudpickle
 
+from raysgd.checkpoint.checkpoint_folder import CheckpointFolder
 from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
-from raysgd.checkpoint.store import CheckpointFolder
 from raysgd.errors import CheckpointError
 from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
 from raysgd.train.report_queue import Turn

@@ -29,7 +29,6 @@ from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
 
 __all__ = ["FunctionTrainable", "function_trainable", "trainer_trainable"]
 
-_EARLIER_NAME = "function.checkpoint"
 _NOTHING = pickle.dumps(None)
 
 
@@ -124,8 +123,7 @@ class FunctionTrainable(Trainable):
 
     def load_checkpoint(self, checkpoint: Any) -> None:
         """Start the function, in the next step, from what `save_checkpoint` wrote."""
-        path = Path(checkpoint, TUNE_CHECKPOINT_FILE_NAME)
-        blob, manifest = read_pickle(path if path.exists() else Path(checkpoint, _EARLIER_NAME))
+        blob, manifest = read_pickle(Path(checkpoint, TUNE_CHECKPOINT_FILE_NAME))
         self._reported = 0 if manifest is None else manifest.global_step
         self._start = None if blob == _NOTHING else Checkpoint(blob=blob)
         if self._checkpoints is not None:  # a trial that takes over another's state

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from raysgd._internal.files import temporary_name
 from raysgd.checkpoint import CheckpointStore, Manifest, read_manifest, write_file
-from raysgd.checkpoint import store as checkpoint_store
+from raysgd.checkpoint.checkpoint_folder import position_of
+from raysgd.checkpoint.file import read_checkpoint
 from raysgd.checkpoint.location import LocalFile, UnreachableError, locate
 from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.processes import fork
@@ -232,7 +233,7 @@ def test_no_better_one_is_removed(scores, keep, mode):
     for step, score in enumerate(scores):
         kept.append(step)
         store._manifests[name_at(step)] = Manifest(metrics={"score": score})
-        gone = [checkpoint_store._position_of(name)[1] for name in store._surplus(name_at(step))]
+        gone = [position_of(name)[1] for name in store._surplus(name_at(step))]
         for other in gone:
             kept.remove(other)
             del store._manifests[name_at(other)]
@@ -411,7 +412,7 @@ def test_a_place_that_does_not_let_itself_be_read_is_no_reason_to_go_back(tmp_pa
     def refuse(path):
         raise UnreachableError(f"Cannot load {path}: no answer.")
 
-    monkeypatch.setattr(checkpoint_store, "read_checkpoint", refuse)
+    monkeypatch.setattr("raysgd.checkpoint.store.read_checkpoint", refuse)
     with pytest.raises(UnreachableError, match=rf"{name_at(2)}: no answer"):
         store.restore()
 
@@ -511,7 +512,7 @@ def test_after_a_kill_at_any_moment_the_newest_state_is_whole(memory_folder):
         # none of the others is a half one either
         for name in names_in(str(folder)):
             if name.startswith("epoch"):
-                step_of(checkpoint_store.read_checkpoint(str(folder / name))[0])
+                step_of(read_checkpoint(str(folder / name))[0])
     CheckpointStore(folder, job="first", keep=1).save(state_at(10**6))
     assert names_in(str(folder)) == [name_at(10**6), "latest"]
 
