@@ -8,6 +8,7 @@ what the quick start defines before it trains. A block that cannot run here is a
 """
 
 import ast
+import logging
 import re
 import string
 import textwrap
@@ -100,7 +101,18 @@ WITH_SNIPPETS = [path for path in PAGES if snippets(path)]
 
 
 @pytest.fixture
-def run_page(tmp_path, monkeypatch):
+def kept_logging():
+    """Restore levels and handlers, which a page may set."""
+    loggers = [logging.getLogger(), logging.getLogger("raysgd")]
+    before = [(each.level, list(each.handlers)) for each in loggers]
+    yield
+    for each, (level, handlers) in zip(loggers, before, strict=True):
+        each.setLevel(level)
+        each.handlers = handlers
+
+
+@pytest.fixture
+def run_page(tmp_path, monkeypatch, kept_logging):
     """A function that runs the snippets of a page."""
 
     def run_all(path):
