@@ -21,7 +21,7 @@ from raysgd.tf.creators import CreatorOperator, creator_operator, fit_plan, rena
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.options import TFOptions
 from raysgd.tf.runner import TFRunner, weights
-from raysgd.trainer.base import OperatorTrainer
+from raysgd.trainer.base import OperatorTrainer, argument
 from raysgd.trainer.state import TrainerState
 
 __all__ = ["TFTrainer"]
@@ -93,6 +93,21 @@ class TFTrainer(OperatorTrainer):
 
     _trainable = "TFTrainable"
     _state_cls = KerasTrainerState
+
+    num_replicas = OperatorTrainer.max_workers
+    verbose = OperatorTrainer.use_tqdm
+    model_creator = argument("training_operator_cls._model_creator")
+    data_creator = argument("training_operator_cls._data_creator")
+    """What the constructor was given, by the names of older scripts."""
+
+    @property
+    def workers(self) -> list[Any]:
+        """Refuse: older scripts find Ray actors here."""
+        raise AttributeError(
+            "TFTrainer.workers: the workers take no calls of your own through Ray. Call a function "
+            "on each of them by apply_all_workers(fn) or apply_all_operators(fn); num_workers says "
+            "how many there are."
+        )
 
     @suggests
     def __init__(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -23,7 +25,7 @@ from raysgd.torch.options import TorchOptions
 from raysgd.torch.out_of_memory import concatenated
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.trainer_state import TorchTrainerState
-from raysgd.trainer.base import OperatorTrainer, known_arguments
+from raysgd.trainer.base import OperatorTrainer, argument, known_arguments
 
 __all__ = ["TorchTrainer"]
 
@@ -159,10 +161,13 @@ class TorchTrainer(OperatorTrainer):
         )
         super().__init__(options, TorchRunner, initialization_hook, callbacks, logdir)
 
-    @property
-    def scheduler_step_freq(self) -> str | None:
-        """When registered schedulers step."""
-        return cast(TorchOptions, self._options).scheduler_step_freq
+    wrap_ddp = argument("wrap_ddp")
+    scheduler_step_freq = argument("scheduler_step_freq")
+
+    @functools.cached_property
+    def temp_dir(self) -> str:
+        """A temporary folder on the driver, for older scripts. They delete it themselves."""
+        return tempfile.mkdtemp(prefix="raysgd")
 
     def get_model(self, to_cpu: bool = False) -> Any:
         """Return a copy of the model, or of the list of models, without DistributedDataParallel.

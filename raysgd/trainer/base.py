@@ -52,7 +52,12 @@ from raysgd.trainer.results import Results
 from raysgd.trainer.state import TrainerState
 from raysgd.trainer.validations import Validations
 
-__all__ = ["OperatorTrainer", "known_arguments"]
+__all__ = ["OperatorTrainer", "argument", "known_arguments"]
+
+
+def argument(name: str) -> Any:
+    """Return a property of trainers: an argument of the constructor."""
+    return property(operator.attrgetter(f"_options.{name}"), doc="The argument of the constructor.")
 
 
 class OperatorTrainer:
@@ -631,6 +636,12 @@ class OperatorTrainer:
     def min_workers(self) -> int:
         """The minimum number of workers."""
         return self._controller.min_workers
+
+    use_local = argument("use_local")
+    use_tqdm = argument("use_tqdm")
+    add_dist_sampler = argument("add_dist_sampler")
+    timeout_s = argument("timeout_s")
+    num_cpus_per_worker = argument("num_cpus_per_worker")
 
     @property
     def use_gpu(self) -> bool:

@@ -1281,6 +1281,11 @@ def test_arguments_and_attributes_of_the_trainer(caplog):
     assert "serialize_data_creation=True) does nothing" in caplog.text
     assert (trainer.use_gpu, trainer.use_fp16, trainer.backend) == (False, False, "gloo")
     assert (trainer.max_replicas, trainer.scheduler_step_freq) == (1, "epoch")
+    flags = trainer.use_local, trainer.wrap_ddp, trainer.use_tqdm, trainer.add_dist_sampler
+    assert flags == (True, True, False, True)
+    assert (trainer.timeout_s, trainer.num_cpus_per_worker) == (1800, 1)
+    assert os.path.isdir(trainer.temp_dir)
+    os.rmdir(trainer.temp_dir)
     assert trainer.train(num_steps=3.0)["batch_count"] == 3
     assert trainer.train(num_steps=np.int32(2))["batch_count"] == 2
     with pytest.raises(TypeError, match=r"num_steps=2\.5\): must be an int"):

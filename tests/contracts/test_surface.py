@@ -116,11 +116,13 @@ SURFACE = {
     "raysgd.tf": ["TFTrainer", "TrainingOperator"],
     "raysgd.torch": ["CreatorOperator", "TorchTrainer", "TrainingOperator"],
     "raysgd.torch.constants": [
+        "NCCL_TIMEOUT_S",
         "NUM_STEPS",
         "SCHEDULER_STEP",
         "SCHEDULER_STEP_BATCH",
         "SCHEDULER_STEP_EPOCH",
         "SCHEDULER_STEP_MANUAL",
+        "SGD_PLACEMENT_GROUP_TIMEOUT_S",
         "USE_FP16",
         "VALID_SCHEDULER_STEP",
     ],

@@ -88,6 +88,10 @@ def data_creator(config):
 def test_functions_work_too(tmp_path):
     config = {"fit_config": {"epochs": 2, "steps_per_epoch": 10}, "evaluate_config": {"steps": 4}}
     with TFTrainer(model_creator, data_creator, config, num_replicas=1, use_local=True) as trainer:
+        assert (trainer.model_creator, trainer.data_creator) == (model_creator, data_creator)
+        assert (trainer.num_replicas, trainer.verbose) == (1, False)
+        with pytest.raises(AttributeError, match="apply_all_workers"):
+            _ = trainer.workers
         found = trainer.train()
         assert trainer.global_step == 20
         assert {"train_loss", "train_accuracy"} <= set(found)
