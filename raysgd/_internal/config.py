@@ -84,9 +84,11 @@ def warn_of_rounding(config: Mapping[str, Any], world_size: int) -> None:
         )
 
 
-def worker_config(config: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+def worker_config(
+    config: Mapping[str, Any], world_size: int, copies: bool = True
+) -> dict[str, Any]:
     """Return the config as a worker sees it: its own dict, with its share as ``BATCH_SIZE``."""
-    own = {key: _copied(value) for key, value in config.items()}
+    own = {key: _copied(value) if copies else value for key, value in config.items()}
     if own.get(BATCH_SIZE) is not None:
         own[BATCH_SIZE] = batch_share(own[BATCH_SIZE], world_size)
     return own

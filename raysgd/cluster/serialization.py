@@ -19,15 +19,37 @@ import numpy as np
 __all__ = ["Packed", "Portable", "dumps", "pack", "sendable", "unpicklable_key"]
 
 _LARGE_BYTES = 1 << 14
+_STORED_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
+@dataclass
 class Packed:
     """A pickled value. Ray puts its buffers into shared memory without pickling them."""
 
-    data: bytes
+    data: Any
     buffers: Sequence[Any] = ()
     """Of the large tensors and arrays: on the side that packed, their own memory."""
+    reference: Any = None
+    """The reference to the value in Ray's object store, if this side has put it there."""
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it goes through Ray's object store."""
+        sizes = [memoryview(buffer).nbytes for buffer in (self.data, *self.buffers)]
+        return sum(sizes) >= _STORED_BYTES
+
+    def stored(self) -> Any:
+        """Return what to send: this, or if it is large its only copy in Ray's object store."""
+        if self.reference is None and self.is_large:
+            import ray
+
+            self.reference = ray.put(self)
+            self.data, self.buffers = b"", ()
+        return self if self.reference is None else self.reference
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        data = pickle.PickleBuffer(self.data) if protocol >= 5 else self.data
+        return Packed, (data, self.buffers)
 
     def value(self, own: bool = True) -> Any:
         """Return the value.
@@ -36,10 +58,13 @@ class Packed:
             own: whether its tensors and arrays are the caller's own. The others lie in Ray's shared
                 memory, which they keep: nobody may write to them.
         """
-        if own:
-            return pickle.loads(self.data, buffers=[bytearray(buffer) for buffer in self.buffers])
-        _hush()
-        return pickle.loads(self.data, buffers=self.buffers)
+        if self.reference is not None:
+            import ray
+
+            stored: Packed = ray.get(self.reference)
+            return stored.value(own)
+        buffers = [bytearray(buffer) for buffer in self.buffers] if own else self.buffers
+        return pickle.loads(self.data, buffers=buffers)
 
 
 def dumps(value: Any) -> bytes:
@@ -47,14 +72,14 @@ def dumps(value: Any) -> bytes:
     return _pickled(value, None)
 
 
-def sendable(what: str, value: Any) -> bytes:
-    """Pickle a value for the workers; `what` it is, for the error.
+def sendable(what: str, value: Any) -> Packed:
+    """Pack a value for the workers; `what` it is, for the error.
 
     Raises:
         TypeError: if it cannot be pickled.
     """
     try:
-        return dumps(value)
+        return pack(value, shares_tensors=False)
     except Exception as error:
         # runners may say which part of their own it is, in words that users know
         say = getattr(value, "unpicklable_part", lambda: what)
@@ -68,13 +93,13 @@ def unpicklable_key(values: Mapping[Any, Any]) -> Any:
     """Return the key of the first value that cannot be pickled; None where all can."""
     for key, value in values.items():
         try:
-            dumps(value)
+            pack(value)
         except Exception:
             return key
     return None
 
 
-def pack(value: Any, portable: bool = False) -> Packed:
+def pack(value: Any, portable: bool = False, shares_tensors: bool = True) -> Packed:
     """Pickle a value, but for its large tensors and arrays.
 
     Until Ray has taken the result over, nothing may change these.
@@ -82,6 +107,8 @@ def pack(value: Any, portable: bool = False) -> Packed:
     Args:
         value: the value.
         portable: whether any process shall be able to read it, see `Portable`.
+        shares_tensors: whether tensors may lie in memory that other processes read, too. PyTorch
+            does not know read-only memory: a model there would change the others'.
     """
     beside: list[pickle.PickleBuffer] = []
 
@@ -91,7 +118,7 @@ def pack(value: Any, portable: bool = False) -> Packed:
         beside.append(buffer)
         return False
 
-    return Packed(_pickled(value, is_small, portable), beside)
+    return Packed(_pickled(value, is_small, portable, shares_tensors), beside)
 
 
 class Portable:
@@ -116,22 +143,26 @@ class Portable:
         return super().reducer_override(obj)  # type: ignore[misc]
 
 
-def _pickled(value: Any, is_small: Any, portable: bool = False) -> bytes:
+def _pickled(
+    value: Any, is_small: Any, portable: bool = False, shares_tensors: bool = True
+) -> bytes:
     with io.BytesIO() as file:
-        _pickler(portable)(file, protocol=5, buffer_callback=is_small).dump(value)
+        _pickler(portable, shares_tensors)(file, protocol=5, buffer_callback=is_small).dump(value)
         return file.getvalue()
 
 
 @functools.cache
-def _pickler(portable: bool) -> Any:
+def _pickler(portable: bool, shares_tensors: bool) -> Any:
     from ray.cloudpickle import Pickler  # not at the top: a worker in the driver needs no Ray
+
+    rebuild = _tensor if shares_tensors else _own_tensor
 
     class WithTensors(Pickler):
         def reducer_override(self, obj: Any) -> Any:
             torch = sys.modules.get("torch")
             if torch is not None and type(obj) is torch.Tensor and _is_plain(obj, torch):
                 flat = obj.reshape(-1).view(torch.uint8).numpy()
-                return _tensor, (flat, obj.dtype, tuple(obj.shape))
+                return rebuild, (flat, obj.dtype, tuple(obj.shape))
             # such as torch.distributed.config, which goes with a function that has both names
             if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
                 name = obj.__name__
@@ -174,4 +205,10 @@ def _hush() -> None:
 def _tensor(flat: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
     import torch
 
+    if not flat.flags.writeable:
+        _hush()
     return torch.from_numpy(flat).view(dtype).reshape(shape)
+
+
+def _own_tensor(flat: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+    return _tensor(flat if flat.flags.writeable else flat.copy(), dtype, shape)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -152,7 +151,7 @@ class Worker:
 
         What the driver could import from `import_path`, the worker can: Ray gives it the folder of
         the driver's script and the current one, but not what was added to ``sys.path`` since.
-        They come pickled one by one, since unpickling the runner imports what the hook may want to
+        They come packed one by one, since unpickling the runner imports what the hook may want to
         configure; in the driver's process they come as they are.
         """
 
@@ -162,12 +161,12 @@ class Worker:
                 _is_worker_process = True
                 end_forks_with_this_process()
             sys.path.extend(path for path in import_path if path not in sys.path)
-            function: Callable[[], None] | None = _unpickled(hook)
+            function: Callable[[], None] | None = _unpacked(hook)
             if function is not None:
                 function()
             with frozen_imports() if self._remote else contextlib.nullcontext():
-                self.runner = _unpickled(runner)
-                self._backend = _unpickled(backend)
+                self.runner = _unpacked(runner, own=not self._remote)
+                self._backend = _unpacked(backend)
 
         return self._attempt(create)
 
@@ -208,10 +207,10 @@ class Worker:
 
         return self._attempt(enter)
 
-    def call(self, request: Request | bytes) -> Outcome:
-        """Let the runner handle a request, which comes pickled from another process."""
+    def call(self, request: Request | Packed) -> Outcome:
+        """Let the runner handle a request, which comes packed from another process."""
         try:
-            return self._success(self._hosted.handle(_unpickled(request)))
+            return self._success(self._hosted.handle(_unpacked(request)))
         except BaseException as error:
             return self._failure(error)
 
@@ -404,8 +403,8 @@ def _raised_in(error: BaseException) -> str:
     return f"in {own[-1].name}, {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
-def _unpickled(value: Any) -> Any:
-    return pickle.loads(value) if isinstance(value, bytes) else value
+def _unpacked(value: Any, own: bool = True) -> Any:
+    return value.value(own) if isinstance(value, Packed) else value
 
 
 def _packed(value: Any) -> Packed:

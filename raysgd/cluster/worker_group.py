@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 _CONTROL_THREADS = 4
 _TEARDOWN_S = 5.0
-_LARGE_BYTES = 2**20
 _MENTION_S = 30.0
 """After how long to say what a start waits for."""
 
@@ -275,15 +274,6 @@ class WorkerGroup:
         """Return workers of a node next to each other; otherwise the order stays."""
         nodes = list(dict.fromkeys(member.info.node_id for member in members))
         return sorted(members, key=lambda member: nodes.index(member.info.node_id))
-
-    def shared(self, data: bytes, members: Sequence[WorkerHandle] | None = None) -> Any:
-        """Return `data`, or where it is large a reference, so that it is sent to a node once."""
-        to = self.members if members is None else members
-        if len(data) < _LARGE_BYTES or not all(member.remote for member in to):
-            return data
-        import ray
-
-        return ray.put(data)
 
     def shutdown(self, force: bool = False, patience_s: float = _TEARDOWN_S) -> None:
         """End every worker, and give their room back.

@@ -15,6 +15,7 @@ import psutil
 
 from raysgd._internal.paths import without_secrets
 from raysgd.cluster.host_monitor import HostMonitor, HostWatch, LostError
+from raysgd.cluster.serialization import Packed
 from raysgd.cluster.worker import CONTROL_METHODS, Worker
 from raysgd.cluster.worker_info import WorkerInfo
 
@@ -155,7 +156,8 @@ class ActorHandle(WorkerHandle):
     def work(self, method: str, *arguments: Any) -> Future[Any]:
         """Start a call in the actor's work thread."""
         self._check_alive()
-        answer: Future[Any] = getattr(self.actor, method).remote(*arguments).future()
+        sent = [each.stored() if isinstance(each, Packed) else each for each in arguments]
+        answer: Future[Any] = getattr(self.actor, method).remote(*sent).future()
         return answer if self.watch is None else self._unless_lost(answer)
 
     def control(self, method: str, *arguments: Any) -> Future[Any]:

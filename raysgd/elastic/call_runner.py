@@ -113,7 +113,7 @@ class CallRunner:
         packed: Any = call.request.with_split(self._split) if self._split else call.request
         if not group.options.inline:
             what = f"the arguments of {call.request.name}"
-            packed = group.shared(sendable(what, packed))
+            packed = sendable(what, packed)
         self._context.check_open()
         self._sent = {}
         for member in members:

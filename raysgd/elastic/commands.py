@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from raysgd._internal.context import Progress, Request
-from raysgd.cluster.serialization import dumps, sendable
+from raysgd.cluster.serialization import pack, sendable
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle, is_loss
@@ -88,7 +88,7 @@ class Commands:
         self, members: Sequence[WorkerHandle], request: Request, timeout_s: float = _SALVAGE_S
     ) -> list[Outcome]:
         """Send a request to idle members; return the outcomes of those that answer."""
-        packed = dumps(request)
+        packed = pack(request)
         asked = [member.work("call", packed) for member in members]
         self._clock.wait(asked, timeout_s)
         return [future.result() for future in asked if _error_of(future) is None]

@@ -246,7 +246,6 @@ class GroupForming:
         if state is None:
             return
         packed = sendable("the snapshot", LoadRequest(state=dict(state)))
-        packed = self._group.shared(packed, members)
         attempt = self._step("call", [(packed,)] * len(members), "load", members)
         self._raise_failure(attempt)
         self._journal.progress = next(iter(attempt.outcomes.values())).progress

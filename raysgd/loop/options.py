@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -23,6 +23,7 @@ from raysgd._internal.arguments import (
 from raysgd._internal.config import BATCH_SIZE, check_batch_size
 from raysgd.backends import Backend, create_backend
 from raysgd.cluster.group_options import GroupOptions
+from raysgd.cluster.serialization import Packed, pack
 from raysgd.comm.horovod import check_horovod
 from raysgd.elastic.config import checked_elastic
 
@@ -131,13 +132,32 @@ class Options(ABC):
     def own_gpus(self) -> bool:
         """Say whether this process has GPUs."""
 
-    def unwrapped(self) -> tuple[Any, Mapping[str, Any]]:
-        """Return the operator's class and the config."""
-        return self.training_operator_cls, self.config
-
     def transport(self) -> Backend:
         """Return how several workers communicate, where the backend is decided upon."""
         return create_backend(self.backend, self.timeout_s)
+
+    # ---- what workers get
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pack the operator and its config, to be unpacked in `setup`, by the initialized worker.
+
+        Unpacking them may import TensorFlow.
+        """
+        state = dict(vars(self))
+        given = state.pop("training_operator_cls"), state.pop("config")
+        return {**state, "packed": pack(given, shares_tensors=False)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    def unpacked(self) -> tuple[Any, dict[str, Any]]:
+        """Return the operator's class and the config; on a worker fresh ones."""
+        packed: Packed | None = vars(self).get("packed")
+        if packed is None:
+            return self.training_operator_cls, self.config
+        # large arrays stay in Ray's shared memory, which is read-only
+        found: tuple[Any, dict[str, Any]] = packed.value(own=not packed.is_large)
+        return found
 
     # ---- what follows
 

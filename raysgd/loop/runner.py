@@ -15,6 +15,7 @@ import numpy as np
 
 from raysgd._internal.config import BATCH_SIZE, batch_share, worker_config
 from raysgd._internal.context import Preemption, Progress, Request, WorkerContext
+from raysgd._internal.imports import frozen_imports
 from raysgd._internal.nested import loading, map_leaves
 from raysgd.cluster.serialization import unpicklable_key
 from raysgd.elastic.requests import (
@@ -94,12 +95,18 @@ class OperatorRunner(ABC):
         self._registration.data.warn_of_stale_ranks()
         self._registration.data.say_what_changes()
 
-    def _setup_config(self, context: WorkerContext) -> dict[str, Any]:
-        """Return the config for ``setup``: where steps keep their size, that of the full group."""
+    def _given(self, context: WorkerContext) -> tuple[Any, dict[str, Any], int | None]:
+        """Return the operator's class, the config for ``setup``, and the global batch.
+
+        Where steps keep their size, the config is that of the full group.
+        """
         options = self._options
         keeps = options.elastic.global_batch == "keep"
-        _, given = options.unwrapped()
-        return worker_config(given, options.num_workers if keeps else context.world_size)
+        with contextlib.nullcontext() if context.in_driver else frozen_imports():
+            operator_cls, given = options.unpacked()
+        size = options.num_workers if keeps else context.world_size
+        config = worker_config(given, size, copies=context.in_driver)
+        return operator_cls, config, given.get(BATCH_SIZE)
 
     def _tell_share(self, context: WorkerContext) -> int | None:
         """Let the operator know, and return, its share of ``config[BATCH_SIZE]`` in a group."""

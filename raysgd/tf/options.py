@@ -6,9 +6,6 @@ import importlib.util
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import cloudpickle
 
 from raysgd.backends import Backend, create_backend
 from raysgd.comm.horovod import HorovodBackend
@@ -50,22 +47,3 @@ class TFOptions(Options):
                 'which comes with torch, and that is not installed: pip install "raysgd[torch]".'
             )
         return create_backend("gloo", self.timeout_s)
-
-    # ---- what workers unpickle before TensorFlow may be imported
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Wrap the operator and its config up: to unpickle them may import TensorFlow."""
-        state = dict(vars(self))
-        wrapped = cloudpickle.dumps((state.pop("training_operator_cls"), state.pop("config")))
-        return {**state, "wrapped": wrapped}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Leave them wrapped up."""
-        vars(self).update(state)
-
-    def unwrapped(self) -> tuple[Any, Mapping[str, Any]]:
-        wrapped = vars(self).get("wrapped")
-        if wrapped is None:
-            return super().unwrapped()
-        operator_cls, config = cloudpickle.loads(wrapped)
-        return operator_cls, config

@@ -60,13 +60,12 @@ class TFRunner(OperatorRunner):
                 f"Worker {context.world_rank} on {context.node_ip} shall use a GPU, but the "
                 "TensorFlow in it sees none. Install one with CUDA there, or pass use_gpu=False."
             )
-        operator_cls, given = options.unwrapped()
-        config = self._setup_config(context)
+        operator_cls, config, global_batch = self._given(context)
         settings = TFSettings(
             options=options,
             context=context,
             batch_share=config.get(BATCH_SIZE),
-            global_batch=given.get(BATCH_SIZE),
+            global_batch=global_batch,
         )
         communication = communication_of(context, options.use_horovod)
         operator = build_operator(operator_cls, config, settings, communication, options.seed)

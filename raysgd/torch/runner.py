@@ -57,15 +57,15 @@ class TorchRunner(OperatorRunner):
 
     def setup(self, context: WorkerContext) -> None:
         options = self._options
-        config = self._setup_config(context)
+        operator_cls, config, global_batch = self._given(context)
         settings = OperatorSettings(
             options=options,
             context=context,
             device=_device(bool(options.use_gpu), context),
             batch_share=config.get(BATCH_SIZE),
-            global_batch=options.config.get(BATCH_SIZE),
+            global_batch=global_batch,
         )
-        operator = build_operator(options.training_operator_cls, config, settings)
+        operator = build_operator(operator_cls, config, settings)
         self._groups_of_setup = _num_own_groups()
         self.host(operator)
 

@@ -175,7 +175,7 @@ class Task:
 
     def __post_init__(self):
         if self.method == "call":
-            self.request = pickle.loads(self.arguments[0])
+            self.request = self.arguments[0].value()
 
 
 @dataclass

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import ray
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.cluster.serialization import dumps, pack
+from raysgd.torch.options import TorchOptions
 
 LARGE = 1 << 14
 """Bytes from which a tensor or an array goes beside."""
@@ -108,3 +110,62 @@ def test_functions_that_name_torchs_settings_by_chance_arrive():
     importlib.import_module("torch.distributed.config")
     there = through_ray(pack(lambda own: (torch.distributed.is_available(), own.config))).value()
     assert there(SimpleNamespace(config=3)) == (True, 3)
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """An object store that holds what is put there as Ray does: pickled, with read-only buffers."""
+    held = []
+
+    def put(value):
+        buffers = []
+        data = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+        held.append((data, [bytes(buffer) for buffer in buffers]))
+        return len(held) - 1
+
+    monkeypatch.setattr(ray, "put", put)
+
+    def get(place):
+        data, buffers = held[place]
+        return pickle.loads(data, buffers=buffers)
+
+    monkeypatch.setattr(ray, "get", get)
+    return held
+
+
+def test_a_large_value_is_put_into_the_store_once_and_the_driver_keeps_no_copy(store):
+    packed = pack({"array": np.ones(2**18), "text": "x" * 2**20})
+    reference = packed.stored()
+    assert packed.stored() is reference
+    assert len(store) == 1
+    assert len(store[0][0]) < 1000
+    assert (packed.data, packed.buffers) == (b"", ())
+    assert packed.value()["array"].sum() == 2**18  # as a worker in this process reads it
+
+
+def test_a_small_value_is_not_put_into_the_store(store):
+    packed = pack(np.ones(1000))
+    assert packed.stored() is packed
+    assert not store
+
+
+def test_workers_share_large_arrays_and_have_their_own_tensors(store):
+    config = {"array": np.ones(2**18), "tensor": torch.ones(2**18)}
+    options = TorchOptions(training_operator_cls=print, config=config, num_workers=2)
+    sent = ray.get(pack(options, shares_tensors=False).stored())
+    arrived = sent.value(own=False)
+    (_, first), (_, second) = arrived.unpacked(), arrived.unpacked()
+    assert np.shares_memory(first["array"], second["array"])
+    assert not first["array"].flags.writeable
+    first["tensor"] += 1
+    assert second["tensor"].max() == config["tensor"].max() == 1
+
+
+def test_a_small_config_is_fresh_for_each_setup():
+    config = {"array": np.ones(2**12), "tensor": torch.ones(2**12)}
+    options = TorchOptions(training_operator_cls=print, config=config)
+    arrived = through_ray(pack(options, shares_tensors=False)).value(own=False)
+    (_, first), (_, second) = arrived.unpacked(), arrived.unpacked()
+    for value in first.values():
+        value += 1
+    assert second["array"].max() == second["tensor"].max() == 1

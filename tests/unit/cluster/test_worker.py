@@ -16,7 +16,7 @@ import raysgd
 from raysgd._internal.context import PausedError, Progress, WorkerContext
 from raysgd._internal.tracebacks import is_the_users
 from raysgd.backends import Backend
-from raysgd.cluster.serialization import Packed
+from raysgd.cluster.serialization import Packed, pack
 from raysgd.cluster.worker import CarriedError, Outcome, Worker
 from raysgd.errors import RemoteError, RemoteTraceback
 from tests.unit.cluster.calls import request_of
@@ -94,13 +94,13 @@ class FakeBackend(Backend):
 def worker():
     """A worker as an actor hosts it: what it returns is pickled."""
     worker = Worker()
-    assert worker.create(None, cloudpickle.dumps(FakeRunner()), FakeBackend(), []).kind == "ok"
+    assert worker.create(None, pack(FakeRunner()), FakeBackend(), []).kind == "ok"
     return worker
 
 
 def call(worker, function, *, inline=False):
     request = request_of("run", function=function)
-    return worker.call(request if inline else cloudpickle.dumps(request))
+    return worker.call(request if inline else pack(request))
 
 
 def fail_with(error):
@@ -262,7 +262,7 @@ NO_EXCEPTIONS = [
 
 @pytest.mark.parametrize("error", NO_EXCEPTIONS, ids=lambda error: type(error).__name__)
 def test_every_base_exception_of_user_code_arrives_as_itself(worker, error):
-    hook = cloudpickle.dumps(fail_with(error))
+    hook = pack(fail_with(error))
     for outcome in (call(worker, fail_with(error)), worker.create(hook, None, None, [])):
         assert outcome.kind == "user"
         arrived = pickle.loads(pickle.dumps(outcome)).exception()
@@ -464,7 +464,7 @@ def test_a_snapshot_comes_pickled_where_there_is_one(worker):
 def test_the_hook_runs_before_the_runner_is_unpickled():
     calls = []
     Loud.heard = calls.append
-    Worker().create(lambda: calls.append("hook"), pickle.dumps(Loud()), None, [])
+    Worker().create(lambda: calls.append("hook"), pack(Loud()), None, [])
     assert calls == ["hook", "runner"]
 
 

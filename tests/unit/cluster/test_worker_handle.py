@@ -11,6 +11,7 @@ import ray.exceptions
 
 from raysgd._internal.context import Progress
 from raysgd.cluster import worker_handle as members
+from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker_handle import (
     ActorHandle,
     InlineHandle,
@@ -116,6 +117,14 @@ def test_work_and_control_are_calls_of_the_actor(member):
         ("progress", (), {}),
         ("execute", (print, 1), {"end": ""}),
     ]
+
+
+def test_a_large_argument_travels_through_ray_s_object_store_once(member, monkeypatch):
+    monkeypatch.setattr(ray, "put", lambda value: "its place in the store")
+    large, small = pack(bytes(2**21)), pack(1)
+    for _ in range(2):
+        member.work("call", large, small)
+    assert member.actor.calls == [("call", ("its place in the store", small), {})] * 2
 
 
 def test_without_ray_a_call_is_an_error_and_starts_none(member, monkeypatch):
