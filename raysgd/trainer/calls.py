@@ -118,6 +118,8 @@ class Calls:
         self._numbers = itertools.count()
         self._paused: TrainCall | None = None
         self._newest: TrainCall | None = None
+        self._changed_at = 0
+        """Step at which a call of train last began with another `info` or `dataset`."""
         self._has_checked_counts = False
         self._failed_validation: int | None = None
         self._limits = Limits()
@@ -178,7 +180,9 @@ class Calls:
     def _run(self, call: Call, own: bool = True) -> list[Any]:
         if self._paused is not None:  # a worker that is lost now loses metrics of the paused call
             call.metrics_start_step = dict(self._paused.metrics_start_step)
-        if not isinstance(call.request, LoadRequest):
+        if isinstance(call.request, LoadRequest):
+            self._changed_at = 0
+        else:
             call.catch_up = self._catch_up
         return [outcome.value(own) for outcome in self.controller.run(call)]
 
@@ -193,6 +197,18 @@ class Calls:
             callback_pause=None,
         )
         return Call(request=request, has_batches=True, can_pause=True)
+
+    def warn_of_replay(self) -> None:
+        """Warn if a restart repeats steps of earlier calls that had other arguments."""
+        event = self.controller.events[-1]
+        if event.kind in ("restarted", "grown", "moved") and event.step < self._changed_at:
+            logger.warning(
+                "Steps %d to %d were lost with all workers. At least one had another `info` or "
+                "`dataset`. They are trained again with those of the newest call of train().",
+                event.step + 1,
+                self._changed_at,
+            )
+            self._changed_at = 0
 
     def train(
         self,
@@ -211,11 +227,15 @@ class Calls:
             limit=self._limits.train_batches,
             repeats=self._limits.repeats,
             logged=None if self._log_every is None else 0,  # `begin` sets it
+            info=dict(info or {}),
             profile=profile,
             dataset=dataset,
         )
         call = TrainCall(request, num_steps, self._next_pause, max_retries)
-        controller, self._newest = self.controller, call
+        controller = self.controller
+        if self._newest is not None and not _has_same_input(self._newest.request, request):
+            self._changed_at = controller.progress.global_step
+        self._newest = call
         num_lost_paused, ended = 0, 0.0
         results: list[Any] = [None]
         while results[0] is None:
@@ -332,6 +352,13 @@ class Calls:
             # the steps are done, but a lost worker took its metrics of them with it
             merged[NUM_SAMPLES] = covered
         return merged
+
+
+def _has_same_input(first: TrainRequest, second: TrainRequest) -> bool:
+    try:
+        return first.dataset is second.dataset and bool(first.info == second.info)
+    except Exception:  # arrays are not compared as a whole
+        return False
 
 
 def _next_multiple(number: int, step: int) -> int:

@@ -13,8 +13,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file
 
 from raysgd import TorchTrainer, checkpoint
+from raysgd._internal.context import Progress
 from raysgd.callbacks import Callback, CheckpointCallback
 from raysgd.checkpoint import read_manifest
+from raysgd.data import Dataset
 from raysgd.errors import CheckpointError
 from raysgd.metrics import Computed
 from raysgd.trainer.calls import _warn_of_uncounted
@@ -137,6 +139,30 @@ def test_events_tell_what_happened(make_trainer):
     assert trainer.events[2].generation > trainer.events[0].generation
     trainer.events.clear()
     assert trainer.events
+
+
+def test_steps_that_a_restart_repeats_with_another_info_are_warned_of(make_trainer, caplog):
+    trainer = make_trainer()
+    journal = trainer._controller.journal
+
+    def restart(step):
+        caplog.clear()
+        reached, journal.progress = journal.progress, Progress(global_step=step)
+        journal.record("restarted", [])
+        journal.progress = reached
+        return [text for text in caplog.messages if "another `info` or `dataset`" in text]
+
+    info = {"weights": torch.ones(2)}
+    trainer.train(num_steps=2, info=info)
+    trainer.train(num_steps=2, info=info)
+    assert not restart(step=0)
+    trainer.train(num_steps=2, info={"weights": torch.zeros(2)})
+    assert not restart(step=4), "steps 5 and 6 are of the newest call"
+    (warned,) = restart(step=1)
+    assert "Steps 2 to 4 " in warned
+    assert not restart(step=1), "all of them are of the newest call by now"
+    trainer.train(num_steps=2, dataset=Dataset([(torch.ones(1, 8), 1)] * 32, batch_size=8))
+    assert len(restart(step=5)) == 1
 
 
 # ---- functions on workers
