@@ -132,6 +132,26 @@ class Controller:
         self.forming = GroupForming(context)
         self._starts = Starts(context)
         self._calls = CallRunner(context, self._apply)
+        self._handlers: dict[Do, Callable[[], Event | None]] = {
+            Do.SURVEY: self._survey,
+            Do.AWAIT_WORKERS: lambda: self._starts.await_workers(self.state.budget.min_workers),
+            Do.ASK_PROGRESS: self.forming.ask_progress,
+            Do.START_GROUP: self.forming.start_group,
+            Do.SAVE_STATE: self._calls.save,
+            Do.RETURN_OUTCOMES: lambda: None,  # `run` returns them
+            Do.RAISE_ERROR: self._raise_error,
+            Do.KILL_STUCK: self._calls.kill_stuck,
+            Do.INTERRUPT_CALL: self._calls.interrupt,
+            Do.ABANDON_CALL: self._calls.abandon,
+            Do.REMOVE_LOST: self._remove_lost,
+            Do.COLLECT_DEPARTING: lambda: self.forming.collect_departing(self.members),
+            Do.RESCUE_STATE: self._rescue_state,
+            Do.RESTART: self._starts.restart,
+            Do.DISCARD_WORKERS: context.discard_members,
+            Do.DROP_NEWCOMERS: self.forming.drop_newcomers,
+            Do.STOP_REPLACEMENTS: self._scale_up.stop,
+            Do.NOTE_START: lambda: self._starts.note_start(self.state.budget.has_begun),
+        }
 
     # ---- life
 
@@ -227,52 +247,17 @@ class Controller:
 
     def _handler(self, action: machine.Action) -> Callable[[], Event | None]:
         """Return the function that executes an action. The last one returns the next event."""
-        budget = self.state.budget
         match action:
-            case Do.SURVEY:
-                return self._survey
-            case Do.AWAIT_WORKERS:
-                return partial(self._starts.await_workers, budget.min_workers)
-            case Do.ASK_PROGRESS:
-                return self.forming.ask_progress
+            case Do():
+                return self._handlers[action]
             case machine.FormGroup():
                 return partial(self.forming.form_group, action)
-            case Do.START_GROUP:
-                return self.forming.start_group
-            case Do.RESCUE_STATE:
-                return self._rescue_state
             case machine.RunCall():
                 return partial(self._calls.run, action)
-            case Do.SAVE_STATE:
-                return self._calls.save
-            case Do.KILL_STUCK:
-                return self._calls.kill_stuck
-            case Do.INTERRUPT_CALL:
-                return self._calls.interrupt
-            case Do.ABANDON_CALL:
-                return self._calls.abandon
-            case Do.REMOVE_LOST:
-                return self._remove_lost
-            case Do.COLLECT_DEPARTING:
-                return partial(self.forming.collect_departing, self.members)
-            case Do.DROP_NEWCOMERS:
-                return self.forming.drop_newcomers
-            case Do.DISCARD_WORKERS:
-                return self._context.discard_members
             case machine.GiveUpState(why):
                 return partial(self._give_up_state, why)
-            case Do.RESTART:
-                return self._starts.restart
-            case Do.NOTE_START:
-                return partial(self._starts.note_start, budget.has_begun)
-            case Do.STOP_REPLACEMENTS:
-                return self._scale_up.stop
             case machine.Fail():
                 return partial(self._fail, action)
-            case Do.RAISE_ERROR:
-                return self._raise_error
-            case Do.RETURN_OUTCOMES:
-                return lambda: None  # `run` returns them
 
     # ---- calls
 

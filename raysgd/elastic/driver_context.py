@@ -16,7 +16,8 @@ from raysgd.elastic.journal import Journal
 from raysgd.elastic.pauses import Pauses
 from raysgd.elastic.policies import Recovery
 from raysgd.elastic.preemption import PreemptionWatch
-from raysgd.elastic.scale_up import Replacement, ScaleUp
+from raysgd.elastic.replacement import Replacement
+from raysgd.elastic.scale_up import ScaleUp
 from raysgd.elastic.snapshots import SnapshotKeeper
 
 __all__ = ["DriverContext"]

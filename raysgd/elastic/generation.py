@@ -24,8 +24,8 @@ from raysgd.elastic.machine import (
     WorkersLost,
 )
 from raysgd.elastic.policies import assign_contexts
+from raysgd.elastic.replacement import Replacement
 from raysgd.elastic.requests import ExportReplicaRequest, ImportReplicaRequest, LoadRequest
-from raysgd.elastic.scale_up import Replacement
 from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
 
 __all__ = ["GroupForming"]

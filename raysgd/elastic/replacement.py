@@ -1,0 +1,160 @@
+"""One worker that starts, from a slot to a worker that is ready to join the group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, Literal
+
+from raysgd._internal.context import WorkerContext
+from raysgd.cluster.group_options import COME_UP_S, WAIT_LONGER
+from raysgd.cluster.worker import Outcome
+from raysgd.cluster.worker_group import WorkerGroup
+from raysgd.cluster.worker_handle import WorkerHandle
+from raysgd.elastic.policies import assign_contexts
+from raysgd.errors import RemoteTraceback, WorkerTimeoutError
+
+__all__ = ["Goal", "Replacement", "Step"]
+
+_LOOK_EVERY_S = 0.25
+"""How often to ask whether there is room for a worker."""
+
+Goal = Literal["room", "process", "setup"]
+Step = Literal["come up", "start", "set up", "join"]
+
+
+class Replacement:
+    """A worker that starts.
+
+    Args:
+        group: starts the worker.
+        slot: its place.
+        rank: its rank in the group, most likely.
+        size: size of the group then.
+        generation: number of the newest generation.
+        created: arguments of the worker's ``create``.
+        timeout_s: bound of each step from ``create`` on.
+        replaces_lost: whether it replaces a lost worker.
+        goal: when it is ready: after its ``setup`` alone, after ``create`` if all set up together,
+            or as soon as it has room if all workers will restart.
+    """
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        slot: Any,
+        rank: int,
+        size: int,
+        generation: int,
+        created: Sequence[Any],
+        timeout_s: float,
+        replaces_lost: bool,
+        goal: Goal = "setup",
+    ) -> None:
+        self._group = group
+        self.slot = slot
+        self.rank = rank
+        self._size = size
+        self._generation = generation
+        self._created = created
+        self._timeout_s = timeout_s
+        self._goal = goal
+        self._life = self._live()
+        self.replaces_lost = replaces_lost
+        self.context: WorkerContext | None = None
+        """The context that its process was prepared for; None before that."""
+        self.member: WorkerHandle | None = None
+        self.step: Step = "come up"
+        """Its current step, or the one in which it failed."""
+        self.is_ready = False
+        self.error: BaseException | None = None
+
+    def advance(self) -> None:
+        """Take the next step if that is possible without waiting."""
+        if self.is_ready or self.error is not None:
+            return
+        try:
+            next(self._life)
+        except StopIteration:
+            self.is_ready, self.step = True, "join"
+        except BaseException as error:
+            self.error = error  # after Ctrl-C too: the generator has ended
+            from_worker = isinstance(error.__cause__, RemoteTraceback)
+            if not isinstance(error, Exception) and not from_worker:
+                raise
+
+    def set_up_alone(self, generation: int) -> None:
+        """Set up alone, even if the process is ready to set up with others."""
+        self._goal, self._generation = "setup", generation
+        if self.is_ready:
+            self.is_ready, self._life = False, self._results(self._asked_to_set_up())
+
+    def _wait_for_slot(self) -> Iterator[None]:
+        looked = 0.0
+        while True:
+            if self._group.clock.monotonic() - looked >= _LOOK_EVERY_S:
+                looked = self._group.clock.monotonic()
+                if self.slot.is_ready:
+                    return
+            yield
+
+    def _live(self) -> Iterator[None]:
+        """Reach the goal step by step; yield while there is something to wait for."""
+        yield from self._wait_for_slot()
+        if self._goal == "room":
+            return
+        self.member = member = self._group.new_member(self.slot)
+        if not member.info.node_ip:  # known for the driver's own worker
+            place = member.control("info")
+            limit_s = max(self._group.options.start_timeout_s, COME_UP_S)
+            yield from self._until(place, "come up", limit_s)
+            member.locate(place.result())
+            if self.slot in self._group.suspects:
+                self._group.suspects.remove(self.slot)
+        asked: list[tuple[Step, Future[Outcome]]]
+        asked = [("start", member.work("create", *self._created))]
+        if self._goal == "process":
+            yield from self._results(asked)
+            asked = []
+        if self._goal == "setup":  # all calls are queued on the worker
+            yield from self._results(asked + self._asked_to_set_up())
+
+    def _asked_to_set_up(self) -> list[tuple[Step, Future[Outcome]]]:
+        assert self.member is not None
+        if self.context is None:
+            (alone,) = assign_contexts(
+                [self.member.info],
+                generation=self._generation,
+                distributed=self._group.options.num_workers > 1,
+                num_cpus=self._group.options.num_cpus,
+            )
+            self.context = replace(alone, world_rank=self.rank, world_size=self._size)
+        # a process cannot change which GPUs it sees
+        context = self.context = replace(self.context, generation=self._generation)
+        # both are one step: if the process dies in the second call, both answers may be lost
+        return [
+            ("set up", self.member.work("prepare", context)),
+            ("set up", self.member.work("enter", context, None, None, True)),
+        ]
+
+    def _results(self, asked: Sequence[tuple[Step, Future[Outcome]]]) -> Iterator[None]:
+        for step, answer in asked:
+            yield from self._until(answer, step, self._timeout_s)
+            outcome = answer.result()
+            if outcome.kind != "ok":
+                raise outcome.exception()
+
+    def _until(self, answer: Future[Any], step: Step, timeout_s: float) -> Iterator[None]:
+        self.step = step
+        deadline = self._group.clock.monotonic() + timeout_s
+        while not answer.done():
+            if self._group.clock.monotonic() > deadline:
+                advice = WAIT_LONGER if step == "come up" else "To wait longer, raise timeout_s."
+                raise WorkerTimeoutError(
+                    f"Waited {timeout_s:g} s for a worker to {step}, in vain for worker "
+                    f"{self.rank}. {advice}",
+                    ranks=[self.rank],
+                    waited_s=timeout_s,
+                )
+            yield
