@@ -17,19 +17,18 @@ __all__ = ["Attempt"]
 _ROOT_CAUSE_S = 0.5
 """How long to look for the reason of a failed collective before the others are interrupted."""
 _OWN_STOP_S = 0.05
-"""The same where no worker has failed, and the driver stops them: for a pause that came too late,
-say."""
+"""The same if no worker has failed and the driver interrupts them, such as for a late pause."""
 _RETURN_S = 0.7
-"""How long interrupted workers may take before the caller gets the exception without them."""
+"""Seconds for interrupted workers to return before the caller gets the exception."""
 _NODE_LOSS_S = 10.0
-"""How long Ray may take to notice that a node is gone, when all that is left of it is silence."""
+"""Seconds in which Ray notices a lost node, if all that the driver sees is silence."""
 
 
 class Attempt:
     """Collects the outcomes of one call.
 
-    The first failure of user code in time is the reason of the others: whoever waits for that
-    worker fails after it. A lost worker is a reason too. A failed collective is none.
+    The first failure of user code is the cause of later ones, because the other workers wait for
+    that worker. A lost worker is a cause too. A failed collective is not.
     """
 
     def __init__(self, futures: Mapping[WorkerHandle, Future[Outcome]], clock: Clock) -> None:
@@ -42,9 +41,9 @@ class Attempt:
         self.lost: dict[WorkerHandle, BaseException] = {}
         self.first_error: tuple[WorkerHandle, Outcome] | None = None
         self.interrupted_by_us = False
-        """Whether the workers were stopped though none had failed."""
+        """Whether the driver interrupted the workers though none had failed."""
         self.unanswered: BaseException | None = None
-        """Why the outcome of a worker will never come that may live, and is to be asked again."""
+        """The error of a worker that may live, but whose outcome will never come."""
 
     @property
     def pending(self) -> dict[WorkerHandle, Future[Outcome]]:
@@ -65,16 +64,12 @@ class Attempt:
 
     @property
     def paused(self) -> bool:
-        """Whether workers have stopped at the step at which they were asked to."""
+        """Whether workers have paused at the requested step."""
         return any(o.kind == "paused" for o in self.outcomes.values())
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until a worker returns, at most `timeout_s`, and note what it returned.
-
-        Returns:
-            Whether one has.
-        """
-        # in the order in which they came, and in a time that does not grow with those to come
+        """Wait for an outcome, at most `timeout_s`; return whether one has come."""
+        # in their order, and in a time that does not depend on the number of pending ones
         done = []
         with contextlib.suppress(Empty):
             done.append(self._done.get(timeout=max(0.0, timeout_s)))
@@ -100,13 +95,13 @@ class Attempt:
         return bool(done)
 
     def give_up(self, member: WorkerHandle, error: BaseException) -> None:
-        """Wait no longer for a worker: it counts as lost."""
+        """Declare a worker lost."""
         self._pending = {f: m for f, m in self._pending.items() if m is not member}
         self.lost[member] = error
 
     def find_cause(self, interrupt: Callable[[], None]) -> None:
-        """Find the reason of a failure, and bring the other workers back by `interrupt`."""
-        # the peers of a dead worker see a broken connection before Ray tells of its death
+        """Find the cause of a failure, and stop the other workers by `interrupt`."""
+        # the peers of a dead worker see a broken connection before Ray reports its death
         reason_s = _OWN_STOP_S if self.interrupted_by_us else _ROOT_CAUSE_S
         self._settle_until(reason_s, lambda: self.has_cause)
         interrupt()
@@ -125,7 +120,7 @@ class Attempt:
         return bool(self.lost) or self.first_error is not None
 
     def error(self) -> BaseException:
-        """Return the exception to raise for a failure that is no loss."""
+        """Return the exception to raise for a failure without a lost worker."""
         if self.first_error is not None:
             return self.first_error[1].exception()
         stopped = ("communication", "stopped", "cut off")

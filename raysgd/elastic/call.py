@@ -1,4 +1,4 @@
-"""A call on the workers, as a value: what it is to reach, and what has been seen of it."""
+"""A call on the workers, as a value: its goal, and its losses so far."""
 
 from __future__ import annotations
 
@@ -22,35 +22,33 @@ class Call:
 
     request: Request = field(default_factory=Request)
     rank: int | None = None
-    """The only worker to call; None: all."""
+    """The only worker to call; None for all."""
     max_losses: float = 0
-    """How often workers may be lost in it; ``math.inf`` for as often as they are."""
+    """How often workers may be lost; ``math.inf`` for no limit."""
     any_size: bool = False
-    """Whether fewer workers than ``min_workers`` will do."""
+    """Whether fewer workers than ``min_workers`` are enough."""
     has_batches: bool = False
-    """Whether workers finish batches in it; one that does not is stuck."""
+    """Whether workers finish batches, so that one that does not is stuck."""
     can_pause: bool = False
-    """Whether it can pause at a step, for replacement workers to join there."""
+    """Whether it can pause at a step, where replacement workers join."""
     on_wait: Callable[[Sequence[Progress]], None] | None = None
-    """Called with every worker's progress while it runs."""
+    """Called with the progress of all workers while it runs."""
     catch_up: Callable[[Progress], Call | None] | None = None
-    """Returns the call that trains so far again, to be made before this one where all workers were
-    lost and took steps with them; None: this one does not need these steps, or redoes them."""
+    """Returns the call that repeats steps which were lost with all workers; None if this call does
+    not need them, or repeats them itself."""
 
     farewell: Request | None = None
     """Request for the metrics of a worker that leaves during the call."""
     at_once: bool = False
-    """Whether callbacks that save are to do so as soon as can be, since workers are going."""
+    """Whether callbacks save as soon as possible, because workers will leave."""
 
     num_splits: int = 0
-    """How often workers ran out of memory in it, so that it was made again with smaller batches."""
+    """How often workers ran out of memory, so that it was repeated with smaller batches."""
     num_losses: int = 0
-    """How often workers were lost in it."""
     causes: list[str] = field(default_factory=list)
-    """What each worker was lost by in it."""
+    """The cause of each lost worker."""
     metrics_start_step: dict[WorkerHandle, int] = field(default_factory=dict)
-    """Committed steps when a worker began to measure: what it has measured of the call since then
-    is in its process alone, and lost with it."""
+    """Committed steps when a worker began to measure. Its metrics since then are lost with it."""
     departed_results: list[Any] = field(default_factory=list)
     """Metrics of workers that left during the call."""
     num_missing: int = 0
@@ -59,13 +57,10 @@ class Call:
 
     @property
     def may_repeat(self) -> bool:
-        """Whether it may be made again where workers were stopped in it."""
+        """Whether it may be repeated after the driver interrupted it."""
         return self.has_batches or self.max_losses > 0
 
     def begin(self, members: Sequence[WorkerHandle], progress: Progress) -> None:
-        """Note how far training is as the part reaches its workers for the first time.
-
-        A call to train makes its goal absolute here.
-        """
+        """Prepare to be sent for the first time. A call of train makes its goal absolute here."""
         since = dict.fromkeys(members, progress.global_step)
         self.metrics_start_step = since | self.metrics_start_step

@@ -28,13 +28,7 @@ _ASK_AGAIN_S = 0.05
 
 
 class Commands:
-    """Sends the members what concerns all of them, and knows which are busy.
-
-    Args:
-        group: the workers.
-        journal: knows the generation.
-        check_open: raises if the workers were shut down.
-    """
+    """Sends requests to all members, and knows which of them are busy."""
 
     def __init__(
         self, group: WorkerGroup, journal: Journal, check_open: Callable[[], None]
@@ -46,7 +40,7 @@ class Commands:
         self.busy: dict[WorkerHandle, Future[Outcome]] = {}
         """Workers that had not returned when the driver stopped waiting for their call."""
         self.entering: list[WorkerHandle] = []
-        """Workers that are about to be in a generation."""
+        """Workers that are entering a generation."""
 
     def ask_progress(self) -> dict[WorkerHandle, Progress]:
         """Return the progress of every member that answers, while they are busy."""
@@ -55,7 +49,7 @@ class Commands:
         return {m: f.result() for m, f in asked.items() if f.done() and f.exception() is None}
 
     def pause_at(self, step: int | None) -> list[Future[int]]:
-        """Send all members the step at which to stop; return their answers."""
+        """Send all members the step at which to pause; return their answers."""
         number = self._journal.generation
         answers = [m.control("pause_at", number, step) for m in self._group.members]
         self._clock.wait(answers, ANSWER_S)
@@ -94,14 +88,14 @@ class Commands:
         return [future.result() for future in asked if _error_of(future) is None]
 
     def ask_all(self, members: Sequence[WorkerHandle], request: Request) -> list[Any]:
-        """Return what idle members answer; nothing if one of them does not, or has nothing."""
+        """Return the answers of idle members; an empty list if one is missing or None."""
         given = [value_of(outcome) for outcome in self.ask(members, request)]
         return given if len(given) == len(members) and None not in given else []
 
     def reach(
         self, members: Iterable[WorkerHandle]
     ) -> tuple[dict[WorkerHandle, Progress], dict[WorkerHandle, BaseException]]:
-        """Return the progress of workers, and which are lost: those that are silent are killed."""
+        """Return the progress of workers, and the lost ones. Silent workers are killed."""
         asked = {member: member.control("progress") for member in members}
         deadline = self._clock.monotonic() + SILENCE_S
         while True:
@@ -130,7 +124,6 @@ def value_of(outcome: Outcome) -> Any:
 
 
 def _error_of(answer: Future[Any]) -> BaseException | None:
-    """Return why a call failed, which may be silence."""
     return answer.exception() if answer.done() else silence()
 
 

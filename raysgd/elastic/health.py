@@ -1,7 +1,6 @@
-"""Watching a call that is under way: its progress, workers that hang, workers that wait in vain.
+"""Watches a call: its progress, workers that hang, and collectives that cannot end.
 
-A worker that is dead is not found here, but by Ray's error, in `attempt.py`; what follows from it
-is decided in `controller.py`.
+Dead workers are not detected here: Ray's error reaches `attempt.py`, and `machine.py` decides.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ __all__ = ["IN_COMPILER", "HealthMonitor", "Heartbeats", "await_stragglers"]
 logger = logging.getLogger(__name__)
 
 _UNEVEN_S = 30.0
-"""After how long to say that workers which are done wait for others."""
+"""Seconds after which to log that some workers have returned and others have not."""
 _STANDSTILL_S = 60.0
-"""After how long without a batch to show what all workers are doing."""
+"""Seconds without a batch after which to log the stacks of all workers."""
 _STACKS_S = 2.0
-"""How long a worker may take to show its stack; one that is stopped never does."""
+"""Seconds that a worker has to send its stacks. A stopped process never does."""
 _MENTION_STRAGGLER_S = 5.0
-"""After how long to say that workers are still busy with a call that was given up."""
+"""Seconds after which to log that workers are busy with a call that was interrupted."""
 _IN_VAIN_S = 0.7
-"""After how long a collective that cannot end is given up."""
+"""Seconds after which a collective that cannot end is interrupted."""
 _IN_COLLECTIVE = (
     "_engine_run_backward",
     "distributed_c10d",
@@ -44,14 +43,13 @@ _IN_COLLECTIVE = (
     "quick_execute",  # TensorFlow's; from outside a collective in a graph looks like the rest of it
 )
 
-IN_COMPILER = ("convert_frame.py", "compile_fx.py")  # torch's, forward and backward
+IN_COMPILER = ("convert_frame.py", "compile_fx.py")  # of PyTorch, forward and backward
 
 
 class Heartbeats:
-    """Asks workers again and again, and knows who does not answer: a stopped process, mostly.
+    """Asks workers repeatedly, and knows which do not answer, such as stopped processes.
 
-    It is used while a group makes a new generation. During a call ``hang_timeout_s`` is what finds
-    a worker that stands still.
+    It is used while workers enter a generation. During a call ``hang_timeout_s`` detects them.
     """
 
     def __init__(self, silence_s: float) -> None:
@@ -59,7 +57,7 @@ class Heartbeats:
         self._asked: dict[WorkerHandle, tuple[float, Future[Any]]] = {}
 
     def silent(self, members: Iterable[WorkerHandle], now: float) -> list[WorkerHandle]:
-        """Return those that have not answered for so long; never waits."""
+        """Return the workers that have not answered for `silence_s`, without waiting."""
         found = []
         for member in members:
             asked = self._asked.get(member)
@@ -73,13 +71,7 @@ class Heartbeats:
 class HealthMonitor(Feature):
     """Watches one attempt at a call.
 
-    Args:
-        attempt: the attempt.
-        ranks: of the members, for messages.
-        hang_timeout_s: seconds without a finished batch after which a worker counts as stuck; None
-            for never.
-        clock: by which it measures them.
-        has_batches: whether the call has batches at all.
+    A worker counts as stuck after `hang_timeout_s` without a batch, if the call has batches.
     """
 
     def __init__(
@@ -131,10 +123,10 @@ class HealthMonitor(Feature):
             )
 
     def in_vain(self, progress: Mapping[WorkerHandle, Progress]) -> str | None:
-        """Say who waits in a collective for whom, if that can never end; else return None.
+        """Return a message if workers wait in a collective that cannot end; else None.
 
-        It can never end where each worker that is still busy waits in a collective of all workers,
-        and each of the others has returned: those do nothing until all have returned.
+        It cannot end if each busy worker waits in a collective of all workers, and all others have
+        returned: they do nothing until the next call.
         """
         now = self._clock.monotonic()
         unknown = Progress()
@@ -144,7 +136,7 @@ class HealthMonitor(Feature):
             not returned
             or None in waiting.values()
             or not all(p.blocked_on_driver for p in returned.values())
-            # a worker that has returned may have started a collective that still goes on
+            # a worker that has returned may have started a collective that is still running
             or any(p.collective is not None for p in returned.values())
         ):
             self._waiting = {}
@@ -160,9 +152,9 @@ class HealthMonitor(Feature):
         return None
 
     def stuck(self, progress: Mapping[WorkerHandle, Progress]) -> list[WorkerHandle] | None:
-        """Return None as long as the call moves; else log every stack, and return who is stuck.
+        """Return None while the call makes progress; else log all stacks, and return stuck workers.
 
-        The list is empty where all wait for each other. Nobody is stuck while one compiles.
+        The list is empty if all wait for each other. No worker is stuck while one compiles.
         """
         if not self._has_batches:
             return None
@@ -182,7 +174,7 @@ class HealthMonitor(Feature):
         return None
 
     def _show_stacks(self) -> dict[WorkerHandle, str | None] | None:
-        """Show what each worker is doing, and return it; None where torch compiles in one."""
+        """Log the stacks of all workers and return them; None if PyTorch compiles in one."""
         stacks = _ask_stacks(self._attempt.pending, self._clock)
         seconds = self._clock.monotonic() - self._moved_at
         compiling = [m for m, text in stacks.items() if any(s in (text or "") for s in IN_COMPILER)]
@@ -205,7 +197,7 @@ class HealthMonitor(Feature):
             for member, text in stacks.items()
             if text is not None and not any(sign in text for sign in _IN_COLLECTIVE)
         ]
-        # those that wait in a collective wait for one that is elsewhere
+        # workers in a collective wait for a worker that is not in it
         return silent or [member for member in apart if member.remote]
 
     def _listed(self, members: Iterable[WorkerHandle]) -> str:
@@ -215,12 +207,11 @@ class HealthMonitor(Feature):
 def _stacks_of(
     members: Iterable[WorkerHandle], ranks: Mapping[WorkerHandle, int], clock: Clock
 ) -> str:
-    """Return what the threads of workers are doing, as text."""
     return _described(_ask_stacks(members, clock), ranks)
 
 
 def _ask_stacks(members: Iterable[WorkerHandle], clock: Clock) -> dict[WorkerHandle, str | None]:
-    """Return the stacks of each worker; None where it does not answer."""
+    """Return the stacks of each worker; None if it does not answer."""
     asked = {member: member.control("stacks") for member in members}
     clock.wait(asked.values(), _STACKS_S)
     return {
@@ -243,10 +234,10 @@ def await_stragglers(
     clock: Clock,
     patience_s: float,
 ) -> dict[WorkerHandle, BaseException]:
-    """Wait for workers that are busy with a call that was given up; return those that are lost.
+    """Wait for workers that are busy with an interrupted call; return those that are lost.
 
-    `busy` loses those that have returned, also where Ctrl-C ends the wait. Those that are left
-    after `patience_s` are lost too.
+    Workers that have returned are removed from `busy`, even if Ctrl-C ends the wait. Workers that
+    are busy after `patience_s` are lost.
     """
     stragglers = Attempt(busy, clock)
     deadline = clock.monotonic() + patience_s

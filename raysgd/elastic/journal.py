@@ -21,20 +21,14 @@ _LOGGED_ELSEWHERE = ("lost", "hung", "grown", "restarted", "waiting", "newcomer_
 
 
 class Journal:
-    """Keeps ranks, generation, and progress, and records events.
-
-    Args:
-        group: the workers.
-        survivors_stay: whether the others keep their processes after a loss.
-    """
+    """Keeps ranks, generation, and progress, and records events."""
 
     def __init__(self, group: WorkerGroup, survivors_stay: bool) -> None:
         self._group = group
         self._survivors_stay = survivors_stay
         self.ranks: dict[WorkerHandle, int] = {}
-        """Ranks of the members, also of those that were lost since the last generation."""
+        """Ranks of the members, with those that were lost since the last generation."""
         self.generation = 0
-        """Number of the newest generation."""
         self.progress = Progress()
         """How far training is, as the workers last returned it."""
         self.seen_step = 0
@@ -44,12 +38,12 @@ class Journal:
         self.error: BaseException | None = None
         """Why the newest attempt failed, if no member is lost."""
         self.events: list[Event] = []
-        """What happened to the group, oldest first."""
+        """Oldest first."""
         self.on_event: Callable[[], None] | None = None
         """Called after each event, in the thread that called the controller."""
 
     def number(self, members: Sequence[WorkerHandle]) -> None:
-        """Give workers their ranks."""
+        """Assign ranks to workers."""
         self.ranks = {member: rank for rank, member in enumerate(members)}
 
     def listed(self, members: Iterable[WorkerHandle]) -> str:

@@ -25,19 +25,16 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """How a group goes on after a failure."""
+    """How a group continues after a failure."""
 
     survivors_stay: bool
-    """Whether workers that are left after a loss keep their processes and their state. Otherwise
-    all start anew."""
+    """Whether survivors of a loss keep their processes and state. Otherwise all restart."""
     rejoins: bool
-    """Whether, where nobody is lost, workers make a new process group in their processes. Otherwise
-    all start anew then, too."""
+    """Whether a process can be in a second process group. Otherwise any failure restarts all."""
     rescues_state: bool
-    """Whether all that start anew go on with the state of a worker that was left. Otherwise they go
-    on from the snapshot."""
+    """Whether a restart continues from the state of a survivor. Otherwise from the snapshot."""
     replaces: bool
-    """Whether replacement workers can take the state of the others and go on with them."""
+    """Whether replacement workers can take the state of the others and join them."""
 
     @property
     def joins(self) -> bool:
@@ -46,13 +43,13 @@ class Recovery:
 
 
 def recovery(*, rejoins: bool, in_place: bool, can_join: bool) -> Recovery:
-    """Return how a group goes on after a failure.
+    """Return how a group continues after a failure.
 
     Args:
-        rejoins: whether a process that was in one process group can be in another.
+        rejoins: whether a process can be in a second process group.
         in_place: `ElasticConfig.in_place`.
-        can_join: whether what the workers do can be joined while it is under way: training by an
-            operator can, a training function cannot.
+        can_join: whether workers can join during a call, as with operators. They cannot join a
+            training function.
 
     >>> recovery(rejoins=True, in_place=True, can_join=True).survivors_stay
     True
@@ -70,10 +67,10 @@ def recovery(*, rejoins: bool, in_place: bool, can_join: bool) -> Recovery:
 def assign_contexts(
     infos: Sequence[WorkerInfo], *, generation: int, distributed: bool, num_cpus: float
 ) -> list[WorkerContext]:
-    """Give every worker its ranks: world ranks in the order given, local ranks node by node.
+    """Assign ranks: world ranks in the order of `infos`, local ranks by node.
 
-    GPUs of a node are visible to all of its workers, in one order, so that NCCL can use the
-    direct paths between them; each worker gets the index of its own.
+    All workers of a node see all of its GPUs in one order, so that NCCL can use direct paths
+    between them. Each worker gets the index of its own GPU.
     """
     nodes = list(dict.fromkeys(info.node_id for info in infos))
     gpus = {
@@ -109,8 +106,8 @@ def assign_contexts(
 def choose_leader(progress: Sequence[Progress]) -> int:
     """Return the rank whose state counts: the lowest of those with most committed steps.
 
-    One survivor may have finished the step in which another failed; its update must not be lost.
-    A partly updated state counts only if there is no other.
+    A survivor may have finished the step in which another worker failed. That update must not be
+    lost. A partly updated state counts only if there is no other.
 
     >>> choose_leader([Progress(global_step=4), Progress(global_step=5), Progress(global_step=5)])
     1
@@ -123,9 +120,9 @@ def choose_leader(progress: Sequence[Progress]) -> int:
 
 
 def furthest(progress: Sequence[Progress]) -> Progress:
-    """Return how far the group is: the leader's progress, with the samples that most know of.
+    """Return the leader's progress, with the highest count of covered samples.
 
-    Replacement workers do not know what was trained on in a call before they joined.
+    Replacement workers do not count samples of the call from before they joined.
     """
     leader = progress[choose_leader(progress)]
     covered = [p.num_covered for p in progress if p.num_covered is not None]
@@ -133,9 +130,9 @@ def furthest(progress: Sequence[Progress]) -> Progress:
 
 
 def backoff_s(attempt: int, config: ElasticConfig, draw: float) -> float:
-    """Return how long to wait, in seconds, after failed try `attempt` (from 0).
+    """Return the seconds to wait after failed try `attempt` (from 0).
 
-    Exponential, capped, then varied by the jitter; `draw` is a random number in 0..1.
+    They grow exponentially up to `max_s`, and vary by the jitter; `draw` is in 0..1.
 
     >>> [backoff_s(n, ElasticConfig(max_s=5.0), draw=0.5) for n in range(4)]
     [1.0, 2.0, 4.0, 5.0]
@@ -148,7 +145,7 @@ def backoff_s(attempt: int, config: ElasticConfig, draw: float) -> float:
 
 
 def may_resize(now: float, last_resize: float, replaces_lost: bool, config: ElasticConfig) -> bool:
-    """Whether workers that are ready may join now; times in seconds of one clock."""
+    """Return whether ready workers may join now; times are seconds of one clock."""
     return replaces_lost or now - last_resize >= config.resize_cooldown_s
 
 
@@ -160,18 +157,18 @@ def who_leaves(
     min_workers: int,
     margin_s: float,
 ) -> list[int]:
-    """Return which of the workers that are announced to go leave at the next step.
+    """Return which of the workers under preemption leave at the next step.
 
-    Whoever has a successor leaves at once, and whoever has none when `margin_s` is left to it. One
-    stays in any case, since it has the state, unless a single worker has its successor; and
-    ``min_workers`` stay.
+    A worker with a successor leaves immediately, and one without leaves `margin_s` before its
+    deadline. ``min_workers`` stay, and at least one that has the state stays, unless a single
+    worker has a successor.
 
     Args:
-        left_s: the seconds that each of them has left, by rank.
-        num_workers: how many workers there are now.
+        left_s: seconds to the deadline of each of these workers, by rank.
+        num_workers: the size of the group now.
         num_ready: how many replacement workers can join.
         min_workers: the fewest workers to train with.
-        margin_s: how long leaving may take.
+        margin_s: seconds that leaving may take.
 
     >>> who_leaves({0: 20, 2: 10}, num_workers=3, num_ready=1, min_workers=1, margin_s=3)
     [2]
@@ -189,10 +186,10 @@ def who_leaves(
 
 
 def pause_step(progress: Sequence[Progress], notice_s: float = 0.1) -> int:
-    """Return a step at which all workers can stop together.
+    """Return a step at which all workers can pause together.
 
-    Workers that average gradients are never more than one step apart. The step is so far ahead
-    that all hear of it in time: `notice_s` seconds, and two steps.
+    Workers that average gradients are at most one step apart. The step is `notice_s` seconds and
+    two steps ahead, so that all workers learn of it in time.
 
     >>> pause_step([Progress(global_step=7, step_s=0.05), Progress(global_step=8, step_s=0.05)])
     12

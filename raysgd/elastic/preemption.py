@@ -1,4 +1,4 @@
-"""Workers that are going to be taken away: who they are, what they learn, and when they leave."""
+"""Preemption: which workers will be taken away, and when they leave the group."""
 
 from __future__ import annotations
 
@@ -24,12 +24,9 @@ _LEAVE_S = 3.0
 
 
 class PreemptionWatch(Feature):
-    """Watches the notices of preemption, and decides which workers leave.
+    """Watches notices of preemption, and decides which workers leave.
 
-    Args:
-        group: the workers and their notices.
-        journal: records the notices.
-        replaces: whether replacement workers can take the place of those that leave.
+    With `replaces`, replacement workers can take over from those that leave.
     """
 
     def __init__(self, group: WorkerGroup, journal: Journal, replaces: bool) -> None:
@@ -40,12 +37,12 @@ class PreemptionWatch(Feature):
         self._step_s = 0.0
         self._known: set[WorkerHandle] = set()
         self._announced: tuple[int, Preemption] | None = None
-        """The generation that was notified last, and of what."""
+        """The last notification of the members, with its generation."""
         self.must_save = False
         """Whether to save soon: workers leave before any worker can replace them."""
 
     def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:
-        """Note that a node, or a worker, is going to be taken away; in any thread.
+        """Accept the notice that a node or a worker will be taken away, in any thread.
 
         Raises:
             ValueError: if there is no such node or worker, or it is the driver's process.
@@ -112,11 +109,11 @@ class PreemptionWatch(Feature):
 
     @property
     def _leave_s(self) -> float:
-        """How long before its time a worker leaves that has no successor."""
+        """Seconds before its deadline in which a worker without a successor leaves."""
         return _LEAVE_S + 4 * self._step_s
 
     def who_leaves(self, num_ready: int) -> list[WorkerHandle]:
-        """Return the members that leave at the next step, with so many replacements ready."""
+        """Return the members that leave at the next step if so many replacements are ready."""
         leaving = self._group.leaving()
         if not leaving or not self._replaces:
             return []
@@ -131,7 +128,7 @@ class PreemptionWatch(Feature):
         return [member for member in leaving if rank_of[member] in ranks]
 
     def give_up_silent(self, attempt: Attempt) -> None:
-        """Declare silent workers lost whose time is over, as was announced."""
+        """Declare silent workers lost whose announced time is over."""
         now = self._clock.time()
         for member, notice in self._group.leaving().items():
             watch = member.watch

@@ -1,4 +1,4 @@
-"""The driver's copy of the state, for the case that all workers are lost."""
+"""The snapshot of the state on the driver, for the case that all workers are lost."""
 
 from __future__ import annotations
 
@@ -18,13 +18,10 @@ __all__ = ["SnapshotKeeper", "with_shares"]
 
 
 class SnapshotKeeper(Feature):
-    """Fetches snapshots while training goes on, and keeps the newest that has arrived.
+    """Fetches snapshots during training, and keeps the newest that has arrived.
 
-    It has to be here: what a worker keeps, in its memory or in Ray's store, dies with it.
-
-    Args:
-        of_driver: whether to fetch them also from a worker in the driver's process.
-        group: the workers; needed by `poll` only.
+    The driver keeps it, because a worker's memory and its objects in Ray's store die with it. With
+    `of_driver`, it fetches from a worker in the driver's process too. `group` is for `poll` only.
     """
 
     def __init__(self, of_driver: bool = False, group: WorkerGroup | None = None) -> None:
@@ -36,15 +33,12 @@ class SnapshotKeeper(Feature):
         self._coming: tuple[int, list[Future[bytes | None]]] | None = None
 
     def set(self, state: Mapping[str, Any], step: int = -1) -> None:
-        """Keep a state that the driver has anyway: one that was loaded, or that of so many steps.
-
-        Snapshots of fewer steps are no newer ones.
-        """
+        """Keep a state that the driver has. Only snapshots of more steps than `step` replace it."""
         self._state, self._pickled, self._coming = state, [], None
         self._step = step
 
     def outdate(self) -> None:
-        """Fetch the next snapshot in any case: of as many steps there will be another one."""
+        """Fetch the next snapshot even if it has as many steps as this one."""
         self._step, self._coming = -1, None
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
@@ -74,18 +68,13 @@ class SnapshotKeeper(Feature):
         progress: Progress,
         others: Mapping[WorkerHandle, Progress] | None = None,
     ) -> None:
-        """Fetch the snapshot that `member` holds, if it is a newer one.
+        """Fetch the snapshot of `member` if it is newer, without waiting.
 
-        Does not wait, but that of the driver's own worker is pickled here. Of a divided state all
-        members hold a share: theirs have to be of one step, and are fetched together.
-
-        Args:
-            member: the first of those that answer.
-            progress: what it said.
-            others: what the others said; None where some said nothing.
+        All members hold a shard of a sharded state. Their shards must be of one step, and are
+        fetched together. `others` is the progress of the others; None if some do not answer.
         """
         self._receive()
-        if progress.snapshot is None:  # the one it had is out of date, at whatever step it was
+        if progress.snapshot is None:  # its last snapshot is outdated, whatever its step
             self._step = -1
         step = progress.snapshot
         if self._coming is not None or step is None or step <= self._step:
@@ -117,7 +106,7 @@ class SnapshotKeeper(Feature):
 
 
 def with_shares(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the state of rank 0 with the shares of all, from what each worker has by rank."""
+    """Return the state of rank 0 with the shards of all ranks."""
     state = states[0]
     if not isinstance(state, Mapping) or "shares" not in state:
         return state

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _START_TICK_S = 0.01
 """How often to look at workers that come up while there is no group."""
 _BUSY_TICK_S = 0.05
-"""How often to look at replacement workers that the others wait for."""
+"""How often to look at replacement workers that the members wait for."""
 
 
 class Starts:
@@ -32,7 +32,7 @@ class Starts:
         self._since, self._num_before, self._left = 0.0, 0, ""
 
     def await_workers(self, min_workers: int) -> Event:
-        """Wait until there are enough workers; for room that is not there, longer each time."""
+        """Wait until there are enough workers. Each wait for room is longer than the last."""
         config, causes = self._context.elastic, self._context.call.causes
         num_members, starting = len(self._group.members), not self._group.members
         missing = f"{num_members} left, and min_workers={min_workers}"
@@ -80,13 +80,13 @@ class Starts:
     def note_start(self, has_begun: bool) -> None:
         """Record that the workers have started, or restarted."""
         if not (self._context.recovery.joins and self._context.elastic.grow):
-            self._scale_up.stop()  # those that are late would never be let in
+            self._scale_up.stop()  # late workers could never join
         if not self._has_started:
             self._has_started = True
             self._journal.record("started", self._group.members)
             return
         step = self._journal.progress.global_step
-        if has_begun:  # what was measured in the call is gone
+        if has_begun:  # earlier metrics of the call are lost
             self._context.call.metrics_start_step = dict.fromkeys(self._group.members, step)
         has_grown = 0 < self._num_before < len(self._group.members)
         joining = self._group.members[self._num_before :] if has_grown else self._group.members
