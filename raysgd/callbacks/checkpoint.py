@@ -25,41 +25,41 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointCallback(Callback):
-    """Saves checkpoints into a folder, and goes on from the newest one that loads.
+    """Saves checkpoints into a folder, and resumes from the newest intact one.
 
-    Without `monitor` it saves at the end of each epoch, or every so many steps. With it, it also
-    saves whenever the metric is measured, which is when the epoch's checkpoint can be judged:
-    after ``validate()`` for ``val_loss``, and instead of at the end of the epoch. Where training
-    has a metric of that name too, the checkpoint is saved at both times: one that validation has
-    not rated yet gives way to those that it has. An exception before the metric is measured, such
-    as one in the validation, saves the epoch without it.
+    Without `monitor` it saves at the end of each epoch, or every so many steps. With `monitor` it
+    saves when the metric is measured: after ``validate()`` for ``val_loss``, in place of the end
+    of the epoch. If training has a metric of that name too, it saves at both times, and validated
+    checkpoints are kept first. If an exception ends training before the metric is measured, the
+    epoch is saved without it.
 
     Args:
         folder: a path, or a URL of any file system that fsspec knows; None for ``checkpoints`` in
             the trainer's ``logdir``.
         every: "epoch", or a number of steps. Training pauses for the save at multiples of it.
         keep: how many checkpoints to keep; None for all. With `monitor` the best, and the newest
-            besides.
+            in addition.
         monitor: name of the metric by which the best are kept, of training or of validation; of
-            validation where both have it. Without one the newest are kept.
+            validation if both have it. Without one the newest are kept.
         mode: "min" if smaller values of the metric are better, or "max".
-        blocking: False: copy the state, and write it while training goes on.
-        resume: whether a trainer that has not trained yet starts from the newest checkpoint in the
-            folder. Those that are damaged are passed over, with a warning that names them.
-        job: name of the job, which a folder has one of; None for the operator's.
-        sharded: whether each worker writes its rows of models that are divided
-            (``register(sharding="full")``), as ``trainer.save(folder, sharded=True)`` does. A
-            checkpoint is a folder then, and is always written before training goes on. None: where
-            models are divided, and `folder` is a path on a file system that the workers share;
-            elsewhere, and with False, the driver puts whole states together in its memory.
-        on_exception: whether to save, also in mid-epoch, when an exception or Ctrl-C ends training,
-            unless too few workers are left. A state with NaN in it is not saved then.
+        blocking: False: copy the state, and write it while training continues.
+        resume: whether a trainer that has not trained yet starts from the newest intact checkpoint
+            in the folder. A warning names the damaged ones.
+        job: name of the job, one for each folder; None for the operator's name.
+        sharded: whether each worker writes its rows of models with ``register(sharding="full")``,
+            as ``trainer.save(folder, sharded=True)`` does. Then a checkpoint is a folder, and
+            training waits for it. False: the driver gathers the state in its memory. None: True
+            for such models if `folder` is on a file system that the workers share, else False.
+        on_exception: whether to save, also in mid-epoch, if an exception or Ctrl-C ends training,
+            unless too few workers are left or the state has NaN in it.
 
     Raises:
         ValueError: if an argument has a value that is not allowed.
     """
 
-    stage: ClassVar[int] = 1  # saves what the others have noted, and restores it before they start
+    stage: ClassVar[int] = (
+        1  # after the others note their state, before they start
+    )
     saves_state: bool = True
 
     def __init__(
@@ -97,7 +97,7 @@ class CheckpointCallback(Callback):
         self._sharded = sharded
         self._job = job
         self._new_store = functools.partial(CheckpointStore, keep=keep, monitor=monitor, mode=mode)
-        # refuses wrong arguments now
+        # refuses wrong arguments early
         checked = self._new_store(folder or ".", job=job or "checked here")
         if sharded and not checked.is_local:
             raise ValueError(

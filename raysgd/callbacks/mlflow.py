@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -17,7 +16,6 @@ from raysgd.elastic.events import Event
 
 __all__ = ["MLflowLogger", "MLflowRun", "name_for_mlflow"]
 
-_ALLOW_FOLDERS = "MLFLOW_ALLOW_FILE_STORE"
 _LONGEST_NAME = 240
 """Characters of a name: MLflow takes 250, and what takes the place of parts adds to it."""
 _MOST_TEXT = 500
@@ -129,21 +127,20 @@ class MLflowRun:
     ) -> None:
         from mlflow import MlflowClient
 
-        with _folders_allowed(tracking_uri):
-            if _is_folder(tracking_uri):
-                # as it is MLflow would take a percent sign in it for the beginning of a code
-                tracking_uri = Path(tracking_uri).expanduser().absolute().as_uri()
-            self.client = client = MlflowClient(tracking_uri, registry_uri)
-            if run_id is not None:
-                client.update_run(run_id, status="RUNNING")
-                self.id = run_id
-                return
-            if experiment_id is None:
-                found = client.get_experiment_by_name(experiment)
-                experiment_id = (
-                    found.experiment_id if found else client.create_experiment(experiment)
-                )
-            self.id = client.create_run(experiment_id, run_name=run_name, tags=tags).info.run_id
+        if _is_folder(tracking_uri):
+            # a URI, because MLflow decodes percent signs in a path
+            tracking_uri = Path(tracking_uri).expanduser().absolute().as_uri()
+        if tracking_uri is not None and tracking_uri.startswith("file:"):
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        self.client = client = MlflowClient(tracking_uri, registry_uri)
+        if run_id is not None:
+            client.update_run(run_id, status="RUNNING")
+            self.id = run_id
+            return
+        if experiment_id is None:
+            found = client.get_experiment_by_name(experiment)
+            experiment_id = found.experiment_id if found else client.create_experiment(experiment)
+        self.id = client.create_run(experiment_id, run_name=run_name, tags=tags).info.run_id
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Write the numbers and texts in a config as the parameters of the run."""
@@ -173,19 +170,6 @@ def _is_folder(uri: str | None) -> TypeGuard[str]:
     if uri is None or uri in ("databricks", "databricks-uc"):
         return False
     return "://" not in uri and not uri.startswith(("file:", "uc:"))
-
-
-@contextmanager
-def _folders_allowed(uri: str | None) -> Iterator[None]:
-    """Let MLflow write into a folder, which it wants to be asked for, if a folder was given."""
-    if not (_is_folder(uri) or (uri or "").startswith("file:")) or _ALLOW_FOLDERS in os.environ:
-        yield
-        return
-    os.environ[_ALLOW_FOLDERS] = "true"
-    try:
-        yield
-    finally:
-        del os.environ[_ALLOW_FOLDERS]
 
 
 def name_for_mlflow(name: str) -> str:

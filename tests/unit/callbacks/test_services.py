@@ -288,13 +288,6 @@ def test_mlflow_goes_on_with_the_run_that_was_saved(make_trainer, tmp_path, monk
     assert loggers[0].run_id == loggers[1].run_id
 
 
-def test_the_environment_is_as_it_was_after_mlflow_wrote_into_a_folder(make_trainer, tmp_path):
-    import os
-
-    make_trainer(callbacks=[MLflowLogger(tmp_path / "mlruns")]).fit(1)
-    assert "MLFLOW_ALLOW_FILE_STORE" not in os.environ
-
-
 # ---- Weights & Biases
 
 
