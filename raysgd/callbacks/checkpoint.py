@@ -57,9 +57,7 @@ class CheckpointCallback(Callback):
         ValueError: if an argument has a value that is not allowed.
     """
 
-    stage: ClassVar[int] = (
-        1  # after the others note their state, before they start
-    )
+    stage: ClassVar[int] = 1  # after the others note their state, before they start
     saves_state: bool = True
 
     def __init__(

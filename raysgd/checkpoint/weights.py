@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -69,32 +68,19 @@ def save_rows(
         other_names: further names of tensors, with their names in the file.
         path: where to write.
     """
-    from safetensors.torch import save
+    from safetensors import safe_open
+    from safetensors.torch import save_file
 
     def fill(file: IO[bytes]) -> None:
-        with written.open("rb") as source:
-            start, header = _header(source.read(8), source.read)
-            size = written.stat().st_size - start
-            small = save({name: value.contiguous() for name, value in rest.items()})
-            first, more = _header(small[:8], lambda length: small[8 : 8 + length])
-            for entry in more.values():
-                entry["data_offsets"] = [size + offset for offset in entry["data_offsets"]]
-            entries = {"__metadata__": {"format": "pt", **other_names}, **header, **more}
-            text = json.dumps(entries).encode()
-            text += b" " * (-len(text) % 8)  # as safetensors aligns what follows
-            file.write(len(text).to_bytes(8, "little") + text)
-            shutil.copyfileobj(source, file, 1 << 20)
-            file.write(small[first:])
+        joined = written.with_name("joined.safetensors")
+        with safe_open(written, framework="pt") as source:  # maps the file into memory
+            rows = {name: source.get_tensor(name) for name in source.keys()}  # noqa: SIM118
+            others = {name: value.contiguous() for name, value in rest.items()}
+            save_file({**rows, **others}, joined, metadata={"format": "pt", **other_names})
+        with joined.open("rb") as content:  # save_file would replace the open file
+            shutil.copyfileobj(content, file, 1 << 20)
 
     return locate(path).write(fill)
-
-
-def _header(length: bytes, read: Callable[[int], bytes]) -> tuple[int, dict[str, Any]]:
-    """Return the offset of the tensors in a ``.safetensors`` file, and its header."""
-    size = int.from_bytes(length, "little")
-    header = json.loads(read(size))
-    header.pop("__metadata__", None)
-    return 8 + size, header
 
 
 def _of_arrays(arrays: Mapping[str, Any]) -> bytes:
