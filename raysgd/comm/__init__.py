@@ -1,1 +1,1 @@
-"""How processes of one run reach each other."""
+"""Communication between the processes of a run."""

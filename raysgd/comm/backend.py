@@ -1,4 +1,4 @@
-"""The seam between workers and whatever they communicate through."""
+"""The interface between raysgd and the libraries that workers communicate through."""
 
 from __future__ import annotations
 
@@ -12,69 +12,67 @@ __all__ = ["Backend"]
 
 
 class Backend(ABC):
-    """How the workers of one generation find each other and talk.
+    """Connects the workers of one generation.
 
-    The driver calls `prepare` once a generation and sends the rendezvous to every worker. One
-    object is made on the driver, by ``Class(name, timeout_s)``, and pickled to each worker before
-    `prepare` is called, so it must be picklable then.
+    The driver creates one object with ``Class(name, timeout_s)`` and pickles it to each worker, so
+    it must be picklable before the first `prepare`. For each generation, the driver calls `prepare`
+    once and sends the rendezvous to every worker.
 
-    For operators of torch the default process group of ``torch.distributed`` must exist after
-    `setup`: gradients, buffers and counts go through it. (Horovod is the one exception, see
-    ``raysgd/torch/collectives.py``.)
+    For PyTorch operators, `setup` must create the default process group of ``torch.distributed``.
+    Only Horovod is exempt: ``raysgd/torch/collectives.py`` handles it.
     """
 
     rejoins = True
-    """Whether a process that was in one generation can be in the next. Where it cannot, all
-    workers are started anew when the group changes or is broken."""
+    """Whether a process can join another generation. If not, each change of the group restarts all
+    workers."""
 
     @abstractmethod
     def prepare(self, addresses: Sequence[str]) -> Any:
-        """Make a rendezvous for one generation. Runs on the driver.
+        """Create the rendezvous of one generation, on the driver.
 
         Args:
-            addresses: IP addresses of the workers' nodes, in the order of their ranks.
+            addresses: IP addresses of the workers' nodes, by rank.
 
         Returns:
-            What `setup` needs on the workers; it is pickled.
+            The picklable argument for `setup` on the workers.
         """
 
     @abstractmethod
     def setup(self, context: WorkerContext, rendezvous: Any) -> None:
-        """Join the generation. Runs on every worker, returns when all have joined.
+        """Join the generation, on a worker. Return when all workers have joined.
 
-        Without a rendezvous, None, the worker is alone: a group of one.
+        If `rendezvous` is None, the worker forms a group of one.
         """
 
-    def met(self) -> None:  # noqa: B027  most backends are asked for addresses later as well
-        """Let go of what the workers met by, as all have joined. Runs on the driver."""
+    def met(self) -> None:  # noqa: B027  optional
+        """Release what only joining needed, on the driver, after all workers have joined."""
 
     @abstractmethod
     def interrupt(self) -> None:
-        """Make collectives that are under way, and all later ones of this generation, fail.
+        """Make all current and later collectives of this generation fail, on a worker.
 
-        Runs on a worker in another thread than the one that is blocked. Must not block.
+        Runs in another thread than the blocked one, and must not block.
         """
 
     @abstractmethod
     def teardown(self) -> None:
-        """Leave the generation. Runs on every worker; harmless when nothing was set up."""
+        """Leave the generation, on a worker. Does nothing without a `setup`."""
 
     @abstractmethod
     def is_communication_error(self, error: BaseException) -> bool:
-        """Whether `error` says that talking to other workers failed."""
+        """Return whether `error` means that communication with another worker failed."""
 
     def advice(self, error: BaseException) -> str:
-        """Return what to do about an error that follows from the end of an earlier generation."""
+        """Return what to do about an error that the end of an earlier generation caused."""
         return ""
 
     def collective(self) -> int | None:
-        """Return the number of the collective in which this worker waits for all the others.
+        """Return the number of the collective that this worker waits in, or None.
 
-        Runs on a worker in another thread than the one that waits. None where it is in none, or
-        where the backend cannot tell; the driver then finds no worker waiting in vain before the
-        collective's timeout.
+        Runs in another thread than the waiting one. A backend that cannot know returns None. The
+        driver then detects a stuck worker only by the timeout of the collective.
         """
         return None
 
-    def close(self) -> None:  # noqa: B027  most backends keep nothing on the driver
-        """Let go of what `prepare` made. Runs on the driver."""
+    def close(self) -> None:  # noqa: B027  optional
+        """Release the resources of `prepare`, on the driver."""

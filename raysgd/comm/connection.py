@@ -1,9 +1,9 @@
-"""Connections of raysgd's processes to each other: who may connect, what a message is.
+"""Authenticated connections and messages between raysgd's processes.
 
-One process listens with a `Listener`, and others `connect` to an `Address` of which they were told
-through Ray or through another connection. Both ends prove that they know its key before either
-reads a message: each answers the other's random bytes by their HMAC (RFC 2104, with SHA-256), so
-that the key itself never travels::
+One process listens with a `Listener`. Others receive its `Address` through Ray or through another
+connection, and call `connect`. Before either end reads a message, both prove that they know the
+key of the address. Each end answers the other's random bytes with their HMAC-SHA-256 (RFC 2104), so
+the key never travels::
 
     connecting                               listening
     "sgd2", name (16), random bytes (32) ─▶
@@ -11,9 +11,9 @@ that the key itself never travels::
     proof (32)                           ─▶
     messages                            ◀─▶  messages
 
-Until then no more than these bytes are read of anybody, for `_HANDSHAKE_S` seconds at most, and
-nobody is kept waiting by another. What follows is neither encrypted nor signed. A message is its
-length, eight bytes with the highest first, and its content.
+A listener reads only these bytes from an unknown peer, for at most `_HANDSHAKE_S` seconds. Slow
+peers do not delay others. Messages are neither encrypted nor signed. A message is its length (eight
+bytes, big-endian) and its content.
 """
 
 from __future__ import annotations
@@ -51,25 +51,25 @@ Talk = Callable[[socket.socket], Awaitable[None]]
 
 _LENGTH = struct.Struct("!Q")
 _MAGIC = b"sgd2"
-"""So that a client of another protocol, which may send less than a hello, is sent away at once."""
+"""Rejects clients of other protocols early: they can send fewer bytes than a full hello."""
 _NAME_BYTES = 16
 _RANDOM_BYTES = 32
 _PROOF_BYTES = 32
 _HANDSHAKE_S = 60.0
-"""As long as who connects may be willing to wait: a process may be busy, at either end."""
+"""Seconds. As long as a connecting process waits, because either end can be busy."""
 _MOST_STRANGERS = 256
-"""How many connections may be in their handshake. With a further one the oldest is closed."""
+"""Limit of simultaneous handshakes. One more closes the oldest."""
 _RETRY_S = 0.5
-"""How long to accept nobody where that failed."""
+"""Seconds to pause after a failed accept."""
 _CLOSE_S = 5.0
 _READ_BYTES = 1 << 20
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
-"""When the kernel asks after the host of a silent connection (seconds, seconds, how often), and how
-long what is sent may stay unconfirmed (milliseconds): it is broken after 60 s in both cases."""
+"""Keepalive of silent connections (seconds, seconds, probes) and the limit for unacknowledged data
+(milliseconds). Both report a lost host after 60 s."""
 
 
 class Address(NamedTuple):
-    """Where a process listens, and the key that both ends prove to know."""
+    """Host, port, and shared key of a listener."""
 
     host: str
     port: int
@@ -77,12 +77,12 @@ class Address(NamedTuple):
 
 
 def derived_key(key: str, purpose: str) -> str:
-    """Return a key for another purpose, for all who know `key`."""
+    """Derive the key for another purpose from `key`."""
     return hmac.digest(key.encode(), b"key for " + purpose.encode(), "sha256").hex()
 
 
 def _name(key: str) -> bytes:
-    """Return what tells the listener which key is meant; it is no secret."""
+    """Return the public identifier of a key. The listener selects the key with it."""
     return hmac.digest(key.encode(), b"name", "sha256")[:_NAME_BYTES]
 
 
@@ -96,17 +96,17 @@ def connect(
     reach_s: float = 5.0,
     hold: Callable[[socket.socket], None] | None = None,
 ) -> socket.socket:
-    """Connect to a listener; returns a blocking socket on which messages may follow.
+    """Connect to a listener. Return a blocking socket, ready for messages.
 
     Args:
-        address: where it listens.
-        timeout_s: for all of it. A process that is busy may take its time.
-        reach_s: for the part that its host's kernel does.
-        hold: called with the socket just before it is used, for another thread to shut it down;
-            where that comes before the first packet is sent it has no effect.
+        address: Address of the listener.
+        timeout_s: Seconds for the whole call. The listening process can be busy.
+        reach_s: Seconds for the TCP connection, which the remote kernel accepts.
+        hold: Called with the socket before it connects, so that another thread can shut it down.
+            Shutting it down before the connection attempt has no effect.
 
     Raises:
-        OSError: if nobody listens there, or does not know the key, or does not answer in time.
+        OSError: If nothing listens there, the peer does not know the key, or the time is over.
     """
     ends = time.monotonic() + timeout_s
     connection = socket.socket()
@@ -137,11 +137,11 @@ def connect(
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Send what is small at once, and let the kernel notice when the other host is gone."""
+    """Disable Nagle's algorithm, and detect a lost host by keepalive."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
-        if hasattr(socket, option):  # Linux has them
+        if hasattr(socket, option):  # Linux only
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
@@ -149,7 +149,7 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 def framed(content: bytes) -> bytes:
-    """Return a message as it is sent."""
+    """Return `content` with its length in front, as it is sent."""
     return _LENGTH.pack(len(content)) + content
 
 
@@ -157,8 +157,8 @@ def read(stream: BinaryIO) -> bytes:
     """Return the content of the next message of a blocking stream.
 
     Raises:
-        EOFError: if the connection has ended, within a message or before.
-        OSError: if it broke.
+        EOFError: If the connection was closed.
+        OSError: If the connection broke.
     """
     header = stream.read(_LENGTH.size)
     if len(header) == _LENGTH.size:
@@ -170,18 +170,18 @@ def read(stream: BinaryIO) -> bytes:
 
 
 async def receive(connection: socket.socket) -> bytes:
-    """Return the content of the next message, in the thread of a listener; raises as `read`."""
+    """Return the content of the next message, in the listener's thread. Raises like `read`."""
     (length,) = _LENGTH.unpack(await exactly(connection, _LENGTH.size))
     return await exactly(connection, length)
 
 
 async def send(connection: socket.socket, content: bytes) -> None:
-    """Send a message in the thread of a listener."""
+    """Send a message in the listener's thread."""
     await asyncio.get_running_loop().sock_sendall(connection, framed(content))
 
 
 async def exactly(connection: socket.socket, length: int) -> bytes:
-    """Return so many bytes."""
+    """Return exactly `length` bytes."""
     loop, parts = asyncio.get_running_loop(), []
     while length:
         part = await loop.sock_recv(connection, min(length, _READ_BYTES))
@@ -196,52 +196,53 @@ async def exactly(connection: socket.socket, length: int) -> bytes:
 
 
 class Listener:
-    """Listens on a free port of `host`, in a thread of its own that ends with this object.
+    """Listens on a free port of `host`, in its own thread.
 
-    It cannot end before `close` where an expected `talk` refers to this object.
+    The thread ends with `close`, or when the object is garbage-collected. A `talk` that refers to
+    this object prevents its collection.
 
     Args:
         host: IPv4 address.
-        name: of the thread.
+        name: Name of the thread.
 
     Raises:
-        OSError: if nothing can listen there.
-        RuntimeError: if there can be no further thread.
+        OSError: If no port can be opened on `host`.
+        RuntimeError: If no thread can start.
     """
 
     def __init__(self, host: str, name: str) -> None:
         self._host = host
-        # what the thread works on does not refer to this object, which would never be collected
+        # The thread must not refer to this object, or it would never be collected.
         self._service = _Service(host, name)
         self._port: int = self._service.server.getsockname()[1]
         self._end = weakref.finalize(self, self._service.end)
         self._service.start()
 
     def expect(self, talk: Talk, key: str | None = None) -> Address:
-        """Return an address for those who may connect.
+        """Accept connections for `talk`, and return the address for them.
 
         Args:
-            talk: coroutine function that is run in the listener's thread with each connection,
-                which is closed when it returns. It may ``detach`` the socket to keep it.
-            key: what they prove to know; None: a new one.
+            talk: Coroutine function that handles one connection in the listener's thread. The
+                connection closes when it returns, unless it calls ``detach`` on the socket.
+            key: Key that peers must know. None creates a new one.
         """
         key = secrets.token_hex(_RANDOM_BYTES) if key is None else key
         self._service.expected[_name(key)] = key, talk
         return Address(self._host, self._port, key)
 
     def forget(self, address: Address) -> None:
-        """Refuse further connections to this address."""
+        """Refuse further connections to `address`."""
         self._service.expected.pop(_name(address.key), None)
 
     def close(self) -> None:
-        """Stop listening and end all connections; waits for that, but in its own thread."""
+        """Stop listening and end all connections. Wait for the thread, unless called in it."""
         self._end()
         if self._service.thread is not threading.current_thread():
             self._service.thread.join(_CLOSE_S)
 
 
 class _Service:
-    """What the thread of a listener works on."""
+    """State and work of a listener's thread."""
 
     def __init__(self, host: str, name: str) -> None:
         self.server = socket.create_server((host, 0), backlog=1024)
@@ -252,14 +253,13 @@ class _Service:
         self._closed = asyncio.Event()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         try:
-            # not the program's own kind of loop: sockets are taken out of it
+            # Not the program's own event loop policy: `detach` needs a selector loop.
             self._loop = asyncio.SelectorEventLoop()
         except OSError:
             self.server.close()
             raise
 
     def start(self) -> None:
-        """Start the thread; where there can be none, nothing is left."""
         try:
             self.thread.start()
         except RuntimeError:
@@ -268,8 +268,8 @@ class _Service:
             raise
 
     def end(self) -> None:
-        """Let the thread end; called from any thread, and waits for nothing."""
-        with contextlib.suppress(RuntimeError):  # it has ended
+        """Ask the thread to end, from any thread, without waiting."""
+        with contextlib.suppress(RuntimeError):  # has ended
             self._loop.call_soon_threadsafe(self._closed.set)
 
     def _run(self) -> None:
@@ -277,8 +277,8 @@ class _Service:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._serve())
         finally:
-            # a task that is cancelled before its first step does not even close its connection,
-            # and the other end would wait on
+            # A task that is cancelled before its first step does not close its connection, and its
+            # peer would keep waiting.
             for opened in (self.server, *self._connections):
                 shut_down(opened)
                 opened.close()
@@ -295,9 +295,9 @@ class _Service:
     def _accept(self) -> None:
         try:
             connection, _ = self.server.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # whoever it was has gone
+        except (BlockingIOError, ConnectionAbortedError):  # the peer has left
             return
-        except OSError:  # no descriptor is left, most likely
+        except OSError:  # most likely out of file descriptors
             self._dismiss_oldest()
             self._loop.remove_reader(self.server)
             self._loop.call_later(_RETRY_S, self._listen)
@@ -309,7 +309,6 @@ class _Service:
             self._dismiss_oldest()
 
     def _dismiss_oldest(self) -> None:
-        """End the handshake that takes longest, if there is one."""
         if self._strangers:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
@@ -321,7 +320,7 @@ class _Service:
                 talk = await self._greet(connection)
             self._strangers.pop(connection, None)
             await talk(connection)
-        except (OSError, EOFError) as error:  # the other end has gone, or is none of ours
+        except (OSError, EOFError) as error:  # the peer has left or is not raysgd
             logger.debug("A connection has ended: %r", error)
         except Exception:
             logger.warning("A connection was closed because of an error.", exc_info=True)
@@ -332,7 +331,7 @@ class _Service:
             connection.close()
 
     async def _greet(self, connection: socket.socket) -> Talk:
-        """Prove to know the key and have it proved; returns what those are to talk about."""
+        """Authenticate the peer, and return the handler of its messages."""
         _keep_alive(connection)
         if await exactly(connection, len(_MAGIC)) != _MAGIC:
             raise ConnectionAbortedError("it speaks another language")

@@ -1,10 +1,9 @@
-"""A gloo process group whose waits end when another thread says so.
+"""A gloo process group whose waits another thread can interrupt.
 
-When a connection breaks, gloo tells the operations that wait for it, except the one whose bytes
-are on their way at that moment: it is no longer in the lists that ``Pair::signalException`` walks
-through (gloo/transport/tcp/pair.cc). Whoever waits for that operation waits until the timeout of
-the collective. So nobody waits for gloo here: gloo completes a future of ours when it is done,
-and an interruption completes it too.
+When a connection breaks, gloo notifies all operations except the one that is being transferred:
+``Pair::signalException`` (gloo/transport/tcp/pair.cc) no longer finds it in its lists. That
+operation would wait until the timeout of the collective. Therefore no thread waits for gloo here.
+Callers wait for a future that either gloo or an interruption completes.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ _NEWER_NAMES = {
     "all_gather_single": "_allgather_base",
     "all_to_all_single": "alltoall_base",
 }
-"""What torch.distributed calls on a group, by what a group calls on its backend."""
+"""Group methods that torch.distributed calls, by the backend method that implements each."""
 _NAME = "raysgd_gloo"
 SMALL_BYTES = 2**19
-"""Up to how many bytes a rank sends for a reduction by the mesh. For some times more, or with slow
-connections, gloo is faster, whose ranks send less."""
+"""Most bytes that a rank sends for a reduction by the mesh. For larger tensors or slow connections,
+gloo is faster because its ranks send less."""
 _COMBINATIONS = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.MIN: torch.minimum,
@@ -57,28 +56,28 @@ _SMALL_TYPES = {
     torch.float64,
     torch.float16,
     torch.bfloat16,
-    torch.int32,  # DistributedDataParallel's map of the parameters that are used
+    torch.int32,  # DistributedDataParallel's map of used parameters
     torch.int64,
 }
 
 
 class Entry:
-    """The way into one group of gloo's, which `interrupt` ends at any time, also ahead.
+    """Creates one gloo group. `interrupt` cancels it at any time, even before `connect`.
 
-    gloo connects in the constructor of its group, and waits there for five times its timeout where
-    a peer has died since it gave its address. Nothing wakes it, so that it waits elsewhere; what
-    comes of it too late is dropped.
+    gloo connects in the constructor of its group. If a peer dies meanwhile, the constructor waits
+    for five times its timeout, and nothing can wake it. Therefore it runs in another thread, and a
+    late result is discarded.
     """
 
     def __init__(self) -> None:
         self._answer: SimpleQueue[Any] = SimpleQueue()
 
     def interrupt(self) -> None:
-        """Let `connect` raise RuntimeError."""
+        """Make `connect` raise RuntimeError."""
         self._answer.put(_interruption())
 
     def connect(self, store: Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:
-        """Return gloo's group, connected."""
+        """Return a connected gloo group."""
         answer = self._answer
 
         def connect() -> None:
@@ -90,24 +89,24 @@ class Entry:
         if answer.empty():  # not interrupted yet
             threading.Thread(target=connect, name="raysgd-gloo-connect", daemon=True).start()
         made = answer.get()
-        self._answer = SimpleQueue()  # what comes later goes with the thread
+        self._answer = SimpleQueue()  # the thread keeps the old queue for a late result
         try:
             if isinstance(made, BaseException):
                 raise made
             return made
         finally:
-            del made  # an exception would hold this frame, which holds it
+            del made  # the exception refers to this frame: avoid a cycle
 
 
 class GlooGroup(ProcessGroup):
-    """Does what gloo does, and `interrupt` ends every wait.
+    """A gloo group whose waits `interrupt` ends.
 
-    Operations that are not overridden here reach gloo through the base class, and wait as it does.
+    Operations that this class does not override call gloo through the base class, and cannot be
+    interrupted.
     """
 
     entry = Entry()
-    """By which the next group is entered: torch.distributed calls the constructor, and has no
-    argument for it."""
+    """Entry of the next group. torch.distributed calls the constructor and cannot pass it."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -125,24 +124,23 @@ class GlooGroup(ProcessGroup):
         timeout: datetime.timedelta,
         entry: Entry | None = None,
     ) -> GlooGroup:
-        """Make such a group torch.distributed's default one."""
+        """Create a group as the default process group of torch.distributed."""
         GlooGroup.entry = entry or Entry()
         if _NAME not in dist.Backend.backend_list:
             dist.Backend.register_backend(_NAME, GlooGroup, devices=["cpu"])
         dist.init_process_group(_NAME, store=store, rank=rank, world_size=size, timeout=timeout)
         group = dist.group.WORLD
         assert isinstance(group, GlooGroup)
-        # to everyone who asks, it is a gloo group
+        # `dist.get_backend` must return "gloo".
         groups = dist.distributed_c10d._world.pg_map
         groups[group] = (dist.Backend.GLOO, groups[group][1])
         return group
 
     def use(self, mesh: Mesh) -> None:
-        """Reduce small tensors by a mesh of the same ranks from now on, all ranks alike."""
+        """Reduce small tensors through `mesh` from now on. All ranks must call this."""
         self._mesh = mesh
 
     def allreduce(self, *args: Any, **kwargs: Any) -> Work:
-        """Start gloo's allreduce, or one by the mesh."""
         if self._mesh is None or not (combine := _combination(self.size(), *args, **kwargs)):
             return _Operation(self._running, lambda: self._gloo.allreduce(*args, **kwargs))
         tensors, options = args
@@ -153,9 +151,9 @@ class GlooGroup(ProcessGroup):
         )
 
     def allgather(self, *args: Any) -> Work:
-        """Start gathering tensors if all ranks give equally many bytes; otherwise all raise.
+        """Start an all-gather. Raise on all ranks if their sizes differ.
 
-        Gloo would abort the process of a rank that receives more than it expects.
+        gloo would abort the process of a rank that receives more than it expects.
         """
         size = sum(tensor.nbytes for tensor in args[1])
         with torch.inference_mode(False):  # the mesh writes the result in any thread
@@ -177,9 +175,9 @@ class GlooGroup(ProcessGroup):
     def _reduce_scatter_base(
         self, output: torch.Tensor, tensor: torch.Tensor, options: Any = None
     ) -> Work:
-        """Start a sum or mean of which each rank gets its part.
+        """Start a reduce-scatter, for sums and means by an all-to-all.
 
-        gloo would reduce all of it on every rank, which sends twice as much.
+        gloo would reduce everything on every rank, which sends twice as much.
         """
         options = options or dist.ReduceScatterOptions()
         operation, size = options.reduceOp.op, self.size()
@@ -190,7 +188,7 @@ class GlooGroup(ProcessGroup):
         found = torch.empty_like(tensor)
 
         def add(_: Any) -> list[torch.Tensor]:
-            with torch.inference_mode():  # or tensors of that could not be written
+            with torch.inference_mode():  # outputs can be inference tensors
                 parts = found.view(size, *output.shape)
                 torch.sum(parts, dim=0, out=output)
                 if operation == dist.ReduceOp.AVG:
@@ -205,10 +203,10 @@ class GlooGroup(ProcessGroup):
     def allgather_into_tensor_coalesced(
         self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], options: Any = None
     ) -> Work:
-        """Start gathering tensors, as torch's functional collectives and DTensor do.
+        """Start the all-gathers of functional collectives and DTensor.
 
-        They would reach gloo with Python's lock held (torch 2.13). Gloo's thread may hold the lock
-        of its queue then and need Python's, so that both would wait for ever.
+        PyTorch 2.13 calls gloo with the GIL held. gloo's thread can hold the lock of its queue
+        while it waits for the GIL. That is a deadlock.
         """
         chunks = [output.chunk(self.size()) for output in outputs]
         by_rank = [list(parts) for parts in zip(*chunks, strict=True)]
@@ -221,7 +219,6 @@ class GlooGroup(ProcessGroup):
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], options: Any = None
     ) -> Work:
-        """Start reductions of which each rank gets its parts, as those do; one after the other."""
         *before, last = zip(outputs, tensors, strict=True)
         for output, tensor in before:
             self._reduce_scatter_base(output, tensor, options).wait()
@@ -231,24 +228,24 @@ class GlooGroup(ProcessGroup):
 
     @property
     def num_operations(self) -> int:
-        """Number of operations that this rank has begun, also those that have ended."""
+        """Number of operations that this rank has started, including finished ones."""
         return self._running.num_begun
 
     def collective(self) -> int | None:
-        """Return the number of the oldest collective under way; None if there is none."""
+        """Return the number of the oldest unfinished collective, or None."""
         if self._mesh is not None:
             self._mesh.look()
         return self._running.oldest()
 
     def interrupt(self) -> None:
-        """Let operations that are under way, and all later ones, raise RuntimeError."""
+        """Make all current and later operations raise RuntimeError."""
         self._running.interrupt()
 
     def release(self) -> None:
-        """Prepare to be forgotten, after `interrupt` or when all operations have ended.
+        """Prepare for garbage collection, after `interrupt` or after all operations have ended.
 
-        gloo's destructor waits for its threads. Where one of them never comes back, the
-        destructor must not run: the thread and a few sockets are lost until the process ends.
+        The destructor of gloo waits for its threads. If one of them never returns, the destructor
+        must not run. Its thread and sockets then stay until the process exits.
         """
         if not self._running.ended():
             threading.Thread(
@@ -256,15 +253,12 @@ class GlooGroup(ProcessGroup):
             ).start()
 
     def send(self, tensors: list[torch.Tensor], *to: Any) -> Work:
-        """Send tensors to one rank."""
         return self._transfer(lambda: self._gloo.send(tensors, *to), tensors)
 
     def recv(self, tensors: list[torch.Tensor], *source: Any) -> Work:
-        """Receive tensors from one rank."""
         return self._transfer(lambda: self._gloo.recv(tensors, *source), tensors)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work:
-        """Receive tensors from any rank."""
         return self._transfer(lambda: self._gloo.recv_anysource(tensors, tag), tensors)
 
     def _transfer(self, start: Callable[[], Any], tensors: list[torch.Tensor]) -> Work:
@@ -272,13 +266,13 @@ class GlooGroup(ProcessGroup):
 
 
 def _keep(gloo: Any, running: _Running) -> None:
-    """Hold a group of gloo's until its last operation has ended."""
+    """Hold a gloo group until its last operation has ended."""
     running.wait_for_end()
 
 
 def _collective(name: str) -> Callable[..., Work]:
     def method(self: GlooGroup, *args: Any, **kwargs: Any) -> Work:
-        output = args[0] if args else None  # it comes first in all of them
+        output = args[0] if args else None  # the first argument of all of them
         return _Operation(self._running, lambda: getattr(self._gloo, name)(*args, **kwargs), output)
 
     method.__name__ = name
@@ -293,7 +287,7 @@ for _name, _older in _NEWER_NAMES.items():
 
 
 class _Running:
-    """The operations of a group that somebody may wait for."""
+    """The unfinished operations of a group."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -307,7 +301,7 @@ class _Running:
     def begin(
         self, key: int, end: Callable[[BaseException], None], collective: bool = False
     ) -> None:
-        """Note an operation, and how to end the wait for it; a collective is one of all ranks."""
+        """Record an operation of all ranks (`collective`) or two, and the callback that ends it."""
         with self._changed:
             if self._interrupted:
                 raise _interruption()
@@ -319,7 +313,7 @@ class _Running:
                 self._collectives[key] = self._num_collectives
 
     def finish(self, key: int) -> bool:
-        """Note that gloo is done; return whether somebody may still wait."""
+        """Record that gloo has finished an operation. Return whether its future is still open."""
         with self._changed:
             self._count -= 1
             self._collectives.pop(key, None)
@@ -327,12 +321,10 @@ class _Running:
             return self._waits.pop(key, None) is not None
 
     def oldest(self) -> int | None:
-        """Return the number of the oldest collective that gloo is not done with."""
         with self._changed:
             return min(self._collectives.values(), default=None)
 
     def interrupt(self) -> None:
-        """End all waits."""
         with self._changed:
             self._interrupted = True
             waits = list(self._waits.values())
@@ -341,20 +333,19 @@ class _Running:
             end(_interruption())
 
     def ended(self) -> bool:
-        """Whether gloo is done with all operations."""
         with self._changed:
             return self._count == 0
 
     def wait_for_end(self) -> None:
-        """Wait, for ever where gloo has forgotten one, until it is done with all operations."""
+        """Wait until gloo has finished all operations, possibly forever."""
         with self._changed:
             self._changed.wait_for(lambda: self._count == 0)
 
 
 class _Operation(Work):
-    """A collective or a transfer under way; its future holds what gloo returned, or an error.
+    """A running collective or transfer. Its future holds the result of gloo, or an error.
 
-    Where something is made of that, `then` does so.
+    `then` maps the result of gloo to the result of the operation.
     """
 
     def __init__(
@@ -369,7 +360,7 @@ class _Operation(Work):
         self._ended: Future[Any] = Future()
         self._outputs: list[Any] | None = None if then is None else output
         ended = self._ended
-        key = id(ended)  # which lives until gloo is done; the work may be dropped before
+        key = id(ended)  # lives until gloo has finished; the Work can be dropped earlier
         running.begin(key, ended.set_result, is_collective)
         try:
             self._work = start()
@@ -377,12 +368,12 @@ class _Operation(Work):
             running.finish(key)
             raise
 
-        # Nothing here may hold the group: this runs in a thread of gloo's, which cannot outlive it.
+        # This runs in a gloo thread, which cannot outlive the group: do not refer to the group.
         def finish(value: Callable[[], Any]) -> None:
             try:
                 found = value() if then is None else then(value())
             except Exception as error:
-                found = error.with_traceback(None)  # whose frames hold tensors
+                found = error.with_traceback(None)  # frames hold tensors
             if running.finish(key):
                 ended.set_result(found)
 
@@ -406,10 +397,10 @@ class _Operation(Work):
             future.add_done_callback(lambda done: finish(done.value))
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Wait for the end.
+        """Wait for the result.
 
         Raises:
-            RuntimeError: if it failed, was interrupted, or took longer than `timeout`.
+            RuntimeError: If the operation failed, was interrupted, or took longer than `timeout`.
         """
         if timeout:
             done = threading.Event()
@@ -421,23 +412,20 @@ class _Operation(Work):
         return True
 
     def get_future(self) -> Future[Any]:
-        """Return a future that fails where this fails, also for those who wait in C++."""
+        """Return a future that fails if the operation fails, also for waiters in C++."""
         return self._ended.then(_value)
 
     def is_completed(self) -> bool:
-        """Whether it has ended."""
         return self._ended.done()
 
     def is_success(self) -> bool:
-        """Whether it has ended, and well."""
         return self.is_completed() and not isinstance(self._ended.value(), BaseException)
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensors that it is about."""
         self.wait()
         if self._outputs is not None:
             return self._outputs
-        self._work.wait()  # gloo's work ends a moment after its future
+        self._work.wait()  # gloo's Work ends shortly after its future
         tensors: list[torch.Tensor] = self._work.result()
         return tensors
 
@@ -446,17 +434,16 @@ class _Operation(Work):
 
 
 def _waited_for(work: Any, outputs: list[Any]) -> list[Any]:
-    # gloo's work writes the result as it is waited for, in the caller's thread most often; without
-    # this tensors of inference mode could not be written here
+    # gloo writes the result in the waiting thread, and the outputs can be inference tensors.
     with torch.inference_mode():
         work.wait()
     return outputs
 
 
 def _combination(size: int, tensors: Any, options: Any = None, **more: Any) -> Any:
-    """Return how a mesh of so many ranks combines two tensors; None where gloo has to do it.
+    """Return how a mesh of `size` ranks combines two tensors, or None to use gloo.
 
-    It depends on nothing but what has to be the same on all ranks in any case.
+    Depends only on arguments that are equal on all ranks.
     """
     if not isinstance(options, dist.AllreduceOptions) or more or len(tensors) != 1:
         return None
@@ -476,7 +463,7 @@ def _in_backward_pass() -> bool:
 
 
 class _SmallReduction(Work):
-    """A reduction by the mesh."""
+    """A reduction through the mesh."""
 
     def __init__(
         self,
@@ -489,7 +476,7 @@ class _SmallReduction(Work):
     ) -> None:
         super().__init__()
         self._mesh, self._tensors, self._timeout = mesh, tensors, timeout
-        key = object()  # lives until the end
+        key = object()
         running.begin(id(key), lambda _: None, collective=True)
 
         def at_end() -> None:
@@ -501,14 +488,14 @@ class _SmallReduction(Work):
             at_end()
             raise
         if is_async and not _in_backward_pass():
-            # an asynchronous operation: drive it even if nobody waits for it
+            # asynchronous: make progress even if no thread waits
             self._finish_elsewhere(Future())
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Wait for the end.
+        """Wait for the result.
 
         Raises:
-            RuntimeError: if it failed, was interrupted, or took longer than `timeout`.
+            RuntimeError: If the operation failed, was interrupted, or took longer than `timeout`.
         """
         if timeout:
             self._mesh.finish(self._reduction, timeout.total_seconds(), give_up=False)
@@ -517,10 +504,10 @@ class _SmallReduction(Work):
         return True
 
     def get_future(self) -> Future[Any]:
-        """Return a future of the tensors, which is ready within a backward pass.
+        """Return a future of the tensors. In a backward pass, wait until it is ready.
 
-        DistributedDataParallel asks for it there and has nothing else to do until it is: to wait
-        in its thread saves waking another one.
+        DistributedDataParallel asks for the future there and has no other work. Waiting in its
+        thread avoids waking another one.
         """
         ended: Future[Any] = Future()
         if _in_backward_pass():
@@ -543,16 +530,13 @@ class _SmallReduction(Work):
             ended.set_result(self._tensors)
 
     def is_completed(self) -> bool:
-        """Whether it has ended."""
         self._mesh.look()
         return self._reduction.done or self._mesh.broken
 
     def is_success(self) -> bool:
-        """Whether it has ended, and well."""
         return self.is_completed() and self._reduction.done
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensors that it is about."""
         self.wait()
         return self._tensors
 

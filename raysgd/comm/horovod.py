@@ -1,4 +1,4 @@
-"""Horovod over gloo: its own rendezvous server on the driver, its environment in the workers."""
+"""Horovod over gloo: rendezvous server on the driver, environment variables on the workers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from raysgd.comm.sockets import endpoints
 __all__ = ["HorovodBackend", "HorovodRendezvous", "check_horovod", "horovod_environment"]
 
 _CONNECT_S = 30
-"""How long connecting to workers that are all there may take."""
+"""Timeout of connecting to workers that are all present."""
 _POLL_S = 0.05
-"""As long as the rendezvous server may take to end."""
+"""Longest delay until the rendezvous server stops."""
 _SIGNS = ("Horovod has been shut down", "HorovodInternalError", "gloo", "Gloo", "Horovod has not")
 
 _Connection = tuple[tuple[str, int], tuple[str, int]]
-"""The two ends of a TCP connection, its own first."""
+"""Local and remote end of a TCP connection."""
 
 
 @dataclass(frozen=True)
 class HorovodRendezvous:
-    """Where the rendezvous server of one generation listens, and who is where."""
+    """Address of one generation's rendezvous server, and the workers' addresses by rank."""
 
     host: str
     port: int
@@ -40,16 +40,16 @@ class HorovodRendezvous:
 
 
 class HorovodBackend(Backend):
-    """A Horovod group a generation.
+    """One Horovod group per generation.
 
-    After a loss the survivors shut Horovod down and initialize it anew, with another server: it
-    reads its place from the environment each time.
+    Horovod reads its rank from the environment each time it initializes. After a worker failure,
+    the survivors shut it down and initialize it again with a new server.
 
     Args:
         name: "horovod".
-        timeout_s: bound of joining a group; Horovod knows none for a collective.
-        framework: whose Horovod to initialize; None: set the environment alone, for functions
-            that call ``hvd.init()`` themselves.
+        timeout_s: Timeout in seconds of joining a group. Horovod has none for collectives.
+        framework: Framework whose Horovod to initialize. None only sets the environment, for
+            functions that call ``hvd.init()`` themselves.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class HorovodBackend(Backend):
         framework: Literal["torch", "tensorflow"] | None = "torch",
     ) -> None:
         check_horovod()
-        self.rejoins = framework != "tensorflow"  # which has no collectives for another group
+        self.rejoins = framework != "tensorflow"  # its collectives cannot be reconfigured
         self._timeout_s = timeout_s
         self._framework = framework
         self._server: Any = None
@@ -67,16 +67,15 @@ class HorovodBackend(Backend):
         self._own: dict[str, str] = {}
 
     def prepare(self, addresses: Sequence[str]) -> HorovodRendezvous:
-        """Start the rendezvous server of a new generation."""
         from horovod.runner.common.util.hosts import SlotInfo
         from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
         self.close()
         host = driver_address(addresses)
-        # not Horovod's RendezvousServer, which listens on all interfaces
+        # Horovod's RendezvousServer would listen on all interfaces.
         server = self._server = RendezvousHTTPServer((host, 0), RendezvousHandler, 0)
-        server.socket.listen(1024)  # of its own it lets five wait
-        server.daemon_threads = True  # one that serves a silent stranger holds nothing up
+        server.socket.listen(1024)  # its own backlog is five
+        server.daemon_threads = True  # a silent client does not block shutdown
         server.init([SlotInfo(**_slot(addresses, rank)) for rank in range(len(addresses))])
         serve = functools.partial(server.serve_forever, poll_interval=_POLL_S)
         threading.Thread(target=serve, name="raysgd-horovod", daemon=True).start()
@@ -87,7 +86,7 @@ class HorovodBackend(Backend):
         """Set Horovod's environment, and initialize it.
 
         Raises:
-            ImportError: if Horovod is not installed on this worker.
+            ImportError: If Horovod is not installed on this worker.
         """
         check_horovod()
         self._own = horovod_environment(context, rendezvous, self._timeout_s)
@@ -101,14 +100,14 @@ class HorovodBackend(Backend):
         before = _connections()
         hvd.init()
         if hvd.size() > 1:
-            # its gloo listens no longer; but what two workers have opened to each other is its own
+            # gloo has closed its listeners. Its connections are those between two workers.
             opened = self._gathered(_connections() - before)
             self._own_connections = {
                 (local, remote) for each in opened for remote, local in each
             } & _connections()
 
     def met(self) -> None:
-        """Stop the rendezvous server; functions may call ``hvd.init()`` at any time."""
+        """Stop the rendezvous server, unless functions can still call ``hvd.init()``."""
         if self._framework is not None:
             self.close()
 
@@ -121,13 +120,11 @@ class HorovodBackend(Backend):
         return importlib.import_module(f"horovod.{self._framework}")
 
     def interrupt(self) -> None:
-        """Shut the sockets of this generation down: whoever waits gets an error."""
         for endpoint in endpoints():
             if (endpoint.local, endpoint.remote) in self._own_connections:
                 endpoint.shut_down()
 
     def teardown(self) -> None:
-        """Shut Horovod down and take its environment back."""
         self._own_connections = set()
         if self._own and self._framework is not None:
             self._horovod().shutdown()
@@ -137,7 +134,6 @@ class HorovodBackend(Backend):
         self._own = {}
 
     def is_communication_error(self, error: BaseException) -> bool:
-        """Whether Horovod raised `error`."""
         from horovod.common.exceptions import HorovodInternalError
 
         if isinstance(error, HorovodInternalError):
@@ -146,7 +142,6 @@ class HorovodBackend(Backend):
         return raised and any(sign in str(error) for sign in _SIGNS)
 
     def close(self) -> None:
-        """Stop the rendezvous server."""
         server, self._server = self._server, None
         if server is not None:
             server.shutdown()
@@ -154,10 +149,10 @@ class HorovodBackend(Backend):
 
 
 def check_horovod() -> None:
-    """Check that Horovod can be imported, without importing it.
+    """Check that Horovod is installed, without importing it.
 
     Raises:
-        ImportError: if it is not installed.
+        ImportError: If it is not installed.
     """
     if importlib.util.find_spec("horovod") is None:
         raise ImportError(
@@ -171,7 +166,7 @@ def check_horovod() -> None:
 def horovod_environment(
     context: WorkerContext, rendezvous: HorovodRendezvous | None, timeout_s: float
 ) -> dict[str, str]:
-    """Return the environment from which Horovod knows a worker's place in its group."""
+    """Return the environment variables that define a worker's rank in its Horovod group."""
     variables = {
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
@@ -193,12 +188,12 @@ def _connections() -> set[_Connection]:
 
 
 def _slot(addresses: Sequence[str], rank: int) -> dict[str, Any]:
-    """Return the ranks of a worker as Horovod counts them: by address."""
+    """Return the ranks of a worker as Horovod counts them, by address."""
     address = addresses[rank]
     hosts = list(dict.fromkeys(addresses))
     local_rank = addresses[:rank].count(address)
     sizes = Counter(addresses)
-    # workers with the same local rank, one a host
+    # hosts that have a worker with this local rank
     cross = [host for host in hosts if sizes[host] > local_rank]
     return {
         "hostname": address,

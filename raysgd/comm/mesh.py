@@ -1,13 +1,12 @@
-"""Reductions of small tensors, sent straight from worker to worker.
+"""Reductions of small tensors, sent directly from worker to worker.
 
-gloo hands each collective to a thread of its own, which waits for another one that reads the
-sockets: in every process several threads have to be woken, one after the other. For a few kilobytes
-that takes longer than all the rest of a training step. Here the thread that waits for the result
-reads the sockets itself. Every rank sends its tensor to all others, and reduces what it got in the
-order of the ranks, so that the results have the same bits everywhere.
+gloo wakes several threads in each process for a collective. For a few kilobytes, that takes longer
+than the rest of a training step. Here the waiting thread reads the sockets itself. Each rank sends
+its tensor to all others and reduces the received tensors in the order of their ranks. Therefore the
+results are bitwise equal on all ranks.
 
-A message is a header of two numbers of 64 bits, how many reductions came before and how many bytes
-follow, and the content of the tensor.
+A message is a header of two 64-bit integers (number of earlier reductions, number of bytes) and the
+content of the tensor.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ _HEADER = struct.Struct("=QQ")
 _RANK = struct.Struct("=Q")
 _CLOSE_S = 5.0
 _REACH_S = 5.0
-"""How long the kernel of a rank's host may take to answer."""
+"""Timeout of a TCP connection to another rank."""
 _LONGEST_WAIT_S = 3600.0
-"""The system counts milliseconds in an int."""
+"""`poll` takes its milliseconds as a C int."""
 
 
 class Reduction:
-    """A reduction under way, whose result replaces `tensor`. Its members are the mesh's own."""
+    """A running reduction, whose result replaces `tensor`. For use by the mesh only."""
 
     def __init__(
         self,
@@ -61,16 +60,16 @@ class Reduction:
         num_bytes = tensor.numel() * tensor.element_size()
         self._header = _HEADER.pack(number, num_bytes)
         self.missing = {rank: bytearray(_HEADER.size + num_bytes) for rank in others}
-        """Where the message of a rank belongs that has not come yet."""
+        """Buffers of the messages that have not arrived, by rank."""
         self._come: dict[int, bytearray] = {}
         self.done = False
 
     def message(self) -> bytes:
-        """Return what the others get."""
+        """Return the message for the other ranks."""
         return b"".join((self._header, self._content.view(-1).view(torch.uint8).numpy().data))
 
     def take(self, rank: int, own_rank: int) -> None:
-        """Take note that the message of a rank has come; with the last one, reduce."""
+        """Record the complete message of `rank`. Reduce after the last one."""
         self._come[rank] = self.missing.pop(rank)
         if self.missing:
             return
@@ -79,10 +78,10 @@ class Reduction:
         self.done = True
 
     def check(self, rank: int) -> None:
-        """Check the header that has come from a rank.
+        """Check the header of the message from `rank`.
 
         Raises:
-            RuntimeError: if that rank reduces something else.
+            RuntimeError: If that rank runs a different reduction.
         """
         message = self.missing[rank]
         if message[: _HEADER.size] != self._header:
@@ -105,18 +104,16 @@ class Reduction:
 
 
 class _Peer:
-    """The connection to another rank."""
-
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank = rank
         self.socket = connection
         self.unsent: collections.deque[memoryview] = collections.deque()
         self.awaited: collections.deque[Reduction] = collections.deque()
         self.num_received = 0
-        """Bytes that have come for the first awaited reduction."""
+        """Bytes received for the first awaited reduction."""
 
     def send(self) -> bool:
-        """Send what goes without waiting; return whether anything went."""
+        """Send without blocking. Return whether anything was sent."""
         went = False
         while self.unsent:
             try:
@@ -131,7 +128,7 @@ class _Peer:
         return went
 
     def receive(self, own_rank: int, at_end: Callable[[Reduction], None]) -> bool:
-        """Receive what has come, with a call for each end; return whether anything had come."""
+        """Receive without blocking, and call `at_end` per result. Return whether bytes arrived."""
         came = False
         while self.awaited:
             wanted = self.awaited[0]
@@ -144,7 +141,8 @@ class _Peer:
                     raise ConnectionResetError("it was closed")
                 came = True
                 self.num_received += num_bytes
-                if self.num_received >= _HEADER.size:  # a longer message would never be complete
+                # Check early, because a longer message would never be complete.
+                if self.num_received >= _HEADER.size:
                     wanted.check(self.rank)
                 if self.num_received < len(message):
                     continue
@@ -157,18 +155,18 @@ class _Peer:
 
     @property
     def events(self) -> int:
-        """What to poll for."""
+        """Events to poll for."""
         return select.POLLIN * bool(self.awaited) | select.POLLOUT * bool(self.unsent)
 
 
 class Mesh:
-    """Connections of a rank to all the others.
+    """Connections of one rank to all others.
 
     Args:
-        rank: this rank.
-        host: its address for the others.
-        key: what all ranks know, and nobody else.
-        timeout_s: after how long connecting, to all of them, is given up.
+        rank: This rank.
+        host: Address of this rank for the others.
+        key: Secret that all ranks share.
+        timeout_s: Timeout in seconds of connecting to all ranks.
     """
 
     def __init__(self, rank: int, host: str, key: str, timeout_s: float) -> None:
@@ -176,14 +174,14 @@ class Mesh:
         self._key = key
         self._timeout_s = timeout_s
         self._come: SimpleQueue[tuple[int, socket.socket] | None] = SimpleQueue()
-        """Ranks that have connected; None where connecting is interrupted."""
+        """Ranks that have connected. None means that `interrupt` was called."""
         self._sockets: list[socket.socket] = []
         self._peers: list[_Peer] = []
         self._unended: dict[int, Reduction] = {}
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._reads = False
-        """Whether a thread reads the sockets."""
+        """Whether a thread is polling the sockets."""
         self._wakes = socket.socketpair()
         for end in self._wakes:
             end.setblocking(False)
@@ -194,10 +192,13 @@ class Mesh:
         self.address = address.host, address.port
 
     def connect(self, addresses: Sequence[tuple[str, int]]) -> None:
-        """Connect to all ranks at these addresses. All of them have to call it.
+        """Connect to all ranks. All ranks must call this method.
+
+        Args:
+            addresses: Hosts and ports by rank.
 
         Raises:
-            RuntimeError: if one of them is not there in time, or after `interrupt`.
+            RuntimeError: If a rank does not connect in time, or after `interrupt`.
         """
         ends = time.monotonic() + self._timeout_s
         connections: dict[int, socket.socket] = {}
@@ -227,38 +228,38 @@ class Mesh:
             self._listener.close()
         for rank, connection in sorted(connections.items()):
             connection.setblocking(False)
-            if hasattr(socket, "TCP_USER_TIMEOUT"):  # a rank that stands still may read nothing
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # a stopped rank may stop reading
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
             self._peers.append(_Peer(rank, connection))
-        if self._broken:  # meanwhile
-            self._break(self._broken)  # the new connections as well
+        if self._broken:
+            self._break(self._broken)  # also closes the new connections
 
     async def _take(self, connection: socket.socket) -> None:
-        """Take over the connection of another rank, which says which one it is."""
+        """Accept the connection of another rank, which sends its number."""
         (rank,) = _RANK.unpack(await exactly(connection, _RANK.size))
         connection = socket.socket(fileno=connection.detach())
         self._sockets.append(connection)
         self._come.put((rank, connection))
 
     def _hold(self, connection: socket.socket) -> None:
-        """Let `interrupt` shut a connection down that is being made."""
+        """Register a connecting socket, so that `interrupt` can shut it down."""
         self._sockets.append(connection)
         self._check()
 
     def start(
         self, tensor: torch.Tensor, combine: Combine, at_end: Callable[[], None]
     ) -> Reduction:
-        """Begin to reduce a tensor over all ranks, in place, and return without waiting.
+        """Start to reduce a tensor over all ranks, in place, without waiting.
 
-        All ranks have to begin their reductions in the same order.
+        All ranks must start their reductions in the same order.
 
         Args:
-            tensor: on the CPU.
-            combine: makes one tensor of those of two ranks.
-            at_end: called when the result is in the tensor, or will never be.
+            tensor: CPU tensor.
+            combine: Function that combines the tensors of two ranks.
+            at_end: Called when the result is in the tensor or the reduction has failed.
 
         Raises:
-            RuntimeError: if a connection broke, or after `interrupt`.
+            RuntimeError: If a connection broke, or after `interrupt`.
         """
         with self._lock:
             self._check()
@@ -270,29 +271,29 @@ class Mesh:
             for peer in self._peers:
                 peer.awaited.append(started)
                 peer.unsent.append(message)
-            with contextlib.suppress(RuntimeError):  # who waits for the result will be told
+            with contextlib.suppress(RuntimeError):  # `finish` raises the error
                 self._advance(receive=False)
-            if self._reads:  # not yet for this one
+            if self._reads:  # the polling thread does not know this reduction yet
                 self._wake()
             return started
 
     @property
     def has_unsent(self) -> bool:
-        """Whether messages wait for room: `finish` has to be called before other waits."""
+        """Whether messages wait for buffer space. Then call `finish` before other waits."""
         return any(peer.unsent for peer in self._peers)
 
     def finish(self, wanted: Reduction, timeout_s: float, give_up: bool = True) -> None:
-        """Wait until a result is in its tensor, and all that this rank has to say is under way.
+        """Wait until `wanted` is complete and all messages of this rank are sent.
 
-        Of several threads that wait one reads the sockets for all.
+        If several threads wait, one of them reads the sockets for all.
 
         Args:
-            wanted: what `start` returned.
-            timeout_s: how long to wait, in seconds.
-            give_up: whether nobody is to use the mesh any more when that is over.
+            wanted: The return value of `start`.
+            timeout_s: Timeout in seconds.
+            give_up: Whether a timeout makes the mesh unusable.
 
         Raises:
-            RuntimeError: if a connection broke, after `interrupt`, or after `timeout_s` seconds.
+            RuntimeError: If a connection broke, after `interrupt`, or after `timeout_s` seconds.
         """
         ends = time.monotonic() + timeout_s
         with self._changed:
@@ -311,7 +312,7 @@ class Mesh:
                     self._poll(rest_s)
 
     def _poll(self, timeout_s: float) -> None:
-        """Wait, without the lock, until something can be sent or received."""
+        """Wait, without the lock, until a socket is ready."""
         poll = select.poll()
         poll.register(self._wakes[0], select.POLLIN)
         for peer in self._peers:
@@ -330,22 +331,22 @@ class Mesh:
 
     @property
     def broken(self) -> bool:
-        """Whether all that is under way has failed, and all to come will."""
+        """Whether all current and later reductions fail."""
         return bool(self._broken)
 
     def look(self) -> None:
-        """Take what has come without waiting, unless another thread does so."""
+        """Make progress without waiting, unless another thread does."""
         if self._lock.acquire(blocking=False):
             try:
                 # the polling thread would miss these bytes
                 if not self._reads:
-                    with contextlib.suppress(RuntimeError):  # its waiter gets the error
+                    with contextlib.suppress(RuntimeError):  # the waiting thread raises the error
                         self._advance()
             finally:
                 self._lock.release()
 
     def _advance(self, receive: bool = True) -> bool:
-        """Send and receive what goes without waiting; return whether anything did."""
+        """Send and receive without blocking. Return whether any bytes moved."""
         self._check()
         moved = False
         for peer in self._peers:
@@ -364,8 +365,8 @@ class Mesh:
         self._changed.notify_all()
 
     def _wake(self) -> None:
-        """Let the thread that reads look anew what to poll for."""
-        with contextlib.suppress(OSError):  # closed, or told often enough
+        """Make the polling thread rebuild its poll set."""
+        with contextlib.suppress(OSError):  # closed, or already woken
             self._wakes[1].send(b"1")
 
     def _check(self) -> None:
@@ -377,7 +378,7 @@ class Mesh:
         raise RuntimeError(self._broken) from cause
 
     def interrupt(self, reason: str = "The driver interrupted this collective") -> None:
-        """Let whoever waits, on this and on the other ranks, and all later calls raise an error."""
+        """Make all current and later calls fail, here and on the other ranks."""
         self._broken = self._broken or f"gloo/ {reason}."
         for connection in list(self._sockets):
             shut_down(connection)
@@ -385,7 +386,7 @@ class Mesh:
         self._wake()
 
     def close(self) -> None:
-        """Interrupt, and let go of the connections."""
+        """Interrupt, and release the connections."""
         self.interrupt()
         with self._lock:
             while self._unended:

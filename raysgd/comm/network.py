@@ -1,4 +1,4 @@
-"""Addresses and interfaces of this machine."""
+"""Network addresses and interfaces of this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def interfaces() -> dict[str, str]:
-    """Return the name of each network interface of this machine by its IPv4 addresses."""
+    """Return the interface names of this machine, by IPv4 address."""
     return {
         address.address: name
         for name, addresses in psutil.net_if_addrs().items()
@@ -30,7 +30,7 @@ def interfaces() -> dict[str, str]:
 
 
 def address_towards(address: str) -> str:
-    """Return this machine's address on the way to `address`; sends nothing."""
+    """Return this machine's source address for packets to `address`. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.connect((address, 1))
         name: str = sock.getsockname()[0]
@@ -38,7 +38,7 @@ def address_towards(address: str) -> str:
 
 
 def is_single_node(addresses: Sequence[str]) -> bool:
-    """Whether all workers, at these addresses, are on this machine."""
+    """Return whether all workers are on this machine."""
     return len(set(addresses)) == 1 and addresses[0] in {LOOPBACK, *interfaces()}
 
 
@@ -48,10 +48,10 @@ def driver_address(addresses: Sequence[str]) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the interface that has `address`.
+    """Return the name of the interface with `address`.
 
     Raises:
-        RuntimeError: if none has it.
+        RuntimeError: If no interface has it.
     """
     there_are = interfaces()
     if address not in there_are:

@@ -1,13 +1,12 @@
-"""The store through which the workers of one generation find each other: server and client.
+"""Server and client of the key-value store where the workers of one generation rendezvous.
 
-torch's own TCPStore does the same, and cannot be relied on where a generation may be given up at
-any moment: its client first asks the name server for the name of the address that it connects to,
-which costs seconds where that does not answer; it goes on trying a store that was closed until its
-time is over; and its waits cannot be ended from outside. Here a wait ends when the driver closes
-the store, and when the client is interrupted.
+The ``TCPStore`` of PyTorch does not fit, because a generation can end at any moment. Its client
+first resolves the server's name, which takes seconds if the name server does not answer. It retries
+a closed store until its timeout, and its waits cannot be interrupted. Here a wait ends when the
+driver closes the store or the client is interrupted.
 
-A request is a message with a JSON array, the operation and its arguments, and so is the answer,
-with one element.
+A request is a message with a JSON array: the operation and its arguments. An answer is an array of
+one element.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ __all__ = ["StoreClient", "StoreServer"]
 
 _CONNECT_S = 10.0
 _ANSWER_S = 60.0
-"""How long an answer may take beyond what the request itself may wait for."""
+"""Seconds that an answer may take in addition to the wait of the request."""
 
 
 class StoreServer:
-    """Keeps the keys of one generation in a thread of its own, on a free port of `host`."""
+    """Serves the keys of one generation in its own thread, on a free port of `host`."""
 
     def __init__(self, host: str) -> None:
         self._values: dict[str, str] = {}
@@ -41,7 +40,7 @@ class StoreServer:
         self.address = self._listener.expect(self._talk)
 
     def close(self) -> None:
-        """End all connections, and with them the waits of the clients."""
+        """End all connections. This ends the waits of the clients."""
         self._listener.close()
 
     async def _talk(self, connection: socket.socket) -> None:
@@ -51,7 +50,7 @@ class StoreServer:
             if asyncio.iscoroutine(answer):
                 answer = await answer
             await send(connection, _packed(answer))
-            await asyncio.sleep(0)  # for the others: what can be read and sent at once is
+            await asyncio.sleep(0)  # yield, because reads and writes that are ready do not
 
     @property
     def _do(self) -> dict[str, Callable[..., Any]]:
@@ -68,7 +67,7 @@ class StoreServer:
         }
 
     async def _get(self, keys: Sequence[str], timeout_s: float) -> list[str] | None:
-        """Return the values when all are there; None if they are not in time."""
+        """Return the values when all keys are set, or None after a timeout."""
         try:
             async with asyncio.timeout(timeout_s):
                 for key in keys:
@@ -100,15 +99,15 @@ class StoreServer:
 
 
 class StoreClient:
-    """A worker's connection to a store.
+    """Connection of a worker to a store.
 
-    Every method raises ConnectionError once the store is closed or the client interrupted.
+    Every method raises ConnectionError after the store was closed or the client was interrupted.
 
     Args:
-        address: where the store listens.
+        address: Address of the store.
 
     Raises:
-        ConnectionError: if the store cannot be reached.
+        ConnectionError: If the store cannot be reached.
     """
 
     def __init__(self, address: Address) -> None:
@@ -126,18 +125,18 @@ class StoreClient:
             weakref.finalize(self, opened.close)
 
     def interrupt(self) -> None:
-        """End the wait that another thread is in, and refuse all later ones."""
+        """End the wait of another thread, and refuse all later calls."""
         shut_down(self._socket)
 
     def set(self, keys: Sequence[str], values: Sequence[str]) -> None:
-        """Set keys."""
+        """Set `keys` to `values`."""
         self.ask("set", list(keys), list(values))
 
     def get(self, keys: Sequence[str], timeout_s: float) -> list[str]:
-        """Return the values of keys, once all are there.
+        """Return the values of `keys` when all are set.
 
         Raises:
-            TimeoutError: if they are not within `timeout_s` seconds.
+            TimeoutError: If a key is not set within `timeout_s` seconds.
         """
         values: list[str] | None = self.ask("get", list(keys), timeout_s, wait_s=timeout_s)
         if values is None:
@@ -147,7 +146,7 @@ class StoreClient:
         return values
 
     def ask(self, operation: str, *arguments: Any, wait_s: float = 0.0) -> Any:
-        """Return the answer to a request; `wait_s` is how long the server may wait with it."""
+        """Return the answer to a request. The server may delay it by `wait_s` seconds."""
         try:
             with self._lock:
                 self._socket.settimeout(wait_s + _ANSWER_S)

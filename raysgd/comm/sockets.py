@@ -1,4 +1,4 @@
-"""The TCP sockets of this process, whoever opened them."""
+"""The TCP sockets of this process, including those that other libraries opened."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ __all__ = ["Endpoint", "endpoints", "listeners", "shut_down"]
 
 
 def shut_down(connection: socket.socket) -> None:
-    """End a connection, also where processes that were forked have its descriptor."""
-    with contextlib.suppress(OSError):  # it has ended already
+    """End a connection, even if forked processes share its descriptor."""
+    with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A TCP socket of this process; `remote` is None where it listens."""
+    """A TCP socket of this process. `remote` is None if it listens."""
 
     descriptor: int
     local: tuple[str, int]
     remote: tuple[str, int] | None
 
     def shut_down(self) -> None:
-        """Shut the connection down; the descriptor stays open for its owner."""
+        """Shut the connection down. The descriptor stays open for its owner."""
         with contextlib.suppress(OSError), _borrowed(self.descriptor) as sock:
             shut_down(sock)
 
 
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """Open a socket object on a descriptor that someone else owns."""
+    """Open a socket object on a descriptor with another owner."""
     copy = os.dup(descriptor)
     try:
         sock = socket.socket(fileno=copy)
@@ -47,11 +47,11 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket]:
 def endpoints() -> list[Endpoint]:
     """Return the TCP sockets of this process.
 
-    From its descriptors: the system's table of connections loses entries while it is read.
+    Reads the descriptors, because the system's table of connections can miss entries.
     """
     found = []
     for name in os.listdir("/dev/fd"):
-        # not every descriptor is a socket, and other threads close theirs meanwhile
+        # Some descriptors are not sockets, and other threads close theirs meanwhile.
         with contextlib.suppress(OSError), _borrowed(int(name)) as sock:
             if sock.family not in (socket.AF_INET, socket.AF_INET6) or (
                 sock.type != socket.SOCK_STREAM

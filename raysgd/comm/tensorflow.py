@@ -1,4 +1,4 @@
-"""TensorFlow's own collectives: the environment of ``MultiWorkerMirroredStrategy``."""
+"""TensorFlow collectives: the environment of ``MultiWorkerMirroredStrategy``."""
 
 from __future__ import annotations
 
@@ -34,31 +34,30 @@ _SIGNS = ("Collective", "collective", "peer", "Connection reset", "connect to re
 
 @dataclass(frozen=True)
 class TensorflowRendezvous:
-    """Where the workers of one generation tell each other their addresses."""
+    """Store where the workers of one generation exchange their addresses."""
 
     store: Address
     single_node: bool
 
 
 class TensorflowBackend(Backend):
-    """Sets ``TF_CONFIG``, from which ``MultiWorkerMirroredStrategy`` knows the group.
+    """Sets ``TF_CONFIG``, which defines the group for ``MultiWorkerMirroredStrategy``.
 
-    The strategy itself is made by whoever trains, after `setup`. A process that was in one group
-    cannot be in another: TensorFlow's collectives are configured once.
+    The trainer or the training function creates the strategy after `setup`. A process can join only
+    one group, because TensorFlow configures its collectives once.
     """
 
     rejoins = False
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        # on the driver: the choice of Keras that its script was started with holds on all workers
+        # Runs on the driver: its choice of Keras applies to all workers.
         self._environment = keras_environment()
         self._has_warned = False
         self._server: StoreServer | None = None
         self._held: socket.socket | None = None
 
     def prepare(self, addresses: Sequence[str]) -> TensorflowRendezvous:
-        """Listen for the workers of a new generation."""
         if not self._has_warned and len(addresses) > 1:
             self._has_warned = True
             logger.warning(
@@ -77,11 +76,11 @@ class TensorflowBackend(Backend):
         return TensorflowRendezvous(self._server.address, is_single_node(addresses))
 
     def setup(self, context: WorkerContext, rendezvous: TensorflowRendezvous | None) -> None:
-        """Set the environment that TensorFlow reads when it is imported and the strategy made.
+        """Set the variables that TensorFlow reads on import and when it creates the strategy.
 
         Raises:
-            ImportError: if TensorFlow is not installed.
-            RuntimeError: if it is imported already, or `rendezvous` is None.
+            ImportError: If TensorFlow is not installed.
+            RuntimeError: If TensorFlow is already imported, or `rendezvous` is None.
         """
         check_tensorflow("backend='tensorflow'")
         if "tensorflow" in sys.modules:
@@ -109,27 +108,25 @@ class TensorflowBackend(Backend):
         )
 
     def interrupt(self) -> None:
-        """Make collectives fail, those under way and all later ones."""
         if "tensorflow.python.eager.context" not in sys.modules:
             return
         from tensorflow.python.eager.context import context
         from tensorflow.python.framework import errors_impl
 
-        # waits for an executor where no strategy of several workers was made, nor is being made
+        # Without a strategy of several workers, aborting would wait for an executor.
         if context()._collective_ops_server_def is not None:
             context().abort_collective_ops(
                 errors_impl.UNAVAILABLE, "Collective interrupted by the driver."
             )
 
     def teardown(self) -> None:
-        """Remove ``TF_CONFIG``; the process cannot join another group."""
         os.environ.pop("TF_CONFIG", None)
         held, self._held = self._held, None
         if held is not None:
             held.close()
 
     def is_communication_error(self, error: BaseException) -> bool:
-        """Whether TensorFlow raised `error` because it lost another worker."""
+        """Return whether TensorFlow raised `error` because it lost another worker."""
         if isinstance(error, ConnectionError):
             return True
         if "tensorflow" not in sys.modules:
@@ -141,19 +138,18 @@ class TensorflowBackend(Backend):
         return type(error).__name__ in _LOST or any(sign in str(error) for sign in _SIGNS)
 
     def close(self) -> None:
-        """Stop listening."""
         server, self._server = self._server, None
         if server is not None:
             server.close()
 
 
 def _held_port() -> socket.socket:
-    """Return a socket on a free port, on which TensorFlow's server can listen and no other gets.
+    """Return a socket that reserves a free port for TensorFlow's server.
 
-    It is bound to all addresses, as TensorFlow's will be: one of them might be taken.
-    TensorFlow listens when it makes the strategy, seconds after all know the address. Linux gives
-    a port that is bound to nobody who asks for any free one, and lets a second socket listen on it
-    where both allow that (SO_REUSEADDR, as gRPC's servers do) and the first does not listen.
+    TensorFlow listens when it creates the strategy, seconds after the workers have exchanged
+    their addresses. Linux does not hand out a bound port again. It lets a second socket listen on
+    the port if both set SO_REUSEADDR, as gRPC does, and the first does not listen. The socket binds
+    all addresses, because TensorFlow does so too and one of them could be taken.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -162,10 +158,10 @@ def _held_port() -> socket.socket:
 
 
 def check_tensorflow(asked_by: str) -> None:
-    """Check that TensorFlow can be imported, without importing it.
+    """Check that TensorFlow is installed, without importing it.
 
     Raises:
-        ImportError: if it is not installed.
+        ImportError: If it is not installed.
     """
     if "tensorflow" not in sys.modules and importlib.util.find_spec("tensorflow") is None:
         raise ImportError(
@@ -174,10 +170,10 @@ def check_tensorflow(asked_by: str) -> None:
 
 
 def keras_environment() -> dict[str, Any]:
-    """Return the environment variables by which this process chooses its Keras.
+    """Return the environment variables that choose the Keras of this process.
 
     Raises:
-        ValueError: if Keras is to work on another framework than TensorFlow.
+        ValueError: If they choose another framework than TensorFlow.
     """
     chosen = {name: os.environ[name] for name in _CHOICES if name in os.environ}
     if (framework := chosen.get("KERAS_BACKEND", "tensorflow")) != "tensorflow":

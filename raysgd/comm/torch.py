@@ -33,23 +33,23 @@ from raysgd.comm.torch_store import TorchStore
 __all__ = ["TorchBackend", "TorchRendezvous"]
 
 _CONNECT = datetime.timedelta(seconds=10)
-"""How long workers that are all there may take to connect. gloo beside NCCL cannot be interrupted:
-where a worker dies meanwhile, the others wait five times as long."""
+"""Timeout of connecting to workers that are all present. The gloo group of NCCL cannot be
+interrupted: if a worker dies while it connects, the others wait five times as long."""
 _NCCL_CONNECT = datetime.timedelta(seconds=60)
-"""The same for torch's own store: before it connects it asks for the name of the store's address,
-and a name server that does not answer costs seconds."""
+"""The same for ``TCPStore``, which first resolves the name of its address. That takes seconds if
+the name server does not answer."""
 _MOST_MESHED = 16
-"""With more workers the connections of each to each cost more than they save."""
+"""With more workers, connections between all pairs cost more than they save."""
 _SIGNS = ("gloo/", "pair closure", "NCCL", "ProcessGroup")
-"""What stands in the RuntimeErrors of gloo and NCCL, which have no type of their own."""
+"""Parts of the RuntimeErrors of gloo and NCCL, which have no types of their own."""
 
 _STALE = ("in the world group map", "please create group with", "Invalid process group")
-"""Parts of the ValueErrors that PyTorch raises for groups that are not of this generation."""
+"""Parts of PyTorch's ValueErrors for groups of another generation."""
 
 
 @dataclass(frozen=True)
 class TorchRendezvous:
-    """Where the stores of one generation listen; the one of torch's own is for NCCL alone."""
+    """Addresses of one generation's stores. Only NCCL uses the ``TCPStore``."""
 
     store: Address
     single_node: bool
@@ -57,10 +57,10 @@ class TorchRendezvous:
 
 
 class TorchBackend(Backend):
-    """A torch.distributed process group a generation, over a store that the driver hosts.
+    """One torch.distributed process group per generation, over a store on the driver.
 
-    The driver hosts the store because it is the one member that is never replaced. Each
-    generation gets a store of its own: keys of an earlier one would be taken for its own.
+    The driver hosts the store because it is never replaced. Each generation has its own store,
+    because the keys of an earlier one would be mistaken for new ones.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:
@@ -72,7 +72,7 @@ class TorchBackend(Backend):
         self._tcp_store: TCPStore | None = None
         self._client: TorchStore | None = None
         self._listening: set[tuple[str, int]] = set()
-        """The addresses at which gloo listens on all workers."""
+        """Addresses on which gloo listens, of all workers."""
         self._made = False
         self._entry: Entry | None = None
         self._group: GlooGroup | None = None
@@ -80,13 +80,12 @@ class TorchBackend(Backend):
         self._set_interface = False
 
     def prepare(self, addresses: Sequence[str]) -> TorchRendezvous:
-        """Start the store of a new generation on a free port of the driver."""
         single_node, host = is_single_node(addresses), driver_address(addresses)
         self.close()
         self._server = StoreServer(host)
         if self._name != "nccl":
             return TorchRendezvous(self._server.address, single_node)
-        # by itself torch's store would listen on all interfaces
+        # By default, ``TCPStore`` listens on all interfaces.
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
         self._tcp_store = TCPStore(
@@ -100,7 +99,7 @@ class TorchBackend(Backend):
         return TorchRendezvous(self._server.address, single_node, port)
 
     def setup(self, context: WorkerContext, rendezvous: TorchRendezvous | None) -> None:
-        """Create the default process group, and note which sockets are its own."""
+        """Create the default process group, and record which sockets belong to it."""
         if dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed is initialized already in this process, and raysgd makes a "
@@ -118,19 +117,19 @@ class TorchBackend(Backend):
             store = self._client = TorchStore(rendezvous.store, self._timeout)
             if self._name == "gloo" and 1 < context.world_size <= _MOST_MESHED:
                 self._mesh = _mesh(context.world_rank, rendezvous.store.key)
-        # All are here before any connects: who waits here is woken when the driver closes the
-        # store, at once, and knows who is missing.
+        # Wait here until all workers are present: the driver can end this wait by closing the
+        # store, and this wait knows which ranks are missing.
         address = None if self._mesh is None else self._mesh.address
         mesh_addresses = _exchanged(store, "here", context, address)
         before = listeners()
         self._made = True
-        # torch counts the groups of a process, also one that failed to connect, and ranks meet
-        # under that number: it has to be the same on all
+        # Ranks meet under the number of the group. PyTorch also counts groups that failed to
+        # connect, so the numbers of the ranks could differ.
         dist.distributed_c10d._world.group_count = 0
         ranks = (context.world_rank, context.world_size, min(self._timeout, _CONNECT))
         if self._name == "gloo":
             is_meshed = self._mesh is not None and all(mesh_addresses)
-            if self._mesh is not None and is_meshed:  # first, as it knows who does not answer
+            if self._mesh is not None and is_meshed:  # first: its errors name missing ranks
                 self._mesh.connect(mesh_addresses)
             self._group = GlooGroup.init(store, *ranks, entry)
             if self._mesh is not None and is_meshed:
@@ -138,16 +137,15 @@ class TorchBackend(Backend):
         else:
             _init_nccl(_store_of_nccl(rendezvous, self._timeout), *ranks)
         dist.distributed_c10d._set_pg_timeout(self._timeout)
-        # gloo connects when its group is made. Its listeners are the only ones that appear in
-        # this window, and each of its connections has one of them at one end.
+        # gloo connects when its group is created. Only its listeners appear in this window, and
+        # each of its connections has one of them at one end.
         told = _exchanged(store, "listening", context, sorted(listeners() - before))
         self._listening = {tuple(own) for each in told for own in each}
 
     def interrupt(self) -> None:
-        """Shut the group's own sockets down and end the waits; for NCCL, abort its communicators.
+        """Shut down the group's sockets and end all waits. For NCCL, abort its communicators.
 
-        gloo's threads notice nothing but their sockets: neither ``abort`` nor
-        ``destroy_process_group`` wakes them.
+        gloo's threads react only to their sockets, not to ``abort`` or ``destroy_process_group``.
         """
         for endpoint in endpoints():
             if endpoint.remote is not None and self._is_ours(endpoint):
@@ -162,12 +160,11 @@ class TorchBackend(Backend):
         return endpoint.local in self._listening or endpoint.remote in self._listening
 
     def collective(self) -> int | None:
-        """Return the number of gloo's oldest collective under way; NCCL cannot tell."""
+        """Return the number of the oldest unfinished gloo collective. NCCL does not report one."""
         group = self._group
         return None if group is None else group.collective()
 
     def teardown(self) -> None:
-        """Destroy the process group."""
         self._listening = set()
         if self._set_interface:
             os.environ.pop("GLOO_SOCKET_IFNAME", None)
@@ -185,13 +182,12 @@ class TorchBackend(Backend):
         self._client = self._entry = None
 
     def is_communication_error(self, error: BaseException) -> bool:
-        """Whether gloo, NCCL or the store raised `error`."""
         return isinstance(error, dist.DistError) or (
             isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
         )
 
     def advice(self, error: BaseException) -> str:
-        """Name the hook if user code uses a process group of an earlier generation."""
+        """Name the hook for process groups if user code uses one of an earlier generation."""
         if not isinstance(error, ValueError) or not any(sign in str(error) for sign in _STALE):
             return ""
         return (
@@ -201,7 +197,6 @@ class TorchBackend(Backend):
         )
 
     def close(self) -> None:
-        """Close the store, which ends the waits of all workers for each other."""
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -209,14 +204,14 @@ class TorchBackend(Backend):
 
 
 def _exchanged(store: Any, purpose: str, context: WorkerContext, value: Any) -> list[Any]:
-    """Tell all workers a value, and return theirs by rank, once all are there."""
+    """Publish a value, and return the values of all workers by rank when all are present."""
     keys = [f"{purpose}/{rank}" for rank in range(context.world_size)]
     store.set(keys[context.world_rank], json.dumps(value))
     return [json.loads(text) for text in store.multi_get(keys)]
 
 
 def _mesh(rank: int, key: str) -> Mesh | None:
-    """Return a mesh at the address of the interface that gloo uses; None if it has none."""
+    """Return a mesh on the interface that gloo uses, or None if it has no IPv4 address."""
     chosen = os.environ["GLOO_SOCKET_IFNAME"].split(",")[0]
     for address, name in interfaces().items():
         if name == chosen:
@@ -225,19 +220,19 @@ def _mesh(rank: int, key: str) -> Mesh | None:
 
 
 def _store_of_nccl(rendezvous: TorchRendezvous | None, timeout: datetime.timedelta) -> Any:
-    """Return a store that threads of NCCL's in C++ can use, which a client of ours is not for."""
+    """Return a store that NCCL's C++ threads can use, unlike our Python client."""
     if rendezvous is None or rendezvous.tcp_store_port is None:
         return HashStore()
     port = rendezvous.tcp_store_port
     store = TCPStore(rendezvous.store.host, port, is_master=False, timeout=_NCCL_CONNECT)
-    # NCCL's communicators are made in the first collective, where ranks wait for each other by it
+    # The ranks of NCCL wait for each other in the store during the first collective.
     store.set_timeout(timeout)
     return store
 
 
 def _init_nccl(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
     dist.init_process_group(
-        # gloo beside NCCL: batch counts, Python objects and CPU tensors travel through it
+        # gloo carries batch counts, Python objects, and CPU tensors.
         "cpu:gloo,cuda:nccl",
         store=store,
         rank=rank,

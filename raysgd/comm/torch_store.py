@@ -1,4 +1,4 @@
-"""The driver's store as torch.distributed takes it."""
+"""The driver's store as a ``torch.distributed`` Store."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["TorchStore"]
 
 
 class TorchStore(Store):
-    """A worker's connection to a store. It lives as long as anything that torch makes of it.
+    """Connection of a worker to a store, for torch.distributed.
 
-    Every method raises DistNetworkError once the store is closed or the client interrupted, and
-    DistStoreError where a key does not come in time. Bytes travel as text of the same code points.
+    Every method raises DistNetworkError after the store was closed or the client was interrupted.
+    It raises DistStoreError if a key is not set in time. Bytes travel as Latin-1 text.
 
     Args:
-        address: where the store listens.
-        timeout: how long to wait for keys where a call does not say how long.
+        address: Address of the store.
+        timeout: Default timeout of waiting for keys.
     """
 
     def __init__(self, address: Address, timeout: datetime.timedelta) -> None:
@@ -34,63 +34,51 @@ class TorchStore(Store):
             self._client = StoreClient(address)
 
     def interrupt(self) -> None:
-        """End the wait that another thread is in, and refuse all later ones."""
+        """End the wait of another thread, and refuse all later calls."""
         self._client.interrupt()
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a key."""
         self.multi_set([key], [value])
 
     def get(self, key: str) -> bytes:
-        """Return a key's value, once it is there."""
         return self.multi_get([key])[0]
 
     def add(self, key: str, value: int) -> int:
-        """Add to a number, 0 at first, and return the sum."""
         return int(self._ask("add", key, value))
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Append to a value, empty at first."""
         self._ask("append", key, _text(value))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there."""
         return bool(self._ask("check", list(keys)))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key if it has a certain value, empty for none, and return what it has then."""
         return _bytes(self._ask("compare_set", key, _text(expected), _text(desired)))
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key, and return whether it was there."""
         return bool(self._ask("delete", key))
 
     def num_keys(self) -> int:
-        """Return how many keys there are."""
         return int(self._ask("num_keys"))
 
-    # the names by which torch's C++ looks for them
+    # names that PyTorch looks up from C++
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 
     def has_extended_api(self) -> bool:
-        """Whether there are `append` and the operations on several keys."""
         return True
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of several keys, once all are there."""
         return [_bytes(value) for value in self._values(keys)]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set several keys."""
         self._ask("set", list(keys), [_text(value) for value in values])
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
-        """Wait until all keys are there."""
         self._values(keys, timeout)
 
     def _values(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> list[str]:
-        # torch's declarations leave the attribute out that its set_timeout() sets
+        # PyTorch's stubs lack the attribute that set_timeout() sets.
         wait_s = (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
         with _translated():
             return self._client.get(keys, wait_s)
@@ -102,7 +90,7 @@ class TorchStore(Store):
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    """Raise torch's errors in place of Python's."""
+    """Convert Python's errors to those of torch.distributed."""
     try:
         yield
     except ConnectionError as error:
