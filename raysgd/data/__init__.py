@@ -1,4 +1,4 @@
-"""Data of the user, and how it is shared out among workers."""
+"""The user's data, and its partition among the workers."""
 
 from raysgd.data.dataset import Dataset
 

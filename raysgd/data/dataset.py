@@ -1,4 +1,4 @@
-"""Data sets of items that each worker fetches for itself."""
+"""Datasets whose items the workers fetch themselves."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ __all__ = ["Dataset"]
 
 
 class Dataset:
-    """Items, such as paths or URLs, that workers download, transform and train on.
+    """Items, such as paths or URLs, that the workers download, transform, and train on.
 
-    Pass it to ``trainer.train(dataset=...)``; it then takes the place of the registered train
-    loader. The items are shared out over the workers, in order, each item to one of them.
+    Pass it to ``trainer.train(dataset=...)`` to replace the registered train loader. Each item goes
+    to one worker, in order.
 
     >>> data = Dataset(range(4), batch_size=2, download_func=lambda i: i * 10)
     >>> data.fetch([0, 3])
     [0, 30]
 
     Args:
-        data: the items. Anything that is not a sequence, such as an iterator of
-            ``ray.util.iter``, is listed once, so it must have an end. Items are sent to the
-            workers: let them be names of large files.
-        batch_size: items that each worker takes at a step.
-        download_func: turns an item into a sample; runs on the worker. None: items are samples.
-        max_concurrency: how many items of a batch are downloaded at the same time, in threads;
-            0 or 1: one after the other.
-        transform: turns a downloaded sample into ``(*features, target)``; runs on the worker.
+        data: The items. A sequence is used as it is. Other iterables, such as iterators of
+            ``ray.util.iter``, are read into a list and must end. Items travel to the workers, so
+            prefer the names of large files.
+        batch_size: Items per worker and step.
+        download_func: Converts an item into a sample, on the worker. None uses items as samples.
+        max_concurrency: Number of threads that download the items of a batch. 0 and 1 download
+            them one after the other.
+        transform: Converts a downloaded sample into ``(*features, target)``, on the worker.
 
-    A batch is made of its samples column by column: tensors with at least one dimension are
-    concatenated along the first, so that a sample is a small batch itself, and everything else
-    is stacked as a DataLoader does.
+    A batch combines its samples column by column. Tensors with at least one dimension are
+    concatenated along the first, so a sample can itself be a small batch. Other values are stacked
+    as in a DataLoader.
 
     Raises:
-        TypeError: if `data` is not iterable or a function is not callable.
-        ValueError: if `batch_size` is below 1, `max_concurrency` is below 0, or a
-            ``ray.util.iter`` iterator repeats its items without end.
+        TypeError: If `data` is not iterable or a function is not callable.
+        ValueError: If `batch_size` is below 1, `max_concurrency` is below 0, or a
+            ``ray.util.iter`` iterator repeats its items endlessly.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Dataset:
     ) -> None:
         if not isinstance(data, Iterable):
             raise TypeError(f"Dataset(data=...) must be iterable, but it is {data!r}.")
-        if hasattr(data, "gather_sync"):  # a ParallelIterator of Ray
+        if hasattr(data, "gather_sync"):  # a ParallelIterator of ray.util.iter
             if "repeat=True" in repr(data):
                 raise ValueError(
                     f"Dataset(data={data!r}): must have an end, so leave repeat=True out. "
@@ -97,5 +97,5 @@ class Dataset:
         return self.fetch([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return several samples; torch's DataLoader calls this for each batch."""
+        """Return several samples. PyTorch's DataLoader calls this for each batch."""
         return self.fetch(indices)

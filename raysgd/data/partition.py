@@ -1,10 +1,10 @@
-"""Which samples each worker gets: pure arithmetic over the order of one epoch.
+"""The samples of each worker: pure arithmetic over the order of one epoch.
 
-At each step the workers together take the next samples of the epoch's order, as many as the global
-batch has: rank 0 the first part of them, rank 1 the next, and so on. So a step of two workers is
-the same set of samples as a step of one process with the global batch, and what is left of an epoch
-is a plain offset: it can be shared out anew among any number of workers, at any step, without
-losing or repeating a sample, and in the same steps.
+At each step, the workers together take the next samples of the epoch, as many as the global batch
+has. Rank 0 takes the first part of them, rank 1 the next, and so on. Therefore a step of two
+workers uses the same samples as a step of one process with the global batch. The rest of an epoch
+is a plain offset. Any number of workers can continue from it, at any step, without losing or
+repeating a sample.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ __all__ = ["EpochPartition", "MicroBatch", "even_part", "micro_batches_of"]
 class EpochPartition:
     """One worker's part of an epoch.
 
-    Training (`even`) gives every worker a batch at every step, since each step is a collective:
-    parts differ by one sample at most, and where there are fewer samples than workers some are
-    given twice. Validation pads nothing: its batches are those of a single process, dealt out in
-    turn, and at the last step some workers may have none.
+    In training (`even`), every worker has a batch at every step, because each step is a collective.
+    The parts of a step differ by at most one sample. If a step has fewer samples than workers, some
+    workers repeat a sample. Validation (not `even`) repeats nothing: it deals the batches of a
+    single process out in turn, so a worker can have no batch at the last step.
     """
 
     total: int
-    """Samples in the epoch."""
+    """Number of samples in the epoch."""
     batch_size: int
-    """Samples of a worker's batch where the group has its full size."""
+    """Samples per worker and batch in a group of full size."""
     world_size: int
     rank: int
     drop_last: bool = False
-    """Leave out the samples at the end that do not fill a batch."""
+    """Whether to skip the samples at the end that do not fill a batch."""
     even: bool = True
     full_size: int | None = None
-    """Workers of the full group, whose steps those of any other keep; None: steps follow the
-    number of workers."""
+    """Number of workers in the full group, which defines the size of a step. None: the size follows
+    the current number of workers."""
     global_batch: int | None = None
-    """Samples of a step, where these are no multiple of `batch_size`."""
+    """Samples per step, if they are not a multiple of `batch_size`."""
     max_steps: int | None = None
-    """Steps after which the epoch ends, if it has more."""
+    """Maximal number of steps in the epoch."""
 
     @property
     def stride(self) -> int:
-        """Samples that all workers take at a full step."""
+        """Number of samples that all workers take at a full step."""
         return self.global_batch or self.batch_size * (self.full_size or self.world_size)
 
     @property
     def at_once(self) -> int:
-        """The most samples of a batch that are trained on at once."""
+        """Maximal number of samples that a worker processes together."""
         return -(-self.stride // (self.full_size or self.world_size))
 
     def end(self, offset: int) -> int:
-        """Return where the samples end that are used from `offset` on."""
+        """Return the exclusive end index of the samples used from `offset`."""
         total = self.total
         if self.max_steps is not None:
             total = min(total, self.max_steps * self.stride)
@@ -64,11 +64,11 @@ class EpochPartition:
         return offset + (total - offset) // unit * unit
 
     def num_steps(self, offset: int = 0) -> int:
-        """Return how many steps the samples from `offset` on make."""
+        """Return the number of steps from `offset` to the end."""
         return max(0, -(-(self.end(offset) - offset) // self.stride))
 
     def offset_after(self, offset: int, num_steps: int) -> int:
-        """Return where the epoch stands `num_steps` steps after `offset`."""
+        """Return the offset after `num_steps` more steps."""
         if num_steps == 0:
             return offset
         if self.num_steps(offset) <= num_steps:
@@ -76,17 +76,17 @@ class EpochPartition:
         return offset + num_steps * self.stride
 
     def sizes(self, offset: int, num_steps: int | None = None) -> list[int]:
-        """Return the samples of the steps of the group from `offset` on."""
+        """Return the sample counts of the group's steps from `offset`."""
         end, stride = self._end(offset, num_steps), self.stride
         return [min(stride, end - start) for start in range(offset, end, stride)]
 
     def batches(
         self, offset: int = 0, num_steps: int | None = None, in_parts: bool = False
     ) -> Iterator[tuple[int, int]]:
-        """Yield this worker's batches from `offset` on, as (start, stop) in the epoch's order.
+        """Yield this worker's batches from `offset`, as (start, stop) in the order of the epoch.
 
-        With `num_steps`, those of so many steps of the group. With `in_parts`, a batch of more than
-        `at_once` samples as several.
+        `num_steps` limits the steps of the group. `in_parts` splits a batch of more than `at_once`
+        samples.
         """
         if not self.even:
             yield from self._dealt_out(offset, self._end(offset, num_steps))
@@ -108,9 +108,9 @@ class EpochPartition:
         return end if num_steps is None else min(end, offset + num_steps * self.stride)
 
     def num_taken(self, offset: int, num_steps: int, in_parts: bool = False) -> int:
-        """Return how many samples this worker takes at the first `num_steps` steps.
+        """Return how many samples this worker takes in the first `num_steps` steps.
 
-        Those are left out that are given a second time.
+        Repeated samples do not count.
         """
         num_full = min(num_steps, self.num_steps(offset)) - 1
         if num_full < 0:
@@ -121,7 +121,6 @@ class EpochPartition:
         return num_full * full + last
 
     def _taken(self, start: int, in_parts: bool) -> int:
-        """Return how many samples this worker takes at the step that begins at `start`."""
         if not self.even:
             return sum(stop - first for first, stop in self.batches(start, 1))
         (size,) = self.sizes(start, 1)
@@ -133,40 +132,40 @@ class EpochPartition:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The place of a batch, or of a part of one, in its group: in what makes one update."""
+    """The role of a batch, or of a part of one, in the group of batches of one update."""
 
     position: int = 0
-    """Batches and parts of the group before it."""
+    """Number of earlier batches and parts in the group."""
     planned: int = 1
-    """How many the group will have, or the most where that is unknown."""
+    """Number of batches and parts in the group, or the maximum if the number is unknown."""
     is_last: bool = True
     """Whether the update follows."""
     step: int = 0
-    """Steps of the group before its own."""
+    """Number of earlier steps in the group."""
     ends_step: bool = True
-    """Whether it is all of this worker's batch of the step, or the last part of it."""
+    """Whether this completes the worker's batch of the step."""
     is_part: bool = False
-    """Whether batches of the group come in parts."""
+    """Whether the batches of the group are split into parts."""
     is_large: bool = False
-    """Whether it is a whole batch of more samples than are to be trained on at once."""
+    """Whether this is a whole batch of more than `at_once` samples."""
     size: float | None = None
-    """Samples of it that count: none of those that are given a second time; None: unknown. Where
-    the samples of a batch that is split are unknown, it counts as one."""
+    """Number of samples, without repeated ones. None: unknown. In a split batch of unknown size,
+    the sizes of the parts add up to 1."""
     total: int = 0
-    """The same of all that this worker has in the group; 0: unknown, or none."""
+    """Sum of the sizes of this worker in the group. 0: unknown, or none."""
     share: float = 1.0
-    """What the mean over these counts for in the mean over the workers."""
+    """Weight of this worker's mean in the mean over the workers."""
     weight: float = 1
-    """What it counts for in its batch; 0 for samples that are given a second time."""
+    """Weight within its batch. 0 for repeated samples."""
 
     def parts(self, number: int, rows: int, planned: int, repeats: int = 0) -> Sequence[MicroBatch]:
-        """Return the places of the parts into which a batch is split, `number` of them.
+        """Split a batch into `number` parts, and return their roles.
 
         Args:
-            number: of parts.
-            rows: the first dimension of the batch, which its parts share.
-            planned: the most parts of any batch of the group.
-            repeats: how many more follow, which count for nothing.
+            number: Number of parts.
+            rows: First dimension of the batch, which the parts share.
+            planned: Maximal number of parts of a batch in the group.
+            repeats: Number of additional parts with zero weight.
         """
         sizes = [high - low for low, high in (even_part(rows, number, i) for i in range(number))]
         weights = [size / rows if i < rows else 0.0 for i, size in enumerate(sizes)]
@@ -196,17 +195,16 @@ def micro_batches_of(
     at_once: int,
     in_parts: bool,
 ) -> tuple[MicroBatch, ...]:
-    """Return the places of what a worker has in a group of batches.
+    """Return the roles of a worker's batches in a group.
 
-    Weighted by them, means over batches add up to the mean over all samples of the group, as one
-    process has it.
+    Their weights make means over batches add up to the mean over all samples of the group.
 
     Args:
-        sizes: samples of the steps of the group, for all workers.
-        world_size: number of workers.
-        rank: of this one.
-        at_once: the most samples of a worker that are trained on at once.
-        in_parts: whether larger batches come in parts, equally many on all workers.
+        sizes: Samples of each step of the group, over all workers.
+        world_size: Number of workers.
+        rank: Rank of this worker.
+        at_once: Maximal number of samples that a worker processes together.
+        in_parts: Whether to split larger batches, into the same number of parts on all workers.
     """
     found: list[tuple[int, int, bool, float]] = []
     parts_of = [_parts(size, world_size, rank, at_once if in_parts else size) for size in sizes]
@@ -236,9 +234,9 @@ def micro_batches_of(
 
 
 def _parts(size: int, world_size: int, rank: int, at_once: int) -> list[tuple[int, int, bool]]:
-    """Return the parts of a step's samples that a worker has, as (start, stop, whether it counts).
+    """Return a worker's parts of a step as (start, stop, whether it counts).
 
-    Equally many on all workers. Samples that are given a second time do not count.
+    All workers have the same number of parts. Repeated samples do not count.
     """
     first, stop = even_part(size, world_size, rank)
     number, rows = _num_parts(size, world_size, at_once), stop - first
@@ -250,9 +248,9 @@ def _parts(size: int, world_size: int, rank: int, at_once: int) -> list[tuple[in
 
 
 def _num_parts(size: int, world_size: int, at_once: int) -> int:
-    """Return in how many parts the workers train their batches of a step of `size` samples.
+    """Return the number of parts of each worker's batch in a step of `size` samples.
 
-    None has a part of one sample but where it must, since batch normalization fails on that.
+    Avoids parts of one sample if possible, because batch normalization fails on them.
     """
     smallest, largest = size // world_size, -(-size // world_size)
     number = -(-largest // at_once)
@@ -260,9 +258,9 @@ def _num_parts(size: int, world_size: int, at_once: int) -> int:
 
 
 def even_part(total: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Return one worker's part of `total` samples, as (start, stop): sizes differ by one at most.
+    """Return one worker's part of `total` samples as (start, stop). Sizes differ by at most one.
 
-    Where there are fewer samples than workers, some are given twice.
+    If there are fewer samples than workers, workers share samples.
 
     >>> [even_part(5, 3, rank) for rank in range(3)]
     [(0, 2), (2, 4), (4, 5)]
