@@ -1,4 +1,4 @@
-"""The function-based family: you write the whole training function, raysgd runs it on workers.
+"""Train with a function: you write the whole training function, and raysgd runs it on workers.
 
 ::
 
@@ -16,7 +16,7 @@
     trainer.run(train_func, config={"num_epochs": 3})
     trainer.shutdown()
 
-Names load on first use; importing this imports neither Ray nor a framework.
+Names load on first use, so importing this package imports neither Ray nor a framework.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ _HOMES = {
     "ValidationConfig": "validation",
     "ValidationTaskConfig": "validation",
 }
-"""In which module a name is; all others are in `api`."""
+"""The module of each name. Names that are missing here live in `api`."""
 _PARTS = ("backend", "callbacks", "constants", "horovod", "session", "tensorflow", "torch")
 
 

@@ -1,4 +1,4 @@
-"""What a training function calls: its place among the workers, its reports and checkpoints."""
+"""Functions that a training function calls: reports, checkpoints, ranks and data shards."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _WARNED: set[str] = set()
 
 
 def _within_run(name: str) -> Session | None:
-    """Return the session; without one warn, once for each function.
+    """Return the session. Outside of a run, warn once per function and return None.
 
     Raises:
-        RuntimeError: in a thread that is older than the run, such as one of a run before.
+        RuntimeError: if the calling thread is older than the run.
     """
     session = current()
     if session is None and name not in _WARNED:
@@ -62,31 +62,29 @@ def report(
     checkpoint: Checkpoint | None = None,
     **named: Any,
 ) -> None:
-    """Report metrics from a training function, on every worker and equally often.
+    """Report metrics from a training function; every worker must report equally often.
 
-    Both ways of writing it are taken: ``report(loss=0.1, epoch=1)``, and ``report({"loss": 0.1},
-    checkpoint=...)``. Returns at once unless the report before has not been taken yet, which is so
-    while another worker is slower; with a checkpoint it returns when that is safe. ``_timestamp``
-    (whole seconds since the epoch), ``_time_this_iter_s`` (unless you report it yourself) and
-    ``_training_iteration`` (from 1) are added.
-    Outside of a run it warns once and does nothing.
+    Write ``report(loss=0.1, epoch=1)`` or ``report({"loss": 0.1}, checkpoint=...)``. The call waits
+    until the driver has taken the previous report. With a checkpoint, it also waits until the
+    driver has saved it, unless the upload mode is ASYNC. raysgd adds ``_timestamp`` (whole seconds
+    since the epoch), ``_time_this_iter_s`` (unless you report it) and ``_training_iteration`` (from
+    1). Outside of a run, it warns once and does nothing.
 
     Args:
-        metrics: anything that can be pickled, by name. As a keyword, ``metrics=`` with a dict
-            means the same where it is the only one.
-        checkpoint: a :class:`Checkpoint`, from worker 0 or from all; that of the lowest rank is
-            kept.
-        named: the metrics themselves. Beside a dict of metrics, these five are none, but options
-            of today's Ray Train: ``checkpoint_upload_mode``, a :class:`CheckpointUploadMode`;
-            ``checkpoint_upload_fn(checkpoint, name)``, which returns the checkpoint from where it
-            has put it, and with ASYNC runs beside the function; ``checkpoint_dir_name``, that
-            name; ``delete_local_checkpoint_after_upload``, by default with ASYNC alone; and
-            ``validation``, True or a :class:`ValidationTaskConfig`, to validate the checkpoint as
-            the trainer's :class:`ValidationConfig` says.
+        metrics: picklable values by name. ``metrics=`` with a dict means the same if no other
+            metric is passed by name.
+        checkpoint: a :class:`Checkpoint`, from worker 0 or from all workers. The driver keeps that
+            of the lowest rank.
+        named: metrics by name. If a dict of metrics is passed, five names are options of current
+            Ray Train instead: ``checkpoint_upload_mode``, a :class:`CheckpointUploadMode`;
+            ``checkpoint_upload_fn(checkpoint, name)``, which stores the checkpoint and returns it
+            from there, in a thread if the mode is ASYNC; ``checkpoint_dir_name``, that name;
+            ``delete_local_checkpoint_after_upload``, by default True only for ASYNC;
+            ``validation``, True or a :class:`ValidationTaskConfig`, to validate the checkpoint with
+            the trainer's :class:`ValidationConfig`.
 
     Raises:
-        TypeError: if `metrics` is no dict, `checkpoint` no Checkpoint, or `validation` none of the
-            two, or something cannot be pickled.
+        TypeError: if an argument has the wrong type, or a value cannot be pickled.
         ValueError: if an option has a value that is not allowed.
     """
     known = ReportOptions.names()
@@ -112,10 +110,10 @@ def report(
                 f"report(..., checkpoint={checkpoint!r}): must be a Checkpoint, such as "
                 "Checkpoint.from_dict({...}). To save values, call save_checkpoint(name=value)."
             )
-        # by name alone it is a metric like any other
+        # without a dict of metrics, `checkpoint` is a metric like any other
         checkpoint, named = None, {"checkpoint": checkpoint, **named}
     options: dict[str, Any] = {}
-    if metrics is not None:  # without, all names are those of metrics
+    if metrics is not None:  # otherwise every keyword is a metric
         options = {name: named.pop(name) for name in known & named.keys()}
     given = ReportOptions(**options)
     session = _within_run("report")
@@ -124,18 +122,18 @@ def report(
 
 
 def save_checkpoint(**state: Any) -> None:
-    """Save a checkpoint, on every worker and equally often; that of worker 0 is kept.
+    """Save a checkpoint of worker 0; every worker must call this equally often.
 
-    Returns when the driver has it, so that it survives whatever happens to workers from then on.
-    ``_timestamp`` (whole seconds since the epoch) is added. Tensors of a GPU are read back on the
-    CPU, and of a DistributedDataParallel the model in it. Outside of a run it warns once and does
-    nothing.
+    Returns when the driver holds the checkpoint, so that losing workers cannot lose it. raysgd adds
+    ``_timestamp`` (whole seconds since the epoch). GPU tensors load on the CPU. A
+    DistributedDataParallel is saved as the model that it wraps. Outside of a run, it warns once and
+    does nothing.
 
     Args:
-        state: anything that can be pickled, by name; `load_checkpoint` returns it as a dict.
+        state: picklable values by name. `load_checkpoint` returns them as a dict.
 
     Raises:
-        TypeError: if it cannot be pickled.
+        TypeError: if a value cannot be pickled.
     """
     session = _within_run("save_checkpoint")
     if session is not None:
@@ -143,9 +141,9 @@ def save_checkpoint(**state: Any) -> None:
 
 
 def load_checkpoint() -> dict[str, Any] | None:
-    """Return the newest checkpoint as a dict: of this run, or the one that it was started with.
+    """Return the newest checkpoint of this run as a dict, or the one that the run started from.
 
-    None where there is none. Outside of a run it warns once and returns None.
+    Return None if there is no checkpoint. Outside of a run, it warns once and returns None.
     """
     session = _within_run("load_checkpoint")
     checkpoint = None if session is None else session.load()
@@ -153,7 +151,7 @@ def load_checkpoint() -> dict[str, Any] | None:
 
 
 def get_checkpoint() -> Checkpoint | None:
-    """Return the newest checkpoint as a :class:`Checkpoint`, or None, as `load_checkpoint` does."""
+    """Return the same checkpoint as `load_checkpoint`, as a :class:`Checkpoint`."""
     session = _within_run("get_checkpoint")
     return None if session is None else session.load()
 
@@ -161,17 +159,16 @@ def get_checkpoint() -> Checkpoint | None:
 def get_all_reported_checkpoints(
     consistency_mode: Any = CheckpointConsistencyMode.VALIDATED, timeout_s: float | None = None
 ) -> list[ReportedCheckpoint]:
-    """Return the checkpoints of the run that are on disk, the oldest first.
+    """Return the checkpoints of the run that are on disk, oldest first.
 
-    Waits until the driver has dealt with all that this worker has reported, for which the other
-    workers have to report as well. Outside of a run it warns once and returns none; there are none
-    in a trial of Tune, which keeps them itself.
+    Waits until the driver has handled all reports of this worker, which requires the other workers
+    to report as well. Outside of a run, it warns once and returns an empty list. In a trial of Ray
+    Tune the list is empty, because Tune keeps the checkpoints.
 
     Args:
-        consistency_mode: a :class:`CheckpointConsistencyMode`, ours or Ray's: whether to wait for
-            validations, too.
-        timeout_s: how long to wait, in seconds; what is there then is returned. None for as long
-            as it takes.
+        consistency_mode: a :class:`CheckpointConsistencyMode` of raysgd or Ray: whether to wait for
+            validations as well.
+        timeout_s: seconds to wait before returning what is known; None for no limit.
     """
     mode = CheckpointConsistencyMode(getattr(consistency_mode, "value", consistency_mode))
     session = _within_run("get_all_reported_checkpoints")
@@ -185,32 +182,33 @@ def _worker_context() -> WorkerContext:
 
 
 def world_rank() -> int:
-    """Return this worker's rank among all, from 0; 0 outside of a worker."""
+    """Return this worker's rank among all workers, from 0; 0 outside of a worker."""
     return _worker_context().world_rank
 
 
 def local_rank() -> int:
-    """Return this worker's rank among those on its node, from 0; 0 outside of a worker."""
+    """Return this worker's rank on its node, from 0; 0 outside of a worker."""
     return _worker_context().local_rank
 
 
 def world_size() -> int:
-    """Return the number of workers; 1 outside of a worker. It changes only with a restart."""
+    """Return the number of workers; 1 outside of a worker. Only a restart changes it."""
     return _worker_context().world_size
 
 
 def get_dataset_shard(dataset_name: str | None = None) -> Any:
-    """Return this worker's part of a data set that the trainer was given.
+    """Return this worker's shard of a data set of the trainer.
 
-    It stays the same over restarts with as many workers; with others it is shared out anew.
-    Outside of a run, and where the trainer was given no data set, it warns once and returns None.
+    A restart with the same number of workers keeps the shards. With another number, raysgd splits
+    the data set again. Outside of a run, or if the trainer has no data set, it warns once and
+    returns None.
 
     Args:
-        dataset_name: which one, where the trainer was given several by name.
+        dataset_name: name of the data set, required if the trainer has several by name.
 
     Raises:
-        RuntimeError: if the name is missing although there are several data sets.
-        KeyError: if none of them has that name.
+        RuntimeError: if the name is missing although the data sets have names.
+        KeyError: if no data set has that name.
     """
     session = _within_run("get_dataset_shard")
     if session is None:
@@ -235,19 +233,19 @@ def get_dataset_shard(dataset_name: str | None = None) -> Any:
 
 
 def get_preemption_info() -> PreemptionInfo | None:
-    """Return which workers are going to be taken away, as was announced; None where none is.
+    """Return the announced preemption of workers, or None if there is none.
 
-    All workers must call it equally often, and get the same: what worker 0 knows, by torch's
-    processes. Without these each knows it within a second or two of the others. Save what you have
-    with `report` then: the function is restarted elsewhere from its newest checkpoint, which costs
-    nothing just after one. Outside of a run it warns once and returns None.
+    All workers must call this equally often. If `torch.distributed` is initialized, they all get
+    what worker 0 knows. Otherwise they learn of it within a second or two of each other. Call
+    `report` with a checkpoint then: the function restarts elsewhere from its newest checkpoint.
+    Outside of a run, it warns once and returns None.
     """
     return None if _within_run("get_preemption_info") is None else agreed(announced_preemption())
 
 
 @dataclass(frozen=True)
 class TrainContext:
-    """This worker's place, as `get_context` returns it; the defaults hold outside of a worker."""
+    """This worker's place in the group; the defaults hold outside of a worker."""
 
     worker: WorkerContext = field(default_factory=WorkerContext)
     local_world_size: int = 1
@@ -283,11 +281,11 @@ class TrainContext:
         return self.experiment.get("name", "")
 
     def get_trial_name(self) -> str:
-        """Return the name of the trial; of the run where there is no search."""
+        """Return the name of the trial; without a search, the name of the run."""
         return self.experiment.get("trial_name", self.get_experiment_name())
 
     def get_trial_id(self) -> str:
-        """Return the id of the trial; the name of the run where there is no search."""
+        """Return the ID of the trial; without a search, the name of the run."""
         return self.experiment.get("trial_id", self.get_experiment_name())
 
     def get_trial_dir(self) -> str:
@@ -295,12 +293,12 @@ class TrainContext:
         return self.experiment.get("dir", "")
 
     def get_storage(self) -> str:
-        """Return where the run is kept: the same as `get_trial_dir`."""
+        """Return the same folder as `get_trial_dir`."""
         return self.get_trial_dir()
 
 
 def get_context() -> TrainContext:
-    """Return this worker's place; outside of a worker that of a single one."""
+    """Return this worker's place in the group; outside of a worker, that of a single worker."""
     session, worker = current(), _worker_context()
     if session is None:
         return TrainContext(worker, worker.local_world_size)

@@ -1,4 +1,4 @@
-"""What trainers and executors make of their arguments."""
+"""Checks and conversions of the arguments of trainers and executors."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 RESULTS = "~/ray_results"
-"""Where runs are kept that are given no folder, or a relative one."""
+"""Folder of runs that have no folder or a relative one."""
 
 _DEFERRED = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
 def checked_size(num_workers: Any) -> tuple[int, int]:
-    """Return the fewest and the most workers that ``num_workers`` asks for."""
+    """Return the minimum and the maximum number of workers that ``num_workers`` asks for."""
     pair = num_workers if isinstance(num_workers, tuple | list) else (num_workers, num_workers)
     if (
         len(pair) != 2
@@ -51,7 +51,7 @@ def checked_size(num_workers: Any) -> tuple[int, int]:
 
 
 def checked_dict(name: str, given: Any) -> dict[str, Any]:
-    """Return a copy of a dict that a trainer was given; an empty one for None."""
+    """Return a copy of a dict argument; an empty dict for None."""
     if not isinstance(given, Mapping | None):
         raise TypeError(f"{name}={given!r}: must be a dict.")
     return dict(given or {})
@@ -60,7 +60,7 @@ def checked_dict(name: str, given: Any) -> dict[str, Any]:
 def bound_function(
     train_func: Callable[..., Any], config: dict[str, Any] | None
 ) -> Callable[[], Any]:
-    """Return a training function with its config, as one of no arguments."""
+    """Return the training function, bound to its config, as a function of no arguments."""
     if not callable(train_func):
         raise ValueError(f"The training function must be callable, but it is {train_func!r}.")
     bodies = (train_func, getattr(train_func, "__call__", None))  # noqa: B004
@@ -71,7 +71,7 @@ def bound_function(
         )
     try:
         parameters = list(inspect.signature(train_func).parameters.values())
-    except ValueError:  # of some that are written in C
+    except ValueError:  # some functions that are written in C
         raise ValueError(
             f"Cannot tell which arguments {train_func!r} takes. Call it in a function of your own: "
             "def train_func(config): ..."
@@ -101,7 +101,7 @@ def bound_function(
 def worker_resources(
     use_gpu: bool, resources: Mapping[str, float] | None
 ) -> tuple[float, float, dict[str, float]]:
-    """Return CPUs, GPUs and other resources of a worker."""
+    """Return the CPUs, GPUs and other resources of each worker."""
     if not isinstance(resources, Mapping | None):
         raise TypeError(
             f"resources_per_worker={resources!r}: must be a dict of amounts by name, such as "
@@ -125,12 +125,12 @@ def worker_resources(
 
 
 def env_flag(name: str, default: bool = False) -> bool:
-    """Return whether a variable of the environment switches something on, or off."""
+    """Return whether an environment variable is switched on."""
     return os.environ.get(name, str(int(default))) in ("1", "true", "True")
 
 
 def run_folder(given: str | os.PathLike[str] | None, kind: str) -> Path:
-    """Return where runs are kept, as an absolute path.
+    """Return the absolute path of the folder for runs.
 
     Raises:
         TypeError: if `given` is no path.
@@ -142,13 +142,13 @@ def run_folder(given: str | os.PathLike[str] | None, kind: str) -> Path:
 
 
 def made_folder(wanted: Path) -> Path:
-    """Make a folder for a run alone: the wanted one, or one with a number behind its name."""
+    """Create and return a folder for one run: `wanted`, or a numbered name if it exists."""
     wanted.parent.mkdir(parents=True, exist_ok=True)
     numbered = (wanted.with_name(f"{wanted.name}_{n:03d}") for n in itertools.count(2))
     for folder in itertools.chain([wanted], numbered):
         try:
             folder.mkdir()
-        except FileExistsError:  # by whoever came first: another process may be as fast
+        except FileExistsError:  # another process may create it in the same moment
             continue
         break
     if folder != wanted:
@@ -157,7 +157,7 @@ def made_folder(wanted: Path) -> Path:
 
 
 def pickled_function(function: Callable[[], Any]) -> bytes:
-    """Return a training function as it travels, with the config that it is bound to."""
+    """Return the pickled training function, including its bound config."""
     try:
         return dumps(function)
     except Exception as error:

@@ -1,6 +1,6 @@
-"""Backends: what is set up on the workers before a training function runs.
+"""Backends set up a framework on the workers before a training function runs.
 
-A backend of one's own is two small classes::
+A custom backend consists of two small classes::
 
     from dataclasses import dataclass
     from raysgd.train.backend import Backend, BackendConfig
@@ -19,7 +19,7 @@ A backend of one's own is two small classes::
 
     Trainer(MyConfig(), num_workers=2)
 
-Named backends, as in ``Trainer("torch")``, are lines in `CONFIGS`.
+`CONFIGS` lists the named backends, as in ``Trainer("torch")``.
 """
 
 from __future__ import annotations
@@ -55,65 +55,67 @@ CONFIGS = {
     "tensorflow": "raysgd.train.tensorflow:TensorflowConfig",
     "horovod": "raysgd.train.horovod:HorovodConfig",
 }
-"""The configs of the backends that have a name; each is imported when it is first used."""
+"""Config class of each named backend; imported on first use."""
 
 
 class Backend:
-    """Sets a framework up on the workers. Both methods run on the driver and may do nothing."""
+    """Sets up a framework on the workers. Both hooks run on the driver and may do nothing."""
 
     share_cuda_visible_devices: bool = False
-    """Whether each worker sees the GPUs of all workers of its node, in one order."""
+    """Whether each worker sees the GPUs of all workers on its node, in the same order."""
 
     def on_start(self, worker_group: WorkerGroup, backend_config: Any) -> None:
-        """Set up, when the workers have started; again whenever they have restarted."""
+        """Set up the workers after each start and restart."""
 
     def on_shutdown(self, worker_group: WorkerGroup, backend_config: Any) -> None:
-        """Clean up, before the workers are ended; not where they were lost."""
+        """Clean up before the workers stop. Not called for lost workers."""
 
     @staticmethod
     def encode_data(data_dict: dict[str, Any]) -> Any:
-        """Return what is reported or saved as it shall travel: a dict, bytes. Runs on the worker.
+        """Encode a report or checkpoint for its transfer to the driver. Runs on the worker.
 
-        Beside that, tensors of a device travel to the CPU, and models without their
-        DistributedDataParallel.
+        In addition, raysgd moves device tensors to the CPU and unwraps DistributedDataParallel
+        models.
         """
         return data_dict
 
     @staticmethod
     def decode_data(data_dict: Any) -> dict[str, Any]:
-        """Return what has travelled as the driver shall see it: a dict."""
+        """Decode what `encode_data` returned into a dict. Runs on the driver."""
         decoded: dict[str, Any] = data_dict
         return decoded
 
 
 class BackendConfig:
-    """Says which Backend to use, and holds its settings; subclass it."""
+    """Base class for the settings of a `Backend`."""
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """The class of the backend; a plain method that returns it will do as well."""
+        """The class of the backend. A plain method that returns it works as well."""
         return Backend
 
     def transport(self, use_gpu: bool = False) -> Transport | None:
-        """Return the :class:`raysgd.backends.Backend` by which the workers communicate.
+        """Return the :class:`raysgd.backends.Backend` that connects the workers, or None.
 
-        Runs on the driver; `use_gpu` says whether the workers reserve GPUs. With a transport,
-        workers that wait for each other are woken when another fails. None where the backend's
-        `on_start` sets up all there is.
+        Runs on the driver. With a transport, raysgd wakes workers that wait for a failed worker.
+        Return None if `on_start` sets up everything.
+
+        Args:
+            use_gpu: whether the workers reserve GPUs.
         """
         return None
 
     @property
     def timeout(self) -> float:
-        """Bound of the workers' setup, in seconds."""
+        """Seconds that the setup of the workers may take."""
         return float(getattr(self, "timeout_s", 1800))
 
 
 def backend_class(config: BackendConfig) -> type[Backend]:
-    """Return the class of a config's backend, by whichever way the config says it.
+    """Return the backend class of a config.
 
     Raises:
-        TypeError: if it is no subclass of Backend.
+        TypeError: if it is not a subclass of Backend.
     """
     found: Any = config.backend_cls
     if not inspect.isclass(found) and callable(found):
@@ -133,12 +135,12 @@ def backend_class(config: BackendConfig) -> type[Backend]:
 
 
 def checked_config(backend: Any) -> BackendConfig:
-    """Return the config that a trainer's ``backend`` stands for.
+    """Return the config for the ``backend`` argument of a trainer.
 
     Raises:
-        ValueError: if it is the name of none.
+        ValueError: if no backend has that name.
         TypeError: if it is neither a name nor a config.
-        ImportError: if what it needs is not installed.
+        ImportError: if a dependency of the backend is not installed.
     """
     if isinstance(backend, BackendConfig):
         return backend
@@ -156,6 +158,6 @@ def checked_config(backend: Any) -> BackendConfig:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "BackendExecutor":  # it needs this module
+    if name == "BackendExecutor":  # imported here because the executor imports this module
         return importlib.import_module("raysgd.train.executor").BackendExecutor
     raise AttributeError(f"module 'raysgd.train.backend' has no attribute {name!r}")

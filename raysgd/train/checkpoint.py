@@ -1,4 +1,4 @@
-"""A checkpoint as an object: values by name, or the files of a folder."""
+"""The checkpoint object: values by name, or the files of a folder."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from raysgd.errors import CheckpointError
 __all__ = ["Checkpoint", "CheckpointStrategy", "load_checkpoint_from_path"]
 
 _FILES = "_files"
-"""Key of a packed folder: its files' contents by their relative names; that of an empty folder in
-it ends in a slash."""
+"""Key of a packed folder: contents by relative file name. Names of empty folders end in a slash."""
 _EXECUTABLE = "_executable"
-"""Key of the names of those among them that can be executed, where there are some."""
+"""Key of the names of executable files, if there are any."""
 _LINK = "_path"
-"""Key of a checkpoint that is a folder elsewhere: its path."""
+"""Key of the path of a checkpoint folder that stays in its place."""
 _METADATA = "_metadata"
 _DICT = "dict_checkpoint.pkl"
 
@@ -45,12 +44,12 @@ class CheckpointStrategy:
     """
 
     num_to_keep: int | None = None
-    """How many; None for all, 0 to write none. The newest stays beside the best while the run goes
-    on, since a restart needs it."""
+    """How many to keep; None for all, 0 to write none. During the run the newest is kept as well,
+    because a restart needs it."""
     checkpoint_score_attribute: str = "_timestamp"
-    """Which number of a checkpoint says how good it is; NaN is worst."""
+    """Name of the number that rates a checkpoint; NaN is worst."""
     checkpoint_score_order: Literal["max", "min"] = "max"
-    """Whether more of it is better, or less."""
+    """Whether larger or smaller numbers are better."""
 
     def __post_init__(self) -> None:
         keep = self.num_to_keep
@@ -66,10 +65,10 @@ class CheckpointStrategy:
 
 
 class Checkpoint:
-    """Values by name, or the files of a folder; each can be had as the other.
+    """Values by name, or the files of a folder; each converts to the other.
 
-    Make one with `from_dict` or `from_directory`. It is loaded from disk when it is read.
-    Reading one runs code from it, as unpickling does: read only what you trust.
+    Create one with `from_dict` or `from_directory`. It loads from disk on first access. Reading
+    unpickles data, which can run code: read only checkpoints that you trust.
     """
 
     def __init__(
@@ -81,17 +80,17 @@ class Checkpoint:
         self._data = data
         self._path = None if path is None else Path(path).expanduser()
         self._blob = blob
-        self._metadata: dict[str, Any] | None = None  # what is said where it is stored
+        self._metadata: dict[str, Any] | None = None  # None: use the stored metadata
 
     # ---- making one
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Checkpoint:
-        """Make one of values by name.
+        """Create a checkpoint of values by name.
 
         Raises:
-            TypeError: if `data` is no dict.
-            ValueError: if it has the name that is taken for what is said about a checkpoint.
+            TypeError: if `data` is not a dict.
+            ValueError: if it contains the reserved name of the metadata.
         """
         if not isinstance(data, Mapping):
             raise TypeError(f"Checkpoint.from_dict({data!r}): must be a dict.")
@@ -104,10 +103,11 @@ class Checkpoint:
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Checkpoint:
-        """Make one of the files in a folder, which has to stay until it is reported.
+        """Create a checkpoint of a folder, which must exist until it is reported.
 
         Raises:
-            ValueError: if there is no such folder, or it has a link to a folder or to nothing.
+            ValueError: if there is no such folder, or it contains a link to a folder or a broken
+                link.
         """
         if not Path(path).expanduser().is_dir():
             raise ValueError(f"Checkpoint.from_directory({os.fspath(path)!r}): no such folder.")
@@ -116,22 +116,22 @@ class Checkpoint:
 
     @classmethod
     def from_packed(cls, data: Mapping[str, Any]) -> Checkpoint:
-        """Make one of what `packed` returned."""
+        """Create a checkpoint from the result of `packed`."""
         return cls(data=data)
 
     @staticmethod
     def linked(path: str | os.PathLike[str], metadata: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what stands for the files of a folder that stays where it is."""
+        """Return the packed form of a folder that stays in its place."""
         return {_LINK: os.path.abspath(path), _METADATA: dict(metadata)}
 
     @staticmethod
     def link_in(data: Mapping[str, Any]) -> str | None:
-        """Return the folder that `linked` was given; None for what it did not return."""
+        """Return the path in a dict from `linked`; None for any other dict."""
         return data[_LINK] if data.keys() == {_LINK, _METADATA} else None
 
     @classmethod
     def taken_from(cls, checkpoint: Any) -> Checkpoint:
-        """Return a checkpoint of ours for one of Ray's own, which is a folder."""
+        """Convert a Ray checkpoint, which is a folder, to a raysgd checkpoint."""
         if isinstance(checkpoint, Checkpoint):
             return checkpoint
         with checkpoint.as_directory() as folder:
@@ -141,30 +141,31 @@ class Checkpoint:
 
     @property
     def path(self) -> str | None:
-        """The folder, or the file, that it is in; None where it is in memory."""
+        """The folder or file of the checkpoint; None if it is in memory."""
         return None if self._path is None else str(self._path)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return its values.
+        """Return the values.
 
-        Of a folder that `to_directory` did not write, ``{"_files": {name: bytes}}``, and in
-        ``"_executable"`` the names of those files that can be executed.
+        A folder that `to_directory` did not write becomes ``{"_files": {name: bytes}}``. If some
+        files are executable, ``"_executable"`` lists their names.
 
         Raises:
-            CheckpointError: if its file is missing or damaged.
+            CheckpointError: if the file is missing or damaged.
         """
         return {key: value for key, value in self.packed().items() if key != _METADATA}
 
     def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Write it into a folder, and return that.
+        """Write the checkpoint into a folder, and return its path.
 
-        Values go into one pickled file there.
+        Values go into one pickled file.
 
         Args:
-            path: where to; it is made where it is missing. None for a new temporary folder.
+            path: the folder, created if it is missing; None for a new temporary folder.
 
         Raises:
-            CheckpointError: if its file is missing or damaged, or names a file elsewhere.
+            CheckpointError: if the file is missing or damaged, or a file would lie outside of the
+                folder.
         """
         made = tempfile.mkdtemp(prefix="checkpoint_") if path is None else path
         target = Path(made).expanduser()
@@ -186,12 +187,12 @@ class Checkpoint:
                 file.write_bytes(content)
         for name in data.get(_EXECUTABLE, ()):
             mode = (target / name).stat().st_mode
-            (target / name).chmod(mode | (mode & 0o444) >> 2)  # for whoever may read it
+            (target / name).chmod(mode | (mode & 0o444) >> 2)  # readers may execute it
         return str(target)
 
     @contextlib.contextmanager
     def as_directory(self) -> Iterator[str]:
-        """Give access to it as a folder, which is removed afterwards if it was made for that."""
+        """Yield the path of the checkpoint as a folder; a temporary one is removed afterwards."""
         if self._path is not None and self._path.is_dir():
             yield str(self._path)
             return
@@ -202,25 +203,25 @@ class Checkpoint:
             shutil.rmtree(folder, ignore_errors=True)
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return what `set_metadata` was given; of a reported one also the trainer's metadata.
+        """Return the metadata. A reported checkpoint also has the metadata of the trainer.
 
-        Where both have a name, it is what `set_metadata` was given.
+        Values from `set_metadata` take precedence.
         """
         return dict(self.packed().get(_METADATA, {}))
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Replace what is said about it; goes with it where it is reported."""
+        """Replace the metadata, which `report` saves with the checkpoint."""
         self._metadata = dict(metadata)
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Add to what is said about it."""
+        """Add to the metadata."""
         self._metadata = {**self.get_metadata(), **metadata}
 
     def packed(self, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return all of it as one dict, as it travels.
+        """Return the whole checkpoint as one dict, for transfer.
 
         Args:
-            metadata: what is said about it as well, where it does not say so itself.
+            metadata: further metadata; the checkpoint's own values take precedence.
         """
         if self._path is not None and self._path.is_dir():
             data = _read_folder(self._path)
@@ -259,12 +260,12 @@ def _read_folder(folder: Path) -> dict[str, Any]:
 
 
 def _entries(folder: Path) -> dict[str, Path]:
-    """Return the files and the empty folders in a folder, by their relative names.
+    """Return the files and empty folders in a folder, by relative name.
 
     A link to a file counts as that file.
 
     Raises:
-        ValueError: if there is another link, or something else.
+        ValueError: if there is another link, or neither a file nor a folder.
     """
     found = {}
     for path in sorted(folder.rglob("*")):

@@ -1,6 +1,6 @@
-"""What a trainer's run is like, in the words of today's Ray Train.
+"""Configs of a training run, with the names of current Ray Train.
 
-Ray's own classes of these names are taken as well: a trainer reads the attributes that it knows.
+Trainers also accept Ray's classes of these names, and read the attributes that they know.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ class ScalingConfig:
     """How many workers there are, and what each reserves."""
 
     num_workers: int | tuple[int, int] = 1
-    """How many; ``(min, max)``: as many of them as there is room for."""
+    """Number of workers; ``(min, max)`` uses as many of them as fit."""
     use_gpu: bool = False
-    """Whether each reserves a GPU."""
+    """Whether each worker reserves a GPU."""
     resources_per_worker: Mapping[str, float] | None = None
-    """What each reserves; ``CPU`` and ``GPU`` take the place of one each."""
+    """Resources of each worker; ``CPU`` and ``GPU`` replace the default of one each."""
     placement_strategy: str = "PACK"
-    """How Ray places them on nodes: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD"."""
+    """How Ray places the workers: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD"."""
     label_selector: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None
-    """What the labels of their nodes have to be, in Ray's words; or a list with that of each
-    worker."""
+    """Ray labels that the nodes of the workers must have; a list has the labels of each worker."""
 
 
 @dataclass
 class FailureConfig:
-    """What to do about losses."""
+    """How to respond to lost workers."""
 
     max_failures: int = 0
-    """How often workers may be lost in one run; -1: without end. What the function raises is not
-    tried again."""
+    """How often a run may lose workers; -1: no limit. Exceptions of the function are not
+    retried."""
     elastic: ElasticConfig | None = None
-    """How to wait for room after a loss; None for the defaults of :class:`raysgd.ElasticConfig`."""
+    """How to wait for resources after a loss; None for the defaults of
+    :class:`raysgd.ElasticConfig`."""
 
 
 @dataclass
@@ -64,49 +64,49 @@ class CheckpointConfig:
     """
 
     num_to_keep: int | None = None
-    """How many of the best; None for all, 0 to write none."""
+    """How many of the best to keep; None for all, 0 to write none."""
     checkpoint_score_attribute: str | None = None
-    """By which number of the report the best are known; None: the newest are the best."""
+    """Name of the reported number that rates a checkpoint; None: newer checkpoints are better."""
     checkpoint_score_order: Literal["max", "min"] = "max"
-    """Whether more of it is better, or less."""
+    """Whether larger or smaller numbers are better."""
 
     def __post_init__(self) -> None:
         self.strategy()
 
     def strategy(self) -> CheckpointStrategy:
-        """Return it in the words of the older API."""
+        """Return the equivalent `CheckpointStrategy`."""
         return strategy_of(self)
 
 
 @dataclass
 class RunConfig:
-    """Where a run is kept, and what goes on beside it."""
+    """Where a run is kept, how it handles losses, and which callbacks it calls."""
 
     name: str | None = None
-    """Name of its folder; None for the trainer's name and the date."""
+    """Name of the folder of the run; None for the trainer's name and the date."""
     storage_path: str | os.PathLike[str] | None = None
-    """In which folder that is; None for ``~/ray_results``."""
+    """Parent folder of the run; None for ``~/ray_results``."""
     failure_config: Any = field(default_factory=FailureConfig)
     checkpoint_config: Any = field(default_factory=CheckpointConfig)
     callbacks: Sequence[TrainingCallback] | None = None
-    """They see what the workers report."""
+    """Receive what the workers report."""
 
 
 def checked_scaling(given: Any) -> Any:
-    """Return a scaling config, ours or Ray's, for what a trainer was given."""
+    """Return the scaling config, raysgd's or Ray's, for an argument of a trainer."""
     if given is None:
         return ScalingConfig()
     if isinstance(given, Mapping):
         given = ScalingConfig(**given)
     _check_kind("scaling_config", given, "num_workers", "a ScalingConfig, or a dict of its fields")
-    if given.num_workers is None:  # as in Ray's own, where nothing is said
+    if given.num_workers is None:  # the default of Ray's class
         given = copy.copy(given)
         given.num_workers = 1
     return given
 
 
 def checked_run(given: Any) -> Any:
-    """Return a run config, ours or Ray's, for what a trainer was given."""
+    """Return the run config, raysgd's or Ray's, for an argument of a trainer."""
     if given is None:
         return RunConfig()
     _check_kind("run_config", given, "failure_config", "a RunConfig, such as RunConfig(name='a')")
@@ -140,13 +140,13 @@ def checked_run(given: Any) -> Any:
 
 
 def _check_kind(name: str, given: Any, attribute: str, allowed: str) -> None:
-    """Know a config by an attribute, since Ray's classes are no relatives of ours."""
+    """Check a config by an attribute, because Ray's classes share no base class with raysgd's."""
     if not hasattr(given, attribute):
         raise TypeError(f"{name}={given!r}: must be {allowed}.")
 
 
 def strategy_of(config: Any) -> CheckpointStrategy:
-    """Return what a checkpoint config, ours or Ray's, says."""
+    """Return the strategy of a checkpoint config, raysgd's or Ray's."""
     return CheckpointStrategy(
         num_to_keep=getattr(config, "num_to_keep", None),
         checkpoint_score_attribute=getattr(config, "checkpoint_score_attribute", None)

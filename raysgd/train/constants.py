@@ -1,4 +1,4 @@
-"""Names in reports, in the environment and of files, as older scripts know them."""
+"""Names of metrics, environment variables and files that older scripts import."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TIMESTAMP = "_timestamp"
 TIME_THIS_ITER_S = "_time_this_iter_s"
 TRAINING_ITERATION = "_training_iteration"
 BASIC_AUTOFILLED_KEYS = {TIMESTAMP, TIME_THIS_ITER_S, TRAINING_ITERATION}
-"""What every report has."""
+"""Names that raysgd adds to every report."""
 
 DATE = "_date"
 HOSTNAME = "_hostname"
@@ -39,12 +39,12 @@ NODE_IP = "_node_ip"
 PID = "_pid"
 TIME_TOTAL_S = "_time_total_s"
 DETAILED_AUTOFILLED_KEYS = {DATE, HOSTNAME, NODE_IP, PID, TIME_TOTAL_S}
-"""What it has besides where the environment asks for it."""
+"""Names that raysgd adds if the environment asks for them."""
 
 PYTORCH_PROFILER_KEY = "_train_torch_profiler"
-"""Under which name a worker reports its traces: pairs of a file name and the content."""
+"""Name of reported profiler traces: pairs of file name and content."""
 ALL_RESERVED_KEYS = {PYTORCH_PROFILER_KEY}
-"""What callbacks do not get to see."""
+"""Names that callbacks do not receive."""
 
 DEFAULT_RESULTS_DIR = Path("~/ray_results").expanduser()
 RESULT_FILE_JSON = "results.json"

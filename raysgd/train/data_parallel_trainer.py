@@ -1,4 +1,4 @@
-"""Training functions by today's API: one call of ``fit()`` that can be restored."""
+"""The trainer with the API of current Ray Train: one call of ``fit()``, which can be restored."""
 
 from __future__ import annotations
 
@@ -35,28 +35,29 @@ _TRAINER = "trainer.pkl"
 
 
 class DataParallelTrainer:
-    """Runs a training function on several workers, each on its part of the data.
+    """Runs a training function on several workers, each with its shard of the data.
 
     Runs on the driver::
 
         trainer = DataParallelTrainer(train_loop, scaling_config=ScalingConfig(num_workers=2))
         result = trainer.fit()
 
-    Subclass it to predefine the function, or with a Backend of your own.
+    Subclass it to predefine the function, or to use your own Backend.
 
     Args:
-        train_loop_per_worker: takes no argument, or the config. What it returns is not used.
+        train_loop_per_worker: a function of no argument, or of the config. Its result is ignored.
         train_loop_config: the config.
-        backend_config: what is set up on the workers; None for nothing.
-        scaling_config: how many workers there are; ours, Ray's, or a dict.
-        dataset_config: which data sets are shared out: by name True or False, or an object with
-            ``split`` or ``datasets_to_split``. By default "train" is, and all others are whole.
-        run_config: where the run is kept, how often workers may be lost, callbacks.
+        backend_config: what to set up on the workers; None for nothing.
+        scaling_config: number of workers and their resources: raysgd's or Ray's class, or a dict.
+        dataset_config: which data sets to split: a dict of True or False by name, or an object with
+            ``split`` or ``datasets_to_split``. By default only "train" is split, and every worker
+            gets the whole of the others.
+        run_config: the folder of the run, the number of allowed losses, and callbacks.
         datasets: Ray Datasets by name (`raysgd.train.get_dataset_shard`).
-        metadata: for ``get_context().get_metadata()``.
-        resume_from_checkpoint: what to start from.
-        validation_config: how to validate checkpoints that are reported with ``validation=``, a
-            :class:`raysgd.train.ValidationConfig` or Ray's. `fit` returns when all are.
+        metadata: returned by ``get_context().get_metadata()``.
+        resume_from_checkpoint: checkpoint to start from.
+        validation_config: how to validate checkpoints that are reported with ``validation=``: a
+            :class:`raysgd.train.ValidationConfig` or Ray's. `fit` waits for all validations.
 
     Raises:
         ValueError: if an argument has a value that is not allowed.
@@ -64,7 +65,7 @@ class DataParallelTrainer:
     """
 
     _dataset_config: ClassVar[Mapping[str, Any]] = {"train": True}
-    validation_config: Any = None  # trainers that were kept before it was there have none
+    validation_config: Any = None  # for trainers that were saved before this attribute existed
 
     @suggests
     def __init__(
@@ -95,7 +96,7 @@ class DataParallelTrainer:
         self._check()
 
     def _check(self) -> None:
-        """Find what is wrong with the arguments before anything is started."""
+        """Check the arguments before anything starts."""
         if not isinstance(self.backend_config, BackendConfig):
             raise TypeError(f"backend_config={self.backend_config!r}: must be a BackendConfig.")
         self.train_loop_config = checked_dict("train_loop_config", self.train_loop_config)
@@ -114,25 +115,25 @@ class DataParallelTrainer:
         self.executor()
 
     def setup(self) -> None:
-        """Do nothing; `fit` and trials call it first, for subclasses that prepare something."""
+        """Prepare the run. `fit` and trials call this first; override it in a subclass."""
 
     # ---- running
 
     def fit(self) -> Result:
-        """Run the function, and return what came of it.
+        """Run the function and return its result.
 
         Returns:
             The last metrics, the newest and the best checkpoints, and the folder of the run.
 
         Raises:
-            RuntimeError: if more workers are lost than ``max_failures``, or they do not report and
-                save in step.
-            BaseException: what the function raised, with the worker's traceback as its cause.
-                `restore` goes on from the newest checkpoint.
+            RuntimeError: if workers are lost more often than ``max_failures`` allows, or they do
+                not report and save in step.
+            BaseException: the exception of the function, with the worker's traceback as its cause.
+                `restore` continues from the newest checkpoint.
         """
         self.setup()
         folder = self._folder or self._new_folder()
-        self._folder = None  # another fit() is another run, unless restored
+        self._folder = None  # the next fit() is a new run, unless restored
         with ReportLog(folder / REPORTS) as log:
             return self._run(folder, log)
 
@@ -151,7 +152,7 @@ class DataParallelTrainer:
                 executor.finish_training()
         finally:
             executor.shutdown()
-        checkpoints.await_validations()  # which may need the room of the workers
+        checkpoints.await_validations()  # they may need the resources of the workers
         return Result(
             metrics=log.last,
             checkpoint=checkpoints.newest_checkpoint(),
@@ -169,15 +170,15 @@ class DataParallelTrainer:
         checkpoint: Any = None,
         datasets: Datasets | None = None,
     ) -> RunCheckpoints:
-        """Start the function on an executor that is started; for `fit` and for trials of Tune.
+        """Start the function on a started executor, for `fit` and for trials of Ray Tune.
 
         Args:
-            executor: with the workers.
-            folder: of the run; checkpoints that are there already are gone on from.
-            iteration: reports that were made before; a checkpoint in the folder knows its own.
+            executor: runs the workers.
+            folder: folder of the run; training continues from checkpoints in it.
+            iteration: number of earlier reports, unless a checkpoint in the folder has it.
             experiment: names for `raysgd.train.get_context`.
-            checkpoint: what to start from instead.
-            datasets: the data sets, if they are read already.
+            checkpoint: replaces `resume_from_checkpoint`.
+            datasets: the data sets, if they are materialized already.
         """
         names = {"name": folder.name, "dir": str(folder)} if folder is not None else {}
         return executor.start_training(
@@ -194,16 +195,16 @@ class DataParallelTrainer:
         )
 
     def callback_handler(self) -> CallbackHandler:
-        """Return what calls the callbacks of the ``run_config``, for `fit` and for trials."""
+        """Return the handler of the callbacks in ``run_config``, for `fit` and for trials."""
         return CallbackHandler(getattr(self.run_config, "callbacks", None))
 
     def executor(self) -> BackendExecutor:
-        """Return a new executor with the workers that the configs ask for; it is not started."""
+        """Return a new executor, not started, for the workers that the configs ask for."""
         failure = getattr(self.run_config, "failure_config", None)
         return executor_for(self.backend_config, self.scaling_config, failure)
 
     def with_config(self, config: Mapping[str, Any]) -> Self:
-        """Return a copy with other values in ``train_loop_config``."""
+        """Return a copy with `config` merged over ``train_loop_config``."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin.train_loop_config = {**self.train_loop_config, **config}
@@ -230,16 +231,16 @@ class DataParallelTrainer:
             folder = folder.with_name(name)
         if storage is not None:
             folder = Path(storage).expanduser().absolute() / folder.name
-        packed = self._packed()  # where that fails there shall be no empty folder
+        packed = self._packed()  # before the folder exists, because it may fail
         folder = made_folder(folder)
         write_pickle(packed, folder / _TRAINER, Manifest())
         return folder
 
     def _packed(self) -> bytes:
-        """Return the trainer, without its data sets and callbacks where these cannot be kept.
+        """Return the pickled trainer, without data sets and callbacks that cannot be pickled.
 
         Raises:
-            TypeError: if the rest cannot be pickled.
+            TypeError: if another attribute cannot be pickled.
         """
         state = dict(self.__dict__)
         if _why_not_pickled(self.datasets):
@@ -267,7 +268,7 @@ class DataParallelTrainer:
 
     @classmethod
     def can_restore(cls, path: str | os.PathLike[str]) -> bool:
-        """Say whether a folder is that of a run of ``fit()``."""
+        """Return whether a folder holds a run of ``fit()``."""
         return (Path(path).expanduser() / _TRAINER).is_file()
 
     @classmethod
@@ -279,21 +280,23 @@ class DataParallelTrainer:
         datasets: Mapping[str, Any] | None = None,
         **changed: Any,
     ) -> Self:
-        """Return a trainer whose ``fit()`` goes on with a run, from its newest checkpoint.
+        """Return a trainer whose ``fit()`` continues a run from its newest checkpoint.
 
-        What is not given is as it was. That runs code from the folder, as unpickling does.
+        Arguments that you leave out keep their values. Restoring unpickles files of the folder,
+        which can run code.
 
         Args:
-            path: folder of the run: ``Result.path``, or what RunConfig said.
-            train_loop_per_worker: another function.
-            train_loop_config: another config.
-            datasets: data sets; to be given where they lived in another cluster.
+            path: folder of the run: ``Result.path``.
+            train_loop_per_worker: replaces the function.
+            train_loop_config: replaces the config.
+            datasets: replaces the data sets; required if those belonged to another cluster.
             changed: other arguments of the trainer, such as ``scaling_config``.
 
         Raises:
-            ValueError: if it is no folder of a run, or an argument has a value that is not allowed.
-            TypeError: if one has the wrong type, or there is none of that name.
-            CheckpointError: if what the folder holds is damaged.
+            ValueError: if the path is not the folder of a run, or an argument has a value that is
+                not allowed.
+            TypeError: if an argument has the wrong type or an unknown name.
+            CheckpointError: if a file in the folder is damaged.
         """
         folder = Path(path).expanduser().absolute()
         if not cls.can_restore(folder):
@@ -329,15 +332,15 @@ class DataParallelTrainer:
         return trainer
 
     def as_trainable(self) -> type[Any]:
-        """Return a class of trials for ``ray.tune.Tuner``, each of which is a run of its own.
+        """Return a class of trials for ``ray.tune.Tuner``; each trial is a separate run.
 
-        A trial's ``train_loop_config`` is merged over that of the trainer, key by key; its
-        ``scaling_config`` takes the place of the trainer's. Each trial has copies of the callbacks
-        in ``run_config``, which see what all of its workers report.
+        A trial's ``train_loop_config`` is merged over the trainer's, key by key. Its
+        ``scaling_config`` replaces the trainer's. Each trial has copies of the callbacks in
+        ``run_config``, which receive the reports of all its workers.
 
         Raises:
             RuntimeError: if Ray Tune is not installed.
-            ValueError: if the trainer has a ``validation_config``: Tune knows reports alone.
+            ValueError: if the trainer has a ``validation_config``, which trials do not support.
         """
         if self.validation_config is not None:
             raise ValueError(
@@ -353,7 +356,7 @@ class DataParallelTrainer:
 
 
 def _why_not_pickled(value: Any) -> str:
-    """Return why a value cannot be pickled; nothing where it can."""
+    """Return why a value cannot be pickled; an empty text if it can."""
     try:
         cloudpickle.dumps(value)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Ray Datasets, shared out over the workers."""
+"""Ray Datasets, split across the workers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ logger = logging.getLogger(__name__)
 
 
 class Datasets:
-    """What a run trains on.
+    """The data sets of a run.
 
     Args:
-        given: a data set, or a dict of them by name; None for none.
-        is_split: says of a name whether that data set is shared out, or whole on every worker.
+        given: a data set, a dict of them by name, or None.
+        is_split: returns for a name whether to split that data set. Otherwise every worker gets all
+            of it.
 
     Raises:
-        TypeError: if something that is to be shared out cannot be.
+        TypeError: if a value to split is not a Ray Dataset.
     """
 
     def __init__(self, given: Any, is_split: Callable[[str], bool] = lambda name: True) -> None:
@@ -35,9 +36,10 @@ class Datasets:
                 raise TypeError(f"{shown}: must be a Ray Dataset, or a dict of them by name.")
 
     def shared_out(self, actors: Sequence[Any]) -> list[Any]:
-        """Return each worker's share, equally large, of rows that are near it where possible.
+        """Return the shard of each worker. Shards have equal size and local rows if possible.
 
-        Of several data sets it is a dict of shares, by name; without any it is None.
+        For several data sets, each worker gets a dict of shards by name. Without data sets, it gets
+        None.
         """
         if not isinstance(self._given, dict):
             return self._shares("", self._given, actors)
@@ -45,14 +47,14 @@ class Datasets:
         return [{name: each[rank] for name, each in shares.items()} for rank in range(len(actors))]
 
     def materialize(self) -> None:
-        """Read the data sets that are shared out, while no worker holds the CPUs for it."""
+        """Read the data sets to split, before workers reserve the CPUs that reading needs."""
         named = self._given if isinstance(self._given, dict) else {"": self._given}
         for name, dataset in named.items():
             if dataset is not None and self._is_split(name):
                 self._materialized(name, dataset)
 
     def _materialized(self, name: str, dataset: Any) -> Any:
-        """Return the data set with fixed rows: the same after a restart."""
+        """Return the data set with fixed rows, so that a restart gets the same shards."""
         if name not in self._kept:
             if _is_lazy(dataset):
                 logger.warning(
@@ -87,13 +89,11 @@ class Datasets:
 
 
 def _is_lazy(dataset: Any) -> bool:
-    """Whether reading a data set starts tasks."""
     is_done = type(dataset).__name__ == "MaterializedDataset"
     return hasattr(dataset, "materialize") and not is_done
 
 
 def _warn_without_cpu(name: str) -> None:
-    """Warn if the tasks that read a data set have to wait for a CPU."""
     from raysgd.cluster.ray_session import free_cpus  # imports Ray
 
     if free_cpus() < 1:

@@ -1,4 +1,4 @@
-"""The errors of the executor, by the names that users of Ray Train's know."""
+"""Errors of the executor, with the names of Ray Train."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["InactiveWorkerGroupError", "TrainBackendError", "TrainingWorkerError
 
 
 class TrainBackendError(RaySGDError, RuntimeError):
-    """The executor's methods were called in an order that makes no sense."""
+    """Methods of the executor were called in the wrong order."""
 
 
 class InactiveWorkerGroupError(RaySGDError, RuntimeError):
-    """There are no workers: the executor was not started, or was shut down."""
+    """The executor has no workers: it was not started, or was shut down."""
 
 
 class TrainingWorkerError(WorkerLostError, TrainBackendError):
-    """More workers were lost in one run than ``max_retries``; the message has every cause."""
+    """A run lost workers more often than ``max_retries``. The message lists the causes."""

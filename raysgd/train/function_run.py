@@ -1,6 +1,6 @@
-"""One run of a training function: its calls to the workers, through losses, and its checkpoints.
+"""One run of a training function: its requests to the workers, restarts and checkpoints.
 
-The controller runs the calls and restarts the workers. A training function adds turns that all
+The controller makes the requests and restarts the workers. A training function adds turns that all
 workers take together, and checkpoints to restart from.
 """
 
@@ -40,10 +40,10 @@ class FunctionRun:
     Args:
         controller: runs the calls.
         group: the workers.
-        plan: the function, and what it starts from.
+        plan: the function, and the checkpoint to start from.
         checkpoints: keeps the checkpoints.
         datasets: the data of the function.
-        max_losses: how often workers may be lost.
+        max_losses: how often the run may lose workers.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class FunctionRun:
             try:
                 self.share_data()
             except WorkerLostError as error:
-                # the next call restarts the workers, if Ray has only lost sight of this one as well
+                # if only the connection is lost, kill the process so that the next call restarts it
                 self._group.members[error.rank].kill_process()
             self._call(BeginRequest(plan=self._plan))
 
@@ -117,20 +117,20 @@ class FunctionRun:
         self._controller.stop(EndRunRequest())
 
     def _keep(self, turns: list[Turn]) -> bool:
-        """Keep the checkpoint of the lowest rank that has one; restart with more if there is room.
+        """Keep the checkpoint of the lowest rank that has one, and add workers if there is room.
 
-        The function waits at its checkpoint, so that a restart repeats no step.
+        The function waits at its checkpoint, so a restart repeats no step.
 
         Returns:
-            False if the checkpoint was lost with its worker. The function restarts from the last
-            checkpoint, and takes the turn again.
+            False if the checkpoint was lost with its worker. The function then restarts from the
+            last checkpoint and repeats the turn.
         """
         rank = next((rank for rank, turn in enumerate(turns) if turn.has_checkpoint), None)
         if rank is None:
             return True
         turn = turns[rank]
         blob = turn.checkpoint
-        if blob is None:  # only worker 0 sends its own with the turn
+        if blob is None:  # only worker 0 includes its checkpoint in the turn
             blob = next(filter(None, self._call(CheckpointRequest(rank=rank))), None)
         if blob is None:
             return False
@@ -146,7 +146,7 @@ class FunctionRun:
         return True
 
     def _call(self, request: Request) -> list[Any]:
-        """Make a request to all runners, and count losses over all calls of the run."""
+        """Send a request to all runners, and count losses over all requests of the run."""
         call = Call(
             request=request,
             max_losses=self._max_losses,
@@ -174,7 +174,7 @@ class FunctionRun:
 
 
 def repair(controller: Controller, max_attempts: int) -> None:
-    """Replace workers that died, and wait for those that are busy with a function that failed.
+    """Replace dead workers, and wait for workers that still run a failed function.
 
     These losses do not count against the retries of a run.
     """

@@ -1,4 +1,4 @@
-"""Training functions that communicate by Horovod."""
+"""Training functions that communicate through Horovod."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOG_LEVELS = ("error", "warning", "info", "debug")
 
 
 class HorovodBackend(Backend):
-    """Has nothing to do beside the transport: the function calls ``hvd.init()``."""
+    """Sets up nothing besides the transport: the function calls ``hvd.init()``."""
 
     share_cuda_visible_devices = True
 
@@ -36,21 +36,21 @@ class HorovodConfig(BackendConfig):
     """
 
     nics: set[str] | None = None
-    """Names of the network interfaces by which the workers talk: gloo by the first of them in
-    alphabetical order, NCCL by all. None: that of the node's address."""
+    """Names of the network interfaces of the workers; None for that of the node's address. NCCL
+    uses all of them, gloo the first in alphabetical order."""
     verbose: int = 1
-    """How much Horovod logs: 0 errors, 1 warnings, 2 what it does, 3 all."""
+    """Log level of Horovod: 0 errors, 1 warnings, 2 info, 3 debug."""
     key: str | None = None
-    """Taken for older scripts, as the ``ssh_`` ones: Ray starts the workers, and nothing goes
-    through ssh."""
+    """Ignored, like the ``ssh_`` fields: Ray starts the workers without ssh. Kept for older
+    scripts."""
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
     ssh_str: str | None = None
     timeout_s: float = 300
-    """Bound of the workers' setup, in seconds."""
+    """Seconds that the setup of the workers may take."""
     placement_group_timeout_s: float = 100
-    """Taken for older scripts, where it had no effect either: ``TRAIN_PLACEMENT_GROUP_TIMEOUT_S``
-    in the environment is the bound of the wait for room."""
+    """Ignored; set ``TRAIN_PLACEMENT_GROUP_TIMEOUT_S`` in the environment. Kept for older
+    scripts."""
 
     backend_cls = HorovodBackend
 
@@ -63,7 +63,6 @@ class HorovodConfig(BackendConfig):
         check_timeout(type(self).__name__, self.timeout_s)
 
     def transport(self, use_gpu: bool = False) -> Transport:
-        """Return what gives the workers Horovod's environment."""
         level = _LOG_LEVELS[max(0, min(int(self.verbose), len(_LOG_LEVELS) - 1))]
         variables = {"HOROVOD_LOG_LEVEL": level}
         if self.nics:
@@ -73,12 +72,12 @@ class HorovodConfig(BackendConfig):
 
 
 class FunctionHorovod(HorovodGroup):
-    """The environment of Horovod, for functions that initialize it themselves.
+    """The environment of Horovod, for functions that call ``hvd.init()`` themselves.
 
-    Which group a process is in is the function's affair then: all restart after an error.
+    raysgd does not know which groups the function joins, so all workers restart after an error.
 
     Args:
-        timeout_s: bound of joining a group, in seconds.
+        timeout_s: seconds that joining a group may take.
         variables: further environment variables.
     """
 
@@ -89,16 +88,15 @@ class FunctionHorovod(HorovodGroup):
         self._variables = dict(variables)
 
     def setup(self, context: WorkerContext, rendezvous: HorovodRendezvous | None) -> None:
-        """Set the environment."""
         super().setup(context, rendezvous)
         os.environ.update(self._variables)
 
 
 class HorovodTrainer(DataParallelTrainer):
-    """Runs a training function that communicates by Horovod on several workers.
+    """Runs a training function that communicates through Horovod on several workers.
 
     Args:
-        train_loop_per_worker: takes no argument, or the config.
+        train_loop_per_worker: a function of no argument, or of the config.
         train_loop_config: the config.
         horovod_config: settings of the backend.
         arguments: further arguments of :class:`raysgd.train.DataParallelTrainer`.

@@ -1,4 +1,4 @@
-"""What ``Trainer.run_iterator`` returns."""
+"""The iterator that ``Trainer.run_iterator`` returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["TrainingIterator"]
 
 
 class TrainingIterator:
-    """What the workers report, one list of dicts, by rank, at a time."""
+    """Yields the reports of all workers: a list of dicts, by rank."""
 
     def __init__(self, executor: BackendExecutor) -> None:
         self._executor = executor
@@ -28,9 +28,9 @@ class TrainingIterator:
         """Wait for the next reports.
 
         Raises:
-            StopIteration: when the function has returned on all workers.
-            RuntimeError: if another run was started meanwhile, which has ended this one.
-            BaseException: what the function raised.
+            StopIteration: if the function has returned on all workers.
+            RuntimeError: if another run of the trainer has ended this one.
+            BaseException: the exception of the function.
         """
         if self._abandoned:
             raise RuntimeError(
@@ -46,24 +46,24 @@ class TrainingIterator:
         return results
 
     def is_finished(self) -> bool:
-        """Whether the run is over, well or not."""
+        """Return whether the run has ended, with or without an error."""
         return self._failed or self._results is not None
 
     def get_final_results(self, force: bool = False) -> list[Any] | None:
-        """Return what the function returned, by rank; None before the run is finished.
+        """Return the results of the function by rank; None before the run has finished.
 
         Args:
-            force: whether to finish it now, passing over what is still reported.
+            force: whether to finish the run now and skip further reports.
         """
         if force and not self.is_finished():
             self._results = self._tried(self._executor.finish_training)
         return self._results
 
     def abandon(self) -> bool:
-        """End the run, unless another thread goes through it.
+        """End the run, unless another thread iterates over it.
 
         Returns:
-            Whether the run is over.
+            Whether the run has ended.
         """
         if self.is_finished():
             return True
@@ -77,7 +77,7 @@ class TrainingIterator:
         self._thread = threading.current_thread()
         try:
             return function()
-        except StopIteration as error:  # which would end the loop over the reports, as if all well
+        except StopIteration as error:  # would silently end the loop over the reports
             self._failed = True
             raise RuntimeError("The training function raised StopIteration.") from error
         except BaseException:

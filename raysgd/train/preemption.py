@@ -1,4 +1,4 @@
-"""What a training function can know of workers that are going to be taken away."""
+"""What a training function can learn about the preemption of workers."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ __all__ = ["PreemptionInfo", "agreed"]
 
 @dataclass(frozen=True)
 class PreemptionInfo:
-    """The announcement that nodes with workers are going to be taken away, as Ray Train has it."""
+    """The announced preemption of nodes with workers, with the attributes of Ray Train."""
 
     deadline_ms: int | None
-    """When the first of them is, in milliseconds since the epoch; None where no time was named."""
+    """Time of the first preemption in milliseconds since the epoch; None if not announced."""
     preempted_node_to_ranks: dict[str, list[int]]
-    """The ranks of the workers on each of them, by Ray's ids of the nodes."""
+    """Ranks of the workers on each preempted node, by Ray node ID."""
 
     @property
     def preempted_node_ids(self) -> list[str]:
-        """The nodes, in order."""
+        """Sorted IDs of the preempted nodes."""
         return sorted(self.preempted_node_to_ranks)
 
     @property
     def preempted_ranks(self) -> list[int]:
-        """The ranks of all workers concerned, in order."""
+        """Sorted ranks of the affected workers."""
         return sorted({rank for ranks in self.preempted_node_to_ranks.values() for rank in ranks})
 
 
 def agreed(preemption: Preemption | None) -> PreemptionInfo | None:
-    """Return what worker 0 knows, on all workers; without torch's processes what this one does."""
+    """Return worker 0's knowledge on all workers; without a process group, this worker's."""
     info = None
     if preemption is not None:
         deadline, ranks = preemption.deadline, preemption.ranks_by_node

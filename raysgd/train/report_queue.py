@@ -1,9 +1,8 @@
-"""Between the thread of a training function and the driver: a queue of one.
+"""A queue of one turn between the thread of a training function and the driver.
 
-A report is laid down and the function goes on; the next one has to wait until the driver has taken
-it, so that no worker is ahead of the slowest by more than that. A checkpoint is laid down and the
-function waits until the driver comes for the next turn, which it does when it holds the checkpoint
-for good: from then on it cannot be lost.
+`put` waits until the driver has taken the previous turn, so no worker gets more than one report
+ahead of the slowest. `put_safely` waits until the driver asks for the next turn. The driver does so
+when it holds the checkpoint, which therefore cannot be lost.
 """
 
 from __future__ import annotations
@@ -26,30 +25,30 @@ TurnKind = Literal["report", "checkpoint", "end"]
 class RunStoppedError(BaseException):
     """Ends a training function that the driver has stopped.
 
-    Not an Exception, so that an ``except Exception`` around a training step lets it pass.
+    It is not an Exception, so ``except Exception`` around a training step does not catch it.
     """
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What a function hands over at one point: all workers have to come to the same ones."""
+    """One result of a training function. All workers must produce the same sequence of kinds."""
 
     kind: TurnKind
     content: Packed | None = None
-    """What was reported, as the backend has encoded it, or what the function returned."""
+    """The encoded report, or the return value of the function."""
     checkpoint: bytes | None = None
-    """A pickled checkpoint, from worker 0 alone."""
+    """The pickled checkpoint; only worker 0 sends one."""
     has_checkpoint: bool = False
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """By what a checkpoint may be scored."""
+    """Numbers that can rate the checkpoint, by name."""
     names: tuple[str, ...] = ()
-    """All names that came with it, numbers or not."""
+    """Names of all values that came with the checkpoint."""
     iteration: int = 0
-    """Reports that were made up to here, this one included."""
+    """Number of reports so far, including this one."""
     validation: Any = False
-    """Whether to validate the checkpoint, or how."""
+    """Whether to validate the checkpoint, or a ValidationTaskConfig."""
     is_portable = True
-    """So that the driver can read it where it has neither a GPU nor a process group."""
+    """Tells `pack` that the driver may lack GPUs and a process group."""
 
     @property
     def metrics(self) -> Any:
@@ -68,7 +67,7 @@ class Turn:
 
     @property
     def value(self) -> Any:
-        """What the function returned; None, with a warning, if this process cannot unpickle it."""
+        """The return value of the function; None, with a warning, if unpickling fails."""
         try:
             return None if self.content is None else self.content.value()
         except Exception as error:
@@ -77,7 +76,7 @@ class Turn:
 
 
 class ReportQueue:
-    """The queue. `put` and `put_safely` are called in the function's thread, the rest in others."""
+    """Passes turns to the driver. Only the function's thread calls `put` and `put_safely`."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -91,7 +90,7 @@ class ReportQueue:
     # ---- the function's side
 
     def put(self, turn: Turn) -> None:
-        """Lay a turn down, as soon as the one before is taken.
+        """Hand over a turn as soon as the driver has taken the previous one.
 
         Raises:
             RunStoppedError: if the driver has stopped the function.
@@ -102,19 +101,19 @@ class ReportQueue:
             self._changed.notify_all()
 
     def put_safely(self, turn: Turn) -> None:
-        """Lay a turn down, and wait until the driver holds its checkpoint for good."""
+        """Hand over a turn, and wait until the driver holds its checkpoint."""
         self.put(turn)
         self.until_dealt_with(turn)
 
     def until_dealt_with(self, turn: Turn, timeout_s: float | None = None) -> None:
-        """Wait until the driver has done all that a turn asks for; at most `timeout_s`."""
+        """Wait until the driver has handled a turn, for at most `timeout_s` seconds."""
         with self._changed:
             self._wait_until(lambda: turn is not self._turn and turn is not self._taken, timeout_s)
 
     def end(self, turn: Turn | None, error: BaseException | None = None) -> None:
-        """Lay down how the function has ended; the thread's last act."""
+        """Hand over how the function ended. This is the last action of its thread."""
         with self._changed:
-            self._waiting = True  # there is nothing left to do but this
+            self._waiting = True  # the function has ended
             self._changed.wait_for(lambda: self._turn is None or self._stopped)
             self._turn, self._error, self._ended = turn, error, True
             self._changed.notify_all()
@@ -131,10 +130,10 @@ class ReportQueue:
     # ---- the driver's side
 
     def take(self) -> Turn:
-        """Wait for the next turn and take it; says that the one before is dealt with.
+        """Mark the previous turn as handled, then wait for the next one and take it.
 
         Raises:
-            BaseException: what the function raised.
+            BaseException: the exception of the function.
         """
         with self._changed:
             self._taken = None
@@ -151,13 +150,13 @@ class ReportQueue:
         raise error
 
     def stop(self) -> None:
-        """Let the function raise wherever it waits, or comes to wait, for the driver."""
+        """Make the function raise at its current or next wait for the driver."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
 
     @property
     def blocked_on_driver(self) -> bool:
-        """Whether the function waits for the driver, or has ended."""
+        """Whether the function waits for the driver or has ended."""
         with self._changed:
             return self._ended or self._waiting

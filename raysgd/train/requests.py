@@ -1,4 +1,4 @@
-"""What the driver asks of the workers of a training function; `FunctionRunner.handle` answers."""
+"""Requests of the driver to the workers of a training function. `FunctionRunner` handles them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ __all__ = ["BeginRequest", "CheckpointRequest", "EndRunRequest", "NextRequest"]
 
 @dataclass(frozen=True, kw_only=True)
 class BeginRequest(Request):
-    """Start the function, unless it runs."""
+    """Start the function, unless it is running."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class NextRequest(Request):
-    """Return the next result of the function; the one before has been handled."""
+    """Return the next turn of the function. The driver has handled the previous one."""
 
     reported: Sequence[Reported] | None
-    """Checkpoints that exist now; None if they have not changed."""
+    """The checkpoints on disk; None if they have not changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRequest(Request):
-    """Return the checkpoint of a rank; None on other workers, or if the worker restarted."""
+    """Return the checkpoint of a rank; None on other workers, or after a restart."""
 
     rank: int
 

@@ -1,4 +1,4 @@
-"""What ``fit()`` returns, and the file of reports behind it."""
+"""The result of ``fit()``, and the file with its reports."""
 
 from __future__ import annotations
 
@@ -17,32 +17,30 @@ from raysgd.train.checkpoint import Checkpoint
 __all__ = ["REPORTS", "ReportLog", "Result", "read_reports"]
 
 REPORTS = "result.json"
-"""Name of the file of what worker 0 reports."""
+"""Name of the file with the reports of worker 0."""
 
 
 @dataclass
 class Result:
-    """What came of a run."""
+    """The result of a run."""
 
     metrics: dict[str, Any] | None
-    """What worker 0 reported last; None where it reported nothing."""
+    """Last report of worker 0; None if it reported nothing."""
     checkpoint: Checkpoint | None
-    """The newest checkpoint."""
     best_checkpoints: Sequence[tuple[Checkpoint, dict[str, Any]]] = ()
-    """Those on disk, the best first, each with the numbers that came with it."""
+    """Checkpoints on disk, best first, each with the numbers that were reported with it."""
     path: str = ""
-    """Folder of the run."""
     error: BaseException | None = None
-    """None: ``fit()`` raises what ended a run. It is there for scripts that look at it."""
+    """Always None, because ``fit()`` raises errors. For scripts that read it."""
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """All that worker 0 reported, read from ``result.json``; before a `restore` as well."""
+        """All reports of worker 0 from ``result.json``, also those before a `restore`."""
         return read_reports(Path(self.path) / REPORTS)
 
     @property
     def metrics_dataframe(self) -> Any:
-        """All that worker 0 reported, as a pandas DataFrame.
+        """All reports of worker 0, as a pandas DataFrame.
 
         Raises:
             ImportError: if pandas is not installed.
@@ -63,18 +61,18 @@ class Result:
 
 
 def read_reports(path: Path) -> list[dict[str, Any]]:
-    """Return the reports in a file of one JSON object a line; none if there is no such file."""
+    """Return the reports in a file of JSON lines; an empty list if the file is missing."""
     if not path.exists():
         return []
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError):  # its writer was killed in the midst of it
+        with contextlib.suppress(ValueError):  # the writer was killed while writing this line
             found.append(json.loads(line))
     return found
 
 
 class ReportLog:
-    """What worker 0 reports, as one JSON object a line; a restored run goes on with it."""
+    """Appends reports of worker 0 to a file of JSON lines. A restored run continues the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -83,7 +81,7 @@ class ReportLog:
     def __enter__(self) -> ReportLog:
         earlier = read_reports(self._path)
         self.last = earlier[-1] if earlier else None
-        # written anew, since the last line may have been cut off; beside it, since this may be, too
+        # Drop a cut-off last line. Write a new file, because this process can be killed as well.
         with replacing(self._path) as file:
             file.write("".join(json.dumps(entry) + "\n" for entry in earlier).encode())
         self._file = self._path.open("a", encoding="utf-8")
@@ -93,7 +91,7 @@ class ReportLog:
         self._file.close()
 
     def write(self, result: Mapping[str, Any]) -> None:
-        """Add a report; what JSON has no form for is left out of the file."""
+        """Append a report, without the values that JSON cannot represent."""
         self.last = dict(result)
         shown: dict[str, Any] = {}
         for key, value in result.items():

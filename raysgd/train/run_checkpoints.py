@@ -1,4 +1,4 @@
-"""The checkpoints of one run, as the driver holds them."""
+"""The checkpoints of one run, held by the driver."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ logger = logging.getLogger(__name__)
 
 
 class RunCheckpoints(CheckpointFolder):
-    """The newest checkpoint in memory, and on disk those that the strategy keeps.
+    """Keeps the newest checkpoint in memory, and those that the strategy selects on disk.
 
-    They are ``checkpoint_000001`` and so on. The newest is kept in addition to the best until the
-    run ends, because a restart needs it.
+    The files are named ``checkpoint_000001`` and so on. During the run the newest is kept in
+    addition to the best, because a restart needs it.
 
     Args:
-        folder: where to write; None to hold only the newest, in memory.
-        strategy: which ones stay on disk.
-        number: number of the newest so far.
-        decode: of the user's backend; None if it does nothing.
+        folder: folder to write to; None to hold only the newest, in memory.
+        strategy: which checkpoints stay on disk.
+        number: number of the newest checkpoint so far.
+        decode: `decode_data` of the user's backend; None if it does nothing.
         validation: a ValidationConfig; None if nothing is validated.
 
     Raises:
-        TypeError: if `strategy` is no CheckpointStrategy.
+        TypeError: if `strategy` is not a CheckpointStrategy.
     """
 
     _pattern = re.compile(r"checkpoint_[0-9]{6,}")
@@ -66,9 +66,9 @@ class RunCheckpoints(CheckpointFolder):
         self._decode = decode
         self.folder = folder
         self.number = number
-        """Number of the newest."""
+        """Number of the newest checkpoint."""
         self.blob: bytes | None = None
-        """The newest, pickled."""
+        """The newest checkpoint, pickled."""
         self.has_saved = False
         """Whether this run, or the one that it resumes, has saved a checkpoint."""
         self._latest: dict[str, Any] | None = None
@@ -76,14 +76,14 @@ class RunCheckpoints(CheckpointFolder):
         self._told: list[Reported] = []
 
     def restore(self) -> Manifest | None:
-        """Continue with what an earlier run has left in the folder.
+        """Continue with the checkpoints of an earlier run in the folder.
 
         Returns:
             The manifest of the newest intact checkpoint. Its ``global_step`` is the number of
             reports up to it.
 
         Raises:
-            CheckpointError: if there are checkpoints and none can be loaded.
+            CheckpointError: if there are checkpoints, but none can be loaded.
         """
         names = [] if self.folder is None else self._names()
         if not names:
@@ -94,10 +94,10 @@ class RunCheckpoints(CheckpointFolder):
         return manifest
 
     def keep(self, turn: Turn, blob: bytes, world_size: int) -> None:
-        """Take a checkpoint over. When this returns, it is on disk if the strategy keeps it.
+        """Store a checkpoint. When this returns, it is on disk if the strategy keeps it.
 
         Raises:
-            CheckpointError: if it cannot be written.
+            CheckpointError: if writing it fails.
         """
         self._check_score(turn)
         if self._decode is not None:
@@ -118,7 +118,7 @@ class RunCheckpoints(CheckpointFolder):
         self.blob, self._latest, self.has_saved = blob, None, True
 
     def _check_score(self, turn: Turn) -> None:
-        """Warn, once, if a checkpoint has no number by which it can be scored."""
+        """Warn once if a checkpoint has no number that rates it."""
         name = self._unwarned_score
         if name is None or name in turn.numbers or turn.validation:
             return
@@ -132,12 +132,12 @@ class RunCheckpoints(CheckpointFolder):
         )
 
     def finish(self) -> None:
-        """Remove the newest if it is none of the best: no restart needs it any more."""
+        """Remove the newest checkpoint, unless it is one of the best."""
         self._tidy(None)
 
     def _tidy(self, newest: str | None) -> None:
         for name in self._surplus(newest):
-            if _number_of(name) in self._validations.tasks:  # its rating is not known yet
+            if _number_of(name) in self._validations.tasks:  # its rating is still unknown
                 continue
             del self._manifests[name]
             try:
@@ -146,12 +146,12 @@ class RunCheckpoints(CheckpointFolder):
                 logger.warning("Kept a checkpoint: %s", error)
 
     def await_validations(self) -> None:
-        """Wait for all validations, which rate the checkpoints, and keep the best."""
+        """Wait for all validations, which rate the checkpoints, and keep only the best."""
         self._measure(wait=True)
         self.finish()
 
     def abort(self) -> None:
-        """Note that the run has ended early."""
+        """Cancel the validations, because the run has ended early."""
         self._validations.cancel()
 
     def _measure(self, wait: bool = False) -> None:
@@ -162,7 +162,7 @@ class RunCheckpoints(CheckpointFolder):
                     self._manifests[name] = dataclasses.replace(manifest, metrics=metrics)
 
     def reported(self) -> list[Reported]:
-        """Return those on disk, the oldest first, as the workers get to know them."""
+        """Return the checkpoints on disk for the workers, oldest first."""
         validations, found = self._validations, []
         for name in sorted(self._ranked(), key=_number_of):
             number, manifest = _number_of(name), self._manifests[name]
@@ -175,7 +175,7 @@ class RunCheckpoints(CheckpointFolder):
         return found
 
     def news(self) -> list[Reported] | None:
-        """Return the same, or None if it has not changed since the last call."""
+        """Return `reported`, or None if it has not changed since the last call."""
         before, self._told = self._told, self.reported()
         return None if self._told == before else self._told
 
@@ -198,14 +198,14 @@ class RunCheckpoints(CheckpointFolder):
         return next(map(self._path_of, self._ranked()), None)
 
     def newest_checkpoint(self) -> Checkpoint | None:
-        """Return the newest: the file if it is on disk, else what is in memory."""
+        """Return the newest checkpoint: the file if it is on disk, otherwise the one in memory."""
         path = self.latest_path
         if path is not None and _number_of(path.name) == self.number:
             return Checkpoint(path=path)
         return None if self.blob is None else Checkpoint(blob=self.blob)
 
     def best_checkpoints(self) -> list[tuple[Checkpoint, dict[str, Any]]]:
-        """Return those on disk, the best first, each with the numbers that came with it."""
+        """Return the checkpoints on disk, best first, each with its numbers."""
         return [
             (Checkpoint(path=self._path_of(name)), dict(manifest.metrics))
             for name in self._ranked()
@@ -217,7 +217,7 @@ class RunCheckpoints(CheckpointFolder):
 
 
 def packed_checkpoint(checkpoint: Any) -> bytes | None:
-    """Return what a run shall start from, pickled: a dict, a Checkpoint, or one's path."""
+    """Pickle the checkpoint that a run starts from: a dict, a Checkpoint, or the path of one."""
     if checkpoint is None:
         return None
     if isinstance(checkpoint, str | os.PathLike):

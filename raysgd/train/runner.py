@@ -1,4 +1,4 @@
-"""Hosts a training function in a worker: in a thread of its own, with a queue of one."""
+"""Runs a training function in a thread of a worker process."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ __all__ = ["FunctionRunner"]
 
 
 class FunctionRunner:
-    """Hosts one training function. `Runner` says which method runs in which thread.
+    """Runs one training function. `Runner` documents which thread calls which method.
 
-    The function starts with the call that begins the run, and anew in the first call after a
-    restart. The driver takes what it reports by `next`, one turn at a time.
+    The function starts with a `BeginRequest`, and after a restart with the next request. The driver
+    takes its results with `next`, one turn at a time.
 
     Args:
-        share_gpus: whether each worker sees the GPUs of all workers of its node, unless
-            ``TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES`` says otherwise.
-        encode: of the user's backend; None where it does nothing.
-        full_size: workers of the full group, where steps keep the size that they have there.
+        share_gpus: whether each worker sees the GPUs of all workers on its node.
+            ``TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES`` overrides it.
+        encode: `encode_data` of the user's backend; None if it does nothing.
+        full_size: number of workers of the full group, which sets the global batch size; None to
+            scale it with the group.
     """
 
     def __init__(
@@ -38,40 +39,36 @@ class FunctionRunner:
         encode: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
         full_size: int | None = None,
     ) -> None:
-        # on the driver: its environment decides
+        # evaluated on the driver, so the driver's environment decides
         self._share_gpus = env_flag(ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV, share_gpus)
         self._encode = encode
         self._full_size = full_size
         self._context = WorkerContext()
         self._plan: Plan | None = None
-        self._session: Session | None = None  # of the plan; None until the function has started
+        self._session: Session | None = None  # None until the function has started
 
     # ---- life
 
     def prepare(self, context: WorkerContext) -> None:
-        """Let this process see the GPUs of its node."""
+        """Make the GPUs of the node visible to this process."""
         if self._share_gpus and context.visible_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(context.visible_gpus)
 
     def setup(self, context: WorkerContext) -> None:
-        """Take the place in the group."""
         self._context = context
         session.take_place(context)
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
-        """Take the place in a new generation; what ran in the one before has been stopped."""
         self.setup(context)
         self._plan = self._session = None
 
     def teardown(self) -> None:
-        """Stop the function, and leave the place."""
         self.request_stop(True)
         session.take_place(None)
 
     # ---- read and set from another thread
 
     def progress(self) -> Progress:
-        """Say how far the function is, and whether it waits for the driver."""
         running = self._session
         if running is None:
             return Progress()
@@ -79,21 +76,19 @@ class FunctionRunner:
         return Progress(global_step=running.iteration, blocked_on_driver=waits)
 
     def request_stop(self, requested: bool) -> None:
-        """Let the function raise at its next report."""
         running = self._session
         if requested and running is not None:
             running.report_queue.stop()
 
     def pause_at(self, step: int | None) -> int:
-        """Do nothing: a function cannot pause."""
+        """Return 0: a function cannot pause."""
         return 0
 
     def announce(self, preemption: Preemption | None) -> None:
-        """Let the function know that workers are going to be taken away."""
         session.note_preemption(preemption)
 
     def snapshot(self) -> dict[str, Any] | None:
-        """Return none: the driver has the checkpoints."""
+        """Return None: the driver holds the checkpoints."""
         return None
 
     def warm_up(self) -> None:
@@ -102,7 +97,6 @@ class FunctionRunner:
     # ---- calls of the driver
 
     def handle(self, request: Request) -> Any:
-        """Do what a request of the driver asks for."""
         match request:
             case BeginRequest():
                 return self.begin(request.plan)
@@ -117,20 +111,20 @@ class FunctionRunner:
         raise NotImplementedError(f"{request.name} is no request to a training function.")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make ready to run what `state` says."""
+        """Prepare to run the plan in `state`."""
         self._plan, self._session = state["plan"], None
 
     def begin(self, plan: Plan) -> None:
-        """Start the function, unless that is done."""
+        """Start the function, unless this plan is running already."""
         if self._plan is None or self._plan.run != plan.run:
             self._plan, self._session = plan, None
         self._started()
 
     def next(self, reported: Sequence[Reported] | None = None) -> Turn:
-        """Wait for what the function hands over next. The turn before is dealt with.
+        """Return the next turn of the function. The driver has handled the previous one.
 
         Args:
-            reported: the checkpoints that there are now; None where they are those before.
+            reported: the checkpoints on disk; None if they have not changed.
         """
         running = self._started()
         if reported is not None:
@@ -138,9 +132,9 @@ class FunctionRunner:
         return running.report_queue.take()
 
     def checkpoint(self, rank: int) -> bytes | None:
-        """Return the checkpoint that the function has handed over, if this worker has that rank.
+        """Return the function's last checkpoint if this worker has that rank.
 
-        None where there is none: the worker has started anew since then.
+        Return None on other workers, and if the worker has restarted since.
         """
         if self._session is None or self._context.world_rank != rank:
             return None

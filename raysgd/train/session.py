@@ -1,6 +1,6 @@
-"""One run of a training function in a worker: its thread, its place, its reports and checkpoints.
+"""One run of a training function in a worker: its thread, place, reports and checkpoints.
 
-A worker process has one session at a time, for all of its threads.
+A worker process has one session at a time, shared by all of its threads.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _MENTION_S = 30.0
-"""After how long to say what is waited for."""
+"""Seconds before a wait is logged."""
 _FUNCTIONS = (
     "get_dataset_shard",
     "load_checkpoint",
@@ -71,7 +71,7 @@ _FUNCTIONS = (
     "world_rank",
     "world_size",
 )
-"""Of `raysgd.train`; older scripts import them from this module."""
+"""Functions of `raysgd.train` that older scripts import from this module."""
 _DEFAULTS = ReportOptions()
 _ALONE = (
     "The training function ended on %d workers, and they never communicated. If they were to train "
@@ -81,30 +81,30 @@ _ALONE = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is made of; after a restart with another checkpoint."""
+    """Everything that a worker needs to run a function. A restart replaces the checkpoint."""
 
     run: str
-    """A name that no other run has."""
+    """Unique name of the run."""
     function: bytes
-    """The training function, of no arguments, pickled."""
+    """The pickled training function of no arguments."""
     checkpoint: bytes | None = None
-    """The newest checkpoint, pickled; None at the beginning."""
+    """The newest checkpoint, pickled; None if there is none yet."""
     iteration: int = 0
-    """Reports that were made before it."""
+    """Number of reports before the checkpoint."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What the trainer was given, for `get_context`."""
+    """Metadata of the trainer, for `get_context`."""
     experiment: Mapping[str, str] = field(default_factory=dict)
     """Names of the experiment and the trial."""
     reported: Sequence[Reported] = ()
     """The checkpoints on disk."""
     validates: bool = False
-    """Whether the trainer was told how to validate a checkpoint."""
+    """Whether the trainer has a validation config."""
     detailed: bool = field(default_factory=lambda: env_flag(ENABLE_DETAILED_AUTOFILLED_METRICS_ENV))
-    """Whether reports say of themselves where they come from; the driver's environment does."""
+    """Whether reports include date, host and process; set by the driver's environment."""
 
     @property
     def name(self) -> str:
-        """A name that no other run has, nor this one before a restart; the same on all workers."""
+        """A name unique to the run and restart, the same on all workers."""
         return f"{self.run}/{self.iteration}"
 
 
@@ -112,12 +112,13 @@ class Session:
     """One run of a training function in this process.
 
     Args:
-        plan: what is run.
-        context: this worker's place.
-        report_queue: the way to the driver.
-        shards: this worker's data sets by name; None where there are none.
-        encode: of the backend, applied to what is reported and saved.
-        full_size: workers of the full group, where steps keep the size that they have there.
+        plan: the function, and the checkpoint to start from.
+        context: this worker's place in the group.
+        report_queue: passes turns to the driver.
+        shards: this worker's data sets; None if there are none.
+        encode: `encode_data` of the user's backend; None if it does nothing.
+        full_size: number of workers of the full group, which sets the global batch size; None to
+            scale it with the group.
     """
 
     def __init__(
@@ -136,21 +137,21 @@ class Session:
         self.report_queue = report_queue
         self.shards = shards
         self.extras: dict[str, Any] = {}
-        """What the parts of this library that are about a framework keep for the run."""
+        """State of framework-specific modules for this run."""
         self.iteration = plan.iteration
-        """Reports that were made so far, those before a restart included."""
+        """Number of reports so far, including those before a restart."""
         self.sent: bytes | None = None
-        """The newest checkpoint as it is sent to the driver; None if none has been made here."""
+        """The newest checkpoint, encoded for the driver; None if this process has saved none."""
         self.reported = plan.reported
-        """The checkpoints on disk, by their numbers."""
+        """The checkpoints on disk, by number."""
         self._newest: Turn | None = None
         self._uploading: Callable[[], None] | None = None
-        """Hands over what was reported last, as soon as it is uploaded."""
+        """Hands over the last report when its upload is done."""
         self._checkpoint = plan.checkpoint
         self._encode = encode
         self._began_at = self._reported_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="raysgd-train-function", daemon=True)
-        # but for those that Python has not started, which may call back for any run, as autograd's
+        # excludes threads that Python did not start, such as autograd's: they serve any run
         self._older_threads = weakref.WeakSet(
             thread
             for thread in threading.enumerate()
@@ -161,7 +162,7 @@ class Session:
     # ---- the function
 
     def start(self) -> None:
-        """Run the function, in a thread of its own."""
+        """Run the function in its own thread."""
         self._thread.start()
 
     def join(self) -> None:
@@ -181,12 +182,12 @@ class Session:
             end = Turn("end", content=_returned(value), iteration=self.iteration)
         except BaseException as error:
             failure = error
-        leave(self)  # before the driver hears of the end, and begins another run
+        leave(self)  # before the driver learns of the end and begins another run
         self.report_queue.end(end, failure)
 
     @property
     def is_foreign_thread(self) -> bool:
-        """Whether the calling thread is older than the session: one of a run before, say."""
+        """Whether the calling thread is older than the session, such as one of an earlier run."""
         return threading.current_thread() in self._older_threads
 
     # ---- what it calls
@@ -197,10 +198,10 @@ class Session:
         checkpoint: Any = None,
         options: ReportOptions = _DEFAULTS,
     ) -> None:
-        """Hand metrics, and a checkpoint where there is one, to the driver.
+        """Hand a report to the driver.
 
         Raises:
-            ValueError: if the options cannot be meant.
+            ValueError: if the options contradict each other or the plan.
         """
         options.check(checkpoint, self.plan.experiment.get("dir", ""))
         if options.validation and not self.plan.validates:
@@ -243,29 +244,29 @@ class Session:
 
         if options.waits or options.checkpoint_upload_fn is None:
             hand_over(upload())
-        else:  # in this thread, since the driver tells by it whether the function waits
+        else:  # hand over in this thread: the queue tracks whether the function waits
             pool = ThreadPoolExecutor(1)
             uploaded = pool.submit(upload)
             pool.shutdown(wait=False)
             self._uploading = lambda: hand_over(uploaded.result())
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Hand a checkpoint to the driver; worker 0's is kept. Returns when that is safe."""
+        """Hand a checkpoint to the driver, and wait until the driver holds it."""
         self._settle()
         self._hand_over("checkpoint", None, state, {**state, TIMESTAMP: int(time.time())})
 
     def load(self) -> Checkpoint | None:
-        """Return the newest checkpoint, with what `save` or `report` was given."""
+        """Return the newest checkpoint; None if there is none."""
         return None if self._checkpoint is None else Checkpoint(blob=self._checkpoint)
 
     def reported_checkpoints(
         self, validated: bool, timeout_s: float | None
     ) -> list[ReportedCheckpoint]:
-        """Return the checkpoints on disk, once the driver has dealt with all that was reported.
+        """Return the checkpoints on disk, after the driver has handled all reports.
 
         Args:
             validated: whether to wait for validations as well.
-            timeout_s: how long to wait, in seconds; None for as long as it takes.
+            timeout_s: seconds to wait; None for no limit.
         """
         self._settle()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -283,7 +284,7 @@ class Session:
         return [each.ended().as_checkpoint() for each in self.reported]
 
     def _settle(self) -> None:
-        """Hand over what was still being uploaded.
+        """Hand over the last report if its upload is still pending.
 
         Raises:
             RuntimeError: in a process that the function forked.
@@ -306,10 +307,10 @@ class Session:
         checkpoint: dict[str, Any] | None = None,
         options: ReportOptions = _DEFAULTS,
     ) -> None:
-        """Hand the driver a turn; where it has a checkpoint, `scores` are what it is known by."""
+        """Hand a turn to the driver; `scores` holds the values that came with the checkpoint."""
         blob = None
         if checkpoint is not None:
-            if self._newest is not None:  # whose checkpoint the driver may still ask for
+            if self._newest is not None:  # the driver may still request its checkpoint
                 self.report_queue.until_dealt_with(self._newest)
             blob = self._held(checkpoint)
         self._newest = turn = Turn(
@@ -327,7 +328,7 @@ class Session:
         put(turn)
 
     def _held(self, state: dict[str, Any]) -> bytes:
-        """Keep a checkpoint for `load`, and return it as it is sent to the driver."""
+        """Keep a checkpoint for `load`, and return it encoded for the driver."""
         self._checkpoint = self.sent = _pickled(state)
         if self._encode is not None:
             self.sent = _pickled(self._encode(state))
@@ -335,7 +336,7 @@ class Session:
 
 
 class _Pickler(Portable, cloudpickle.Pickler):  # type: ignore[misc]
-    """Writes checkpoints so that the driver can read them, and whoever opens their files."""
+    """Pickles checkpoints so that the driver and readers of the file can load them."""
 
 
 def _pickled(state: Any) -> bytes:
@@ -363,10 +364,10 @@ def _reported(metrics: Any) -> Packed:
 
 
 def _num_operations() -> int | None:
-    """Return how often this worker has communicated by PyTorch; None if that is not known."""
+    """Return the number of PyTorch collectives so far; None if unknown."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_initialized() or len(dist.distributed_c10d._world.pg_map) > 1:
-        return None  # groups that the function made are not counted
+        return None  # groups of the function are not counted
     return getattr(dist.group.WORLD, "num_operations", None)
 
 
@@ -396,46 +397,46 @@ _SESSION: Session | None = None
 _SHARDS: Any = None
 _PREEMPTION: Preemption | None = None
 _PLACE: WorkerContext | None = None
-"""For what runs in a worker and is no run, such as the classes of `to_worker_group`."""
+"""For code in a worker that is not a run, such as the classes of `to_worker_group`."""
 
 
 def enter(session: Session) -> None:
-    """Make `session` the one of this process."""
+    """Set the session of this process."""
     global _SESSION
     _SESSION = session
 
 
 def leave(session: Session) -> None:
-    """Let go of `session`, unless another has taken its place."""
+    """Clear the session, unless another one has replaced it."""
     global _SESSION
     if _SESSION is session:
         _SESSION = None
 
 
 def current() -> Session | None:
-    """Return the session of this process."""
+    """Return the session of this process, if any."""
     return _SESSION
 
 
 def take_place(context: WorkerContext | None) -> None:
-    """Note this worker's place in the group; None where it has left it."""
+    """Set this worker's place in the group; None when it leaves."""
     global _PLACE
     _PLACE = context
 
 
 def worker_context() -> WorkerContext | None:
-    """Return this worker's place, also between runs; None where the process is no worker."""
+    """Return this worker's place, also between runs; None outside of a worker."""
     return _PLACE if _SESSION is None else _SESSION.context
 
 
 def note_preemption(preemption: Preemption | None) -> None:
-    """Take note of which workers are going to be taken away."""
+    """Record the announced preemption."""
     global _PREEMPTION
     _PREEMPTION = preemption
 
 
 def announced_preemption() -> Preemption | None:
-    """Return what `note_preemption` was given."""
+    """Return the announced preemption, if any."""
     return _PREEMPTION
 
 
@@ -446,5 +447,5 @@ def receive_shards(shards: Any) -> None:
 
 
 def held_shards() -> Any:
-    """Return what `receive_shards` was given."""
+    """Return this worker's data sets."""
     return _SHARDS

@@ -20,9 +20,9 @@ __all__ = ["TensorflowConfig", "TensorflowTrainer", "prepare_dataset_shard"]
 class TensorflowConfig(BackendConfig):
     """Settings of the TensorFlow backend.
 
-    Each worker gets ``TF_CONFIG``, and the driver's choice of Keras (``TF_USE_LEGACY_KERAS``),
-    before it imports TensorFlow: make a ``tf.distribute.MultiWorkerMirroredStrategy`` in the
-    function. A process can be in one group alone, so that all workers restart after an error.
+    Each worker gets ``TF_CONFIG`` and the driver's ``TF_USE_LEGACY_KERAS`` before it imports
+    TensorFlow. Create a ``tf.distribute.MultiWorkerMirroredStrategy`` in the function. A process
+    can join only one group, so all workers restart after an error.
 
     Raises:
         ImportError: if TensorFlow is not installed.
@@ -30,14 +30,13 @@ class TensorflowConfig(BackendConfig):
     """
 
     timeout_s: float = 1800
-    """Bound of the workers' setup, in seconds."""
+    """Seconds that the setup of the workers may take."""
 
     def __post_init__(self) -> None:
         check_tensorflow('backend="tensorflow"')
         check_timeout(type(self).__name__, self.timeout_s)
 
     def transport(self, use_gpu: bool = False) -> Transport:
-        """Return what sets the group up."""
         return CollectiveGroup("tensorflow", self.timeout_s)
 
 
@@ -45,7 +44,7 @@ class TensorflowTrainer(DataParallelTrainer):
     """Runs a training function for TensorFlow on several workers.
 
     Args:
-        train_loop_per_worker: takes no argument, or the config.
+        train_loop_per_worker: a function of no argument, or of the config.
         train_loop_config: the config.
         tensorflow_config: settings of the backend.
         arguments: further arguments of :class:`raysgd.train.DataParallelTrainer`.
@@ -64,14 +63,12 @@ class TensorflowTrainer(DataParallelTrainer):
 
 
 def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:
-    """Return a ``tf.data.Dataset`` that the strategy leaves as it is.
+    """Return a ``tf.data.Dataset`` with auto-sharding switched off.
 
-    Data that are this worker's share already would be divided once more otherwise. Runs on the
-    worker.
+    The data are this worker's shard already. Without this the strategy would shard them again.
 
     Args:
-        tf_dataset_shard: this worker's share, such as
-            ``get_dataset_shard().to_tf(...)``.
+        tf_dataset_shard: this worker's shard, such as ``get_dataset_shard().to_tf(...)``.
     """
     import tensorflow as tf
 

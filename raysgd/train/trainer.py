@@ -39,19 +39,20 @@ class Trainer:
         results = trainer.run(train_func, config={"lr": 0.1})
         trainer.shutdown()
 
-    A worker or node that is lost costs the work since the newest checkpoint: all workers restart,
-    and the function runs again from there (`raysgd.train.load_checkpoint`).
+    If a worker or node is lost, all workers restart and run the function again.
+    `raysgd.train.load_checkpoint` returns the newest checkpoint to continue from.
 
     Args:
         backend: "torch", "tensorflow", "horovod", or a BackendConfig.
-        num_workers: how many workers; ``(min, max)``: as many of them as there is room for, fewer
-            after a loss, and more again when there is room and a checkpoint to go on from.
+        num_workers: number of workers. ``(min, max)`` uses as many of them as fit, fewer after a
+            loss. If there is room again, the run restarts with more from its next checkpoint.
         use_gpu: whether each worker reserves a GPU.
-        resources_per_worker: what each reserves; ``CPU`` and ``GPU`` take the place of one each.
-        logdir: folder for the runs; None for ``~/ray_results/train_<date>``. A relative one lies in
-            ``~/ray_results``.
-        max_retries: how often workers may be lost in one run; -1: without end.
-        elastic: how to wait for room, see :class:`raysgd.ElasticConfig`.
+        resources_per_worker: resources of each worker; ``CPU`` and ``GPU`` replace the default of
+            one each.
+        logdir: folder for the runs; None for ``~/ray_results/train_<date>``. A relative path starts
+            in ``~/ray_results``.
+        max_retries: how often a run may lose workers; -1: no limit.
+        elastic: how to wait for resources, see :class:`raysgd.ElasticConfig`.
 
     Raises:
         ValueError: if an argument has a value that is not allowed.
@@ -79,7 +80,7 @@ class Trainer:
         self._iterator: weakref.ref[TrainingIterator] | None = None
         self.logdir = run_folder(logdir, "train")
         if logdir is None:
-            self.logdir = made_folder(self.logdir)  # two trainers may be made in one second
+            self.logdir = made_folder(self.logdir)  # another trainer may have the same date
         else:
             self.logdir.mkdir(parents=True, exist_ok=True)
         logger.info("Runs are kept in %s.", self.logdir)
@@ -90,20 +91,20 @@ class Trainer:
         """Start the workers and the backend.
 
         Args:
-            initialization_hook: called on every worker before anything else.
+            initialization_hook: called first on every worker.
 
         Raises:
-            RuntimeError: if they are started already.
-            InsufficientResourcesError: if the cluster has no room for them within 100 s
+            RuntimeError: if the workers are started already.
+            InsufficientResourcesError: if the cluster has no room for the workers within 100 s
                 (``TRAIN_PLACEMENT_GROUP_TIMEOUT_S``).
-            BaseException: what the hook or the backend raised.
+            BaseException: the exception of the hook or the backend.
         """
         self._executor.start(initialization_hook)
 
     def shutdown(self) -> None:
-        """End the workers and give the resources back; `start` works again then.
+        """Stop the workers and release their resources. `start` works again afterwards.
 
-        Workers that are busy, with a method of a class of `to_worker_group`, have 5 s to end that.
+        Workers that run a method of a class of `to_worker_group` have 5 s to finish it.
         """
         self._executor.shutdown()
 
@@ -121,22 +122,22 @@ class Trainer:
         """Run a training function on every worker.
 
         Args:
-            train_func: takes no argument, or the config.
-            config: for `train_func`; None for an empty dict.
-            callbacks: see what the workers report.
-            dataset: a Ray Dataset, or a dict of them by name, of which each worker gets an equal
-                share (`raysgd.train.get_dataset_shard`).
-            checkpoint: what to start from: a dict, or the path of a checkpoint.
+            train_func: a function of no argument, or of the config.
+            config: the config; None for an empty dict.
+            callbacks: receive what the workers report.
+            dataset: a Ray Dataset, or a dict of them by name. Each worker gets an equal shard
+                (`raysgd.train.get_dataset_shard`).
+            checkpoint: checkpoint to start from: a dict, or the path of a checkpoint.
             checkpoint_strategy: which checkpoints stay on disk; by default all.
 
         Returns:
-            What the function returned, by rank.
+            The results of the function, by rank.
 
         Raises:
-            ValueError: if `train_func` takes more than one argument.
-            RuntimeError: if the trainer is not started, if more workers are lost than
-                `max_retries`, or if the workers do not report and save in step.
-            BaseException: what the function raised, with the worker's traceback as its cause.
+            ValueError: if `train_func` requires more than one argument.
+            RuntimeError: if the trainer is not started, workers are lost more often than
+                `max_retries` allows, or they do not report and save in step.
+            BaseException: the exception of the function, with the worker's traceback as its cause.
         """
         callback_handler = CallbackHandler(callbacks)
         function, run_dir = self._prepared("run", train_func, config)
@@ -148,7 +149,7 @@ class Trainer:
                 while (results := self._executor.fetch_next_result()) is not None:
                     callback_handler.handle(results)
                 return self._executor.finish_training()
-            except BaseException:  # of a callback as well, or Ctrl-C in one
+            except BaseException:  # including errors and Ctrl-C in a callback
                 self._executor.abort()
                 raise
 
@@ -162,9 +163,8 @@ class Trainer:
     ) -> TrainingIterator:
         """Start a training function, and return an iterator over what the workers report.
 
-        Arguments and errors are those of `run`. What goes wrong as the function starts is raised
-        here, a loss of workers as well, all else as one goes through the iterator. The next run
-        ends this one where nobody goes through it any more.
+        Arguments and errors are those of `run`. This method raises errors of the start, and the
+        iterator raises all later ones. The next run ends this one if no thread iterates over it.
         """
         function, run_dir = self._prepared("run_iterator", train_func, config)
         self._executor.start_training(function, run_dir, dataset, checkpoint, checkpoint_strategy)
@@ -173,18 +173,19 @@ class Trainer:
         return iterator
 
     def to_worker_group(self, train_cls: type[Any], *args: Any, **kwargs: Any) -> TrainWorkerGroup:
-        """Make an object of a class on every worker, with the backend set up.
+        """Create an object of a class on every worker, with the backend set up.
 
-        Starts the trainer if that is not done.
+        Starts the trainer if necessary.
 
         Args:
             train_cls: the class.
-            args: its arguments.
-            kwargs: its keyword arguments.
+            args: arguments of the class.
+            kwargs: keyword arguments of the class.
 
         Returns:
-            The objects, by rank: ``workers[0].method.remote(...)`` returns a reference for
-            ``ray.get``. They live as long as the group, or a worker of it, is referred to.
+            The objects, by rank. ``workers[0].method.remote(...)`` returns a reference for
+            ``ray.get``. The objects live as long as a reference to the group or to one of its
+            workers.
         """
         if not self._executor.is_started:
             self._executor.start()
@@ -193,15 +194,15 @@ class Trainer:
     def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> type[Any]:
         """Return a class of trials for Ray Tune, each of which runs the function on workers.
 
-        What worker 0 reports is a trial's result; a trial's config is the function's.
+        The reports of worker 0 are the results of a trial. The trial's config is the function's.
 
         Args:
-            train_func: takes no argument, or the config.
+            train_func: a function of no argument, or of the config.
             dataset: as in `run`.
 
         Raises:
             RuntimeError: if the trainer is started, or Ray Tune is not installed.
-            ValueError: if `train_func` takes more than one argument.
+            ValueError: if `train_func` requires more than one argument.
         """
         if self._executor.is_started:
             raise RuntimeError(
@@ -214,42 +215,42 @@ class Trainer:
         )
         return made
 
-    # ---- what there is
+    # ---- results
 
     @property
     def latest_run_dir(self) -> Path | None:
-        """Folder of the newest run; None before the first."""
+        """Folder of the newest run; None before the first run."""
         return self._run_dir
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint, of the newest run that has saved one; None if none has."""
+        """The newest checkpoint, of the newest run that saved one; None if none has."""
         return self._executor.latest_checkpoint
 
     @property
     def latest_checkpoint_dir(self) -> Path | None:
-        """Folder of the newest run's checkpoints; None where there are none on disk."""
+        """Folder of that run's checkpoints; None if there are none on disk."""
         return self._executor.latest_checkpoint_dir
 
     @property
     def latest_checkpoint_path(self) -> Path | None:
-        """Path of the newest checkpoint on disk, of the same run; None if there is none."""
+        """Path of that run's newest checkpoint on disk; None if there is none."""
         return self._executor.latest_checkpoint_path
 
     @property
     def best_checkpoint_path(self) -> Path | None:
-        """Path of the best checkpoint on disk, of the same run; None if there is none."""
+        """Path of that run's best checkpoint on disk; None if there is none."""
         return self._executor.best_checkpoint_path
 
     @property
     def best_checkpoint(self) -> dict[str, Any] | None:
-        """The best checkpoint on disk, of the same run; None if there is none."""
+        """That run's best checkpoint on disk; None if there is none."""
         path = self.best_checkpoint_path
         return None if path is None else self.load_checkpoint_from_path(path)
 
     @staticmethod
     def load_checkpoint_from_path(checkpoint_file_path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Read a checkpoint. That runs code from it, as unpickling does: read what you trust.
+        """Read a checkpoint. Unpickling can run code from the file: read only files that you trust.
 
         Raises:
             CheckpointError: if the file is missing or damaged.
@@ -258,7 +259,7 @@ class Trainer:
 
     @property
     def events(self) -> list[Event]:
-        """What happened to the workers since `start`: losses, restarts, growth; oldest first."""
+        """Losses, restarts and growth of the workers since `start`, oldest first."""
         return self._executor.events
 
     def __repr__(self) -> str:
@@ -271,7 +272,7 @@ class Trainer:
     def _prepared(
         self, method: str, train_func: Callable[..., Any], config: dict[str, Any] | None
     ) -> tuple[Callable[[], Any], Path]:
-        """Return the function with its config, and a folder for a run that can begin now."""
+        """Return the function with its config, and a new folder for its run."""
         function = bound_function(train_func, config)
         if not self._executor.is_started:
             raise RuntimeError(
@@ -285,10 +286,10 @@ class Trainer:
         return function, self._run_dir
 
     def _make_way(self, method: str) -> None:
-        """End the run of an iterator that was left half-way; nobody else would.
+        """End the run of an iterator that was not finished.
 
         Raises:
-            TrainBackendError: if another thread is in the midst of a run.
+            TrainBackendError: if another thread is running a function.
         """
         iterator = None if self._iterator is None else self._iterator()
         if iterator is not None:

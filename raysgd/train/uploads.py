@@ -1,4 +1,4 @@
-"""How a reported checkpoint gets to where the run is kept."""
+"""How a reported checkpoint is stored in the run."""
 
 from __future__ import annotations
 
@@ -16,34 +16,33 @@ __all__ = ["CheckpointUploadMode", "ReportOptions"]
 
 
 class CheckpointUploadMode(Enum):
-    """When a reported checkpoint is kept."""
+    """When a reported checkpoint is stored."""
 
     ASYNC = "ASYNC"
-    """While the function goes on: `report` returns at once."""
+    """In the background: `report` returns immediately."""
     SYNC = "SYNC"
     """Before `report` returns."""
     NO_UPLOAD = "NO_UPLOAD"
-    """Never: its folder stays where it is, and the run notes the path. Driver and workers have to
-    see it under that path."""
+    """Never: the run records the path of the folder, which driver and workers must both see."""
 
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What `report` may be told beside metrics and checkpoint, in the words of today's Ray Train.
+    """Options of `report`, with the names of current Ray Train.
 
     Raises:
-        ValueError: if there is no such mode.
+        ValueError: if the mode is unknown.
         TypeError: if `validation` is neither True or False nor a ValidationTaskConfig.
     """
 
     checkpoint_dir_name: str | None = None
-    """For `checkpoint_upload_fn`; the files that the run keeps are numbered."""
+    """Name for `checkpoint_upload_fn`. The run's own files are numbered."""
     checkpoint_upload_mode: Any = CheckpointUploadMode.SYNC
-    """Ours, or Ray's."""
+    """The mode, as raysgd's enum or Ray's."""
     delete_local_checkpoint_after_upload: bool | None = None
-    """Whether its folder is removed then; None: with ASYNC alone."""
+    """Whether to remove the folder after it is stored; None: only with ASYNC."""
     checkpoint_upload_fn: Callable[[Any, str], Any] | None = None
-    """Takes the checkpoint and a name, puts it where it shall be, and returns it from there."""
+    """Takes the checkpoint and a name, stores it, and returns the stored checkpoint."""
     validation: Any = False
     """Whether to validate the checkpoint: True, or a ValidationTaskConfig."""
 
@@ -71,20 +70,21 @@ class ReportOptions:
 
     @property
     def waits(self) -> bool:
-        """Whether `report` returns when the checkpoint is kept, and not before."""
+        """Whether `report` waits until the checkpoint is stored."""
         return bool(self._mode != CheckpointUploadMode.ASYNC.value)
 
     @property
     def deletes(self) -> bool:
-        """Whether the checkpoint's folder is removed when it is kept."""
+        """Whether to remove the checkpoint's folder after it is stored."""
         given = self.delete_local_checkpoint_after_upload
         return not self.waits if given is None else given
 
     def check(self, checkpoint: Any, run_folder: str) -> None:
-        """Check what cannot be meant.
+        """Check the options of one report.
 
         Raises:
-            ValueError: if there is nothing to validate, or the folder of the run would be removed.
+            ValueError: if there is no checkpoint to validate, or the folder of the run would be
+                removed.
         """
         if self.validation and checkpoint is None:
             raise ValueError("report(validation=...) validates a checkpoint: pass checkpoint=.")
@@ -100,10 +100,10 @@ class ReportOptions:
     def packed(
         self, checkpoint: Any, iteration: int, metadata: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the checkpoint as it travels, uploaded where there is a function for that.
+        """Return the packed checkpoint, after uploading it if there is an upload function.
 
         Raises:
-            ValueError: if a checkpoint that stays where it is is in no folder that is there.
+            ValueError: if a checkpoint that stays in its place is not a readable folder.
         """
         stays = self._mode == CheckpointUploadMode.NO_UPLOAD.value
         found = checkpoint
@@ -124,7 +124,7 @@ class ReportOptions:
         return data
 
     def discard(self, checkpoint: Any, packed: Mapping[str, Any]) -> None:
-        """Remove the folder of a checkpoint that is kept elsewhere now, where that is asked for."""
+        """Remove the folder of a stored checkpoint, if the options ask for it."""
         path = getattr(checkpoint, "path", None)
         if self.deletes and path and Checkpoint.link_in(packed) != os.path.abspath(path):
             shutil.rmtree(path, ignore_errors=True)

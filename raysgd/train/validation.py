@@ -1,7 +1,6 @@
-"""Validation of checkpoints beside training, and what a function hears of it.
+"""Validation of checkpoints in parallel with training.
 
-Each validation is a task of Ray's: driver and workers hold a reference to it, and read its result
-there.
+Each validation is a Ray task. Driver and workers hold a reference to it to read its result.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointConsistencyMode(Enum):
-    """What `get_all_reported_checkpoints` waits for."""
+    """How long `get_all_reported_checkpoints` waits."""
 
     COMMITTED = "COMMITTED"
-    """Until the driver has all that this worker has reported."""
+    """Until the driver has handled all reports of this worker."""
     VALIDATED = "VALIDATED"
-    """Until the validations that were asked for have ended as well."""
+    """Until the requested validations have ended as well."""
 
 
 class ReportedCheckpointStatus(Enum):
-    """How far a reported checkpoint is."""
+    """State of a reported checkpoint."""
 
     COMMITTED = "COMMITTED"
-    """It is kept, and no validation was asked for."""
+    """On disk; no validation was requested."""
     PENDING_VALIDATION = "PENDING_VALIDATION"
     VALIDATED = "VALIDATED"
     VALIDATION_TIMEOUT = "VALIDATION_TIMEOUT"
@@ -54,11 +53,11 @@ class ReportedCheckpointStatus(Enum):
 
 @dataclass
 class ReportedCheckpoint:
-    """A checkpoint that the workers have reported."""
+    """A checkpoint from `get_all_reported_checkpoints`."""
 
     checkpoint: Checkpoint
     metrics: dict[str, Any]
-    """The numbers that were reported with it, and those of its validation."""
+    """Numbers of the report and of the validation."""
     status: ReportedCheckpointStatus
 
 
@@ -71,9 +70,9 @@ class ValidationTaskConfig:
     """
 
     fn_kwargs: dict[str, Any] | None = None
-    """Keywords for the validation function, beside the checkpoint."""
+    """Keyword arguments of the validation function."""
     timeout_s: float | None = None
-    """How long it may take, in seconds; None for no bound."""
+    """Seconds that the validation may take; None for no limit."""
 
     def __post_init__(self) -> None:
         self.fn_kwargs = self.fn_kwargs or {}
@@ -86,29 +85,29 @@ class ValidationTaskConfig:
 
 @dataclass
 class ValidationConfig:
-    """How checkpoints are validated that are reported with ``validation=``."""
+    """How to validate checkpoints that are reported with ``validation=``."""
 
     fn: Callable[..., dict[str, Any]]
-    """Called with a :class:`Checkpoint`, and keywords; returns metrics by name. It runs in a task
-    of Ray's, beside training."""
+    """Takes a :class:`Checkpoint` and keyword arguments; returns metrics by name. Runs in a Ray
+    task."""
     task_config: ValidationTaskConfig | None = None
-    """Settings of each validation; those that `report` is given come before."""
+    """Default settings of validations; those in `report` take precedence."""
     ray_remote_kwargs: dict[str, Any] | None = None
     """Arguments of ``ray.remote`` for the task, such as ``{"num_gpus": 1}``; one CPU by default."""
 
 
 @dataclass(frozen=True)
 class Reported:
-    """A checkpoint on disk, as the workers hear of it."""
+    """A checkpoint on disk, as the driver describes it to workers."""
 
     path: Path
     numbers: Mapping[str, float]
     status: ReportedCheckpointStatus
     task: Any = None
-    """The task that validates it; None where there is none, or its result is known here."""
+    """The validation task; None if there is none, or its result is included."""
 
     def ended(self) -> Reported:
-        """Return it with the result of its validation, where that has ended."""
+        """Return a copy with the result of the validation, if it has ended."""
         done = {} if self.task is None else tasks.finished([self.task], 0)
         if not done:
             return self
@@ -116,7 +115,7 @@ class Reported:
         return Reported(self.path, {**self.numbers, **numbers}, status)
 
     def as_checkpoint(self) -> ReportedCheckpoint:
-        """Return it as users get it."""
+        """Return the object for users."""
         return ReportedCheckpoint(Checkpoint(path=self.path), dict(self.numbers), self.status)
 
 
@@ -124,18 +123,18 @@ class Validations:
     """The validations of one run, on the driver.
 
     Args:
-        config: how to validate; None where nothing is.
+        config: how to validate; None if nothing is validated.
     """
 
     def __init__(self, config: Any = None) -> None:
         self._config = config
         self.tasks: dict[int, Any] = {}
-        """Those under way, by the number of the checkpoint."""
+        """Running validations, by the number of the checkpoint."""
         self.status: dict[int, ReportedCheckpointStatus] = {}
-        """How the others ended."""
+        """Status of finished validations."""
 
     def start(self, number: int, blob: bytes, asked: Any) -> None:
-        """Begin to validate a checkpoint; `asked` is what `report` was given as ``validation``."""
+        """Start to validate a checkpoint; `asked` is the ``validation`` argument of `report`."""
         config = self._config.task_config or ValidationTaskConfig()
         own = config if asked is True else asked
         keywords = {**(config.fn_kwargs or {}), **(own.fn_kwargs or {})}
@@ -144,7 +143,7 @@ class Validations:
         self.tasks[number] = tasks.start_task(_validate, arguments, options)
 
     def collect(self, wait: bool = False) -> dict[int, Mapping[str, float]]:
-        """Return what those that have ended measured; with `wait` when all have."""
+        """Return the metrics of finished validations; `wait` waits for all of them."""
         done = tasks.finished(list(self.tasks.values()), None if wait else 0)
         found: dict[int, Mapping[str, float]] = {}
         for number, task in list(self.tasks.items()):
@@ -157,7 +156,7 @@ class Validations:
         return found
 
     def cancel(self) -> None:
-        """Give up those under way."""
+        """Cancel the running validations."""
         tasks.cancel(list(self.tasks.values()))
         self.tasks.clear()
 
@@ -173,7 +172,7 @@ def _result(value: Any) -> tuple[ReportedCheckpointStatus, Mapping[str, float]]:
 def _validate(
     function: Callable[..., Any], blob: bytes, keywords: Mapping[str, Any], timeout_s: float | None
 ) -> Any:
-    """Return the metrics of a checkpoint; None where they are not there in time. Runs in a task."""
+    """Return the metrics of a checkpoint; None after a timeout. Runs in a task."""
     if timeout_s is None:
         metrics = function(Checkpoint(blob=blob), **keywords)
     else:
@@ -185,7 +184,7 @@ def _validate(
             except BaseException as error:
                 future.set_exception(error)
 
-        # it ends with the process, which Ray ends with the task
+        # a timed-out thread ends with its process, which Ray ends with the task
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         thread.join(timeout_s)

@@ -1,4 +1,4 @@
-"""Workers that run functions: what a Backend of one's own sets up its framework through."""
+"""Workers that run functions. A custom Backend sets up its framework through them."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ __all__ = ["TrainWorkerGroup", "WorkerGroup", "group_options"]
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker of a group: Ray's handle of its actor, and where it runs."""
+    """One worker of a group: the Ray handle of its actor, and where it runs."""
 
     actor: Any
     metadata: WorkerInfo
 
 
 class WorkerGroup:
-    """A group of Ray actors that run any function. It starts when it is made.
+    """A group of Ray actors that run functions. Creating the object starts it.
 
     Args:
-        num_workers: how many workers.
-        num_cpus_per_worker: CPUs that each reserves.
-        num_gpus_per_worker: GPUs that each reserves; a fraction shares one.
-        additional_resources_per_worker: further Ray resources of each.
-        actor_cls: refused: the actors are ours.
-        placement_group: refused: a group that is made inside of a placement group is placed there.
+        num_workers: number of workers.
+        num_cpus_per_worker: CPUs of each worker.
+        num_gpus_per_worker: GPUs of each worker; a fraction shares one.
+        additional_resources_per_worker: further Ray resources of each worker.
+        actor_cls: must be None, because raysgd uses its own actors.
+        placement_group: must be None. A group that is created in a placement group uses that one.
 
     Raises:
         ValueError: if a number is out of its range.
-        TypeError: if one of the last two is given.
-        InsufficientResourcesError: if the cluster has no room for them within 100 s
+        TypeError: if `actor_cls` or `placement_group` is not None.
+        InsufficientResourcesError: if the cluster has no room for the workers within 100 s
             (``TRAIN_PLACEMENT_GROUP_TIMEOUT_S``).
     """
 
@@ -100,15 +100,16 @@ class WorkerGroup:
             raise
 
     def shutdown(self, patience_s: float = 5) -> None:
-        """End the workers; their resources are free when this returns.
+        """Stop the workers and wait until their resources are free.
 
         Args:
-            patience_s: how long a worker may take to end its work, in seconds; 0 kills at once.
+            patience_s: seconds that workers may take to finish their work; 0 kills them
+                immediately.
         """
         self._group.shutdown(force=patience_s <= 0, patience_s=patience_s)
 
     def add_workers(self, num_workers: int) -> None:
-        """Start further workers; they get the highest ranks.
+        """Start further workers, with the highest ranks.
 
         Raises:
             InsufficientResourcesError: if there is no room for them.
@@ -116,16 +117,15 @@ class WorkerGroup:
         self._group.add(num_workers)
 
     def remove_workers(self, worker_indexes: Sequence[int]) -> None:
-        """End some workers; the others move up. Their room is kept for `add_workers`.
+        """Stop some workers. Ranks close the gaps, and `add_workers` can use the free resources.
 
         Raises:
-            ValueError: if there is no worker of such an index.
+            ValueError: if an index is out of range.
         """
         for member in dict.fromkeys([self._member(index) for index in worker_indexes]):
             self._group.discard(member)
 
     def __len__(self) -> int:
-        """Number of workers."""
         return len(self._group.members)
 
     @property
@@ -135,12 +135,12 @@ class WorkerGroup:
 
     @property
     def num_cpus_per_worker(self) -> float:
-        """CPUs that each reserves."""
+        """CPUs of each worker."""
         return self._group.options.num_cpus
 
     @property
     def num_gpus_per_worker(self) -> float:
-        """GPUs that each reserves."""
+        """GPUs of each worker."""
         return self._group.options.num_gpus
 
     @property
@@ -152,31 +152,31 @@ class WorkerGroup:
     # ---- functions
 
     def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `func` on every worker and return what it returned, by rank.
+        """Call `func` on every worker and return the results by rank.
 
         Raises:
             RuntimeError: if the workers are shut down.
             WorkerLostError: if a worker died.
-            BaseException: what `func` raised.
+            BaseException: the exception of `func`.
         """
         members = self._members
         return tasks.results(members, self.execute_async(func, *args, **kwargs))
 
     def execute_async(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Start `func` on every worker; returns a reference for ``ray.get`` each, by rank."""
+        """Start `func` on every worker and return references for ``ray.get``, by rank."""
         return tasks.start(self._members, func, args, kwargs)
 
     def execute_single(
         self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Call `func` on one worker and return what it returned."""
+        """Call `func` on one worker and return its result."""
         member = self._member(worker_index)
         return tasks.results([member], tasks.start([member], func, args, kwargs))[0]
 
     def execute_single_async(
         self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Start `func` on one worker; returns a reference for ``ray.get``."""
+        """Start `func` on one worker and return a reference for ``ray.get``."""
         return tasks.start([self._member(worker_index)], func, args, kwargs)[0]
 
     @property
@@ -203,7 +203,7 @@ def group_options(
     strategy: str | None = None,
     label_selector: Any = None,
 ) -> GroupOptions:
-    """Return what a group reserves, and how, by the arguments and the environment."""
+    """Return the options of a group, from the arguments and the environment."""
     fewest, most = checked_size(num_workers)
     for name, amount in {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}.items():
         if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:
@@ -224,7 +224,7 @@ def group_options(
 
 
 def _label_selectors(given: Any, num_workers: int) -> list[dict[str, str]]:
-    """Return what ``label_selector`` asks for, for each worker; nothing where it asks nothing."""
+    """Return the label selector of each worker; an empty list for none."""
     each = [given] * num_workers if isinstance(given, Mapping) else given or []
     if not isinstance(each, list | tuple) or len(each) not in (0, num_workers):
         raise ValueError(
@@ -241,18 +241,18 @@ def _label_selectors(given: Any, num_workers: int) -> list[dict[str, str]]:
 # ---- a class of the user on every worker
 
 _NUM_RETURNS = "__ray_num_returns__"
-"""Attribute that ``@ray.method(num_returns=...)`` sets on a method."""
+"""Attribute of methods that ``@ray.method(num_returns=...)`` sets."""
 _HOSTED: dict[str, Any] = {}
-"""In a worker: the objects that each `TrainWorkerGroup` made there, by the group's id."""
+"""In a worker: the objects of each `TrainWorkerGroup`, by the ID of the group."""
 
 _LIVING: weakref.WeakSet[TrainWorkerGroup] = weakref.WeakSet()
-"""On the driver: what is referred to. Workers let go of the others with the next group."""
+"""On the driver: referenced groups. Creating a group releases the others on the workers."""
 
 
 class TrainWorkerGroup:
-    """A class of the user on every worker, with the backend set up: ``Trainer.to_worker_group``.
+    """Objects of a user's class, one on every worker: the result of ``Trainer.to_worker_group``.
 
-    Index it, or go through it, and call methods as those of a Ray actor::
+    Index or iterate over the group, and call methods like those of a Ray actor::
 
         workers = trainer.to_worker_group(Trainer, config)
         ray.get([worker.train_epoch.remote() for worker in workers])
@@ -276,28 +276,27 @@ class TrainWorkerGroup:
         self._num_returns = {name: getattr(each, _NUM_RETURNS) for name, each in methods}
 
     def __len__(self) -> int:
-        """Number of workers."""
         return len(self._actors)
 
     def __getitem__(self, index: int) -> HostedWorker:
-        """Return one worker."""
         return HostedWorker(self, self._actors[index], self.id, self._num_returns)
 
     def __iter__(self) -> Iterator[HostedWorker]:
         return (self[index] for index in range(len(self)))
 
     def shutdown(self, patience_s: float = 5) -> None:
-        """End the workers; their resources are free when this returns.
+        """Stop the workers and wait until their resources are free.
 
         Args:
-            patience_s: how long they may take to end their work, in seconds; 0 kills at once.
+            patience_s: seconds that workers may take to finish their work; 0 kills them
+                immediately.
         """
         self._actors = []
         self._executor.shutdown(patience_s > 0, patience_s)
 
 
 class HostedWorker:
-    """One object of the user's class, in a worker; methods are called with ``.remote(...)``."""
+    """One object of the user's class in a worker. Call its methods with ``.remote(...)``."""
 
     def __init__(
         self,
@@ -306,18 +305,16 @@ class HostedWorker:
         hosted_id: str,
         num_returns: Mapping[str, int],
     ) -> None:
-        self._group = group  # which lives as long as this; None where it was sent elsewhere
+        self._group = group  # keeps the group alive; None in another process
         self.actor = actor
-        """Ray's handle of the worker that it is in, for ``ray.kill``."""
+        """Ray handle of the object's worker, for ``ray.kill``."""
         self._id = hosted_id
         self._num_returns = num_returns
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Reach the same object from another process."""
         return HostedWorker, (None, self.actor, self._id, self._num_returns)
 
     def __getattr__(self, name: str) -> HostedMethod:
-        """Return a method."""
         if name.startswith("__"):
             raise AttributeError(name)
         options = {"num_returns": self._num_returns[name]} if name in self._num_returns else {}
@@ -330,19 +327,19 @@ class HostedMethod:
     def __init__(
         self, worker: HostedWorker, actor: Any, hosted_id: str, name: str, **options: Any
     ) -> None:
-        self._worker = worker  # which lives as long as this
+        self._worker = worker  # keeps the group alive
         self._actor = actor
         self._id = hosted_id
         self._name = name
         self._options = options
 
     def options(self, **options: Any) -> HostedMethod:
-        """Return the method with Ray's options for its calls, such as ``num_returns``."""
+        """Return the method with Ray call options, such as ``num_returns``."""
         merged = {**self._options, **options}
         return HostedMethod(self._worker, self._actor, self._id, self._name, **merged)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Start the method; returns a reference for ``ray.get``, or as many as `options` says."""
+        """Start the method and return a reference for ``ray.get``, or ``num_returns`` of them."""
         bound = self._actor.execute.options(**self._options)
         return bound.remote(_call_hosted, self._id, self._name, *args, **kwargs)
 

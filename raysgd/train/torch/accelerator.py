@@ -1,6 +1,6 @@
-"""What a training function for torch calls: models, loaders and optimizers made ready.
+"""Functions of training with PyTorch: prepare models, loaders and optimizers.
 
-The state, whether mixed precision is on and what has been prepared, is that of the run.
+Each run has its own state: its precision, and the prepared objects.
 """
 
 from __future__ import annotations
@@ -37,22 +37,21 @@ _SEED = "raysgd.train.torch.seed"
 
 
 class _Accelerator:
-    """What is prepared in one run, and in which precision."""
+    """Precision and prepared optimizers of one run."""
 
     def __init__(self, amp: bool) -> None:
         self.amp = amp
         self.precision = create_precision(amp, get_device())
         self.optimizers: list[Optimizer] = []
         self.share = 1.0
-        """What the loss of the batch under way counts for among those of the workers."""
+        """Weight of the current batch's loss in the mean over the workers."""
 
     def weigh(self, share: float) -> None:
-        """Take note of that."""
         self.share = share
 
 
 _OUTSIDE: dict[str, Any] = {}
-"""In place of the run's, where there is no run."""
+"""Replaces `Session.extras` outside of a run."""
 
 
 def _kept() -> dict[str, Any]:
@@ -69,16 +68,16 @@ def _accelerator() -> _Accelerator:
 
 
 def accelerate(amp: bool = False) -> None:
-    """Say how the run computes. Call it once, at the top of the training function.
+    """Set the precision of the run. Call it once, at the top of the training function.
 
-    With mixed precision, what `prepare_model` returned computes in float16 on a GPU and in
-    bfloat16 on a CPU; use `prepare_optimizer` and `backward` then.
+    In mixed precision, models from `prepare_model` compute in float16 on a GPU and in bfloat16 on a
+    CPU. Then use `prepare_optimizer` and `backward` as well.
 
     Args:
         amp: whether to use mixed precision (``torch.amp``).
 
     Raises:
-        RuntimeError: if it was called before, or something has been prepared.
+        RuntimeError: if the run called this before, or has prepared something.
     """
     kept = _kept()
     if _KEY in kept:
@@ -90,7 +89,7 @@ def accelerate(amp: bool = False) -> None:
 
 
 def get_device() -> torch.device:
-    """Return the device of this worker: its GPU where it has one, else the CPU."""
+    """Return the device of this worker: its GPU if it has one, otherwise the CPU."""
     worker_context = session.worker_context()
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -99,7 +98,7 @@ def get_device() -> torch.device:
     index = worker_context.gpu_index
     if index is None:
         return torch.device("cpu")
-    # without GPUs shared among the workers of a node each sees its own alone
+    # each worker sees only its own GPUs unless the workers of a node share them
     return torch.device("cuda", index if index < torch.cuda.device_count() else 0)
 
 
@@ -111,25 +110,26 @@ def prepare_model(
     parallel_strategy: str | None = "ddp",
     parallel_strategy_kwargs: dict[str, Any] | None = None,
 ) -> torch.nn.Module:
-    """Return a model as the workers train it together.
+    """Return a model for distributed training.
 
-    Load the state of an optimizer after it: torch puts that state where the parameters are then.
+    Load the state of an optimizer afterwards, because PyTorch puts it on the device of the
+    parameters.
 
     Args:
         model: the model.
         move_to_device: whether to move it to `get_device`; or a device to move it to.
         wrap_ddp: False is the same as ``parallel_strategy=None``.
         ddp_kwargs: the same as ``parallel_strategy_kwargs``, for "ddp".
-        parallel_strategy: in what to wrap it, where there are several workers: "ddp" in
-            DistributedDataParallel; "fsdp" in FullyShardedDataParallel, which divides parameters,
-            gradients and the state of an optimizer that is made after it, also on CPUs; None in
-            nothing.
-        parallel_strategy_kwargs: arguments for the wrapper.
+        parallel_strategy: how to wrap the model if there are several workers. "ddp" uses
+            DistributedDataParallel. "fsdp" uses FullyShardedDataParallel, also on CPUs; it shards
+            parameters, gradients and the state of optimizers that are created afterwards. None does
+            not wrap the model.
+        parallel_strategy_kwargs: arguments of the wrapper.
 
     Raises:
-        ValueError: if the strategy is another, or does not go with the other arguments, or there
-            is no parameter to train.
-        TypeError: if ``wrap_ddp`` is no bool.
+        ValueError: if the strategy is unknown or contradicts another argument, or no parameter
+            requires a gradient.
+        TypeError: if `wrap_ddp` is not a bool.
     """
     strategy, kwargs = _checked_strategy(
         wrap_ddp, ddp_kwargs, parallel_strategy, parallel_strategy_kwargs
@@ -147,7 +147,7 @@ def prepare_model(
     if strategy == "fsdp":
         from torch.distributed.fsdp import FullyShardedDataParallel  # takes a second to import
 
-        place = {"device_id": device} if device.type == "cpu" else {}  # else it asks for a GPU
+        place = {"device_id": device} if device.type == "cpu" else {}  # avoid the GPU default
         return FullyShardedDataParallel(model, **{**place, **kwargs})
     if not any(each.requires_grad for each in model.parameters()):
         raise ValueError(
@@ -166,7 +166,7 @@ def _checked_strategy(
     strategy: str | None,
     kwargs: dict[str, Any] | None,
 ) -> tuple[str | None, dict[str, Any]]:
-    """Return the strategy that `prepare_model` is asked for, and the arguments of the wrapper."""
+    """Return the effective strategy and the arguments of the wrapper."""
     if not isinstance(wrap_ddp, bool):
         raise TypeError(
             f"prepare_model(wrap_ddp={wrap_ddp!r}): must be a bool. Pass "
@@ -197,35 +197,34 @@ def prepare_data_loader(
 ) -> torch.utils.data.DataLoader[Any]:
     """Return a loader that gives each worker its part of the data, on its device.
 
-    A pass uses every sample once. Each step has the same number of samples as with the full group,
-    and the batches of a step differ by one sample at most; `backward` weights their losses by it.
-    If a last step has fewer samples than workers, some workers repeat a sample, which `backward`
-    weights by 0.
+    A pass uses every sample once. Each step has the same number of samples as with the full group.
+    Batches of a step differ by at most one sample, and `backward` weights their losses by size. If
+    a last step has fewer samples than workers, some workers repeat a sample with weight 0.
 
-    A loader that shuffles does so in an order that all workers agree on, and that changes with each
-    pass. ``loader.sampler.set_epoch(n)`` sets the epoch, also before the first pass. Later passes
-    count from there. Any other sampler (a subset, a weighted draw) is drawn whole on every worker,
-    with the same random numbers. If its order differs from that of the worker that began the same
-    pass first, the pass raises RuntimeError. Without a process group of torch.distributed nothing
-    is compared.
+    All workers agree on the order of a shuffled loader, and it changes with each pass.
+    ``loader.sampler.set_epoch(n)`` sets the epoch, also before the first pass. Later passes count
+    from there. For any other sampler (a subset, a weighted draw), every worker draws the whole
+    order with the same random numbers. If the order differs from that of the first worker in the
+    same pass, the pass raises RuntimeError. This check needs a process group of
+    `torch.distributed`.
 
-    If a run with ``num_workers=(min, max)`` has fewer workers than the most, batches become larger,
-    and a warning says so. ``ElasticConfig(global_batch="scale")`` makes steps smaller instead.
+    If a run with ``num_workers=(min, max)`` has fewer than the maximum, batches become larger, and
+    a warning is logged. ``ElasticConfig(global_batch="scale")`` makes steps smaller instead.
 
     Args:
-        data_loader: the loader, the same on all workers; its batch size is that of one worker in
+        data_loader: the loader, the same on all workers. Its batch size is that of one worker in
             the full group.
-        add_dist_sampler: whether to share it out, where there are several workers. One over an
-            IterableDataset, with a batch sampler of its own, or with a sampler that is for one
-            worker of several already (a DistributedSampler, or another with ``num_replicas``), is
-            left as it is; so is, with a warning, a subclass with an ``__iter__`` of its own, and
-            one whose sampler has no length.
+        add_dist_sampler: whether to split the data if there are several workers. A loader with an
+            IterableDataset, a batch sampler, or a sampler for one of several workers (a
+            DistributedSampler, or any with ``num_replicas``) is not split. Neither is a subclass
+            with its own ``__iter__``, or a loader whose sampler has no length; a warning is logged
+            for those.
         move_to_device: whether to move the batches to `get_device`.
-        auto_transfer: whether to do so for the next batch, on a stream of its own, while the one
-            before is trained on; needs a GPU.
+        auto_transfer: whether to move the next batch during the current step, on a CUDA stream of
+            its own; needs a GPU.
 
     Raises:
-        TypeError: if it is no DataLoader.
+        TypeError: if it is not a DataLoader.
     """
     if not isinstance(data_loader, torch.utils.data.DataLoader):
         raise TypeError(
@@ -233,7 +232,7 @@ def prepare_data_loader(
             f"{type(data_loader).__name__}. Read a part of other data on each worker, by "
             "raysgd.train.world_rank()."
         )
-    accelerator = _accelerator()  # so that a later accelerate() is an error
+    accelerator = _accelerator()  # makes a later accelerate() raise
     running = session.current()
     return prepared_loader(
         data_loader,
@@ -251,7 +250,7 @@ def prepare_data_loader(
 def prepare_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer that steps in the precision of the run.
 
-    It can be used wherever the optimizer itself can, for schedulers as well.
+    It replaces the optimizer everywhere, also in schedulers.
     """
     accelerator = _accelerator()
     if not accelerator.amp:
@@ -264,8 +263,8 @@ def prepare_optimizer(optimizer: Optimizer) -> Optimizer:
 def backward(tensor: torch.Tensor) -> None:
     """Compute the gradients of a loss, in the precision of the run.
 
-    The loss is the mean over a batch of a loader that `prepare_data_loader` returned. If the
-    batches of a step differ in size, the loss is weighted by the size of this worker's batch.
+    The loss must be the mean over a batch of a loader from `prepare_data_loader`. If batches of a
+    step differ in size, this weights the loss by the size of this worker's batch.
     """
     accelerator = _accelerator()
     share = accelerator.share
@@ -273,10 +272,10 @@ def backward(tensor: torch.Tensor) -> None:
 
 
 def enable_reproducibility(seed: int = 0) -> None:
-    """Seed Python, NumPy and torch, and let torch use deterministic algorithms.
+    """Seed Python, NumPy and PyTorch, and make PyTorch use deterministic algorithms.
 
-    Call it at the top of the training function, after `accelerate`. Data loader workers are
-    seeded as well. It slows training down, and results may still differ between machines.
+    Call it at the top of the training function, after `accelerate`. It also seeds data loader
+    workers and slows training down. Results may still differ between machines.
 
     Args:
         seed: the seed.
@@ -286,14 +285,14 @@ def enable_reproducibility(seed: int = 0) -> None:
     torch.manual_seed(seed)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
-    # what CUDA's matrix products need for it
+    # deterministic matrix products on CUDA need this
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     _kept()[_SEED] = seed
 
 
 class TorchAccelerator:
-    """The functions of this module as methods, as some scripts for Ray 1.13 call them."""
+    """The functions of this module as methods, for scripts of Ray 1.13."""
 
     def __init__(self, amp: bool = False) -> None:
         accelerate(amp)
@@ -307,7 +306,7 @@ class TorchAccelerator:
 
 
 class _Autocast:
-    """A model's forward pass in mixed precision, whose outputs are float32 again."""
+    """A model's forward pass in mixed precision, with float32 outputs."""
 
     def __init__(self, precision: Precision, forward: Callable[..., Any]) -> None:
         self._precision = precision
@@ -333,7 +332,7 @@ def _float32(value: Any) -> Any:
 
 
 class _AmpOptimizer(Optimizer):
-    """Steps the optimizer that it stands for in mixed precision; all else is that one's own."""
+    """Steps an optimizer in mixed precision, and delegates everything else to it."""
 
     def __init__(self, optimizer: Optimizer, precision: Precision) -> None:
         self.optimizer = optimizer

@@ -1,4 +1,4 @@
-"""The torch backend of training functions: a process group over the workers."""
+"""The PyTorch backend of training functions: a process group over the workers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _INIT_METHODS = ("env", "tcp")
 
 
 class TorchBackend(Backend):
-    """Has nothing to do beside the process group, which is `TorchConfig`'s.
+    """Sets up nothing in addition to the process group of `TorchConfig`.
 
-    Subclass it to set up more: a subclass of TorchConfig names yours as ``backend_cls``.
+    To set up more, subclass this and return your class as ``backend_cls`` of a TorchConfig
+    subclass.
     """
 
     share_cuda_visible_devices = True
@@ -31,19 +32,19 @@ class TorchBackend(Backend):
 
 @dataclass
 class TorchConfig(BackendConfig):
-    """Settings of the torch backend.
+    """Settings of the PyTorch backend.
 
     Raises:
         ValueError: if a value is not allowed.
     """
 
     backend: str | None = None
-    """"gloo" or "nccl"; None: nccl where the workers have GPUs, else gloo."""
+    """"gloo" or "nccl"; None selects nccl if the workers have GPUs, otherwise gloo."""
     init_method: str = "env"
-    """"env" sets MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and LOCAL_RANK on the workers, for code
-    that reads them; "tcp" does not. The process group is the same with both."""
+    """With "env", workers get MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and LOCAL_RANK; with "tcp"
+    they do not. The process group is the same."""
     timeout_s: float = 1800
-    """Bound of each collective and of the workers' setup, in seconds."""
+    """Seconds that a collective, or the setup of the workers, may take."""
 
     backend_cls = TorchBackend
 
@@ -61,18 +62,17 @@ class TorchConfig(BackendConfig):
         check_timeout(type(self).__name__, self.timeout_s)
 
     def transport(self, use_gpu: bool = False) -> Transport:
-        """Return the process group."""
         name = self.backend or ("nccl" if use_gpu else "gloo")
         return TrainProcessGroup(name, self.timeout_s, self.init_method == "env")
 
 
 class TrainProcessGroup(ProcessGroup):
-    """A process group also for one worker, and what code that looks for it finds around it.
+    """A process group, also for a single worker, with the environment variables of torchrun.
 
     Args:
         name: "gloo" or "nccl".
-        timeout_s: bound of each collective, in seconds.
-        sets_env: whether to set the variables by which torch's launcher tells ranks.
+        timeout_s: seconds that each collective may take.
+        sets_env: whether to set the environment variables.
     """
 
     def __init__(self, name: str, timeout_s: float, sets_env: bool) -> None:
@@ -80,7 +80,6 @@ class TrainProcessGroup(ProcessGroup):
         self._sets_env = sets_env
 
     def setup(self, context: WorkerContext, rendezvous: TorchRendezvous | None) -> None:
-        """Enter the generation."""
         if not context.in_driver:
             postpone_dynamo()
         if context.gpu_index is not None and torch.cuda.is_available():
@@ -95,14 +94,14 @@ class TrainProcessGroup(ProcessGroup):
                 LOCAL_WORLD_SIZE=str(context.local_world_size),
                 NODE_RANK=str(context.node_rank),
                 GROUP_RANK=str(context.node_rank),
-                # by these the Trainer of Lightning finds the other workers, unless it gets devices
+                # Lightning finds the other workers by these, unless its Trainer gets devices
                 TORCHELASTIC_RUN_ID="raysgd",
                 PL_TRAINER_DEVICES=str(context.local_world_size),
                 PL_TRAINER_NUM_NODES=str(context.world_size // context.local_world_size),
             )
             if context.gpu_index is None:
                 os.environ.setdefault("PL_TRAINER_ACCELERATOR", "cpu")
-                # without it Accelerate and Transformers take each CPU worker for a world of its own
+                # otherwise Accelerate and Transformers use one process on CPU workers
                 os.environ.setdefault("ACCELERATE_USE_CPU", "true")
             if rendezvous is not None:
                 os.environ.update(

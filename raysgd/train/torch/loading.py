@@ -1,4 +1,4 @@
-"""Loaders of training functions: shared out over the workers, batches on the device in time."""
+"""Data loaders of training functions: split across the workers, with batches on the device."""
 
 from __future__ import annotations
 
@@ -50,18 +50,19 @@ def prepared_loader(
     full_size: int | None = None,
     weigh: Callable[[float], None] | None = None,
 ) -> PreparedLoader:
-    """Return a loader that gives this worker its part, on its device.
+    """Return a loader that gives this worker its part of the data, on its device.
 
     Args:
-        loader: the user's.
-        world_size: how many workers share it; with 1 it is not shared out.
-        rank: this worker's.
-        device: where batches go; None to leave them.
-        ahead: whether to move the next batch while the one before is used.
-        seed: of the order, where the loader shuffles and has no generator.
-        run: tells runs in one process group apart, the same on all workers.
-        full_size: workers of the full group, where steps keep the size that they have there.
-        weigh: is told what the loss of each batch counts for among those of the workers.
+        loader: the user's loader.
+        world_size: number of workers that share the loader; 1 does not split it.
+        rank: rank of this worker.
+        device: device of the batches; None to leave them.
+        ahead: whether to move the next batch during the current step.
+        seed: seed of the order if the loader shuffles without a generator.
+        run: name of the run in the process group, the same on all workers.
+        full_size: number of workers of the full group, which sets the global batch size; None to
+            scale it with the group.
+        weigh: receives the loss weight of each batch.
     """
     full_size = full_size or world_size
     if full_size > 1 and _can_share(loader):
@@ -81,9 +82,9 @@ def prepared_loader(
 
 
 class PreparedLoader(DataLoader[Any]):
-    """Goes through another loader, and puts its batches on a device.
+    """Iterates over another loader, and moves its batches to a device.
 
-    Everything else of it, ``dataset``, ``sampler``, ``batch_size``, is that loader's.
+    All other attributes, such as ``dataset`` and ``sampler``, are those of that loader.
     """
 
     def __init__(
@@ -102,14 +103,12 @@ class PreparedLoader(DataLoader[Any]):
         self._own_epoch: int | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)  # DataLoader's own guards what is not its any more
+        object.__setattr__(self, name, value)  # bypass the guards of DataLoader
 
     def __len__(self) -> int:
-        """Batches of this worker in a pass."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Go through this worker's batches once."""
         self._advance()
         batches: Iterator[Any] = iter(self._loader)
         if (device := self._device) is not None and self._ahead:
@@ -123,13 +122,13 @@ class PreparedLoader(DataLoader[Any]):
         return _weighed(batches, sampler, self._weigh)
 
     def _advance(self) -> None:
-        """Let the order of a shuffled loader change, unless the user sets it."""
+        """Advance the order of a shuffled loader, unless the user sets the epoch."""
         sampler = self._loader.sampler
         if not isinstance(sampler, DistributedSampler):
             return
         found, own = sampler.epoch, self._own_epoch
         if own is None or found != own or type(found) is not type(own):
-            self._num_passes = found  # the user's, or where a sampler begins: go on from there
+            self._num_passes = found  # the epoch of the user or the sampler; count from there
         sampler.set_epoch(_Epoch(self._num_passes))
         self._own_epoch = sampler.epoch
         self._num_passes += 1
@@ -138,7 +137,7 @@ class PreparedLoader(DataLoader[Any]):
 def _weighed(
     batches: Iterator[Any], sampler: _SharedSampler, weigh: Callable[[float], None]
 ) -> Iterator[Any]:
-    """Say with each batch what its loss counts for."""
+    """Announce the loss weight of each batch before yielding it."""
     try:
         for batch, share in zip(batches, sampler.shares(), strict=False):
             weigh(share)
@@ -148,11 +147,11 @@ def _weighed(
 
 
 class _Epoch(int):
-    """An epoch that no user has set: told from one that a user sets to the same number."""
+    """An epoch that `PreparedLoader` set, as opposed to the same number set by the user."""
 
 
 def _moved_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """Move each batch on a stream of its own, while the one before is used."""
+    """Move each batch on a separate CUDA stream while the previous one is in use."""
     stream = torch.cuda.Stream(device)
 
     def fetch() -> Any:
@@ -173,7 +172,7 @@ def _moved_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
 
 def _record(batch: Any, stream: Any) -> None:
-    """Say that the tensors are used on `stream`, so that their memory is not given away before."""
+    """Keep the memory of the tensors until `stream` no longer uses it."""
     if isinstance(batch, torch.Tensor):
         if batch.is_cuda:
             batch.record_stream(stream)
@@ -183,7 +182,7 @@ def _record(batch: Any, stream: Any) -> None:
 
 
 class _SharedSampler(DistributedSampler[Any]):
-    """This worker's part of what a loader's sampler gives.
+    """This worker's part of the indices of another sampler.
 
     Every worker draws the whole order from the same random numbers. An `EpochPartition` selects
     this worker's part of each step.
@@ -199,21 +198,22 @@ class _SharedSampler(DistributedSampler[Any]):
         full_size: int,
     ) -> None:
         given: Any = loader.sampler
-        # of one over something else than the data, torch's own shuffle is not the order
+        # DistributedSampler shuffles the data set, so it cannot replace a sampler over something
+        # else
         self._is_plain = is_plain_shuffle(given) and len(given) == len(loader.dataset)  # type: ignore[arg-type]
         self._given = given
         follows_seed = self._is_plain or type(given) is SequentialSampler
         self._check = None if follows_seed else _OrderCheck(given, num_replicas, rank, run)
         super().__init__(given, num_replicas, rank, shuffle=self._is_plain, seed=seed)
         self.dataset = loader.dataset
-        # items of a loader without a batch size are batches, and two of them make no larger one
+        # without a batch size, each item of the loader is a batch and cannot become larger
         self._batch_size = loader.batch_size or 1
         self._full_size = num_replicas if loader.batch_size is None else full_size
         self._drops_last = loader.drop_last
 
     @property
     def epoch(self) -> int:
-        """The epoch that was set, here or on the user's own sampler."""
+        """The epoch, preferably that of the user's sampler."""
         found = getattr(self._given, "epoch", None) if hasattr(self._given, "set_epoch") else None
         return found if isinstance(found, int) else self._epoch
 
@@ -222,7 +222,7 @@ class _SharedSampler(DistributedSampler[Any]):
         self._epoch = epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, on the user's own sampler as well where it has one."""
+        """Set the epoch, also of the user's sampler if it has one."""
         self._epoch = epoch
         if hasattr(self._given, "set_epoch"):
             self._given.set_epoch(epoch)
@@ -242,7 +242,7 @@ class _SharedSampler(DistributedSampler[Any]):
         """Yield the weight of each batch's mean in the mean over the workers."""
         for size in self._partition.sizes(0):
             first, stop = even_part(size, self.num_replicas, self.rank)
-            counts = self.rank < size  # the other samples are given a second time
+            counts = self.rank < size  # other workers repeat a sample
             yield (stop - first) * counts * self.num_replicas / size
 
     @property
@@ -263,10 +263,10 @@ class _SharedSampler(DistributedSampler[Any]):
 
 
 class _OrderCheck:
-    """Refuses a pass over another order than the worker has that began the same pass first.
+    """Rejects a pass whose order differs from that of the first worker in the same pass.
 
-    It asks the store of the process group, and waits for no worker, as a collective would: one
-    worker alone may go through a loader.
+    It uses the store of the process group instead of a collective, because a single worker may
+    iterate over a loader.
     """
 
     def __init__(self, sampler: Any, world_size: int, rank: int, run: str) -> None:
@@ -276,8 +276,8 @@ class _OrderCheck:
         self._name: str | None = None
         if (store := self._store()) is not None:
             with contextlib.suppress(dist.DistError):
-                # by kind and length, so that the n-th of one rank is the n-th of another also
-                # where that has prepared loaders of other kinds besides
+                # Count loaders per kind and length. Ranks that create other kinds of loaders in
+                # addition still agree on the number.
                 kind = f"{run}/{type(sampler).__name__}/{len(sampler)}"
                 number = store.add(f"raysgd/loaders/{kind}/{rank}", 1)
                 self._name = f"raysgd/orders/{kind}/{number}"
@@ -286,7 +286,7 @@ class _OrderCheck:
         """Check the order of a pass.
 
         Raises:
-            RuntimeError: if it differs.
+            RuntimeError: if the order differs.
         """
         epoch = int(epoch)
         self._passes[epoch] += 1
@@ -302,7 +302,7 @@ class _OrderCheck:
             raise orders_differ(epoch, self._sampler, "prepare_data_loader()")
 
     def _store(self) -> Any:
-        """Return the store of the process group of all workers that share the loader, if any."""
+        """Return the store of the process group if all workers of the group share the loader."""
         if not dist.is_initialized() or dist.get_world_size() != self._world_size:
             return None
         return dist.distributed_c10d._get_default_store()
@@ -321,9 +321,9 @@ def _can_share(loader: DataLoader[Any]) -> bool:
 
 
 def _is_part(sampler: Any) -> bool:
-    """Whether a sampler, or one that it draws from, is for one worker of several already."""
+    """Return whether a sampler, or one that it wraps, is for one of several workers."""
     while sampler is not None:
-        # the name that torch gives it, and those who write others follow
+        # PyTorch and most other libraries use this name
         if hasattr(sampler, "num_replicas"):
             return True
         sampler = getattr(sampler, "sampler", None)

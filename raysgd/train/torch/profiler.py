@@ -1,4 +1,4 @@
-"""Traces of torch's profiler, on their way from a training function to the driver."""
+"""Sends traces of the PyTorch profiler from a training function to the driver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["TorchWorkerProfiler"]
 
 
 class TorchWorkerProfiler:
-    """Collects traces in a training function, for `TorchTensorboardProfilerCallback` to write.
+    """Collects traces in a training function. `TorchTensorboardProfilerCallback` writes them.
 
     ::
 
@@ -24,7 +24,7 @@ class TorchWorkerProfiler:
             train.report(loss=loss, **collector.get_and_clear_profile_traces())
 
     Args:
-        trace_dir: a folder of the worker's node in which the traces are kept as well.
+        trace_dir: a folder on the worker's node that keeps the traces as well.
     """
 
     WORKER_TRACE_DIR_NAME = "pytorch_profiler"
@@ -34,7 +34,7 @@ class TorchWorkerProfiler:
         self._traces: list[tuple[str, str]] = []
 
     def trace_handler(self, p: Any) -> None:
-        """Take a trace; to be called by the profiler."""
+        """Collect a trace. Pass this method to the profiler."""
         content = exported(p).decode()
         name = f"worker_{world_rank()}_{os.getpid()}.step_{p.step_num}.pt.trace.json"
         self._traces.append((name, content))
@@ -43,6 +43,6 @@ class TorchWorkerProfiler:
             (self._folder / name).write_text(content, encoding="utf-8")
 
     def get_and_clear_profile_traces(self) -> dict[str, list[tuple[str, str]]]:
-        """Return the traces since the last call, as arguments of ``train.report``."""
+        """Return the traces since the last call, as keyword arguments of ``train.report``."""
         traces, self._traces = self._traces, []
         return {PYTORCH_PROFILER_KEY: traces}

@@ -1,4 +1,4 @@
-"""Training functions for torch, by today's API."""
+"""The trainer for PyTorch, with the API of current Ray Train."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["TorchTrainer"]
 
 
 class TorchTrainer(DataParallelTrainer):
-    """Runs a training function for torch on several workers.
+    """Runs a training function for PyTorch on several workers.
 
     Args:
-        train_loop_per_worker: takes no argument, or the config.
+        train_loop_per_worker: a function of no argument, or of the config.
         train_loop_config: the config.
         torch_config: settings of the process group.
         arguments: further arguments of :class:`raysgd.train.DataParallelTrainer`.
