@@ -102,7 +102,7 @@ def weights(operator):
 def replica_hash(operator):
     """A number that is the same on two workers only if models and optimizers are."""
     digest = hashlib.sha256()
-    state = operator._registration.training_state()
+    state = operator._train_state.training_state()
     for arrays in (*state["models"], *state["optimizers"]):
         for array in arrays.values():
             digest.update(np.ascontiguousarray(array).tobytes())

@@ -70,9 +70,10 @@ class SWA(_WeightAveraging):
 
 def _begin(name: str, decay: float | None, start_epoch: int, operator: Any) -> None:
     """Let the operator average its weights. Runs on the worker."""
-    if not hasattr(operator._registration, "averaging"):
+    averaging = operator._train_state.feature("Averaging")
+    if averaging is None:
         raise NotImplementedError(
             f"{name} averages the weights of PyTorch models. Optimizers of Keras do it by "
             "themselves: use_ema=True."
         )
-    operator._registration.averaging.begin(decay, start_epoch)
+    averaging.begin(decay, start_epoch)

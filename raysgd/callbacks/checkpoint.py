@@ -270,7 +270,7 @@ class CheckpointCallback(Callback):
 
 def _check_divided(operator: Any) -> None:
     """Refuse what workers do not write together. Runs on the worker."""
-    if getattr(operator._registration, "sharding", None) != "full":
+    if getattr(operator._train_state, "sharding", None) != "full":
         raise ValueError(
             "CheckpointCallback(sharded=True) is for models that are divided, by "
             'register(sharding="full"). Leave sharded out.'
@@ -279,8 +279,8 @@ def _check_divided(operator: Any) -> None:
 
 def _rows_have_nan(operator: Any) -> bool:
     """Whether what a worker holds has NaN in it. Runs on the worker."""
-    registration = operator._registration
-    return _has_nan((registration.training_state(), registration.share_of_state()))
+    train_state = operator._train_state
+    return _has_nan((train_state.training_state(), train_state.shards()))
 
 
 def _has_nan(state: Any) -> bool:

@@ -37,7 +37,7 @@ class LearningRateLogger(Callback):
 
 def learning_rates(operator: Any) -> dict[str, float]:
     """Return the rates of an operator. Runs on the worker."""
-    optimizers, rates = operator._registration.optimizers, {}
+    optimizers, rates = operator._train_state.optimizers, {}
     for number, optimizer in enumerate(optimizers):
         name = "lr" if len(optimizers) == 1 else f"lr-{number}"
         found = _rates_of(optimizer)

@@ -171,7 +171,7 @@ class BatchSource:
 
     # ---- agreement between the workers
 
-    def agree_on_order(self, epoch: int, offset: int, registration: Any) -> None:
+    def agree_on_order(self, epoch: int, offset: int, train_state: Any) -> None:
         """Make all workers partition the same order of an epoch, from `offset`.
 
         Every rank must call this before `batches`.

@@ -41,11 +41,12 @@ from raysgd.callbacks.learning_rate import learning_rates
 from raysgd.data.source import BatchSource, PartitionedSource
 from raysgd.loop.micro_batches import IndivisibleError
 from raysgd.loop.operator_base import checked_result
-from raysgd.loop.registration import Registration, WarmedUp
 from raysgd.loop.requests import RehearseRequest, TrainRequest, ValidateRequest
 from raysgd.loop.signal import Signal
 from raysgd.loop.state import Snapshots
+from raysgd.loop.step import WarmedUp
 from raysgd.loop.step_iterator import StepIterator
+from raysgd.loop.train_state import TrainState
 from raysgd.metrics import NUM_SAMPLES, NUM_SKIPPED_STEPS, Summary, merge_segments, renamed
 
 __all__ = ["Loop"]
@@ -68,7 +69,7 @@ class Loop:
     def __init__(self, operator: Any, signal: Signal) -> None:
         self.operator = operator
         self.signal = signal
-        self._registration: Registration = operator._registration
+        self._train_state: TrainState = operator._train_state
         # what is left of the iteration over the training data; None: iterate anew
         self._batches: Iterator[Any] | None = None
         self._in_parts = False
@@ -93,7 +94,7 @@ class Loop:
         self.total_validated: int | None = None
         """Batches that the validation under way takes; None where that is unknown."""
         self._validation_start: tuple[int, int] | None = None
-        self.snapshots = Snapshots(self._registration)
+        self.snapshots = Snapshots(self._train_state)
         """Copies of the state for the driver."""
         self.num_covered: int | None = None
         """Samples that all workers have trained on in the call; None where that is unknown."""
@@ -101,11 +102,11 @@ class Loop:
     @property
     def segment(self) -> StepIterator | None:
         """The segment under way."""
-        return self._registration.segment
+        return self._train_state.segment
 
     def forget_iteration(self) -> None:
         """Let the next segment iterate over the loader anew, from where the epoch stands."""
-        self._registration.segment = self._batches = None
+        self._train_state.segment = self._batches = None
 
     def keep_iteration(self, moved: bool) -> None:
         """After a rejoin, go on in a loader that cannot be rewound, unless the position `moved`."""
@@ -131,18 +132,18 @@ class Loop:
         What is added here is added to `OperatorRunner._shared_state` as well, from which
         replacement workers take it, and to `OperatorRunner.load_state_dict`.
         """
-        registration = self._registration
+        train_state = self._train_state
         divided = {}
-        if registration.divided:
-            divided = {"shares": registration.share_of_state()}
-            if registration.context.world_rank != 0:
-                return {"global_step": registration.global_step, **divided}
-        position = registration.position()
+        if train_state.sharded:
+            divided = {"shares": train_state.shards()}
+            if train_state.context.world_rank != 0:
+                return {"global_step": train_state.global_step, **divided}
+        position = train_state.position()
         return {
             "epoch": position["epoch"] + (position["offset"] > 0),
-            "global_step": registration.global_step,
+            "global_step": train_state.global_step,
             "operator": self.operator.state_dict(),
-            **registration.training_state(),
+            **train_state.training_state(),
             **divided,
             "data": position,
         }
@@ -160,7 +161,7 @@ class Loop:
             "num_covered": self.num_covered,
             "began_at": self._began_at,
             "more_epochs": self._more_epochs,
-            "num_skipped": self._registration.num_skipped - self._skipped_before,
+            "num_skipped": (self._train_state.num_skipped or 0) - self._skipped_before,
             "validation": self._validation_start,
         }
 
@@ -172,7 +173,7 @@ class Loop:
         self.scheduled = state["scheduled"]
         self._more_epochs = state["more_epochs"]
         self._began_at = state["began_at"]
-        self._skipped_before = self._registration.num_skipped - state["num_skipped"]
+        self._skipped_before = (self._train_state.num_skipped or 0) - state["num_skipped"]
         self._validation_start = state["validation"]
 
     def forget_validation(self) -> None:
@@ -183,18 +184,19 @@ class Loop:
 
     def train(self, request: TrainRequest) -> Mapping[str, Any] | None:
         """Train up to the goal of a request; return None if it paused where the request says."""
-        registration, logged = self._registration, request.logged
+        train_state, logged = self._train_state, request.logged
         callback_pause = self.signal.callback_pause = request.callback_pause
-        registration.check_averaged()
-        registration.check_whole()
-        registration.measure_norms(logged is not None)
+        train_state.check_trained()
+        train_state.check_whole()
+        for feature in train_state.features:
+            feature.begin_call(logs_steps=logged is not None)
         if self._call != request.call:
             self._begin(request.call)
         if request.split is not None:
-            registration.parts.raise_split(request.split)
+            train_state.parts.raise_split(request.split)
         self._profile(request.profile)
         self._until_epoch = request.until_epoch
-        source, changed = registration.data.training_source(request.dataset)
+        source, changed = train_state.data.training_source(request.dataset)
         is_limited_anew = source.limit(request.limit) or request.repeats != self._repeats
         self._repeats = request.repeats
         if changed or is_limited_anew or source is not self._source:
@@ -202,25 +204,25 @@ class Loop:
         self._source = source
         while (left := self._left(request.until_epoch, request.until_step)) != 0:
             pause = self.signal.pause
-            if pause is not None and registration.global_step >= pause:
-                if callback_pause is None or registration.global_step < callback_pause:
+            if pause is not None and train_state.global_step >= pause:
+                if callback_pause is None or train_state.global_step < callback_pause:
                     raise PausedError  # the driver asked for this pause
                 return None
-            if registration.global_step <= request.start_step:
+            if train_state.global_step <= request.start_step:
                 self._results, self.num_covered = [], 0
-                left = request.start_step - registration.global_step or left
-            elif logged is not None and registration.global_step < logged:
-                left = logged - registration.global_step  # what is done again is kept apart
+                left = request.start_step - train_state.global_step or left
+            elif logged is not None and train_state.global_step < logged:
+                left = logged - train_state.global_step  # what is done again is kept apart
             self._train_segment(source, left, request.info)
-        if source.sharded and registration.offset and source.steps_left(registration.offset) == 0:
+        if source.sharded and train_state.offset and source.steps_left(train_state.offset) == 0:
             # it failed just before it ended the epoch
             self._train_segment(source, None, request.info)
-        registration.check_averaged()  # again: it may have been unfrozen meanwhile
-        if registration.context.distributed:
-            registration.sync_buffers()
+        train_state.check_trained()  # again: it may have been unfrozen meanwhile
+        if train_state.context.distributed:
+            train_state.sync_buffers()
         result = self._result()
-        if registration.scales:
-            result[NUM_SKIPPED_STEPS] = registration.num_skipped - self._skipped_before
+        if (num_skipped := train_state.num_skipped) is not None:
+            result[NUM_SKIPPED_STEPS] = num_skipped - self._skipped_before
         return result
 
     def measured(self, call: int, since: int | None = None) -> Mapping[str, Any] | None:
@@ -233,46 +235,48 @@ class Loop:
         if since is None:
             return self._result()
         found = merge_segments([metrics for start, metrics in self._results if start >= since])
-        norms = self._registration.gradient_norms()
-        return Summary({**found, **learning_rates(self.operator), **norms}, found.weights)
+        of_step = dict(learning_rates(self.operator))
+        for feature in self._train_state.features:
+            of_step |= feature.step_metrics()
+        return Summary({**found, **of_step}, found.weights)
 
     def _left(self, until_epoch: int | None, until_step: int | None) -> int | None:
         """Return how many steps are left to the goal; None for as many as the epoch has."""
-        registration = self._registration
-        if until_epoch is not None and registration.epoch >= until_epoch + self._more_epochs:
+        train_state = self._train_state
+        if until_epoch is not None and train_state.epoch >= until_epoch + self._more_epochs:
             return 0
-        return None if until_step is None else max(0, until_step - registration.global_step)
+        return None if until_step is None else max(0, until_step - train_state.global_step)
 
     def _train_segment(self, source: BatchSource, limit: int | None, info: Any) -> None:
-        registration, operator = self._registration, self.operator
-        started_at, registration.counted = registration.global_step, {}
-        self._uncounted_from = registration.offset
+        train_state, operator = self._train_state, self.operator
+        started_at, train_state.counted = train_state.global_step, {}
+        self._uncounted_from = train_state.offset
         self.snapshots.maybe_take(self.state_with_call)
         by_position, by_name = _arguments_of(
             operator.train_epoch,
             operator._info_of_epoch(info or {}, limit),
             num_steps=limit,
-            epoch_idx=registration.epoch,
+            epoch_idx=train_state.epoch,
         )
-        segment = registration.segment = self._new_segment(source, limit)
+        segment = train_state.segment = self._new_segment(source, limit)
         if segment.total_batches == 0 and segment.start == 0:
             raise _empty("train", source, self._first_without_batch(source))
-        registration.meters = None
+        train_state.meters = None
         try:
-            with registration.timers.record("train_epoch"):
+            with train_state.timers.record("train_epoch"):
                 metrics = operator.train_epoch(segment, *by_position, **by_name)
             left = segment.finish()
         except IndivisibleError:  # the step is redone as a whole
             if segment.num_batches == 0:
-                registration.meters = None  # what it measured will be measured again
+                train_state.meters = None  # what it measured will be measured again
             self._settle_failure(segment, source)
-            registration.check_whole()
+            train_state.check_whole()
             return
         except BaseException as error:
             batch, in_step = segment.batch, segment.in_step
             self._settle_failure(segment, source)
-            registration.parts.explain(error)
-            if in_step and (split := registration.parts.split_after(error, batch)):
+            train_state.parts.explain(error)
+            if in_step and (split := train_state.parts.split_after(error, batch)):
                 raise OutOfMemoryError(split) from error
             raise
         if left:
@@ -284,49 +288,50 @@ class Loop:
             weighted = _weighted(metrics, max(1, segment.num_batches))
             self._results.append((started_at, weighted))
         if not segment.drawn_from:  # batches of the loop's own, which it may have counted
-            registration.global_step = max(started_at, int(operator.global_step))
-        if registration.global_step == started_at and not segment.paused:
+            train_state.global_step = max(started_at, int(operator.global_step))
+        if train_state.global_step == started_at and not segment.paused:
             self._check_empty_segment(segment, source, limit)
         # a loop that stops early of its own will has ended its epoch
-        registration.segment = None
+        train_state.segment = None
         if segment.epoch_is_over or (limit is None and not segment.paused):
-            registration.offset = 0
-            registration.epoch += 1
+            train_state.offset = 0
+            train_state.epoch += 1
             self._batches = None
-            registration.end_epoch()
+            for feature in train_state.features:
+                feature.end_epoch(train_state.epoch)
 
     def _new_segment(self, source: BatchSource, limit: int | None) -> StepIterator:
-        registration = self._registration
-        left = source.steps_left(registration.offset)
+        train_state = self._train_state
+        left = source.steps_left(train_state.offset)
         go_on: Callable[[bool], bool] | None = None
-        if not source.sharded and registration.context.world_size > 1:
+        if not source.sharded and train_state.context.world_size > 1:
             # such loaders may differ in length: all end with the first, or it would be waited for
             if left is not None:
                 self._has_batch = left > 0
-                left = registration.minimum(left)
+                left = train_state.minimum(left)
             else:
                 go_on = self._every_rank
         if self._batches is None:
-            source.agree_on_order(self._ordered_as, registration.offset, registration)
+            source.agree_on_order(self._ordered_as, train_state.offset, train_state)
         on_commit = None
         if self.snapshots.each_step:
             on_commit = partial(self.snapshots.maybe_take, self.state_with_call)
-        batches = self._drawn(source, self._ordered_as, registration.offset)
+        batches = self._drawn(source, self._ordered_as, train_state.offset)
         return StepIterator(
-            registration, source, batches, limit, left, go_on, self.signal, on_commit
+            train_state, source, batches, limit, left, go_on, self.signal, on_commit
         )
 
     @property
     def _ordered_as(self) -> int:
         """The epoch whose order the one under way has."""
-        return 0 if self._repeats else self._registration.epoch
+        return 0 if self._repeats else self._train_state.epoch
 
     def _drawn(self, source: BatchSource, epoch: int, offset: int) -> Iterator[Any]:
         """Yield what is left of an iteration, which begins when the first batch is asked for.
 
         Until then it is open whether the loop takes batches in parts.
         """
-        in_parts = self._registration.parts.in_use
+        in_parts = self._train_state.parts.in_use
         if self._batches is None or (source.sharded and in_parts != self._in_parts):
             self._batches = source.batches(epoch, offset, in_parts=in_parts)
             self._in_parts = in_parts
@@ -335,22 +340,22 @@ class Loop:
 
     def _every_rank(self, has_batch: bool) -> bool:
         self._has_batch = has_batch
-        return bool(self._registration.minimum(int(has_batch)))
+        return bool(self._train_state.minimum(int(has_batch)))
 
     def _first_without_batch(self, source: BatchSource) -> int | None:
         """Return the first worker whose own loader is empty; None if the workers share one."""
-        context = self._registration.context
+        context = self._train_state.context
         if source.sharded or context.world_size == 1:
             return None
         own = context.world_size if self._has_batch else context.world_rank
-        return int(self._registration.minimum(own))
+        return int(self._train_state.minimum(own))
 
     def _settle_rest(self, source: BatchSource, left: list[Any]) -> None:
         """Take back the batches of a group that the loop left before its end."""
         warnings.warn(
             f"{type(self.operator).__name__}.train_epoch ended within an accumulation group, so "
             f"that the gradients of its last {len(left)} batches are dropped. Let it draw whole "
-            f"groups of {self._registration.accumulation_steps} batches.",
+            f"groups of {self._train_state.accumulation_steps} batches.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -366,13 +371,13 @@ class Loop:
             self._batches = None  # the offset says where to go on
         else:
             self._batches = itertools.chain(again, self._batches or ())
-        meters = self._registration.meters
+        meters = self._train_state.meters
         if meters is not None:
             # of what is trained again, all but the batch or part under way has been measured
             if meters.batch_count == segment.num_batches and len(again) < 2:
                 self._compare_counts(meters.num_samples, segment)
             self._results.append((segment.start_step, meters.summary()))
-        self._registration.segment = None
+        self._train_state.segment = None
 
     def _check_empty_segment(
         self, segment: StepIterator, source: BatchSource, limit: int | None
@@ -382,9 +387,9 @@ class Loop:
         if segment.epoch_is_over and segment.start == 0:
             raise _empty("train", source, self._first_without_batch(source))
         if segment.epoch_is_over:
-            registration = self._registration
-            is_last = registration.epoch + 1 >= (self._until_epoch or 0) + self._more_epochs
-            if registration.global_step == self._began_at and is_last:
+            train_state = self._train_state
+            is_last = train_state.epoch + 1 >= (self._until_epoch or 0) + self._more_epochs
+            if train_state.global_step == self._began_at and is_last:
                 # the call before stopped or failed exactly at the end of its epoch, and could not
                 # know that it was the end; this one has not done anything yet
                 self._more_epochs += 1
@@ -407,7 +412,7 @@ class Loop:
         """Count the samples that the whole group has trained on since this was last done."""
         if self._uncounted_from is None or self._source is None:
             return
-        offset = self._registration.offset
+        offset = self._train_state.offset
         if not self._source.sharded:
             self.num_covered = None
         elif self.num_covered is not None:
@@ -436,20 +441,21 @@ class Loop:
         self._begin(call)
         self._profile(request.profile)
         self.num_covered = None
-        registration = self._registration
+        train_state = self._train_state
         if self._validation_start is None or self._validation_start[0] != call:
-            start = 0 if request.from_start else registration.validation_offset
+            start = 0 if request.from_start else train_state.validation_offset
             self._validation_start = call, start
-        sources = registration.data.validation_sources() if loader is None else self._given(loader)
-        with registration.validating():
+        sources = train_state.data.validation_sources() if loader is None else self._given(loader)
+        with train_state.evaluating():
             for name, source in sources.items():
                 source.limit(request.limit)
                 offset = 0 if name else self._validation_start[1]
                 offset = self._evaluate(name, source, offset, request.num_steps, request.info)
+        train_state.end_segment()
         if loader is not None:
             self._close(sources)
         elif "" in sources:
-            registration.validation_offset = offset
+            train_state.validation_offset = offset
         self._validation_batches = self.total_validated = None
         return self._result()
 
@@ -458,15 +464,15 @@ class Loop:
     ) -> int:
         """Evaluate what is left of a loader, or so many steps; return the offset behind them."""
         operator = self.operator
-        source.agree_on_order(0, offset, self._registration)
+        source.agree_on_order(0, offset, self._train_state)
         while left is None or left > 0:
             ahead = source.steps_left(offset)
             limit = min((n for n in (left, ahead) if n is not None), default=None)
             taken_from = source.batches(0, offset, limit)
             batches = self._validation_batches = _Counted(taken_from, self.signal)
-            self.total_validated, self._registration.meters = limit, None
+            self.total_validated, self._train_state.meters = limit, None
             try:
-                with self._registration.timers.record("validation"):
+                with self._train_state.timers.record("validation"):
                     metrics = operator.validate(batches, info)
             except BaseException:
                 source.close_workers()
@@ -476,11 +482,11 @@ class Loop:
             weight = batches.count or not batches.exhausted
             metrics = _weighted(metrics, weight)
             metrics = renamed(metrics, f"val/{name}") if name else metrics
-            self._results.append((self._registration.global_step, metrics))
+            self._results.append((self._train_state.global_step, metrics))
             # sized loader: count the group's steps, not this rank's batches
             taken = batches.count if ahead is None or limit is None else limit
             if offset == 0 and (ahead == 0 or (batches.exhausted and taken == 0)):
-                context = self._registration.context
+                context = self._train_state.context
                 own = not source.sharded and context.world_size > 1
                 raise _empty("validation", source, context.world_rank if own else None)
             is_end = limit is None or taken < limit or taken == ahead
@@ -494,14 +500,14 @@ class Loop:
         """Return what to read of a loader that was given with a call, or of what makes one."""
         makes_one = callable(loader) and not isinstance(loader, Iterable)
         made = loader(self.operator.config) if makes_one else loader
-        return self._registration.data.sources_of(made)
+        return self._train_state.data.sources_of(made)
 
     def predict(self, loader: Any) -> list[tuple[int, Any]]:
         """Return what the operator predicts for this worker's batches, on CPU, with their places.
 
         Places grow in the order of the loader, over all workers.
         """
-        registration, operator = self._registration, self.operator
+        train_state, operator = self._train_state, self.operator
         sources = self._given(loader)
         if [*sources] != [""]:
             raise TypeError(f"predict() takes one loader, not {len(sources)}: call it for each.")
@@ -511,23 +517,24 @@ class Loop:
                 "predict(): the loader shuffles, so that nobody could tell which sample a result "
                 "is of. Give one with shuffle=False."
             )
-        if not source.sharded and registration.context.world_size > 1:
+        if not source.sharded and train_state.context.world_size > 1:
             raise TypeError(
                 f"predict(): the loader is partitioned by {source.partitioned_by}, so that the "
                 "results would have no order. Give a loader of a data set that can be indexed."
             )
         if source.steps_left(0) == 0:
             raise _empty("given", source)
-        source.agree_on_order(0, 0, registration)
+        source.agree_on_order(0, 0, train_state)
         places, found = source.places_of_batches(), []
-        with registration.validating():
+        with train_state.evaluating():
             batches = self._validation_batches = _Counted(source.batches(0, 0), self.signal)
             try:
                 for output in operator._predictions(batches):
-                    found.append((next(places), registration.to_cpu(output)))
+                    found.append((next(places), train_state.to_cpu(output)))
             finally:
                 self._validation_batches = None
                 self._close(sources)
+        train_state.end_segment()
         if isinstance(source, PartitionedSource) and next(places, None) is not None:
             raise RuntimeError(
                 f"{type(source.loader).__name__} gave {len(found)} batches, fewer than its sampler "
@@ -548,15 +555,15 @@ class Loop:
         Returns:
             The metrics.
         """
-        registration = self._registration
-        sources = registration.data.validation_sources()
+        train_state = self._train_state
+        sources = train_state.data.validation_sources()
         if not all(source.can_be_tried for source in sources.values()):
             return None
         with (
             unchanged(self),
             unchanged(self.operator),
-            unchanged(registration),
-            registration.rehearsing(),
+            unchanged(train_state),
+            train_state.rehearsing(),
         ):
             trial = ValidateRequest(
                 call=-1, num_steps=request.num_steps, from_start=True, info=request.info
@@ -567,8 +574,8 @@ class Loop:
 
     def warm_up(self) -> None:
         """Compute the gradients of one training batch, and leave everything as it was."""
-        registration, operator = self._registration, self.operator
-        source, settings = registration.data.readable("train"), registration.settings
+        train_state, operator = self._train_state, self.operator
+        source, settings = train_state.data.readable("train"), train_state.settings
         if not source.can_be_tried:
             return
         # the batch size of a full group, though this worker is still alone
@@ -578,16 +585,17 @@ class Loop:
         )
         with (
             unchanged(operator),
-            unchanged(registration),
-            registration.rehearsing(),
-            registration.without_update(),
+            unchanged(train_state),
+            train_state.rehearsing(),
             contextlib.suppress(WarmedUp),
         ):
-            batches = source.batches(0, 0, 1)
-            registration.segment = StepIterator(
-                registration, source, batches, 1, 1, None, self.signal
-            )
-            operator.train_epoch(registration.segment, *by_position, **by_name)
+            batches, train_state.step.is_warm_up = source.batches(0, 0, 1), True
+            segment = StepIterator(train_state, source, batches, 1, 1, None, self.signal)
+            train_state.segment = segment
+            try:
+                operator.train_epoch(segment, *by_position, **by_name)
+            finally:
+                train_state.step.is_warm_up = False
         source.close_workers()
         source.reshard(
             settings.context.world_size, settings.context.world_rank, settings.batch_share
@@ -598,12 +606,12 @@ class Loop:
     def _begin(self, call: int) -> None:
         self._call, self._results, self.num_covered = call, [], 0
         self._more_epochs = 0
-        self._began_at = self._registration.global_step
-        self._skipped_before = self._registration.num_skipped
-        self._registration.timers.reset()
+        self._began_at = self._train_state.global_step
+        self._skipped_before = self._train_state.num_skipped or 0
+        self._train_state.timers.reset()
 
     def _profile(self, profile: bool) -> None:
-        timers = self._registration.timers
+        timers = self._train_state.timers
         if profile:
             timers.enable()
         else:
@@ -611,7 +619,7 @@ class Loop:
 
     def _result(self) -> Summary:
         result = merge_segments([metrics for _, metrics in self._results])
-        timers = self._registration.timers
+        timers = self._train_state.timers
         profile = {"profile": timers.stats()} if timers.enabled else {}
         return Summary({**result, **profile}, result.weights)  # the caller's own
 

@@ -9,7 +9,7 @@ from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
 
 if TYPE_CHECKING:
-    from raysgd.loop.registration import Registration
+    from raysgd.loop.train_state import TrainState
 
 __all__ = ["IndivisibleError", "MicroBatches"]
 
@@ -28,8 +28,8 @@ class MicroBatches(StepFeature):
     the helpers. That is seen while batches are whole, or in the first part of one.
     """
 
-    def __init__(self, registration: Registration) -> None:
-        self._registration = registration
+    def __init__(self, train_state: TrainState) -> None:
+        self._train_state = train_state
         self.why_not: str | None = None
         """None: they may."""
         self.in_use = False
@@ -50,12 +50,12 @@ class MicroBatches(StepFeature):
     def begin_batch(self, place: MicroBatch) -> None:
         """Warn of a batch that is larger because workers are missing, and comes as a whole."""
         if place.is_large:
-            self._registration.say(
+            self._train_state.say(
                 "indivisible",
                 "With %d of %d workers a batch has more samples than the batch size of its loader, "
                 "and comes as a whole, which takes more memory: %s.",
-                self._registration.context.world_size,
-                self._registration.settings.options.num_workers,
+                self._train_state.context.world_size,
+                self._train_state.settings.options.num_workers,
                 self.why_not or "only the default train_epoch takes it in parts",
             )
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd._internal.arguments import closest
 from raysgd.data.source import BatchSource
-from raysgd.loop.registration import Registration
 from raysgd.loop.step_iterator import StepIterator
+from raysgd.loop.train_state import TrainState
 from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, is_number
 
 __all__ = [
@@ -48,7 +48,7 @@ _HINTS = {
 class OperatorBase:
     """What the operators of all frameworks offer to the methods that users write."""
 
-    _registration: Registration
+    _train_state: TrainState
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = dict(config)
@@ -61,17 +61,17 @@ class OperatorBase:
     @property
     def world_rank(self) -> int:
         """Rank of this worker among all."""
-        return self._registration.context.world_rank
+        return self._train_state.context.world_rank
 
     @property
     def local_rank(self) -> int:
         """Rank of this worker among those of its node."""
-        return self._registration.context.local_rank
+        return self._train_state.context.local_rank
 
     @property
     def world_size(self) -> int:
         """Number of workers, now."""
-        return self._registration.context.world_size
+        return self._train_state.context.world_size
 
     @property
     def preemption(self) -> float | None:
@@ -81,7 +81,7 @@ class OperatorBase:
         other nodes by itself, or goes on with fewer workers; look at it where you have something
         of your own to save.
         """
-        preemption = self._registration.preemption
+        preemption = self._train_state.preemption
         if preemption is None:
             return None
         return math.inf if preemption.deadline is None else preemption.deadline
@@ -89,12 +89,12 @@ class OperatorBase:
     @property
     def use_fp16(self) -> bool:
         """Whether training runs in mixed precision."""
-        return self._registration.settings.options.use_fp16 is not False
+        return self._train_state.settings.options.use_fp16 is not False
 
     @property
     def use_tqdm(self) -> bool:
         """Whether the trainer shows a progress bar."""
-        return self._registration.settings.options.use_tqdm
+        return self._train_state.settings.options.use_tqdm
 
     @property
     def global_step(self) -> int:
@@ -105,17 +105,17 @@ class OperatorBase:
         makes of it by itself holds until it asks for the next batch; it counts where the loop has
         asked for none, since it has batches of its own.
         """
-        step = self._registration.global_step
-        return self._registration.counted.get(step, step)
+        step = self._train_state.global_step
+        return self._train_state.counted.get(step, step)
 
     @global_step.setter
     def global_step(self, value: int) -> None:
-        self._registration.counted = {self._registration.global_step: value}
+        self._train_state.counted = {self._train_state.global_step: value}
 
     @property
     def timers(self) -> Any:
         """Timers of this call, see :class:`raysgd.utils.TimerCollection`."""
-        return self._registration.timers
+        return self._train_state.timers
 
     if TYPE_CHECKING:
         train_batch: Callable[..., Any]
@@ -130,7 +130,7 @@ class OperatorBase:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("train_loader", "validation_loader"):
-            return self._registration.data.source(name.removesuffix("_loader"))
+            return self._train_state.data.source(name.removesuffix("_loader"))
         if name == "steps_per_epoch":
             return self._count_steps()
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -146,12 +146,12 @@ class OperatorBase:
             RuntimeError: elsewhere, also below a `train_epoch` or `validate` of your own: these
                 return what they have measured.
         """
-        if self._registration.logged is None:
+        if self._train_state.logged is None:
             raise RuntimeError(
                 f"self.log({name!r}, ...) can be called in train_batch and validate_batch, below "
                 "the default train_epoch and validate. A loop of your own returns its metrics."
             )
-        self._registration.logged[name] = value
+        self._train_state.logged[name] = value
 
     def on_world_change(self) -> None:
         """Called on every worker whenever the group is a new one; override it as you need.
@@ -170,18 +170,32 @@ class OperatorBase:
     @contextlib.contextmanager
     def _collecting_logged(self) -> Iterator[dict[str, Any]]:
         """Return a context that collects the metrics that `log` gets for a batch."""
-        registration, logged = self._registration, dict[str, Any]()
-        registration.logged = logged
+        train_state, logged = self._train_state, dict[str, Any]()
+        train_state.logged = logged
         try:
             yield logged
         finally:
-            registration.logged = None
+            train_state.logged = None
+
+    def _new_meters(self) -> AverageMeterCollection:
+        """Return fresh meters, which the runner can read while an epoch is in progress."""
+        self._train_state.meters = AverageMeterCollection()
+        return self._train_state.meters
+
+    def _epoch_is_over(self) -> bool:
+        """Return whether a loop that has come to the end of its batches is at the end of an epoch.
+
+        The loop may have wrapped the iterator that it was given, in tqdm say. One that has drawn
+        nothing from it has batches of its own, and these count as a whole epoch.
+        """
+        segment = self._train_state.segment
+        return segment is None or not segment.drawn_from or segment.loop_ends_epoch
 
     def _info_of_epoch(self, info: dict[str, Any], num_steps: int | None) -> dict[str, Any]:
         return info
 
     def _count_steps(self) -> int:
-        source: BatchSource = self._registration.data.source("train")
+        source: BatchSource = self._train_state.data.source("train")
         steps = source.steps_left(0)
         if steps is None:
             raise RuntimeError(
@@ -200,7 +214,7 @@ class OperatorBase:
         return {
             **(info or {}),
             "batch_idx": batch_idx,
-            "global_step": self._registration.global_step + self._registration.place.step,
+            "global_step": self._train_state.global_step + self._train_state.step.place.step,
             "epoch_idx": epoch_idx,
             "info": info,
         }
@@ -210,7 +224,7 @@ class OperatorBase:
 
         Until then it may be taken back, and trained again.
         """
-        place = self._registration.place
+        place = self._train_state.step.place
         metrics, weight = checked_metrics(self.train_batch, returned, place.weight)
         if not place.weight:  # its samples count in another part, or for another worker
             metrics, weight = {}, 0
@@ -221,8 +235,8 @@ class OperatorBase:
     def _check_single(self) -> None:
         """Refuse to train one of several models or optimizers and leave out the others."""
         for what, held in (
-            ("models", self._registration.given_models),
-            ("optimizers", self._registration.optimizers),
+            ("models", self._train_state.given_models),
+            ("optimizers", self._train_state.optimizers),
         ):
             if len(held) > 1:
                 kind = type(self).__name__

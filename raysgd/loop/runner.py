@@ -27,7 +27,6 @@ from raysgd.elastic.requests import (
 from raysgd.errors import CheckpointError
 from raysgd.loop.loop import Loop
 from raysgd.loop.options import Options
-from raysgd.loop.registration import Registration
 from raysgd.loop.requests import (
     ApplyOperatorRequest,
     ApplyRequest,
@@ -45,7 +44,8 @@ from raysgd.loop.requests import (
     ValidateRequest,
 )
 from raysgd.loop.signal import Signal
-from raysgd.loop.state import check_position
+from raysgd.loop.state import check_position, compare_steps
+from raysgd.loop.train_state import TrainState
 from raysgd.metrics import AverageMeterCollection
 
 __all__ = ["LossReader", "OperatorRunner"]
@@ -80,20 +80,20 @@ class OperatorRunner(ABC):
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         """Enter a new generation with the state of rank `leader`."""
-        registration, position = self._registration, self._registration.position()
-        registration.enter(context, self._tell_share(context))
+        train_state, position = self._train_state, self._train_state.position()
+        train_state.enter(context, self._tell_share(context))
         if context.distributed:
             self._follow(leader)
-        self._running.keep_iteration(moved=registration.position() != position)
-        if registration.divided:
+        self._running.keep_iteration(moved=train_state.position() != position)
+        if train_state.sharded:
             self._running.snapshots.clear()
         self._enter_world()
 
     def _enter_world(self) -> None:
         """Call the operator's hook for a new group, and check what depends on ranks."""
         self.operator.on_world_change()
-        self._registration.data.warn_of_stale_ranks()
-        self._registration.data.say_what_changes()
+        self._train_state.data.warn_of_stale_ranks()
+        self._train_state.data.say_what_changes()
 
     def _given(self, context: WorkerContext) -> tuple[Any, dict[str, Any], int | None]:
         """Return the operator's class, the config for ``setup``, and the global batch.
@@ -110,7 +110,7 @@ class OperatorRunner(ABC):
 
     def _tell_share(self, context: WorkerContext) -> int | None:
         """Let the operator know, and return, its share of ``config[BATCH_SIZE]`` in a group."""
-        given = self._registration.settings.global_batch
+        given = self._train_state.settings.global_batch
         if given is None:
             return None
         share = self.operator.config[BATCH_SIZE] = batch_share(given, context.world_size)
@@ -118,49 +118,49 @@ class OperatorRunner(ABC):
 
     def _follow(self, leader: int) -> None:
         """Take over the state of rank `leader`. Every rank calls it."""
-        registration, rank = self._registration, self._registration.context.world_rank
-        state = registration.from_rank(self._shared_state, leader)
+        train_state, rank = self._train_state, self._train_state.context.world_rank
+        state = train_state.from_rank(self._shared_state, leader)
         if rank != leader:
             self._check_data(state["fingerprint"])
-            registration.data.set_batch_size(state["batching"])
-            registration.parts.why_not = registration.parts.why_not or state["indivisible"]
+            train_state.data.set_batch_size(state["batching"])
+            train_state.parts.why_not = train_state.parts.why_not or state["indivisible"]
         # what is not replicated stays as each worker has it, and a replacement has nothing
-        follows = rank != leader and (registration.replicated or registration.global_step == 0)
-        registration.share_training_state(leader, follows)
+        follows = rank != leader and (train_state.replicated or train_state.global_step == 0)
+        train_state.share_training_state(leader, follows)
         if follows:
             self.operator.load_state_dict(state["operator"])
-            registration.step.is_partial = state["partial"]
+            train_state.step.is_partial = state["partial"]
         if rank != leader:
-            registration.move_to(state["position"], state["global_step"])
+            train_state.move_to(state["position"], state["global_step"])
             self._running.join_call(state["call"])
 
     def host(self, operator: Any) -> None:
         """Take over an operator that is set up, and begin with the data and the state of rank 0."""
         self._loop = Loop(operator, self.signal)
-        registration = self._registration
-        registration.settings.batch_share = self._tell_share(registration.context)
-        if registration.context.world_size > 1:
+        train_state = self._train_state
+        train_state.settings.batch_share = self._tell_share(train_state.context)
+        if train_state.context.world_size > 1:
             self._begin_with_rank_0()
-        if not registration.context.alone:
+        if not train_state.context.alone:
             self._enter_world()
 
     def _begin_with_rank_0(self) -> None:
-        registration = self._registration
+        train_state = self._train_state
         # the order of the epochs must be one; each process may have drawn a seed of its own
-        sources = registration.data
-        seed, data, batching = registration.from_rank(
-            lambda: (registration.seed, sources.fingerprint(), sources.batching()), 0
+        sources = train_state.data
+        seed, data, batching = train_state.from_rank(
+            lambda: (train_state.seed, sources.fingerprint(), sources.batching()), 0
         )
-        registration.reseed(seed)
+        train_state.reseed(seed)
         self._check_data(data)
         self._check_batch_sizes(batching)
-        registration.share_initial_state()
+        train_state.share_initial_state()
 
     def teardown(self) -> None:
         """Let go of the operator and of the processes of its loaders."""
         if self._loop is not None:
             self._loop.forget_iteration()
-            self._registration.data.release()
+            self._train_state.data.release()
         self._loop = None
 
     def unpicklable_part(self) -> str:
@@ -170,7 +170,7 @@ class OperatorRunner(ABC):
 
     def _check_data(self, expected: dict[str, str]) -> None:
         """Check that this worker shares out the same data as the others."""
-        own = self._registration.data.fingerprint()
+        own = self._train_state.data.fingerprint()
         for name in expected.keys() & own.keys():
             if own[name] != expected[name]:
                 raise ValueError(
@@ -189,7 +189,7 @@ class OperatorRunner(ABC):
         A replacement worker is not checked: it sets up for a group whose size is a guess, and with
         that its share of ``config[BATCH_SIZE]``.
         """
-        own = self._registration.data.batching()
+        own = self._train_state.data.batching()
         for name in expected.keys() & own.keys():
             (size, _), (other, _) = own[name], expected[name]
             if size != other:
@@ -213,9 +213,9 @@ class OperatorRunner(ABC):
         return self._loop
 
     @property
-    def _registration(self) -> Registration:
-        registration: Registration = self.operator._registration
-        return registration
+    def _train_state(self) -> TrainState:
+        train_state: TrainState = self.operator._train_state
+        return train_state
 
     # ---- read and set from another thread
 
@@ -223,27 +223,28 @@ class OperatorRunner(ABC):
         """Say how far training is."""
         if self._loop is None:
             return Progress()
-        registration, segment = self._registration, self._loop.segment
+        train_state, segment = self._train_state, self._loop.segment
+        sharded = train_state.sharded
         is_measuring = segment is not None or self._loop.total_validated is not None
-        meters = registration.meters if is_measuring else None
+        meters = train_state.meters if is_measuring else None
         latest = {} if meters is None else self._loss.read(meters)  # first, since it may wait
         return Progress(
-            epoch=registration.epoch,
-            in_epoch=registration.offset > 0 or (segment is not None and segment.num_batches > 0),
-            global_step=registration.global_step,
+            epoch=train_state.epoch,
+            in_epoch=train_state.offset > 0 or (segment is not None and segment.num_batches > 0),
+            global_step=train_state.global_step,
             num_batches=self._loop.num_batches,
             total_batches=self._loop.total_validated if segment is None else segment.total_batches,
             num_covered=self._loop.num_covered,
             num_samples=0 if meters is None else int(meters.num_samples),
             step_s=0.0 if segment is None else segment.step_s,
             snapshot=self._loop.snapshots.step,
-            split=registration.parts.split,
-            compiling=registration.compiling,
+            split=train_state.parts.split,
+            compiling=any(feature.is_compiling for feature in train_state.features),
             latest=latest,
-            divided=registration.divided,
-            is_fully_sharded=registration.is_fully_sharded,
-            lacks_shards=registration.lacks_shards,
-            partial=registration.step.is_partial,
+            divided=bool(sharded),
+            is_fully_sharded=any(feature.is_fully_sharded for feature in sharded),
+            lacks_shards=any(feature.lacks_shards for feature in sharded),
+            partial=train_state.step.is_partial,
         )
 
     def request_stop(self, requested: bool) -> None:
@@ -253,12 +254,12 @@ class OperatorRunner(ABC):
     def pause_at(self, step: int | None) -> int:
         """Let the call under way pause at a step; returns the step that it is at."""
         self.signal.driver_pause = step
-        return 0 if self._loop is None else self._registration.global_step
+        return 0 if self._loop is None else self._train_state.global_step
 
     def announce(self, preemption: Preemption | None) -> None:
         """Let the operator know that workers are going to be taken away."""
         if self._loop is not None:
-            self._registration.preemption = preemption
+            self._train_state.preemption = preemption
 
     def snapshot(self) -> dict[str, Any] | None:
         """Return the newest snapshot, on CPU."""
@@ -291,11 +292,11 @@ class OperatorRunner(ABC):
                 case ModelsRequest():
                     return self.models()
                 case CanValidateRequest():
-                    return self._registration.data.has("validation")
+                    return self._train_state.data.has("validation")
                 case KeepsGlobalBatchRequest():
-                    return self._registration.data.keeps_global_batch
+                    return self._train_state.data.keeps_global_batch
                 case DescribeDataRequest():
-                    return self._registration.data.describe()
+                    return self._train_state.data.describe()
                 case ApplyRequest():
                     return request.function()
                 case ApplyOperatorRequest():
@@ -305,7 +306,11 @@ class OperatorRunner(ABC):
                 case ExportReplicaRequest():
                     return self.export_replica()
                 case ImportReplicaRequest():
-                    return self._registration.import_replica(request.held)
+                    for feature, replica in zip(
+                        self._train_state.features, request.held, strict=True
+                    ):
+                        feature.import_replica(replica)
+                    return None
             return self.handle_own(request)
 
     def handle_own(self, request: Request) -> Any:
@@ -328,7 +333,7 @@ class OperatorRunner(ABC):
 
         Everything but caches is as before. A failure costs only time.
         """
-        if not self._registration.needs_warm_up:
+        if not any(feature.needs_warm_up for feature in self._train_state.features):
             return
         generators = self.rng_state()
         try:
@@ -350,12 +355,12 @@ class OperatorRunner(ABC):
 
     def _apply_operator(self, function: Callable[[Any], Any]) -> Any:
         """Call a function of the user with the operator; a snapshot has what it changed."""
-        registration, loop = self._registration, self._running
-        before = registration.settable()
+        train_state, loop = self._train_state, self._running
+        before = train_state.settable()
         try:
             return function(self.operator)
         finally:
-            if registration.settable() != before:
+            if train_state.settable() != before:
                 has_snapshot = loop.snapshots.step is not None
                 loop.snapshots.clear()  # the next segment takes one
                 if not has_snapshot:
@@ -381,41 +386,41 @@ class OperatorRunner(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, on CPU; of a divided one, this worker's share."""
-        self._registration.check_whole()
-        if not self._registration.ranks_in_sync:
-            self._registration.say(
+        self._train_state.check_whole()
+        if not self._train_state.ranks_in_sync:
+            self._train_state.say(
                 "ahead",
                 "The state is taken amid a step in which workers were lost, and some optimizers' "
                 "state has its update already: a trainer that loads it makes that twice.",
             )
-        state: dict[str, Any] = self._registration.to_cpu(self._running.state())
+        state: dict[str, Any] = self._train_state.to_cpu(self._running.state())
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state; the place in the data and the random numbers where it has them."""
-        registration = self._registration
-        if registration.context.in_driver:
+        train_state = self._train_state
+        if train_state.context.in_driver:
             # not pickled on its way here, and training would change the caller's tensors
             state = copy.deepcopy(state)
         check_position(state)
-        registration.check_training_state(state)
+        train_state.check_training_state(state)
         position = state.get("data") or {"epoch": state["epoch"], "offset": 0}
         generators = self._checked_generators(position.get("rng", ()))
         with contextlib.ExitStack() as undoing:
             if "operator" in state:
-                own = map_leaves(self.operator.state_dict(), registration.copy_leaf)
+                own = map_leaves(self.operator.state_dict(), train_state.copy_leaf)
                 undoing.enter_context(loading(self.operator, own, state["operator"], "operator"))
-            registration.load_training_state(state)
+            train_state.load_training_state(state)
         self._running.forget_iteration()
         self._running.forget_validation()
         if "call" in state:  # a snapshot, not a saved state: the call goes on
             self._running.join_call(state["call"])
         self._running.snapshots.clear()
         if "call" not in state:
-            registration.compare_steps(position)
-        registration.move_to(position, state.get("global_step", 0))
+            compare_steps(train_state, position)
+        train_state.move_to(position, state.get("global_step", 0))
         if generators:
-            self.set_rng_state(generators[registration.context.world_rank])
+            self.set_rng_state(generators[train_state.context.world_rank])
 
     def _checked_generators(self, generators: Any) -> Sequence[Mapping[str, Any]]:
         """Return the states of all workers' generators, if there is one for each worker.
@@ -427,7 +432,7 @@ class OperatorRunner(ABC):
         try:
             if not isinstance(generators, list | tuple):
                 raise TypeError(f"it is {generators!r}")
-            if len(generators) != self._registration.context.world_size:
+            if len(generators) != self._train_state.context.world_size:
                 return ()
             for state in generators:
                 self.set_rng_state(state)
@@ -448,30 +453,31 @@ class OperatorRunner(ABC):
         """
         if self._loop is None:
             return None
-        registration = self._registration
-        has_all = registration.ranks_in_sync and registration.context.world_size == num_workers
-        if registration.divided and not has_all:
+        train_state = self._train_state
+        has_all = train_state.ranks_in_sync and train_state.context.world_size == num_workers
+        if train_state.sharded and not has_all:
             return None
-        state: dict[str, Any] = registration.to_cpu(self._loop.state_with_call())
+        state: dict[str, Any] = train_state.to_cpu(self._loop.state_with_call())
         return state
 
     def export_replica(self) -> list[Any]:
         """Return all that this worker holds of what is divided."""
-        held: list[Any] = self._registration.to_cpu(self._registration.export_replica())
+        features = self._train_state.features
+        held: list[Any] = self._train_state.to_cpu([each.export_replica() for each in features])
         return held
 
     def _shared_state(self) -> dict[str, Any]:
         """Return what is the same on every rank, beside models and optimizers."""
-        registration = self._registration
+        train_state = self._train_state
         return {
             "operator": self.operator.state_dict(),
-            "position": registration.position(),
-            "global_step": registration.global_step,
+            "position": train_state.position(),
+            "global_step": train_state.global_step,
             "call": self._running.call_state(),
-            "fingerprint": registration.data.fingerprint(),
-            "batching": registration.data.batching(),
-            "indivisible": registration.parts.why_not,
-            "partial": registration.step.is_partial,
+            "fingerprint": train_state.data.fingerprint(),
+            "batching": train_state.data.batching(),
+            "indivisible": train_state.parts.why_not,
+            "partial": train_state.step.is_partial,
         }
 
 

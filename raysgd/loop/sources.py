@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from types import GeneratorType, MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -11,22 +12,30 @@ from raysgd.data import Dataset
 from raysgd.data.source import BatchSource, own_split
 
 if TYPE_CHECKING:
-    from raysgd.loop.registration import Registration
+    from raysgd.loop.train_state import TrainState
 
 __all__ = ["DataSources"]
 
 logger = logging.getLogger(__name__)
 
 
-class DataSources:
+class DataSources(ABC):
     """The sources of batches of one operator, by the names of their loaders."""
 
-    def __init__(self, registration: Registration) -> None:
-        self._registration = registration
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
         self._sources: dict[str, BatchSource] = {}
         self._warned: set[str] = set()
         self.trains_on = "train"
         """The name of the source whose epoch is in progress."""
+
+    @abstractmethod
+    def wrap(self, loader: Any, training: bool) -> BatchSource:
+        """Return the source of batches for a loader, or for a `Dataset` given with a call."""
+
+    def by_name(self, loader: Any) -> Mapping[str, Any]:
+        """Return several loaders by their names; a single one by the empty name."""
+        return {"": loader}
 
     def register(self, train_loader: Any, validation_loader: Any) -> None:
         """See ``register_data`` of the operator."""
@@ -38,7 +47,7 @@ class DataSources:
         given_alone = "register_data(validation_loader=...)"
         for name in [*self.validation_sources()]:
             self._sources.pop(f"validation/{name}" if name else "validation", None)
-        for name, loader in self._registration.by_name(validation_loader).items():
+        for name, loader in self.by_name(validation_loader).items():
             key = f"validation/{name}" if name else "validation"
             given = f"register_data(validation_loader={{{name!r}: ...}})" if name else given_alone
             self._sources[key] = self._wrapped(given, loader, training=False)
@@ -52,9 +61,9 @@ class DataSources:
                 f"{given}: a generator can be read once, and has no second epoch. Register an "
                 "object whose __iter__ is the generator: a class, an IterableDataset, a list."
             )
-        source = self._registration.wrap(loader, training=training)
-        if not source.partitioned_by and self._registration.settings.options.num_workers > 1:
-            self._registration.say(
+        source = self.wrap(loader, training=training)
+        if not source.partitioned_by and self._state.settings.options.num_workers > 1:
+            self._state.say(
                 given,
                 "%s: raysgd cannot partition this %s, because %s. Every worker reads all that it "
                 "gives, and num_samples counts each sample once for each worker. Let it select a "
@@ -98,10 +107,10 @@ class DataSources:
             TypeError: if it is none, or one that every worker would read whole.
         """
         found = {}
-        for name, each in self._registration.by_name(loader).items():
+        for name, each in self.by_name(loader).items():
             source = found[name] = self._wrapped("The loader", each, training=False)
             is_partitioned = source.partitioned_by not in ("", "your code")
-            if not is_partitioned and self._registration.context.world_size > 1:
+            if not is_partitioned and self._state.context.world_size > 1:
                 raise TypeError(
                     f"A {type(each).__name__} was given, which cannot be shared out: every worker "
                     "would read all of it. Give a DataLoader of a data set that has a length and "
@@ -119,13 +128,13 @@ class DataSources:
         if dataset is not None and name not in self._sources:
             for old in [key for key in self._sources if key.startswith("dataset ")]:
                 del self._sources[old]
-            source = self._registration.wrap(dataset, training=True)
+            source = self.wrap(dataset, training=True)
             # also where it equals a share, which it may do on some of the workers only
             source.set_batch_size(dataset.batch_size, follows_share=False)
             self._sources[name] = source
         changed = name != self.trains_on
         if changed:
-            self.trains_on, self._registration.offset = name, 0
+            self.trains_on, self._state.offset = name, 0
         return self.readable(name), changed
 
     def describe(self) -> dict[str, str]:
@@ -139,7 +148,7 @@ class DataSources:
 
     def warn_of_stale_ranks(self) -> None:
         """Warn of loaders that select their part by ranks of an earlier group."""
-        now = self._registration.context.world_size, self._registration.context.world_rank
+        now = self._state.context.world_size, self._state.context.world_rank
         for name, source in self._sources.items():
             then = None if source.sharded else own_split(source.loader)
             if then is None or not isinstance(then[0], int) or name in self._warned:
@@ -181,7 +190,7 @@ class DataSources:
     @property
     def keeps_global_batch(self) -> bool:
         """Whether ``config[BATCH_SIZE]`` is the size of a step to the sample."""
-        source, given = self._sources.get("train"), self._registration.settings.global_batch
+        source, given = self._sources.get("train"), self._state.settings.global_batch
         return source is not None and source.keeps_step and source.global_batch == given
 
     def release(self) -> None:
@@ -201,16 +210,16 @@ class DataSources:
 
     def enter(self) -> None:
         """Partition the data for a new generation."""
-        context, share = self._registration.context, self._registration.settings.batch_share
+        context, share = self._state.context, self._state.settings.batch_share
         for source in self._sources.values():
             source.reshard(context.world_size, context.world_rank, share)
 
     def say_what_changes(self) -> None:
         """Say, when the group is smaller for the first time, where its steps become smaller."""
-        source, size = self._sources.get("train"), self._registration.context.world_size
-        full_size = self._registration.settings.full_size or size
+        source, size = self._sources.get("train"), self._state.context.world_size
+        full_size = self._state.settings.full_size or size
         if source is not None and size < full_size and not source.keeps_step:
-            self._registration.say(
+            self._state.say(
                 "smaller",
                 "The steps become smaller with the group, which has %d of %d workers: raysgd does "
                 "not make the batches of the train loader (%s), and cannot keep the global batch "

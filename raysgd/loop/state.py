@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raysgd._internal.nested import map_leaves
 from raysgd.errors import CheckpointError
-from raysgd.loop.registration import Registration
+from raysgd.loop.train_state import TrainState
 
-__all__ = ["Snapshots", "check_position"]
+__all__ = ["Snapshots", "check_parts", "check_position", "compare_steps"]
+
+logger = logging.getLogger(__name__)
 
 
 class Snapshots:
@@ -19,9 +22,9 @@ class Snapshots:
     the CPU and to the driver happens in another thread while training goes on.
     """
 
-    def __init__(self, registration: Registration) -> None:
-        self._registration = registration
-        self._every = registration.settings.options.elastic.snapshot_every
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+        self._every = state.settings.options.elastic.snapshot_every
         # epoch, committed steps and state
         self._held: tuple[int, int, dict[str, Any]] | None = None
 
@@ -42,22 +45,22 @@ class Snapshots:
         One rank holds it for all, but for what is divided: all take a copy of that, at the same
         step, and none while some of them are a step ahead.
         """
-        registration = self._registration
-        is_holder = registration.context.world_rank == 0 or registration.divided
-        if self._every is None or not is_holder or not registration.ranks_in_sync:
+        train_state = self._state
+        is_holder = train_state.context.world_rank == 0 or train_state.sharded
+        if self._every is None or not is_holder or not train_state.ranks_in_sync:
             return
-        epoch, step = registration.epoch, registration.global_step
+        epoch, step = train_state.epoch, train_state.global_step
         if self._held is not None:
             held_epoch, held_step, _ = self._held
             due = step - held_step >= self._every if self.each_step else epoch != held_epoch
             if not due:
                 return
         try:
-            self._held = epoch, step, map_leaves(state(), registration.copy_leaf)
+            self._held = epoch, step, map_leaves(state(), train_state.copy_leaf)
         except Exception as error:
-            if not registration.parts.is_tolerable(error):
+            if not train_state.parts.is_tolerable(error):
                 raise
-            registration.say(
+            train_state.say(
                 "snapshot",
                 "There is no memory for a copy of the state, to which training would go back if "
                 "all workers were lost; it goes on without (step %d): %s",
@@ -72,7 +75,7 @@ class Snapshots:
     def get(self) -> dict[str, Any] | None:
         """Return the newest copy on CPU. Called from another thread."""
         held = self._held
-        return None if held is None else self._registration.to_cpu(held[2])
+        return None if held is None else self._state.to_cpu(held[2])
 
 
 def check_position(state: Mapping[str, Any]) -> None:
@@ -109,3 +112,63 @@ def check_position(state: Mapping[str, Any]) -> None:
     for key, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
             raise CheckpointError(f"The state's {key} must be a count, but it is {value!r}.")
+
+
+def compare_steps(state: TrainState, position: Mapping[str, Any]) -> None:
+    """Log if the steps of a loaded state had another size than they have now."""
+    now, workers = state.data.global_batch, state.settings.options.num_workers
+    then, workers_then = position.get("global_batch"), position.get("num_workers")
+    changed = now is not None and (then, workers_then) != (now, workers)
+    if not changed or state.settings.full_size is None or state.context.world_rank != 0:
+        return
+    if then is None:
+        logger.info(
+            "The state does not say for steps of how many samples it was made, as an earlier "
+            "version wrote it; steps have %d samples now.",
+            now,
+        )
+    elif then == now:
+        logger.info(
+            "The state was made with num_workers=%s and is loaded with num_workers=%d; steps "
+            "have %d samples as before.",
+            workers_then,
+            workers,
+            now,
+        )
+    else:
+        logger.warning(
+            "The state was made with steps of %d samples (num_workers=%s), and steps have %d "
+            "samples now (num_workers=%d): an epoch has another number of them, and schedulers "
+            "that count steps end elsewhere. To go on as before, register loaders with "
+            "config[BATCH_SIZE] and pass config={BATCH_SIZE: %d}.",
+            then,
+            workers_then,
+            now,
+            workers,
+            then,
+        )
+
+
+def check_parts(
+    name: str, objects: Sequence[Any], saved: Any, problem_of: Callable[[Any, Any], str]
+) -> None:
+    """Check the states of all registered models, optimizers or schedulers.
+
+    Args:
+        name: which of them.
+        objects: what is registered.
+        saved: what the state has for them.
+        problem_of: says why an object cannot take a state; nothing if it can.
+    """
+    if not isinstance(saved, list | tuple) or not all(isinstance(s, Mapping) for s in saved):
+        raise CheckpointError(f"The state's {name!r} must be a list of state dicts.")
+    if len(saved) != len(objects):
+        raise CheckpointError(
+            f"The state has {len(saved)} {name}, and the operator registered {len(objects)}."
+        )
+    for index, (own, state) in enumerate(zip(objects, saved, strict=True)):
+        if problem := problem_of(own, state):
+            raise CheckpointError(
+                f"The state is of another trainer: its {name}[{index}] does not fit the registered "
+                f"{type(own).__name__}: {problem}."
+            )

@@ -9,7 +9,11 @@ from typing import Any
 
 from raysgd.data.partition import MicroBatch
 
-__all__ = ["Step", "StepState"]
+__all__ = ["Step", "StepState", "WarmedUp"]
+
+
+class WarmedUp(BaseException):
+    """Raised when a warm-up has computed its gradients; it passes through user code."""
 
 
 class StepState(enum.Enum):
@@ -38,6 +42,8 @@ class Step:
         """MicroBatch of the current batch, or part of one, in the step."""
         self.updating: Any = None
         """The optimizer whose update has begun and not ended."""
+        self.is_warm_up = False
+        """Whether it ends when an optimizer is about to step."""
         self.is_partial = False
         """Whether a discarded step left changes that could not be restored. Then the state must
         come from another worker, the snapshot, or a checkpoint."""
@@ -77,10 +83,20 @@ class Step:
             self.state = StepState.RUNNING
 
     def begin_update(self, optimizer: Any) -> None:
-        """Note that an optimizer is about to change parameters."""
+        """Note that an optimizer is about to change parameters.
+
+        Raises:
+            WarmedUp: if this is a warm-up.
+        """
+        self.check_warm_up()
         self.updating = optimizer
         if self.state is StepState.UPDATED:
             self.state = StepState.RUNNING
+
+    def check_warm_up(self) -> None:
+        """Raise WarmedUp in a warm-up."""
+        if self.is_warm_up:
+            raise WarmedUp
 
     def end_update(self, optimizer: Any) -> None:
         """Note that an optimizer has made an update."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from raysgd.data.partition import MicroBatch
 from raysgd.data.source import BatchSource
-from raysgd.loop.registration import Registration
 from raysgd.loop.signal import Signal
+from raysgd.loop.train_state import TrainState
 
 __all__ = ["StepIterator"]
 
@@ -28,11 +28,11 @@ class StepIterator:
     make one update as well; and so it does where batches are split since memory ran out.
 
     Args:
-        registration: where the steps are counted.
+        train_state: where the steps are counted.
         source: where the batches come from.
-        batches: its batches from ``registration.offset`` on.
+        batches: its batches from ``train_state.offset`` on.
         limit: the most batches of this segment; None for the rest of the epoch.
-        steps_left: steps from ``registration.offset`` to the end of the epoch; None where unknown.
+        steps_left: steps from ``train_state.offset`` to the end of the epoch; None where unknown.
         go_on: asks all ranks whether each of them has a batch; None where that is certain.
         signal: asks it to stop or to pause.
         on_commit: called after each update.
@@ -40,7 +40,7 @@ class StepIterator:
 
     def __init__(
         self,
-        registration: Registration,
+        train_state: TrainState,
         source: BatchSource,
         batches: Iterator[Any],
         limit: int | None,
@@ -49,7 +49,7 @@ class StepIterator:
         signal: Signal,
         on_commit: Callable[[], None] | None = None,
     ) -> None:
-        self._registration = registration
+        self._train_state = train_state
         self._source = source
         self._batches = batches
         self._steps_left = steps_left
@@ -58,22 +58,22 @@ class StepIterator:
         """Batches that this segment will have; None where that is unknown."""
         self._go_on = go_on
         self._on_commit = on_commit
-        self.start_step = registration.global_step
+        self.start_step = train_state.global_step
         """Committed steps as it begins."""
         self._started = time.perf_counter()
         self._signal = signal
-        self._step = registration.step
+        self._step = train_state.step
         # of the batch under way, where it is split
         self._parts: deque[tuple[Any, MicroBatch]] = deque()
         self.batch: Any = None
         """The batch under way, all parts of it."""
         self._places: Sequence[MicroBatch] | None = None
-        registration.parts.in_use = False
+        train_state.parts.in_use = False
         self._ahead = _NOTHING
         self._exhausted = False
         self._ended = False
-        self._timers = registration.timers if registration.timers.enabled else None
-        self.start = registration.offset
+        self._timers = train_state.timers if train_state.timers.enabled else None
+        self.start = train_state.offset
         """Offset at which it begins."""
         self.paused = False
         """Whether it has ended for a pause."""
@@ -105,7 +105,7 @@ class StepIterator:
     @property
     def num_taken(self) -> int | None:
         """Samples of this worker in the batches that are committed; None where unknown."""
-        in_parts = self._registration.parts.in_use
+        in_parts = self._train_state.parts.in_use
         return self._source.num_taken(self.start, self.num_batches, in_parts)
 
     @property
@@ -131,7 +131,7 @@ class StepIterator:
     def in_parts(self) -> StepIterator:
         """Let large batches come in parts, for a loop that does not care how many there are."""
         if not self.drawn_from:
-            self._registration.parts.in_use = self._registration.parts.why_not is None
+            self._train_state.parts.in_use = self._train_state.parts.why_not is None
         return self
 
     def __next__(self) -> Any:
@@ -154,12 +154,12 @@ class StepIterator:
         self._step.draw(None if self._source.sharded else batch)
         place = self._next_place()
         self.batch = batch
-        self._parts.extend(self._registration.parts.split_batch(batch, place))
+        self._parts.extend(self._train_state.parts.split_batch(batch, place))
         return self._next_part()
 
     def _next_part(self) -> Any:
         part, place = self._parts.popleft()
-        self._registration.begin_batch(place)
+        self._train_state.begin_batch(place)
         return part
 
     def _is_at_end(self) -> bool:
@@ -182,7 +182,7 @@ class StepIterator:
                 self._commit()
         finally:
             self._note_offset()
-            self._registration.end_segment()
+            self._train_state.end_segment()
         return lost
 
     def fail(self) -> list[Any]:
@@ -192,7 +192,7 @@ class StepIterator:
         """
         lost = [] if self._step.is_updated else self._give_up()
         self.finish()
-        self._registration.roll_back()
+        self._train_state.roll_back()
         return lost
 
     def _give_up(self) -> list[Any]:
@@ -200,7 +200,7 @@ class StepIterator:
         lost = self._step.batches + ([] if self._ahead is _NOTHING else [self._ahead])
         self._ahead = _NOTHING
         self._forget_batch()
-        self._registration.roll_back()
+        self._train_state.roll_back()
         return lost
 
     def _forget_batch(self) -> None:
@@ -208,13 +208,13 @@ class StepIterator:
         self.batch = None
 
     def _next_place(self) -> MicroBatch:
-        registration, position = self._registration, len(self._step.batches) - 1
+        train_state, position = self._train_state, len(self._step.batches) - 1
         if position == 0:
-            size = registration.accumulation_steps
+            size = train_state.accumulation_steps
             left = None if self.total_batches is None else self.total_batches - self.num_batches
             self._planned = size if left is None else min(size, left)
             self._places = self._source.places(
-                self._offset(), self._planned, registration.parts.in_use
+                self._offset(), self._planned, train_state.parts.in_use
             )
         if self._places is not None:
             return self._places[position]
@@ -248,12 +248,12 @@ class StepIterator:
 
     def _check_length(self) -> None:
         """Refuse a loader that ends early if the other workers rely on its length."""
-        registration = self._registration
-        if self._steps_left is None or registration.context.world_size == 1:
+        train_state = self._train_state
+        if self._steps_left is None or train_state.context.world_size == 1:
             return
         taken = self.num_batches + len(self._step.batches)
         raise RuntimeError(
-            f"The train loader of worker {registration.context.world_rank} ended after {taken} "
+            f"The train loader of worker {train_state.context.world_rank} ended after {taken} "
             f"of {self._steps_left} batches, and the other workers would wait for it. Correct its "
             "__len__, or leave that out. If its data set raises StopIteration, raise another error."
         )
@@ -262,12 +262,12 @@ class StepIterator:
         return self._source.offset_after(self.start, self.num_batches)
 
     def _note_offset(self) -> None:
-        self._registration.offset = self._offset()
+        self._train_state.offset = self._offset()
 
     def _commit(self) -> None:
         num_steps = self._step.place.step + 1
         try:
-            self._registration.commit(num_steps)
+            self._train_state.commit(num_steps)
         finally:
             if not self._step.is_open:  # else it is no update
                 self._forget_batch()

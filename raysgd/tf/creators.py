@@ -84,7 +84,7 @@ class CreatorOperator(TrainingOperator):
         if not self._given:
             return super().train_epoch(iterator, info, num_steps, epoch_idx)
         if self._callbacks is None:
-            kind = self._registration.keras.callbacks.CallbackList
+            kind = self._train_state.keras.callbacks.CallbackList
             self._callbacks = kind(list(self._given), model=self.model)
             self._callbacks.on_train_begin()
         # that of fit(): endless data are in their first epoch for ever
@@ -108,7 +108,7 @@ class CreatorOperator(TrainingOperator):
         """Train as the default does, and call the Keras callbacks of ``fit_config``."""
         if not self._given:
             return super().train_batch(batch, batch_info)
-        place = self._registration.place
+        place = self._train_state.step.place
         if place.position == 0:
             self._callbacks.on_train_batch_begin(batch_info["batch_idx"])
         result = super().train_batch(batch, batch_info)

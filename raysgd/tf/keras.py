@@ -15,6 +15,7 @@ __all__ = [
     "flavor_of",
     "is_keras_model",
     "kerases",
+    "loss_scale_of",
     "named_arrays",
     "overrides",
     "policy_name",
@@ -23,6 +24,7 @@ __all__ = [
     "set_arrays",
     "set_policy",
     "tf_variable",
+    "variables_of",
 ]
 
 
@@ -133,3 +135,21 @@ def scaled_optimizer(keras: Any, optimizer: Any, use_fp16: bool | str) -> Any:
     if policy_name(use_fp16) != "mixed_float16" or isinstance(optimizer, scales):
         return optimizer
     return scales(optimizer)
+
+
+def variables_of(thing: Any) -> list[Any]:
+    """Return all variables of a model or an optimizer, its learning rate among them."""
+    if is_keras_model(thing):
+        return list(thing.weights)
+    variables = list(thing.variables)
+    inner = getattr(thing, "inner_optimizer", None)
+    rate = getattr(inner or thing, "_learning_rate", None)
+    if isinstance(rate, tf.Variable) and not any(rate is v for v in variables):
+        variables.append(rate)  # tf_keras does not list it
+    return variables
+
+
+def loss_scale_of(optimizer: Any) -> list[Any]:
+    """Return the variables of float16's scale that tf_keras does not list among the optimizer's."""
+    scale: Any = getattr(optimizer, "_loss_scale", None)
+    return [scale.current_loss_scale, scale.counter] if hasattr(scale, "counter") else []

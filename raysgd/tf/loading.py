@@ -248,9 +248,9 @@ class DatasetSource(BatchSource):
         """Return how many samples lie between two offsets of the epoch that was read last."""
         return sum(self._sizes.get(index, 0) for index in range(start, stop))
 
-    def agree_on_order(self, epoch: int, offset: int, registration: Any) -> None:
+    def agree_on_order(self, epoch: int, offset: int, train_state: Any) -> None:
         """See that all workers read one order: some may have begun more iterations than others."""
-        order = -registration.minimum(-self._next_order(epoch, offset))
+        order = -train_state.minimum(-self._next_order(epoch, offset))
         self._iterate(order, epoch)
 
     def places(self, offset: int, num_steps: int, in_parts: bool) -> Sequence[MicroBatch]:

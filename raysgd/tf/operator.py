@@ -22,7 +22,7 @@ from raysgd.loop.operator_base import OperatorBase, checked_metrics, with_logged
 from raysgd.metrics import NUM_SAMPLES
 
 if TYPE_CHECKING:
-    from raysgd.tf.registration import KerasRegistration
+    from raysgd.tf.train_state import KerasTrainState
 
 __all__ = ["TrainingOperator"]
 
@@ -44,11 +44,11 @@ class TrainingOperator(OperatorBase):
     The models may be Keras 3's or tf_keras's, on one worker and on several.
     """
 
-    _registration: KerasRegistration
+    _train_state: KerasTrainState
 
-    def __init__(self, config: Mapping[str, Any], registration: KerasRegistration) -> None:
+    def __init__(self, config: Mapping[str, Any], train_state: KerasTrainState) -> None:
         super().__init__(config)
-        self._registration = registration
+        self._train_state = train_state
 
     # ---- what users override
 
@@ -79,8 +79,8 @@ class TrainingOperator(OperatorBase):
             Metrics by name. Numbers are averaged over the workers, weighted by ``num_samples``.
         """
         if num_steps is None:
-            self._registration.check_end()
-        meters = self._registration.new_meters()
+            self._train_state.data.check_end()
+        meters = self._new_meters()
         for batch in self._in_parts(iterator):
             batch_info = self._batch_info(info, meters.num_batches, epoch_idx)
             with self._collecting_logged() as logged:
@@ -107,13 +107,13 @@ class TrainingOperator(OperatorBase):
         self._check_single()
         self._check_own_steps("train_batch")
         self._criterion()
-        parts = self._registration.unpacked(batch, training=True)
+        parts = self._train_state.unpacked(batch, training=True)
         loss, output, masks = self.minimize(self._loss_and_output, *parts)
         _, target, weights = parts
         return {
             "train_loss": loss,
             NUM_SAMPLES: _length(parts),
-            **self._registration.measured("train", target, _masked(output, masks), weights),
+            **self._train_state.measured("train", target, _masked(output, masks), weights),
         }
 
     def validate(
@@ -123,9 +123,9 @@ class TrainingOperator(OperatorBase):
 
         The numbers of batches may differ between workers: nothing here may communicate.
         """
-        meters = self._registration.new_meters()
+        meters = self._new_meters()
         for batch_idx, batch in enumerate(val_iterator):
-            batch_info = self._batch_info(info, batch_idx, self._registration.epoch)
+            batch_info = self._batch_info(info, batch_idx, self._train_state.epoch)
             with self._collecting_logged() as logged:
                 metrics = self.validate_batch(batch, batch_info)
             metrics = _plain(with_logged(logged, metrics))
@@ -147,7 +147,7 @@ class TrainingOperator(OperatorBase):
 
         self._check_own_steps("validate_batch")
         self._criterion()
-        parts = self._registration.unpacked(batch, training=False)
+        parts = self._train_state.unpacked(batch, training=False)
         with self.timers.record("eval_fwd"):
             loss, output, masks = self.run(self._evaluated, *parts)
         batch_info["output"] = output = _masked(output, masks)
@@ -156,7 +156,7 @@ class TrainingOperator(OperatorBase):
         share = accuracy(target, output)
         if share is not None:
             metrics["val_accuracy"] = share
-        return metrics | self._registration.measured("val", target, output, weights)
+        return metrics | self._train_state.measured("val", target, output, weights)
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         """Return what ``trainer.predict`` returns of a batch.
@@ -171,13 +171,13 @@ class TrainingOperator(OperatorBase):
             dict or tuple of them.
         """
         self._check_own_steps("predict_batch")
-        features, _, _ = self._registration.unpacked(batch, training=False)
+        features, _, _ = self._train_state.unpacked(batch, training=False)
         return self.run(self._predicted, features)
 
     def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Yield what `predict_batch` returns for each batch, with arrays in place of tensors."""
         for batch_idx, batch in enumerate(iterator):
-            batch_info = self._batch_info(None, batch_idx, self._registration.epoch)
+            batch_info = self._batch_info(None, batch_idx, self._train_state.epoch)
             output = self.predict_batch(batch, batch_info)
             yield map_leaves(output, lambda x: x.numpy() if hasattr(x, "numpy") else x)
 
@@ -228,7 +228,10 @@ class TrainingOperator(OperatorBase):
             NotImplementedError: if the model has a ``train_step``, ``test_step`` or
                 ``compute_metrics`` of its own, which the operator would not call.
         """
-        found = self._registration.register(models, optimizers, criterion, metrics, class_weight)
+        from raysgd.tf.registration import register
+
+        state = self._train_state
+        found = register(state, models, optimizers, criterion, metrics, class_weight)
         if _is_default(self, "train_epoch", "train_batch"):
             self._check_own_steps("train_batch")
         if _is_default(self, "validate", "validate_batch"):
@@ -257,8 +260,9 @@ class TrainingOperator(OperatorBase):
             batch_size: samples of a worker's batch of arrays; None: ``config[BATCH_SIZE]``, or 32.
             shuffle: whether to shuffle arrays anew for each epoch of training.
         """
-        self._registration.batch_size, self._registration.shuffle = batch_size, shuffle
-        self._registration.register_data(train_loader, validation_loader)
+        data = self._train_state.data
+        data.batch_size, data.shuffle = batch_size, shuffle
+        data.register(train_loader, validation_loader)
 
     def minimize(
         self,
@@ -283,22 +287,20 @@ class TrainingOperator(OperatorBase):
         Returns:
             What `loss_of` returned.
         """
-        registration, timers = self._registration, self.timers
+        train_state, timers = self._train_state, self.timers
         optimizer = self._the_only("optimizer") if optimizer is None else optimizer
         models = [self._the_only("model")] if model is None else model
         models = models if isinstance(models, list | tuple) else [models]
         variables = [variable for each in models for variable in each.trainable_variables]
         with timers.record("grad"):
-            result, gradients = registration.engine.gradients(
-                loss_of, tensors, optimizer, variables
-            )
+            result, gradients = train_state.engine.gradients(loss_of, tensors, optimizer, variables)
         with timers.record("apply"):
-            registration.update(optimizer, gradients, variables)
+            train_state.optimization.update(optimizer, gradients, variables)
         return result
 
     def run(self, function: Callable[..., Any], *tensors: Any) -> Any:
         """Run a function of tensors in a graph, without an update."""
-        return self._registration.engine.call(function, tensors)
+        return self._train_state.engine.call(function, tensors)
 
     @property
     def strategy(self) -> Any:
@@ -310,7 +312,7 @@ class TrainingOperator(OperatorBase):
     # ---- helpers
 
     def _the_only(self, what: str) -> Any:
-        held = self._registration.models if what == "model" else self._registration.optimizers
+        held = self._train_state.models if what == "model" else self._train_state.optimizers
         if len(held) != 1:
             raise RuntimeError(
                 f"{type(self).__name__} registered {len(held)} {what}s: pass minimize({what}=...)."
@@ -321,7 +323,7 @@ class TrainingOperator(OperatorBase):
         """Refuse models with a step of their own, which the default `method` does not call."""
         from raysgd.tf.keras import overrides
 
-        for model in self._registration.models:
+        for model in self._train_state.models:
             for name in _STEPS[method]:
                 if overrides(model, name):
                     raise NotImplementedError(
@@ -334,13 +336,13 @@ class TrainingOperator(OperatorBase):
     def _criterion(self) -> None:
         """See that there is a loss: one that the operator sets itself, if none was registered."""
         own = getattr(self, "criterion", None)
-        if not self._registration.needs_criterion:
+        if not self._train_state.needs_criterion:
             return
         if own is None:
             self._default("criterion")
         from raysgd.tf.losses import loss_function
 
-        self._registration.criterion = loss_function(self._registration.keras, own)
+        self._train_state.criterion = loss_function(self._train_state.keras, own)
 
     def _loss_and_output(self, features: Any, target: Any, weights: Any) -> Any:
         return self._forward(features, target, weights, training=True)
@@ -353,7 +355,7 @@ class TrainingOperator(OperatorBase):
         model = self._the_only("model")
         output = model(features, training=training)
         given = (features, target, output, weights)
-        loss = self._registration.total_loss(model, *given, training=training)
+        loss = self._train_state.total_loss(model, *given, training=training)
         masks = map_leaves(output, lambda tensor: getattr(tensor, "_keras_mask", None))
         return loss, output, masks
 

@@ -14,9 +14,9 @@ def inspect(operator: Any) -> tuple[bool, list[float | None]]:
 
     Runs on a worker, after ``setup``. A rate that follows a schedule is None.
     """
-    registration = operator._registration
-    return registration.data.has("validation"), [
-        _rate(optimizer) for optimizer in registration.optimizers
+    train_state = operator._train_state
+    return train_state.data.has("validation"), [
+        _rate(optimizer) for optimizer in train_state.optimizers
     ]
 
 

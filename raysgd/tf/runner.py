@@ -50,7 +50,8 @@ class TFRunner(OperatorRunner):
             import tensorflow as tf
 
             from raysgd.tf.communication import communication_of
-            from raysgd.tf.registration import TFSettings, build_operator
+            from raysgd.tf.registration import build_operator
+            from raysgd.tf.train_state import TFSettings
 
         options = self._options
         if not (context.in_driver or options.use_horovod):
@@ -84,14 +85,14 @@ class TFRunner(OperatorRunner):
         """Return what makes the models anew in another process."""
         from raysgd.tf.keras import portable
 
-        with self._registration.validating():
-            return [portable(model) for model in self._registration.models]
+        with self._train_state.evaluating():
+            return [portable(model) for model in self._train_state.models]
 
 
 def weights(operator: Any) -> list[dict[str, Any]]:
     """Return the models' weights as arrays; runs on a worker."""
-    with operator._registration.validating():
-        models: list[dict[str, Any]] = operator._registration.training_state()["models"]
+    with operator._train_state.evaluating():
+        models: list[dict[str, Any]] = operator._train_state.training_state()["models"]
     return models
 
 

@@ -40,7 +40,7 @@ def set_rate(rate: float) -> functools.partial[None]:
 
 
 def _set_rate(rate: float, operator: Any) -> None:
-    for optimizer in operator._registration.optimizers:
+    for optimizer in operator._train_state.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate
 

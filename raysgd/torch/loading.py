@@ -35,7 +35,7 @@ from raysgd.torch.seeding import seeded
 from raysgd.torch.tensor_dataset import rows_of
 
 if TYPE_CHECKING:
-    from raysgd.torch.registration import TorchRegistration
+    from raysgd.torch.train_state import TorchTrainState
 
 __all__ = [
     "Order",
@@ -250,13 +250,13 @@ class ShardedLoader(PartitionedSource):
         data = bytes_of(self._order_of(epoch))
         return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") % 2**62
 
-    def agree_on_order(self, epoch: int, offset: int, registration: TorchRegistration) -> None:
+    def agree_on_order(self, epoch: int, offset: int, train_state: TorchTrainState) -> None:
         """See that all workers share out one order: a user's sampler or generator may differ.
 
         Raises:
             RuntimeError: if their orders differ, and have done so from the beginning.
         """
-        rank, size = registration.context.world_rank, registration.context.world_size
+        rank, size = train_state.context.world_rank, train_state.context.world_size
         if size == 1:
             self._orders_agreed = True  # with who joins later, whose sampler begins anew
             return
@@ -264,13 +264,13 @@ class ShardedLoader(PartitionedSource):
         digest = self.order_digest(epoch)
         if digest is None:
             return
-        if registration.minimum(digest) != -registration.minimum(-digest):
-            if registration.minimum(-int(self._orders_agreed)) == 0:
+        if train_state.minimum(digest) != -train_state.minimum(-digest):
+            if train_state.minimum(-int(self._orders_agreed)) == 0:
                 raise orders_differ(epoch, self.order_sampler, "the trainer")
             # the orders were the same before: the sampler of a worker that has joined since has
             # drawn less often
-            leader = registration.minimum(rank if was_drawn else size) % size
-            order = registration.from_rank(lambda: self._order_of(epoch), leader)
+            leader = train_state.minimum(rank if was_drawn else size) % size
+            order = train_state.from_rank(lambda: self._order_of(epoch), leader)
             self._order = (self._seed, epoch), order
         self._orders_agreed = True
 

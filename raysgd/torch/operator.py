@@ -39,9 +39,9 @@ from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.ddp import plain
 from raysgd.torch.optimization import as_count
 from raysgd.torch.out_of_memory import ran_out_of_memory
-from raysgd.torch.register_checks import needs_metric
-from raysgd.torch.registration import OperatorSettings, TorchRegistration
+from raysgd.torch.registration import register
 from raysgd.torch.to_device import moved
+from raysgd.torch.train_state import OperatorSettings, TorchTrainState
 
 if TYPE_CHECKING:
     from raysgd.torch.interop.creators import CreatorOperator
@@ -79,7 +79,7 @@ class TrainingOperator(OperatorBase):
 
     def __init__(self, config: Mapping[str, Any], settings: OperatorSettings | None = None) -> None:
         super().__init__(config)
-        self._registration: TorchRegistration = TorchRegistration(settings or OperatorSettings())
+        self._train_state: TorchTrainState = TorchTrainState(settings or OperatorSettings())
         # why the last batch had no accuracy; None once that was said
         self._no_accuracy: str | None = ""
 
@@ -118,9 +118,9 @@ class TrainingOperator(OperatorBase):
         """
         self.train_mode(True)
         # an override that calls this may not know it
-        epoch_idx = epoch_idx or self._registration.epoch
+        epoch_idx = epoch_idx or self._train_state.epoch
         given = {name: value for name, value in (info or {}).items() if name not in _INFO_KEYS}
-        registration, meters = self._registration, self._registration.new_meters()
+        train_state, meters = self._train_state, self._new_meters()
         per_batch = self.scheduler_step_freq == "batch"
         for batch in self._in_parts(iterator):
             batch_info = self._batch_info(info, meters.num_batches, epoch_idx)
@@ -130,13 +130,13 @@ class TrainingOperator(OperatorBase):
                     metrics = self.train_batch(batch, batch_info)
                 self._measure(meters, with_logged(logged, metrics))
             except BaseException as error:
-                if per_batch and registration.step.is_updated:
+                if per_batch and train_state.step.is_updated:
                     self.step_schedulers()  # the step counts as done
                 self._note_batch(error, "train_batch", batch)
                 raise
-            if per_batch and registration.place.is_last:
+            if per_batch and train_state.step.place.is_last:
                 self.step_schedulers()
-        if self.scheduler_step_freq == "epoch" and self._registration.epoch_is_over():
+        if self.scheduler_step_freq == "epoch" and self._epoch_is_over():
             self.step_schedulers()
         return meters.summary()
 
@@ -202,7 +202,7 @@ class TrainingOperator(OperatorBase):
         return None
 
     def _count_items(self, batch: Any, num_samples: int) -> float | None:
-        self._registration.optimization.group.samples = num_samples
+        self._train_state.optimization.group.samples = num_samples
         count = type(self).num_items  # an attribute of that name may be something else
         # whether workers communicate must not depend on the batch
         if count is TrainingOperator.num_items:
@@ -227,10 +227,10 @@ class TrainingOperator(OperatorBase):
         The numbers of batches may differ between workers: nothing here may communicate.
         """
         self.train_mode(False)
-        meters = self._registration.new_meters()
+        meters = self._new_meters()
         with torch.no_grad():
             for batch_idx, batch in enumerate(val_iterator):
-                batch_info = self._batch_info(info, batch_idx, self._registration.epoch)
+                batch_info = self._batch_info(info, batch_idx, self._train_state.epoch)
                 with (
                     self._explaining(self.validate_batch, batch),
                     self._collecting_logged() as logged,
@@ -316,9 +316,9 @@ class TrainingOperator(OperatorBase):
         """Yield what `predict_batch` returns for each batch."""
         self.train_mode(False)
         for batch_idx, batch in enumerate(iterator):
-            info = self._batch_info(None, batch_idx, self._registration.epoch)
+            info = self._batch_info(None, batch_idx, self._train_state.epoch)
             with self._explaining(self.predict_batch, batch):
-                output = self._registration.to_cpu(self.predict_batch(batch, info))
+                output = self._train_state.to_cpu(self.predict_batch(batch, info))
             yield output
 
     def state_dict(self) -> dict[str, Any]:
@@ -338,7 +338,7 @@ class TrainingOperator(OperatorBase):
         with contextlib.suppress(Exception):  # classes of the user's may refuse
             kind = type(self).__name__
             error.add_note(f"This was in {kind}.{method}, with the batch {shapes_of(batch)}.")
-            number = self._registration.parts.split if method == "train_batch" else 1
+            number = self._train_state.parts.split if method == "train_batch" else 1
             if number > 1:
                 error.add_note(f"Memory ran out before: batches are in {number} parts since then.")
 
@@ -426,7 +426,8 @@ class TrainingOperator(OperatorBase):
                 fewer than 1 accumulation step, a norm that is not above 0 and finite, no such
                 argument of ``torch.compile``, or sharding with what it does not work with.
         """
-        returned = self._registration.register(
+        returned = register(
+            self._train_state,
             models,
             optimizers,
             None if criterion is _NOT_GIVEN else criterion,
@@ -470,7 +471,7 @@ class TrainingOperator(OperatorBase):
         Raises:
             TypeError: if one is not iterable, or a DataLoader over a generator.
         """
-        self._registration.register_data(train_loader, validation_loader)
+        self._train_state.data.register(train_loader, validation_loader)
 
     @classmethod
     def from_creators(
@@ -533,14 +534,14 @@ class TrainingOperator(OperatorBase):
 
         A model without trainable parameters keeps the mode that it had at `register` in training.
         """
-        self._registration.set_mode(training)
+        self._train_state.set_mode(training)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context for forward pass and loss, in which they run in mixed precision.
 
         It does nothing where the trainer has ``use_fp16=False``. Leave it before `backward`.
         """
-        return self._registration.optimization.precision.autocast()
+        return self._train_state.optimization.precision.autocast()
 
     def backward(self, loss: torch.Tensor, num_samples: float | torch.Tensor | None = None) -> None:
         """Compute the gradients of `loss`, scaled and weighted as precision and accumulation ask.
@@ -562,7 +563,7 @@ class TrainingOperator(OperatorBase):
             ValueError: if it is below 0 or infinite, or, with gradient accumulation, not that of
                 another loss of the batch.
         """
-        self._registration.optimization.backward(loss, num_samples)
+        self._train_state.optimization.backward(loss, num_samples)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Update with the gradients that `backward` computed, and zero them.
@@ -584,7 +585,7 @@ class TrainingOperator(OperatorBase):
             RuntimeError: if, with gradient accumulation, it is stepped twice in a batch, or the
                 last batch of a group had no `backward`.
         """
-        return self._registration.optimization.step(optimizer)
+        return self._train_state.optimization.step(optimizer)
 
     def unwrapped(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module as you made it, with one worker as with several.
@@ -603,16 +604,7 @@ class TrainingOperator(OperatorBase):
 
         One that the trainer's `monitor` steps is left out.
         """
-        if not self._registration.place.ends_step:
-            return
-        if self._registration.place.is_last:
-            self._registration.optimization.check_complete()  # else the step is no step
-        monitors = self._registration.settings.options.monitor is not None
-        with self._registration.optimization.tolerating_a_skipped_step():
-            for scheduler in self._registration.schedulers:
-                if not (monitors and needs_metric(scheduler)):
-                    scheduler.step()
-        self._registration.schedules.note()
+        self._train_state.schedules.step()
 
     def to_device(self, batch: Any) -> Any:
         """Return `batch` with its tensors, also nested ones, on this worker's device.
@@ -626,7 +618,7 @@ class TrainingOperator(OperatorBase):
     @property
     def device(self) -> torch.device:
         """This worker's device."""
-        return self._registration.settings.device
+        return self._train_state.settings.device
 
     @property
     def device_ids(self) -> list[int] | None:
@@ -641,17 +633,17 @@ class TrainingOperator(OperatorBase):
     @property
     def use_fp16_native(self) -> bool:
         """Whether mixed precision is that of ``torch.amp``."""
-        return self._registration.settings.options.use_fp16 is True
+        return self._train_state.settings.options.use_fp16 is True
 
     @property
     def use_fp16_apex(self) -> bool:
         """Whether mixed precision is that of NVIDIA Apex."""
-        return self._registration.settings.options.use_fp16 == "apex"
+        return self._train_state.settings.options.use_fp16 == "apex"
 
     @property
     def scheduler_step_freq(self) -> str | None:
         """When schedulers step: "batch", "epoch", "manual", or None."""
-        return self._registration.settings.options.scheduler_step_freq
+        return self._train_state.settings.options.scheduler_step_freq
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_amp", "_amp_scaler"):  # what older loops scale their losses with

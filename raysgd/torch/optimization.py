@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import math
 import numbers
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.data.partition import MicroBatch
-from raysgd.loop.micro_batches import MicroBatches
-from raysgd.loop.registration import WarmedUp
-from raysgd.loop.step import Step
-from raysgd.torch.interop.horovod import HorovodExchange
+from raysgd.loop.feature import StepFeature
 from raysgd.torch.precision import Precision
 
-__all__ = ["Group", "Optimization", "as_count"]
+if TYPE_CHECKING:
+    from raysgd.torch.train_state import TorchTrainState
+
+__all__ = ["Group", "Optimization", "as_count", "has_gradients"]
 
 _CLOSURE = (
     "optimizer_step() cannot step {0}, which calls the model several times itself. Override "
@@ -177,7 +174,7 @@ def as_count(given: Any, source: str = "backward(num_samples={})") -> float:
     return float(value)
 
 
-class Optimization:
+class Optimization(StepFeature):
     """Makes the updates of one operator.
 
     Batches come in groups of ``accumulation_steps``, and large ones in parts; the last of a group
@@ -185,151 +182,78 @@ class Optimization:
     iterator each batch is a group of its own.
 
     Args:
+        state: what is trained.
         precision: how a step computes.
-        parts: learns why batches must not come in parts.
-        step: the step in progress.
     """
 
-    def __init__(self, precision: Precision, parts: MicroBatches, step: Step) -> None:
+    def __init__(self, state: TorchTrainState, precision: Precision) -> None:
+        self._state = state
         self.precision = precision
-        self._step = step
-        self._parts = parts
+        self._step = state.step
         self.group = Group()
-        self.accumulation_steps = 1
-        self.max_grad_norm: float | None = None
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._models: list[torch.nn.Module] = []
-        self._with_gradients: set[int] = set()
-        self._has_committed = False
-        self._asked: set[int] = set()
         self._aside: dict[torch.nn.Parameter, torch.Tensor] = {}
         # gradients of earlier batches that were put back, until their optimizer steps
         self._returned: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._versions: dict[torch.nn.Parameter, int] = {}
+        self._asked: set[int] = set()
         self._seen: dict[int, list[tuple[int, int]]] = {}
-        self.makes_updates = True
-        """False in a warm-up, which ends when an optimizer is about to step."""
         self._in_group = False
         self.in_helper = False
         """Whether an optimizer steps by the helper, which zeroes its gradients then."""
         self._has_stepped = False
         self._used = False
-        self._scheduled = False
         self._checks_steps = False
+        self._gradients: tuple[Any, torch.Tensor] | None = None
         self.rows: Callable[[Any], Any] = lambda parameters: parameters
         """Of parameters, what has the gradients that this worker holds of them."""
         self.whole_norm: Callable[[torch.Tensor], torch.Tensor] = lambda norm: norm
         """From the norm of these, that of all workers'."""
         self.sums_each_batch = False
         """Whether each batch's gradients are summed over the workers, also within a group."""
-        self.mean_over_workers: Callable[[float], float] = lambda count: count
+        self.mean_over_workers = state.mean_over_workers
         """Returns the mean of a number over the workers that average their gradients."""
-        self.measures_norms = False
-        """Whether steps note the norm of their gradients, as it is before these are clipped."""
-        self.norms: dict[int, torch.Tensor] = {}
-        """The newest of them, by the ids of the optimizers."""
-        self.exchanges: dict[int, HorovodExchange] = {}
-        """Of Horovod, by the ids of the optimizers; without it there are none."""
 
-    def register(
-        self,
-        optimizers: list[torch.optim.Optimizer],
-        accumulation_steps: Any,
-        max_grad_norm: Any,
-        may_come_in_parts: bool = False,
-    ) -> None:
-        """Take over what ``register`` was given, and whether batches may come in parts."""
-        if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int):
-            raise TypeError(
-                f"register(gradient_accumulation_steps={accumulation_steps!r}): must be an int."
-            )
-        if accumulation_steps < 1:
-            raise ValueError(
-                f"register(gradient_accumulation_steps={accumulation_steps}): must be at least 1."
-            )
-        if max_grad_norm is not None:
-            if isinstance(max_grad_norm, bool) or not isinstance(max_grad_norm, int | float):
-                raise TypeError(
-                    f"register(max_grad_norm={max_grad_norm!r}): must be a number or None."
-                )
-            if not 0 < max_grad_norm < math.inf:
-                raise ValueError(
-                    f"register(max_grad_norm={max_grad_norm!r}): must be above 0 and finite."
-                )
-        self.accumulation_steps, self.max_grad_norm = accumulation_steps, max_grad_norm
-        self._optimizers = optimizers
-        for optimizer in optimizers:
-            optimizer.register_step_post_hook(self._on_step)
-        if (
-            accumulation_steps > 1
-            or max_grad_norm is not None
-            or self.precision.scales
-            or may_come_in_parts
-        ):
-            self._checks_steps = True
+    @property
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return self._state.optimizers
 
     def begin(self) -> None:
         """Follow steps from now on: after all other hooks of `register`, which may refuse one."""
+        if (steps := self._state.accumulation_steps) > 1:
+            self.needs_helper = f"gradient_accumulation_steps={steps}"
+        may_come_in_parts = (self._state.settings.full_size or 1) > 1
+        self._checks_steps = self.precision.scales or may_come_in_parts
+        self._checks_steps |= any(feature.needs_helper for feature in self._state.features)
         for optimizer in self._optimizers:
             optimizer.register_step_pre_hook(self._begin_update)
 
     # ---- batches
 
-    def begin_batch(self, models: list[torch.nn.Module], place: MicroBatch) -> None:
-        """Begin a batch of a group, or a part of one."""
+    def begin_batch(self, place: MicroBatch) -> None:
         self._checks_steps = self._checks_steps or place.is_part
         self._has_stepped = False
         if (
             place.position > 0
             and place.is_part
             and not self._used
-            and any(map(_has_gradients, self._optimizers))
+            and any(map(has_gradients, self._optimizers))
         ):
             self._refuse_parts("train_batch does not call self.backward(loss)")
         self.group.begin(place)
-        if place.position == 0:
-            for exchange in self.exchanges.values():
-                exchange.expect(place.planned)
-        if self.accumulation_steps == 1 and not place.is_part:
+        if self._state.accumulation_steps == 1 and not place.is_part:
             return
         self._in_group = True
-        self._models = models
-        self._exchange(place.is_last)
         self._asked.clear()
         self._seen.clear()
         if self.group.holds:
             for optimizer in self._optimizers:
                 self._set_aside(optimizer)
 
-    def _exchange(self, wanted: bool) -> None:
-        """Say whether DistributedDataParallel exchanges gradients in what follows.
-
-        It asks in the forward pass as well as in the backward pass, so that a whole batch has to
-        be one or the other, as with its ``no_sync``.
-        """
-        for model in self._models:
-            if isinstance(model, DistributedDataParallel):
-                model.require_backward_grad_sync = wanted
-
     def _begin_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self.makes_updates:
-            raise WarmedUp
+        self._step.check_warm_up()
         if self._checks_steps:
             self._check_step(optimizer)
         self._step.begin_update(optimizer)
-
-    def idle(self) -> list[str]:
-        """Name the optimizers that have never made an update although batches were trained."""
-        if not self._has_committed:
-            return []  # batches of a loop's own
-        return [
-            f"optimizers[{index}] ({type(optimizer).__name__})"
-            for index, optimizer in enumerate(self._optimizers)
-            # one that zeroes its gradients as it steps has a state, most likely
-            if id(optimizer) not in self._with_gradients
-            and not optimizer.state
-            and any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
-        ]
 
     def check_complete(self) -> None:
         """Check that no gradients are left over at the end of a group.
@@ -348,27 +272,19 @@ class Optimization:
     def _has_updated(self) -> bool:
         return any(map(self._step.num_updates, self._optimizers))
 
-    def commit(self) -> None:
-        """Close a group whose update is done."""
-        self._has_committed = True
-        self.precision.commit()
+    def before_commit(self) -> None:
+        self.check_complete()
         if self._used and len(self._optimizers) > 1 and self._has_updated():
             # one loss may leave gradients in the parameters of another's optimizer; where nothing
             # stepped, a loop accumulates them by itself
             self._zero_gradients()
+
+    def commit(self) -> None:
         self._reset()
 
     def roll_back(self) -> None:
-        """Drop the gradients of a step that is discarded."""
-        self.precision.abandon()
-        for exchange in self.exchanges.values():
-            exchange.abandon()
         self._zero_gradients()
         self._reset()
-
-    def end(self) -> None:
-        """Let models exchange gradients again in whatever follows a segment of training."""
-        self._exchange(True)
 
     def _reset(self) -> None:
         self._asked.clear()
@@ -418,15 +334,14 @@ class Optimization:
         """See :meth:`TrainingOperator.optimizer_step`."""
         if _needs_closure(type(optimizer).step):
             raise TypeError(_CLOSURE.format(type(optimizer).__name__))
-        if not self.makes_updates:
-            raise WarmedUp
+        self._step.check_warm_up()
         self._has_stepped = True
         if self._in_group:
             self._check_asked_once(optimizer)
             self._check_unchanged(optimizer)
         elif self._step.num_updates(optimizer):
             self._refuse_parts("train_batch steps an optimizer twice")
-        if self._in_group and not self.group.has_backward and _has_gradients(optimizer):
+        if self._in_group and not self.group.has_backward and has_gradients(optimizer):
             self._refuse_parts("train_batch does not call self.backward(loss)")
             raise RuntimeError(
                 "optimizer_step() got gradients that are not of self.backward(loss), and would "
@@ -443,37 +358,40 @@ class Optimization:
                 "for its last batch: the workers exchange gradients in that one. Call it for "
                 "every batch."
             )
-        self.in_helper = True
+        self.in_helper, self._gradients = True, None
         try:
-            if (exchange := self.exchanges.get(id(optimizer))) is not None:
-                exchange.synchronize()
-            if self.max_grad_norm is not None or self.measures_norms:
-                self.precision.unscale(optimizer)
-                parameters = self.rows(self.precision.parameters(optimizer))
-                gradients = [p.grad for p in parameters if p.grad is not None]
-                norm = self.whole_norm(torch.nn.utils.get_total_norm(gradients))
-                if self.max_grad_norm is not None:
-                    torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
-                if self.measures_norms:
-                    self.norms[id(optimizer)] = norm
-            self._note_gradients(optimizer)  # which a divided optimizer drops as it steps
+            for feature in self._state.features:
+                feature.before_update(optimizer)
             before = self._step.num_updates(optimizer)
             self.precision.step(optimizer)
         finally:
-            self.in_helper = False
+            self.in_helper, self._gradients = False, None
         if self._step.num_updates(optimizer) == before:  # an overflow made the precision skip it
-            self._on_step(optimizer)
+            self.end_update(optimizer)
         optimizer.zero_grad(set_to_none=True)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._returned.pop(parameter, None)
         return True
 
+    def gradients(self, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.Tensor]:
+        """Return what has the unscaled gradients of an optimizer, and their norm.
+
+        The gradients are those that this worker holds, within a step of the helper. The norm is of
+        all workers' gradients before they are clipped.
+        """
+        if self._gradients is None:
+            self.precision.unscale(optimizer)
+            held = self.rows(self.precision.parameters(optimizer))
+            norm = torch.nn.utils.get_total_norm([p.grad for p in held if p.grad is not None])
+            self._gradients = held, self.whole_norm(norm)
+        return self._gradients
+
     def _refuse_parts(self, why: str) -> None:
-        self._parts.refuse(why, self.group.place)
+        self._state.parts.refuse(why, self.group.place)
 
     def _multiply_gradients(self, factor: float) -> None:
-        of_models = (p for model in self._models for p in model.parameters())
+        of_models = (p for model in self._state.models for p in model.parameters())
         stepped = (p for o in self._optimizers for g in o.param_groups for p in g["params"])
         gradients = [*self._returned.values(), *(p.grad for p in (*of_models, *stepped))]
         held = {id(gradient): gradient for gradient in gradients if gradient is not None}
@@ -513,30 +431,14 @@ class Optimization:
                     "self.backward(loss) of the batch, or leave it out."
                 )
 
-    @contextlib.contextmanager
-    def tolerating_a_skipped_step(self) -> Iterator[None]:
-        """Keep torch from warning that schedulers step before the optimizer.
-
-        They do where the very first step overflows, which is how a scale is found.
-        """
-        if not self.precision.scales or self._scheduled:
-            yield
-            return
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            yield
-        self._scheduled = True
-
     # ---- what users may get wrong
 
-    def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def end_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Note that an optimizer has stepped; registered as a hook of each."""
         if any(optimizer is registered for registered in self._optimizers):
             self._step.end_update(optimizer)
-            self._note_gradients(optimizer)
-
-    def _note_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        if id(optimizer) not in self._with_gradients and _has_gradients(optimizer):
-            self._with_gradients.add(id(optimizer))
+            for feature in self._state.features:
+                feature.after_update(optimizer)
 
     def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a step that would skip what only the helper does."""
@@ -546,13 +448,11 @@ class Optimization:
             self._refuse_parts(
                 "train_batch steps an optimizer itself, not by self.optimizer_step()"
             )
-        if self.accumulation_steps > 1:
-            why = f"gradient_accumulation_steps={self.accumulation_steps}"
-        elif self.max_grad_norm is not None:
-            why = f"max_grad_norm={self.max_grad_norm}"
-        elif self._used and self.precision.scales:
+        features = self._state.features
+        why = next((each.needs_helper for each in features if each.needs_helper), "")
+        if not why and self._used and self.precision.scales:
             why = f"the scaled gradients of self.backward(loss) under {self.precision.name}"
-        else:
+        if not why:
             return
         raise RuntimeError(
             f"{type(optimizer).__name__}.step() was called, which does not heed {why}. Use "
@@ -570,9 +470,8 @@ class Optimization:
             self._refuse_parts("train_batch steps an optimizer twice")
             raise RuntimeError(
                 f"optimizer_step() was called twice in one batch with the same "
-                f"{type(optimizer).__name__}, and with gradient_accumulation_steps="
-                f"{self.accumulation_steps} an optimizer makes one update for a group of batches. "
-                "Accumulate less, or step once."
+                f"{type(optimizer).__name__}, and with {self.needs_helper} an optimizer makes one "
+                "update for a group of batches. Accumulate less, or step once."
             )
         self._asked.add(id(optimizer))
 
@@ -599,7 +498,8 @@ def _zero_gradients_of(loss: torch.Tensor) -> None:
         nodes += [parent for parent, _ in node.next_functions]
 
 
-def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether any parameter of an optimizer has a gradient."""
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 

@@ -29,10 +29,10 @@ def inspect(operator: TrainingOperator) -> tuple[bool, Options, Owners]:
 
     Runs on a worker, after ``setup``.
     """
-    optimizers = operator._registration.optimizers
+    optimizers = operator._train_state.optimizers
     options = [[_plain(group) for group in optimizer.param_groups] for optimizer in optimizers]
-    owners = [_owner(scheduler, optimizers) for scheduler in operator._registration.schedulers]
-    return operator._registration.data.has("validation"), options, owners
+    owners = [_owner(scheduler, optimizers) for scheduler in operator._train_state.schedulers]
+    return operator._train_state.data.has("validation"), options, owners
 
 
 def with_options(

@@ -14,11 +14,14 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import SequentialSampler
 
 from raysgd.data.source import BatchSource
-from raysgd.loop.registration import listed
+from raysgd.loop.train_state import listed
 from raysgd.torch.features.sharded_optimizer import ELEMENTWISE, is_dense
 from raysgd.torch.options import TorchOptions
 
 __all__ = [
+    "check_accumulation",
+    "check_arguments",
+    "check_criteria",
     "check_divisible",
     "check_same_parameters",
     "check_shardable",
@@ -42,6 +45,34 @@ _SHARDING_ARGS = {
     "optimizer": ("copies",),
     "full": ("copies", "init_fn", "offload", "reshard_after_forward", "wrap"),
 }
+
+
+def check_criteria(criteria: Sequence[Any]) -> None:
+    """Refuse classes, and what cannot be called."""
+    for each in criteria:
+        if isinstance(each, type):
+            raise TypeError(
+                f"register(criterion=...) must be an object, not a class: {each.__name__}()."
+            )
+        if not callable(each):
+            raise TypeError(
+                f"register(criterion=...) must be callable, or a list of what is, but got {each!r}."
+            )
+
+
+def check_arguments(**arguments: Any) -> None:
+    """Refuse arguments for others that are no dict."""
+    for name, given in arguments.items():
+        if given is not None and not isinstance(given, dict):
+            raise TypeError(f"register({name}=...) must be a dict, but it is {given!r}.")
+
+
+def check_accumulation(steps: Any) -> None:
+    """Refuse what is no number of batches."""
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(f"register(gradient_accumulation_steps={steps!r}): must be an int.")
+    if steps < 1:
+        raise ValueError(f"register(gradient_accumulation_steps={steps}): must be at least 1.")
 
 
 def has_static_graph(models: list[torch.nn.Module]) -> bool:

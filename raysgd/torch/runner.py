@@ -20,10 +20,11 @@ from raysgd.loop.runner import OperatorRunner
 from raysgd.torch.features.sharded_optimizer import whole
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
-from raysgd.torch.register_checks import needs_metric, warn_of_own_schedulers, warn_of_unregistered
-from raysgd.torch.registration import OperatorSettings, TorchRegistration
+from raysgd.torch.register_checks import warn_of_own_schedulers, warn_of_unregistered
+from raysgd.torch.registration import adopt_wrappers
 from raysgd.torch.requests import SaveTensorsRequest, SaveWeightsRequest
-from raysgd.torch.sharded_files import with_tensors
+from raysgd.torch.sharded_files import with_tensors, write_state, write_weights
+from raysgd.torch.train_state import OperatorSettings, TorchTrainState
 
 __all__ = ["TorchRunner"]
 
@@ -72,7 +73,7 @@ class TorchRunner(OperatorRunner):
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         super().rejoin(context, leader)
         if self._groups_of_setup and not _num_own_groups():
-            self._registration.say(
+            self._train_state.say(
                 "groups",
                 "setup called torch.distributed.new_group. Its process groups ended when the "
                 "workers formed a new one: make them in on_world_change(self), which runs for "
@@ -96,8 +97,8 @@ class TorchRunner(OperatorRunner):
             On rank 0 the rest of the state, and the hash of the file.
         """
         state = map_leaves(self.state_dict(), lambda leaf: leaf)
-        found = self._registration.write_tensors(state, folder)
-        return (state, found) if self._registration.context.world_rank == 0 else None
+        found = write_state(self._train_state, state, folder)
+        return (state, found) if self._train_state.context.world_rank == 0 else None
 
     def save_weights(self, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, str]] | None:
         """Write the parameters of divided models into a file, each worker its part.
@@ -105,30 +106,28 @@ class TorchRunner(OperatorRunner):
         Returns:
             On rank 0 what else the models' states have, and other names of parameters.
         """
-        rest, other_names = self._registration.write_weights(folder)
-        is_first = self._registration.context.world_rank == 0
-        return (self._registration.to_cpu(rest), other_names) if is_first else None
+        rest, other_names = write_weights(self._train_state, folder)
+        is_first = self._train_state.context.world_rank == 0
+        return (self._train_state.to_cpu(rest), other_names) if is_first else None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # a snapshot has what each worker held
-        given = with_tensors(whole(state), copy=not self._registration.divided)
+        given = with_tensors(whole(state), copy=not self._train_state.sharded)
         super().load_state_dict(given)
 
     def update_schedulers(self, call: int, metric: float) -> None:
         loop = self._running
         if loop.scheduled == call:
             return  # by the worker whose state this one has taken since
-        for scheduler in self._registration.schedulers:
-            if self._options.monitor is None or needs_metric(scheduler):
-                scheduler.step(metric)
+        self._train_state.schedules.step_with(metric)
         loop.scheduled = call
         loop.snapshots.clear()  # what it holds is from before
         loop.snapshots.maybe_take(loop.state_with_call)
 
     def models(self) -> Any:
         """Return copies of the models on CPU, as the user made them."""
-        self._registration.check_whole()
-        return self._registration.whole_models()
+        self._train_state.check_whole()
+        return self._train_state.whole_models()
 
     def rng_state(self) -> dict[str, Any]:
         state = super().rng_state()
@@ -147,9 +146,9 @@ class TorchRunner(OperatorRunner):
             torch.cuda.set_rng_state(state["cuda"])
 
     @property
-    def _registration(self) -> TorchRegistration:
-        registration: TorchRegistration = self.operator._registration
-        return registration
+    def _train_state(self) -> TorchTrainState:
+        train_state: TorchTrainState = self.operator._train_state
+        return train_state
 
 
 def build_operator(
@@ -162,17 +161,17 @@ def build_operator(
     """
     operator: TrainingOperator = create_operator(operator_cls, config, settings)
     operator.setup(operator.config)
-    operator._registration.adopt_wrappers(vars(operator).values())
-    operator._registration.check_registered(operator)
+    adopt_wrappers(operator._train_state, vars(operator).values())
+    operator._train_state.check_registered(operator)
     if settings.context.world_rank == 0:
         frequency = settings.options.scheduler_step_freq
-        registration = operator._registration
-        warn_of_own_schedulers(operator, registration.schedulers, frequency)
+        train_state = operator._train_state
+        warn_of_own_schedulers(operator, train_state.schedulers, frequency)
         warn_of_unregistered(
-            operator, [*registration.models, *registration.criteria, *registration.optimizers]
+            operator, [*train_state.models, *train_state.criteria, *train_state.optimizers]
         )
     # after setup, so that torch.manual_seed there decides the order of the epochs
-    operator._registration.reseed(torch.initial_seed() % 2**62)
+    operator._train_state.reseed(torch.initial_seed() % 2**62)
     operator._seed_worker()
     return operator
 

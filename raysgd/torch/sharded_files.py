@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,55 @@ from raysgd._internal.files import sync_folder
 from raysgd.checkpoint.file import TENSORS_FILE
 from raysgd.checkpoint.folder import UnsharedFolderError
 from raysgd.errors import CheckpointError
+from raysgd.torch.features.sharded_optimizer import is_divided
 
-__all__ = ["hash_in", "named_tensors", "with_tensors", "write"]
+if TYPE_CHECKING:
+    from raysgd.torch.train_state import TorchTrainState
+
+__all__ = ["with_tensors", "write", "write_state", "write_weights"]
+
+
+def write_state(train_state: TorchTrainState, state: dict[str, Any], folder: str) -> str:
+    """Write the tensors of this worker's state to a file, and take them out of it.
+
+    Returns:
+        On rank 0 the hash of the file.
+    """
+    if train_state.sharding != "full":
+        raise ValueError(
+            'save(sharded=True) is for models that are divided, by register(sharding="full"). '
+            "Leave sharded out."
+        )
+    full = train_state.feature("FullyShardedModel")
+    if full is None:
+        write(_named_tensors(state), folder)
+        return _hash_in(folder)
+    for number, start, stop, _, _, values in state.pop("shares")[0]:
+        rest = {n: v for n, v in values.items() if not is_divided(v, stop - start)}
+        if "optimizers" in state:
+            state["optimizers"][0]["state"].setdefault(number, rest)
+    write(full.tensors(), folder)
+    return _hash_in(folder)
+
+
+def write_weights(
+    train_state: TorchTrainState, folder: str
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Write the parameters of the models that were given, which are divided, to a file.
+
+    Returns:
+        What else the models' states have, and for names of parameters that are not in the file
+        those that the same ones have there.
+    """
+    full, count = train_state.feature("FullyShardedModel"), len(train_state.given_models)
+    rows, other_names = full.weights(count)
+    write(rows, folder)
+    rest = {
+        f"{prefix}{name}": value
+        for prefix, held in zip(full.prefixes(count), full.unsharded()[:count], strict=True)
+        for name, value in held.state_dict().items()
+    }
+    return rest, other_names
 
 _SHARE = (
     "All workers have to reach it: on several nodes it must be on a file system that they share."
@@ -59,7 +106,7 @@ def write(tensors: Mapping[str, Any], folder: str) -> None:
             sync_folder(path)
 
 
-def hash_in(folder: str) -> str:
+def _hash_in(folder: str) -> str:
     """Return the hash of the file in a folder on rank 0, and an empty text on other ranks.
 
     Raises:
@@ -102,7 +149,7 @@ def _reporting(folder: str) -> Iterator[None]:
         raise CheckpointError(f"Cannot save to {folder}: {error}. {_SHARE}") from error
 
 
-def named_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _named_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Remove the tensors from a whole state, and return them by their names in the file."""
     found: dict[str, torch.Tensor] = {}
     for index, model in enumerate(state["models"]):

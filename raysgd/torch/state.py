@@ -7,7 +7,7 @@ import copyreg
 import itertools
 import math
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ __all__ = [
     "load_optimizer",
     "model_state",
     "on_cpu",
-    "renamed",
+    "renamed_states",
     "saved_name",
     "state_problem",
     "to_cpu",
@@ -152,7 +152,14 @@ def model_state(model: torch.nn.Module) -> dict[str, Any]:
     return {saved_name(name): value for name, value in state.items()}
 
 
-def renamed(state: Any, like: torch.nn.Module) -> Any:
+def renamed_states(models: Sequence[torch.nn.Module], saved: Any) -> Any:
+    """Return the saved states of models by the names of these, if there is one for each."""
+    if not isinstance(saved, list | tuple) or len(saved) != len(models):
+        return saved
+    return [_renamed(each, like=model) for model, each in zip(models, saved, strict=True)]
+
+
+def _renamed(state: Any, like: torch.nn.Module) -> Any:
     """Return the state of a model by the names that `like` has for what it holds."""
     if not isinstance(state, Mapping) or state.keys() == like.state_dict().keys():
         return state

@@ -235,7 +235,7 @@ def _texts():
             for argument in call.args
         }
         nodes = list(ast.walk(tree))
-        inside = {id(part) for node in nodes for part in _registration(node)}
+        inside = {id(part) for node in nodes for part in _train_state(node)}
         for node in nodes:
             text = None if id(node) in inside else _template(node)
             if text is not None:
@@ -243,7 +243,7 @@ def _texts():
     return found
 
 
-def _registration(node):
+def _train_state(node):
     """Return the texts that a longer text is made of."""
     if isinstance(node, ast.JoinedStr):
         return node.values
@@ -254,7 +254,7 @@ def _registration(node):
 def _template(node):
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return " ".join(re.sub(r"\{\d?\}", HOLE, CONVERSION.sub(HOLE, node.value)).split("\n"))
-    texts = [_template(part) for part in _registration(node)]
+    texts = [_template(part) for part in _train_state(node)]
     if not any(texts):
         return None
     # where one value follows another a quotation has one mark

@@ -84,7 +84,9 @@ def schedule_of(trainer):
 
 
 def averages_of(trainer):
-    return trainer.apply_all_operators(lambda op: fingerprint(op._registration.averaging.averages))
+    return trainer.apply_all_operators(
+        lambda op: fingerprint(op._train_state.feature("Averaging").averages)
+    )
 
 
 @pytest.mark.slow("two workers are lost and replaced, one after the other")

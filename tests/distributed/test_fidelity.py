@@ -68,8 +68,8 @@ def run_out(trainer, where, rank):
     step, num_events = trainer.global_step, len(trainer.events)
 
     def plan(operator):
-        registration = operator._registration
-        registration.parts.split = 1
+        train_state = operator._train_state
+        train_state.parts.split = 1
         operator.faults = {(rank, step): where}
 
     trainer.apply_all_operators(plan)
@@ -82,7 +82,7 @@ def run_out(trainer, where, rank):
 
 def all_weights(operator):
     assert all(rank != operator.world_rank for rank, _ in operator.faults)
-    (averages,) = operator._registration.averaging.averages.state_dict()["models"]
+    (averages,) = operator._train_state.feature("Averaging").averages.state_dict()["models"]
     return torch.cat([flat(operator.model), *(each.flatten() for each in averages.values())])
 
 
@@ -145,7 +145,7 @@ def test_a_run_with_losses_and_growth_learns_what_one_process_does_also_on_other
             assert trainer.train()["num_samples"] == 203
             react(trainer)
             trainer.apply_all_operators(
-                lambda o: o._registration.averaging.begin(0.5, start_epoch=1)
+                lambda o: o._train_state.feature("Averaging").begin(0.5, start_epoch=1)
             )
             trainer.train(num_steps=1)
             for rank, where in (
@@ -156,7 +156,7 @@ def test_a_run_with_losses_and_growth_learns_what_one_process_does_also_on_other
             ):
                 run_out(trainer, where, rank)
             trainer.apply_all_operators(
-                lambda o: setattr(o._registration.averaging, "averages", None)
+                lambda o: setattr(o._train_state.feature("Averaging"), "averages", None)
             )
             trainer.save(saved)
             train_on(trainer)

@@ -20,7 +20,7 @@ HALF = {"use_fp16": True, "amp_dtype": torch.float16}
 
 def scaler_of(trainer):
     states = trainer.apply_all_operators(
-        lambda op: op._registration.optimization.precision.state_dict()
+        lambda op: op._train_state.optimization.precision.scale_state()
     )
     assert all(state == states[0] for state in states)
     return states[0]

@@ -171,7 +171,7 @@ def test_training_starts_with_what_fits_and_replacements_go_on_in_the_order_of_t
         assert trainer.num_workers == 3
         assert {event.kind for event in trainer.events} == {"started", "grown"}
         assert ledger_of(trainer).tolist() == [2] * num_samples
-        kept = trainer.apply_all_operators(lambda operator: operator._registration.data.batching())
+        kept = trainer.apply_all_operators(lambda operator: operator._train_state.data.batching())
         assert kept == [{"train": (4, True), "validation": (8, False)}] * 3
         assert trainer.validate()["num_samples"] == num_samples
         validated = trainer.apply_all_operators(lambda operator: operator.validated)

@@ -82,7 +82,7 @@ def two(two_workers):
 
 
 def everything_of(operator):
-    scaler = operator._registration.training_state()["amp_native"]
+    scaler = operator._train_state.training_state()["amp_native"]
     # what came before the save is rank 0's on every rank that loads it
     drawn = operator.drawn[0 if operator.world_rank == 0 else 6 :]
     return replica_hash(operator), drawn, operator.scheduler.state_dict(), scaler

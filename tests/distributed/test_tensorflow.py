@@ -129,7 +129,7 @@ def means_of_all_kinds(operator):
     kinds = (tf.float32, tf.bfloat16, tf.float16, tf.float64)
     dense = [tf.fill([2, 3], tf.constant(rank + 1, kind)) for kind in kinds]
     rows = tf.IndexedSlices(tf.fill([rank + 1, 2], rank + 1.0), tf.range(rank + 1), [2, 2])
-    *means, mean_rows = operator._registration.communication.mean([*dense, rows])
+    *means, mean_rows = operator._train_state.communication.mean([*dense, rows])
     types = [mean.dtype.name for mean in means]
     table = tf.convert_to_tensor(mean_rows)
     return types, [tf.cast(mean, tf.float32).numpy().tolist() for mean in (*means, table)]

@@ -15,7 +15,7 @@ from raysgd.torch import ddp
 from raysgd.torch.state import is_like, saved_name
 
 if TYPE_CHECKING:
-    from raysgd.torch.registration import TorchRegistration
+    from raysgd.torch.train_state import TorchTrainState
 
 __all__ = ["Averages", "Averaging"]
 
@@ -26,14 +26,14 @@ _SWAPPED_AT_ONCE = 2**20
 class Averaging(StepFeature):
     """Averages the weights if a callback asks for it, and evaluates the averages."""
 
-    def __init__(self, registration: TorchRegistration) -> None:
-        self._registration = registration
+    def __init__(self, state: TorchTrainState) -> None:
+        self._state = state
         self.averages: Averages | None = None
         """None before a callback asks for them."""
 
     def begin(self, decay: float | None, start_epoch: int) -> None:
         """Average the models from now on, or continue with averages of the same kind."""
-        if self._registration.is_fully_sharded:
+        if any(feature.is_fully_sharded for feature in self._state.sharded):
             raise ValueError(
                 'Averages of the models do not work with register(sharding="full"): no worker has '
                 "the whole models. Leave out the callback, or the sharding."
@@ -45,7 +45,7 @@ class Averaging(StepFeature):
 
     @property
     def _models(self) -> list[torch.nn.Module]:
-        return [ddp.unwrap(model) for model in self._registration.models]
+        return [ddp.unwrap(model) for model in self._state.models]
 
     def commit(self) -> None:
         if self.averages is not None:
@@ -57,6 +57,9 @@ class Averaging(StepFeature):
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.averages is None else self.averages.in_place()
+
+    def settable(self) -> Any:
+        return None if self.averages is None else (id(self.averages), self.averages.decay)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.averages is None else {"averages": self.averages.state_dict()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,12 @@ class BufferCopies(StepFeature):
     A buffer is known by its module and its name: a forward pass may assign another tensor.
     """
 
-    def __init__(self, models: Iterable[torch.nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        models: Iterable[torch.nn.Module] = (),
+        from_rank: Callable[[Callable[[], Any], int], Any] | None = None,
+    ) -> None:
+        self._from_rank = from_rank
         self._slots = [
             (module, name)
             for model in models
@@ -58,6 +63,11 @@ class BufferCopies(StepFeature):
         for slot, value in zip(self._slots, values, strict=True):
             _set_buffer(*slot, value)
         self.commit()
+
+    def receive(self, leader: int) -> Callable[[], None]:
+        assert self._from_rank is not None
+        values = self._from_rank(self.tensors, leader)
+        return lambda: self.set(values)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.commit()

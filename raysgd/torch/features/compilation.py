@@ -15,7 +15,7 @@ from torch._C._dynamo.eval_frame import reset_code
 from raysgd.loop.feature import StepFeature
 
 if TYPE_CHECKING:
-    from raysgd.torch.registration import TorchRegistration
+    from raysgd.torch.train_state import TorchTrainState
 
 __all__ = ["Compilation", "CompiledModel", "checked_compile", "uncompile", "warn_of_idle_compilers"]
 
@@ -54,29 +54,34 @@ def checked_compile(given: Any) -> dict[str, Any] | None:
 class Compilation(StepFeature):
     """Compiles models, and reports what was not compiled."""
 
-    def __init__(self, registration: TorchRegistration) -> None:
-        self._registration = registration
-        self._compiled: list[CompiledModel] = []
+    def __init__(self, state: TorchTrainState, arguments: Mapping[str, Any] | None) -> None:
+        self._state = state
+        models = [] if arguments is None else state.given_models
+        self._compiled = [CompiledModel(model, arguments or {}) for model in models]
 
-    def compile(self, arguments: Mapping[str, Any]) -> None:
-        """Compile the registered models."""
-        models = self._registration.given_models
-        self._compiled = [CompiledModel(model, arguments) for model in models]
+    @property
+    def needs_warm_up(self) -> bool:
+        state = self._state
+        if any(feature.is_fully_sharded for feature in state.sharded):
+            return False  # a replacement has no model before it joins
+        compiled = any(
+            module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+            for model in state.models
+            for module in model.modules()
+        )
+        return compiled or state.settings.device.type == "cuda"
 
     @property
     def is_compiling(self) -> bool:
-        """Whether a model is being compiled, most likely."""
         return any(compiled.is_compiling for compiled in self._compiled)
 
     def end_segment(self) -> None:
         for reason in (reason for compiled in self._compiled for reason in compiled.left_eager):
-            self._registration.say(
-                reason, "torch.compile leaves a part of the model as it is: %s", reason
-            )
+            self._state.say(reason, "torch.compile leaves a part of the model as it is: %s", reason)
 
     def end_epoch(self, epoch: int) -> None:
         if idle := [compiled.name for compiled in self._compiled if compiled.is_idle]:
-            self._registration.say(
+            self._state.say(
                 "uncalled",
                 "register(compile=...) has compiled nothing of %s in an epoch: what is compiled is "
                 "a call of the model, as model(...), and not that of another method of it.",

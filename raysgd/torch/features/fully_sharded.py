@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from raysgd.torch import collectives
+from raysgd.torch import collectives, ddp
 from raysgd.torch.features.fsdp import ShardedModels, rows_of
 from raysgd.torch.features.sharded_optimizer import (
     PARAMETER,
@@ -31,7 +31,12 @@ from raysgd.torch.features.sharded_optimizer import (
     placed,
 )
 from raysgd.torch.meta import Init, made
-from raysgd.torch.state import copied_to_cpu, model_state
+from raysgd.torch.state import copied_to_cpu, model_state, renamed_states
+
+if TYPE_CHECKING:
+    import contextlib
+
+    from raysgd.torch.train_state import TorchTrainState
 
 __all__ = ["FullyShardedModel"]
 
@@ -42,28 +47,28 @@ class FullyShardedModel(ShardedOptimizer):
     Args:
         optimizer: of a kind that updates each element by itself; it gets the parameters that the
             models have after each division.
-        models: as the user made them; they stay the same modules.
+        state: has the models as the user made them; they stay the same modules.
         arguments: ``wrap``, ``reshard_after_forward`` and ``offload``, see `ShardedModels`, and
             ``copies``.
         dtype: in which the models compute; None for that of their parameters.
-        drops_gradients: whether nobody needs the gradients after the step under way.
-        device: this worker's.
         init: what fills a module, where models are on the meta device; see `made`.
         is_alone: whether the group is one of this worker only until it enters that of others, of
             whom it gets the content of the models.
     """
 
+    is_fully_sharded = True
+    replicates = True
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        models: Sequence[torch.nn.Module],
+        state: TorchTrainState,
         arguments: Mapping[str, Any],
         dtype: torch.dtype | None,
-        drops_gradients: Callable[[], bool],
-        device: torch.device,
         init: Init | None = None,
         is_alone: bool = False,
     ) -> None:
+        models, device = state.models, state.settings.device
         wrap, again = arguments.get("wrap"), arguments.get("reshard_after_forward")
         offload = arguments.get("offload", False)
         self.models = ShardedModels(models, wrap, again, dtype, device, offload)
@@ -81,7 +86,13 @@ class FullyShardedModel(ShardedOptimizer):
             for _ in made(models, init, device):  # for the buffers
                 pass
         self._is_alone = is_alone
-        super().__init__(optimizer, arguments.get("copies"), drops_gradients)
+        super().__init__(optimizer, arguments.get("copies"), state)
+        state.optimization.rows = self.rows
+        state.optimization.whole_norm = self.whole_norm
+        state.optimization.sums_each_batch = True
+        for model in models:
+            if not ddp.only_running_statistics(model):
+                self.models.call_before(model, _share_buffers)
 
     # ---- a step
 
@@ -142,13 +153,33 @@ class FullyShardedModel(ShardedOptimizer):
         if len(self._layouts) > 1:
             collectives.minimum(self._version, self._parameters[0].device)
 
-    def abandon(self) -> None:
+    def roll_back(self) -> None:
         """Do so, also with what the models have under way."""
-        super().abandon()
+        super().roll_back()
         self._received = {}
         self.models.reset()
 
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        return self.models.on_demand()
+
+    def buffers(self) -> list[torch.Tensor]:
+        return [buffer for model in self.models.models for buffer in model.buffers()]
+
+    def start_together(self) -> None:
+        super().start_together()
+        assert self._train_state is not None
+        buffers = self._train_state.buffers
+        buffers.set(self._train_state.from_rank(buffers.tensors, 0))
+
     # ---- what this worker holds
+
+    def without_shards(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        (of_optimizer,) = state["optimizers"]
+        return {**state, "optimizers": [{**of_optimizer, "state": {}}]}
+
+    def load_shards(self, state: Mapping[str, Any]) -> None:
+        (of_optimizer,) = state["optimizers"]
+        self.take_values(renamed_states(self.models.models, state["models"]), of_optimizer)
 
     def take_values(
         self, states: Sequence[Mapping[str, Any]], of_optimizer: Mapping[str, Any]
@@ -200,7 +231,7 @@ class FullyShardedModel(ShardedOptimizer):
         if dist.is_initialized() and not self._lacks_content:
             self._place()
 
-    def reshard(self, leader: int, device: torch.device) -> None:
+    def reshard(self, leader: int) -> None:
         """Do so, and divide the models over the group that there is."""
         if self._init is not None:
             told = self._lacks_content, self._token
@@ -209,23 +240,22 @@ class FullyShardedModel(ShardedOptimizer):
                 self._make(leader)
                 super().take_state()
                 self._token, self._made = token, {}
-        super().reshard(leader, self._device)
+        super().reshard(leader)
         self._lacks_content = False
         if not self.lacks_shards:
             self._place()
 
-    def import_replica(self, held: Any) -> None:
+    def import_replica(self, replica: Any) -> None:
         """Do so, if it is of the same step."""
-        (version, content) = held
+        version, content = replica
         if version == self._version:
             super().import_replica(content)
 
-    def held(self) -> Any:
+    def export_replica(self) -> Any:
         """Return it with the step that it is of."""
-        return self._version, super().held()
+        return self._version, super().export_replica()
 
-    def model_parts(self) -> list[list[tuple[Any, ...]]]:
-        """Return this worker's share of the parameters of each model, for `whole`."""
+    def model_shards(self) -> list[list[tuple[Any, ...]]]:
         (_, blocks), *_ = self._shares()
         pieces: dict[int, list[Piece]] = defaultdict(list)
         for block in blocks:
@@ -418,12 +448,18 @@ class FullyShardedModel(ShardedOptimizer):
                     "they are there: freeze them before register."
                 )
 
-    def undivided(self) -> list[UnshardedModel]:
+    def unsharded(self) -> list[UnshardedModel]:
         """Return what models have beside parameters, as objects that load it."""
         return [
             UnshardedModel(model, names, self)
             for model, names in zip(self.models.models, self.models.names, strict=True)
         ]
+
+
+def _share_buffers(model: torch.nn.Module, *_: Any) -> None:
+    """Broadcast buffers before a forward pass, as DistributedDataParallel does."""
+    if torch.is_grad_enabled():
+        collectives.broadcast_tensors(list(model.buffers()), source=0)
 
 
 class UnshardedModel:

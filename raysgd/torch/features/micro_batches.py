@@ -21,7 +21,7 @@ from raysgd.torch.out_of_memory import (
 )
 
 if TYPE_CHECKING:
-    from raysgd.torch.registration import TorchRegistration
+    from raysgd.torch.train_state import TorchTrainState
 
 __all__ = ["TorchMicroBatches"]
 
@@ -31,14 +31,14 @@ _NOT_SPLIT = "The step is not done again with each batch in parts: {}."
 class TorchMicroBatches(MicroBatches):
     """Splits tensors in nested containers."""
 
-    _registration: TorchRegistration
+    _train_state: TorchTrainState
     _num_samples: float = 0
     """Samples of the current batch; 0: unknown."""
 
     @functools.cached_property
     def batch_norms(self) -> set[type[torch.nn.Module]]:
         """Kinds of batch normalization in the models."""
-        modules = (module for model in self._registration.models for module in model.modules())
+        modules = (module for model in self._train_state.models for module in model.modules())
         return {type(module) for module in modules if isinstance(module, _BatchNorm)}
 
     @property
@@ -55,13 +55,13 @@ class TorchMicroBatches(MicroBatches):
         # copies, as what the user's code takes out of a batch may be wanted again
         whole = [(in_own_containers(batch), place)]
         self._num_samples = place.size or 0
-        is_wanted = self.in_use and self._registration.settings.options.split_on_oom
+        is_wanted = self.in_use and self._train_state.settings.options.split_on_oom
         if self.split == 1 or not is_wanted:
             return whole
         factor, rows = self.split, _num_rows(batch, self._num_samples)
         number = self._num_parts(rows)
         # a forward pass may communicate, so that all workers make equally many
-        repeats = factor - number if self._registration.context.world_size > 1 else 0
+        repeats = factor - number if self._train_state.context.world_size > 1 else 0
         if number + repeats == 1:
             return whole
         parts = batch_parts(batch, number) if rows else [in_own_containers(batch)]
@@ -70,7 +70,7 @@ class TorchMicroBatches(MicroBatches):
         return list(zip(parts, places, strict=True))
 
     def is_tolerable(self, error: BaseException) -> bool:
-        return self._registration.settings.options.split_on_oom and ran_out_of_memory(error)
+        return self._train_state.settings.options.split_on_oom and ran_out_of_memory(error)
 
     def explain(self, error: BaseException) -> None:
         if "Expected more than 1 value per channel" in str(error):
@@ -87,7 +87,7 @@ class TorchMicroBatches(MicroBatches):
         why_not = self.why_not or self._why_not_split(batch)
         if not self.in_use:
             why_not = why_not or "train_epoch is not the default one"
-        if self._registration.step.is_partial:
+        if self._train_state.step.is_partial:
             why_not = why_not or "memory ran out within the step of an optimizer"
         if why_not:
             error.add_note(_NOT_SPLIT.format(why_not))
@@ -112,7 +112,7 @@ class TorchMicroBatches(MicroBatches):
         self.split = max(self.split, factor)
         free_memory()
         if self.batch_norms:
-            self._registration.say(
+            self._train_state.say(
                 "batch norm",
                 "Batch normalization sees the parts of a batch, and not all of it, so that the "
                 "result is another than with more memory.",

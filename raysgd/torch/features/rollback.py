@@ -54,20 +54,19 @@ class Rollback(StepFeature):
             if parameter not in renormalized and not torch.nn.parameter.is_lazy(parameter)
         ]
         self._versions: list[int] | None = None
-        self.has_copies = False
-        """Whether the step in progress can be restored."""
+        self._has_copies = False
 
     def begin_batch(self, place: MicroBatch) -> None:
         if place.position > 0:
             return
-        self.has_copies = self._step.has_several_updates
-        if self.has_copies:
+        self._has_copies = self._step.has_several_updates
+        if self._has_copies:
             for image in self._images:
                 image.take()
         self._versions = [parameter._version for parameter in self._parameters]
 
     def commit(self) -> None:
-        self._versions, self.has_copies = None, False
+        self._versions, self._has_copies = None, False
 
     def roll_back(self) -> None:
         if self._versions is None:
@@ -77,7 +76,7 @@ class Rollback(StepFeature):
             for parameter, version in zip(self._parameters, self._versions, strict=True)
             if parameter._version != version
         }
-        if self.has_copies:
+        if self._has_copies:
             for image in reversed(self._images):
                 image.restore()
                 changed -= image.parameters

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from raysgd.data.partition import MicroBatch
@@ -9,7 +12,7 @@ from raysgd.loop.feature import StepFeature
 from raysgd.torch.register_checks import needs_metric
 
 if TYPE_CHECKING:
-    from raysgd.torch.registration import TorchRegistration
+    from raysgd.torch.train_state import TorchTrainState
 
 __all__ = ["Schedules"]
 
@@ -17,48 +20,84 @@ __all__ = ["Schedules"]
 class Schedules(StepFeature):
     """Watches the registered schedulers."""
 
-    def __init__(self, registration: TorchRegistration) -> None:
-        self._registration = registration
+    def __init__(self, state: TorchTrainState) -> None:
+        self._state = state
         self._last_epochs: list[Any] = []
         self._states: list[Any] = []
         self._rates: list[dict[str, Any]] = []
         self._epochs_ended = 0
+        self._is_first = True
 
-    def note(self) -> None:
+    def step(self) -> None:
+        """See :meth:`TrainingOperator.step_schedulers`."""
+        state, place = self._state, self._state.step.place
+        if not place.ends_step:
+            return
+        if place.is_last:
+            state.optimization.check_complete()  # else the step is no step
+        has_monitor = state.settings.options.monitor is not None
+        with self._tolerating_a_skipped_step():
+            for scheduler in state.schedulers:
+                if not (has_monitor and needs_metric(scheduler)):
+                    scheduler.step()
+        self._note()
+
+    def step_with(self, metric: float) -> None:
+        """Step the schedulers that the driver steps, with a metric."""
+        has_monitor = self._state.settings.options.monitor is not None
+        for scheduler in self._state.schedulers:
+            if not has_monitor or needs_metric(scheduler):
+                scheduler.step(metric)
+
+    @contextlib.contextmanager
+    def _tolerating_a_skipped_step(self) -> Iterator[None]:
+        """Keep PyTorch from warning that schedulers step before the optimizer.
+
+        They do if the very first step overflows, which is how a scale is found.
+        """
+        if not self._is_first or not self._state.optimization.precision.scales:
+            yield
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            yield
+        self._is_first = False
+
+    def _note(self) -> None:
         """Note how far schedulers are, when they may be stepped."""
-        schedulers = self._registration.schedulers
+        schedulers = self._state.schedulers
         self._last_epochs = [getattr(each, "last_epoch", None) for each in schedulers]
 
     def begin_batch(self, place: MicroBatch) -> None:
         """Undo and refuse a step of a scheduler in a part of a batch: each part would make one."""
         if not place.is_part:
             return
-        registration = self._registration
-        groups = [group for o in registration.optimizers for group in o.param_groups]
+        train_state = self._state
+        groups = [group for o in train_state.optimizers for group in o.param_groups]
         if place.position == 0:
-            self._states = [scheduler.state_dict() for scheduler in registration.schedulers]
+            self._states = [scheduler.state_dict() for scheduler in train_state.schedulers]
             self._rates = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-            self.note()
+            self._note()
             return
         before = self._last_epochs
-        self.note()
+        self._note()
         if self._last_epochs != before:
-            for scheduler, state in zip(registration.schedulers, self._states, strict=True):
+            for scheduler, state in zip(train_state.schedulers, self._states, strict=True):
                 scheduler.load_state_dict(state)
             for group, rates in zip(groups, self._rates, strict=True):
                 group.update(rates)
-            registration.parts.refuse("train_batch steps a scheduler itself", place)
+            train_state.parts.refuse("train_batch steps a scheduler itself", place)
 
     def end_epoch(self, epoch: int) -> None:
         self._epochs_ended += 1
-        registration = self._registration
-        is_manual = registration.settings.options.scheduler_step_freq == "manual"
+        train_state = self._state
+        is_manual = train_state.settings.options.scheduler_step_freq == "manual"
         if self._epochs_ended != 2 or not is_manual:
             return
-        if any(map(needs_metric, registration.schedulers)) and not any(
-            getattr(each, "last_epoch", 1) for each in registration.schedulers
+        if any(map(needs_metric, train_state.schedulers)) and not any(
+            getattr(each, "last_epoch", 1) for each in train_state.schedulers
         ):
-            registration.say(
+            train_state.say(
                 "unstepped",
                 "Two epochs are over, and no scheduler was stepped: with "
                 'scheduler_step_freq="manual" only trainer.update_scheduler(metric) does it. '

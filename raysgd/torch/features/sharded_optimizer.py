@@ -18,14 +18,18 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import optim
 
 from raysgd.errors import CheckpointError
+from raysgd.loop.feature import ShardedFeature
 from raysgd.torch import collectives
+
+if TYPE_CHECKING:
+    from raysgd.torch.train_state import TorchTrainState
 
 __all__ = [
     "ELEMENTWISE",
@@ -190,7 +194,7 @@ class _Content(NamedTuple):
     """The elements, where the parameters are divided as well."""
 
 
-class ShardedOptimizer:
+class ShardedOptimizer(ShardedFeature):
     """Lets an optimizer of a worker update the worker's share.
 
     It is the user's optimizer that steps, with its hooks, schedulers and groups. Within a step its
@@ -201,18 +205,18 @@ class ShardedOptimizer:
         optimizer: of a kind in `ELEMENTWISE`, with parameters whose gradients are averaged.
         copies: how many other workers hold the state of a share; None: one, where there are three
             workers or more.
-        drops_gradients: whether nobody needs the gradients after the step under way.
+        state: what is trained; None for an optimizer by itself.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         copies: int | None,
-        drops_gradients: Callable[[], bool] = lambda: False,
+        state: TorchTrainState | None = None,
     ) -> None:
         self.optimizer = optimizer
         self._copies = copies
-        self._drops_gradients = drops_gradients
+        self._train_state = state
         everything = [p for group in optimizer.param_groups for p in group["params"]]
         self._num_given = len(everything)
         numbers = {parameter: number for number, parameter in enumerate(everything)}
@@ -232,10 +236,6 @@ class ShardedOptimizer:
         self._version = self._committed = 0
         # of the run, and of the states that it loaded: who has another has nothing to give
         self._token: tuple[bytes, int] = os.urandom(16), 0
-        self.lacks_shards = False
-        """Whether state was lost with all the workers that held it."""
-        self.ranks_in_sync = True
-        """Whether no worker is ahead."""
         self.take_state()
         # so that hooks of others see the parameters, and an update that has come
         optimizer.register_step_post_hook(self._end_step)
@@ -307,7 +307,7 @@ class ShardedOptimizer:
         self._give_back()
         for block in self._blocks:
             block.version = self._version + 1
-        if self._drops_gradients():
+        if self._train_state is not None and self._train_state.optimization.in_helper:
             for parameter in self._parameters:
                 parameter.grad = None  # whose room the parameters of others can have
         self._put_in_place()
@@ -367,7 +367,7 @@ class ShardedOptimizer:
             else:
                 self.ranks_in_sync = False
 
-    def abandon(self) -> None:
+    def roll_back(self) -> None:
         """Prepare to repeat a step that was discarded.
 
         If the optimizer raised within its step, this worker's share is partly updated. It counts
@@ -379,10 +379,9 @@ class ShardedOptimizer:
                     block.version = _HALF_MADE
         self._give_back()
         self._buffers = {}  # what is ahead holds on to its own
-
-    def note_undone(self) -> None:
-        """Note that the parameters are again as they were at the last commit."""
-        self._version = self._committed
+        step = None if self._train_state is None else self._train_state.step
+        if step is not None and step.is_open and step.has_several_updates:
+            self._version = self._committed  # `Rollback` restores the parameters
 
     def _check_step(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         kind = type(self.optimizer).__name__
@@ -427,12 +426,13 @@ class ShardedOptimizer:
         """Return a value of the state, for elements of a parameter, as the optimizer needs it."""
         return value
 
-    def begin_together(self) -> None:
-        """Agree with those that have set up together. Every rank must call it."""
+    def load_shards(self, state: Mapping[str, Any]) -> None:
+        self.take_state()
+
+    def start_together(self) -> None:
         self._token = collectives.broadcast_object(self._token, 0)
 
-    def parts(self) -> list[tuple[Any, ...]]:
-        """Return this worker's share of the state, for `whole`."""
+    def shards(self) -> list[tuple[Any, ...]]:
         (_, blocks), *_ = self._shares()
         return [
             (
@@ -452,32 +452,32 @@ class ShardedOptimizer:
         """Return elements of a parameter for a piece to hold, where parameters are divided."""
         return None
 
-    def held(self) -> Any:
-        """Return all that this worker holds, for `import_replica` of a worker that stays."""
+    def export_replica(self) -> Any:
         blocks = [(b.start, b.stop, b.version) for b in self._blocks]
         return self._token, [
             (*block, [tuple(each) for each in self._contents(*block[:2], self._version)])
             for block in blocks
         ]
 
-    def import_replica(self, held: Any) -> None:
-        """Hold, until all is divided anew, what another worker held."""
-        token, blocks = held
+    def import_replica(self, replica: Any) -> None:
+        token, blocks = replica
         if token != self._token:
             return
         for start, stop, version, contents in blocks:
             placed = [_on_device(_Content(*each), self._device) for each in contents]
             self._add(self._state, self._blocks, start, stop, version, placed)
 
-    def reshard(self, leader: int, device: torch.device) -> None:
-        """Divide anew among the workers that are there. Every rank must call it.
+    def receive(self, leader: int) -> Callable[[], None]:
+        """Divide the state again among the workers of the group.
 
-        What a worker has it keeps until all have what they lack.
-
-        Args:
-            leader: the rank whose parameters all have, or get when this is done.
-            device: this rank's.
+        A worker keeps what it has until all have what they lack. All have the parameters of the
+        leader, or receive them when this is done.
         """
+        self.reshard(leader)
+        return super().receive(leader)
+
+    def reshard(self, leader: int) -> None:
+        """Do so. Every rank must call it."""
         rank, size = dist.get_rank(), dist.get_world_size()
         own = [(block.start, block.stop, block.version) for block in self._blocks]
         told: list[Any] = [None] * size
@@ -497,13 +497,13 @@ class ShardedOptimizer:
         blocks: list[_Block] = []
         for (source, to), of_it in messages.items():
             if to != (source,):
-                found = self._sent(of_it, version, source, to, device)
+                found = self._sent(of_it, version, source, to)
             elif rank == source:
                 found = [self._contents(start, stop, version) for start, stop, *_ in of_it]
             if rank in to:
                 for (start, stop, newest, *_), contents in zip(of_it, found, strict=True):
                     self._add(state, blocks, start, stop, newest, contents)
-        collectives.minimum(0, device)  # from now on nobody needs what the others had
+        collectives.minimum(0, self._device)  # from now on nobody needs what the others had
         self._state, self._blocks, self._buffers = state, blocks, {}
         self._token, self._version, self._committed = token, version, version
         self._lay_out()
@@ -515,10 +515,9 @@ class ShardedOptimizer:
         version: int,
         source: int,
         to: Sequence[int],
-        device: torch.device,
     ) -> list[list[_Content]]:
         """Send, or receive, what rank `source` has of some elements."""
-        rank = dist.get_rank()
+        rank, device = dist.get_rank(), self._device
         everyone = device.type != "cpu"  # who sends to a few does it by gloo
         if not everyone and rank != source and rank not in to:
             return []

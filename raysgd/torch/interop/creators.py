@@ -13,7 +13,7 @@ import torch
 from filelock import FileLock
 
 from raysgd.loop.operator_base import class_from_creators, created_loaders
-from raysgd.loop.registration import listed
+from raysgd.loop.train_state import listed
 from raysgd.torch.operator import TrainingOperator
 
 __all__ = ["CreatorOperator", "creator_operator", "lock_of_node", "mixed_bases"]

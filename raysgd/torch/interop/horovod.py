@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-__all__ = ["HorovodExchange", "check_horovod_args"]
+from raysgd.data.partition import MicroBatch
+from raysgd.loop.feature import StepFeature
+from raysgd.torch.register_checks import check_same_parameters
+
+if TYPE_CHECKING:
+    from raysgd.torch.train_state import TorchTrainState
+
+__all__ = ["HorovodExchange", "HorovodGradients", "check_horovod_args"]
 
 _KNOWN = (
     "backward_passes_per_step",
@@ -27,6 +34,49 @@ def check_horovod_args(arguments: Mapping[str, Any]) -> None:
             f"register(horovod_args=...) has {', '.join(map(repr, unknown))}; it may have "
             f"{', '.join(map(repr, _KNOWN))}."
         )
+
+
+class HorovodGradients(StepFeature):
+    """Keeps models equal on all workers by averaging gradients by Horovod."""
+
+    replicates = True
+
+    def __init__(self, state: TorchTrainState, arguments: dict[str, Any]) -> None:
+        self._state = state
+        self._exchanges = {
+            id(optimizer): HorovodExchange(
+                optimizer, state.models, arguments, state.accumulation_steps
+            )
+            for optimizer in state.optimizers
+        }
+        self._parameters = [[(p, p.dtype) for p in m.parameters()] for m in state.models]
+
+    def check_trained(self) -> None:
+        check_same_parameters(self._state.models, self._parameters)
+
+    def start_together(self) -> None:
+        state = self._state
+        state.load_training_state(state.from_rank(state.training_state, 0))
+
+    def enter(self) -> None:
+        for exchange in self._exchanges.values():
+            exchange.rebuild()
+
+    def buffers(self) -> list[torch.Tensor]:
+        return [buffer for model in self._state.models for buffer in model.buffers()]
+
+    def begin_batch(self, place: MicroBatch) -> None:
+        if place.position == 0:
+            for exchange in self._exchanges.values():
+                exchange.expect(place.planned)
+
+    def before_update(self, optimizer: Any) -> None:
+        if (exchange := self._exchanges.get(id(optimizer))) is not None:
+            exchange.synchronize()
+
+    def roll_back(self) -> None:
+        for exchange in self._exchanges.values():
+            exchange.abandon()
 
 
 class HorovodExchange:

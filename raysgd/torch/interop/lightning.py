@@ -190,7 +190,7 @@ class LightningOperator(TrainingOperator):
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
         """Train as the default does, with the module's hooks."""
-        module, begins = self.module, self._registration.offset == 0
+        module, begins = self.module, self._train_state.offset == 0
         with self._surrounded(training=True) as surroundings:
             self.train_mode(True)
             if not self._has_started:
@@ -199,7 +199,7 @@ class LightningOperator(TrainingOperator):
             if begins:
                 module.on_train_epoch_start()
             result = super().train_epoch(iterator, info, num_steps, epoch_idx)
-            if self._registration.epoch_is_over():
+            if self._epoch_is_over():
                 module.on_train_epoch_end()
             result.update(_numbers(surroundings.take_logged()))
         return result
@@ -237,8 +237,8 @@ class LightningOperator(TrainingOperator):
             self.backward(loss, num_samples=num_items)
             module.on_after_backward()
         with self.timers.record("apply"):
-            if self._registration.place.is_last:
-                self._registration.optimization.precision.unscale(optimizer)
+            if self._train_state.step.place.is_last:
+                self._train_state.optimization.precision.unscale(optimizer)
                 module.on_before_optimizer_step(optimizer)
             if self.optimizer_step(optimizer):
                 module.on_before_zero_grad(optimizer)
@@ -351,7 +351,7 @@ class _Surroundings:
     @property
     def current_epoch(self) -> int:
         """Epochs that are completed."""
-        return self._operator._registration.epoch
+        return self._operator._train_state.epoch
 
     @property
     def global_step(self) -> int:
@@ -415,7 +415,7 @@ class _Surroundings:
         self, module: Any, optimizer: Any, clip_val: float | None, max_norm: float | None
     ) -> None:
         """Clip gradients: ``self.clip_gradients(optimizer, ...)``."""
-        precision = self._operator._registration.optimization.precision
+        precision = self._operator._train_state.optimization.precision
         held = getattr(optimizer, "optimizer", optimizer)
         precision.unscale(held)
         if clip_val is not None:
@@ -433,7 +433,7 @@ class _Optimizer:
 
     def step(self) -> None:
         """Update, and zero the gradients that were used."""
-        if self._operator._registration.place.is_last:
+        if self._operator._train_state.step.place.is_last:
             self._operator.module.on_before_optimizer_step(self.optimizer)
         self._operator.optimizer_step(self.optimizer)
 

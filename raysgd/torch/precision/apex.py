@@ -82,13 +82,13 @@ class ApexAmp(Precision):
         self._num_skipped += self._skipped
         self._skipped = False
 
-    def abandon(self) -> None:
+    def roll_back(self) -> None:
         self._skipped = False
 
-    def state_dict(self) -> dict[str, Any]:
+    def scale_state(self) -> dict[str, Any]:
         return dict(self._amp.state_dict())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_scale_state(self, state: Mapping[str, Any]) -> None:
         self._amp.load_state_dict(dict(state))
 
     def _on_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

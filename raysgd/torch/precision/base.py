@@ -8,17 +8,20 @@ from typing import Any, ClassVar
 
 import torch
 
+from raysgd.errors import CheckpointError
+from raysgd.loop.feature import StepFeature
+
 __all__ = ["Precision"]
 
 
-class Precision:
+class Precision(StepFeature):
     """Decides in which number format a step computes, and what that asks of its update.
 
     This one computes as plain torch does; others override what they do differently.
 
     A step calls, in this order: `autocast` round the forward pass and the loss, `backward` (once
     or more often), then for each optimizer `unscale` where gradients are looked at and `step`,
-    and in the end `commit`, or `abandon` if the step failed.
+    and in the end `commit`, or `roll_back` if the step failed.
 
     Args:
         device: where the models are.
@@ -34,11 +37,6 @@ class Precision:
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         self.device = device
-
-    @property
-    def num_skipped(self) -> int:
-        """Steps that were skipped so far. Waits for the device."""
-        return 0
 
     def prepare(
         self,
@@ -79,19 +77,25 @@ class Precision:
         """Update the parameters, or skip that where gradients have overflowed."""
         optimizer.step()
 
-    def commit(self) -> None:
-        """Close a training step, in which all, some or no optimizers have stepped."""
-
-    def abandon(self) -> None:
-        """Forget a training step that failed half-way."""
-
-    def state_dict(self) -> dict[str, Any]:
+    def scale_state(self) -> dict[str, Any]:
         """Return what is saved under `state_key`: numbers alone."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+    def load_scale_state(self, state: Mapping[str, Any]) -> None:
+        """Load what `scale_state` returned."""
 
-    def problem_with(self, state: Any) -> str:
-        """Say why `load_state_dict` cannot take a state; nothing if it can."""
+    def scale_problem(self, state: Any) -> str:
+        """Say why `load_scale_state` cannot take a state; nothing if it can."""
         return "" if isinstance(state, Mapping) else f"it is {type(state).__name__}, not a dict"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {self.state_key: self.scale_state()} if self.scales and self.state_key else {}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        key = self.state_key or ""
+        if self.scales and key in state and (problem := self.scale_problem(state[key])):
+            raise CheckpointError(f"The state's {key!r} is no state of a scaler: {problem}.")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.scales and (key := self.state_key or "") in state:
+            self.load_scale_state(state[key])

@@ -50,8 +50,9 @@ class NativeAmp(Precision):
         return torch.amp.GradScaler(self.device.type)
 
     @property
-    def num_skipped(self) -> int:
-        return int(self._committed_skipped.item())
+    def num_skipped(self) -> int | None:
+        """Waits for the device."""
+        return int(self._committed_skipped.item()) if self.scales else None
 
     def prepare(
         self,
@@ -98,7 +99,7 @@ class NativeAmp(Precision):
             self._update()
         self._committed_skipped = self._num_skipped
 
-    def abandon(self) -> None:
+    def roll_back(self) -> None:
         """Forget which gradients were looked at; the scale is left as it is."""
         self._num_skipped = self._committed_skipped
         if self._checked and self.scaler is not None:
@@ -108,15 +109,15 @@ class NativeAmp(Precision):
         self._stepped.clear()
         self._checked.clear()
 
-    def state_dict(self) -> dict[str, Any]:
+    def scale_state(self) -> dict[str, Any]:
         return {} if self.scaler is None else self.scaler.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_scale_state(self, state: Mapping[str, Any]) -> None:
         if self.scaler is not None:
             self.scaler.load_state_dict(dict(state))
 
-    def problem_with(self, state: Any) -> str:
-        if problem := super().problem_with(state):
+    def scale_problem(self, state: Any) -> str:
+        if problem := super().scale_problem(state):
             return problem
         if missing := _STATE_KEYS - state.keys():
             return f"without {', '.join(sorted(missing))}"

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from raysgd import ElasticConfig
 from raysgd._internal.context import OutOfMemoryError, WorkerContext
+from raysgd.loop.feature import StepFeature
 from raysgd.loop.requests import TrainRequest
 from raysgd.metrics import merge_workers
 from raysgd.torch.options import TorchOptions
@@ -49,7 +50,7 @@ class Mortal(Exact):
         if self.death == (step, "before") or (self.death == (step, "between") and self.part):
             self.end()
         result = super().train_batch(batch, batch_info)
-        if self.death == (step, "after") and self._registration.place.is_last:
+        if self.death == (step, "after") and self._train_state.step.place.is_last:
             self.end()
         if self.config.get("tells", False):
             gather(self, None)
@@ -62,30 +63,22 @@ class Mortal(Exact):
 
 def gather(operator, value):
     """Return what the operators of all workers have given here, by rank."""
-    exchanges = operator._registration.optimization.exchanges
-    return next(iter(exchanges.values())).worker.gather(value)
+    return operator._train_state.feature("Exchange").worker.gather(value)
 
 
-class Exchange:
+class Exchange(StepFeature):
     """Averages gradients as DistributedDataParallel does: each worker counts the same."""
 
-    def __init__(self, worker, optimizer):
-        self.worker, self.optimizer = worker, optimizer
+    replicates = True
 
-    def synchronize(self):
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+    def __init__(self, worker):
+        self.worker = worker
+
+    def before_update(self, optimizer):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         told = self.worker.gather([parameter.grad.clone() for parameter in parameters])
         for parameter, gradients in zip(parameters, zip(*told, strict=True), strict=True):
             parameter.grad = sum(gradients) / len(gradients)
-
-    def rebuild(self):
-        pass
-
-    def abandon(self):
-        pass
-
-    def expect(self, passes):
-        pass
 
 
 class Worker:
@@ -102,15 +95,13 @@ class Worker:
             )
         )
         self.runner.setup(WorkerContext(in_driver=True))
-        self.registration = registration = self.operator._registration
-        registration.from_rank = lambda make, rank: copy.deepcopy(
+        self.registration = train_state = self.operator._train_state
+        train_state.from_rank = lambda make, rank: copy.deepcopy(
             self.gather(make() if rank == self.rank else None)[rank]
         )
-        registration.share_training_state = self.share_training_state
-        registration.optimization.mean_over_workers = self.mean
-        registration.optimization.exchanges = {
-            id(optimizer): Exchange(self, optimizer) for optimizer in registration.optimizers
-        }
+        train_state.share_training_state = self.share_training_state
+        train_state.optimization.mean_over_workers = self.mean
+        train_state.features.insert(0, Exchange(self))
         self.is_new = True
 
     @property
@@ -206,9 +197,9 @@ class Workers:
     @property
     def num_samples(self):
         """How many samples lie before the place in the data."""
-        registration = self.members[0].registration
-        shard = registration.data.source("train").shard
-        return registration.epoch * shard.end(0) + min(registration.offset, shard.end(0))
+        train_state = self.members[0].registration
+        shard = train_state.data.source("train").shard
+        return train_state.epoch * shard.end(0) + min(train_state.offset, shard.end(0))
 
     def check(self, expected, num_steps):
         """All have trained so many steps, and have these parameters."""
@@ -333,7 +324,7 @@ class Raw(Exact):
         self.largest = max(self.largest, len(ids))
         (self.model(features, ids) - target).square().mean().backward()
         for optimizer in self.optimizers:
-            self._registration.optimization.exchanges[id(optimizer)].synchronize()
+            self._train_state.feature("Exchange").before_update(optimizer)
             optimizer.step()
             optimizer.zero_grad()
         return {"num_samples": len(ids)}

@@ -131,10 +131,10 @@ class Endless(IterableDataset):
 
 def test_what_every_worker_would_read_whole_is_refused():
     operator = run_operator(Classifier, {"num_samples": 8})
-    settings = operator._registration.settings
+    settings = operator._train_state.settings
     settings.context = dataclasses.replace(settings.context, world_size=2)
     with pytest.raises(TypeError, match="A DataLoader was given, which cannot be shared out"):
-        operator._registration.data.sources_of(DataLoader(Endless()))
+        operator._train_state.data.sources_of(DataLoader(Endless()))
 
 
 # ---- test, and several loaders by name

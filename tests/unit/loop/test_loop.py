@@ -79,9 +79,9 @@ def test_calls_go_on_where_the_last_one_stopped(start, operator_cls, config, cal
 
 def test_the_loss_of_a_split_epoch_is_that_of_a_whole_one(start):
     whole, _ = start()
-    registration, _ = start()
+    train_state, _ = start()
     expected = whole.train(num_steps=7)
-    results = [registration.train(num_steps=3), registration.train(num_steps=4)]
+    results = [train_state.train(num_steps=3), train_state.train(num_steps=4)]
     mean = sum(r["train_loss"] * r["num_samples"] for r in results) / 56
     assert mean == pytest.approx(expected["train_loss"], rel=1e-9)
     assert results[1]["last_train_loss"] == expected["last_train_loss"]
@@ -157,21 +157,21 @@ def test_an_empty_validation_loader_is_an_error(start, num_steps, wrap):
 @pytest.mark.parametrize(("method", "name"), [("train", "train"), ("validate", "validation")])
 def test_an_empty_loader_names_its_worker(start, wrap, method, name):
     trainer, operator = start(Streaming, {"num_samples": 0, "wrap": wrap})
-    registration = operator._registration
-    registration.settings.context = dataclasses.replace(
-        registration.context, world_rank=1, world_size=2
+    train_state = operator._train_state
+    train_state.settings.context = dataclasses.replace(
+        train_state.context, world_rank=1, world_size=2
     )
-    registration.minimum = lambda value: value
+    train_state.minimum = lambda value: value
     with pytest.raises(RuntimeError, match=f"{name} loader of worker 1 gives no batch"):
         getattr(trainer, method)()
 
 
 def test_a_full_loader_names_the_worker_whose_loader_is_empty(start):
     trainer, operator = start(Streaming, {"wrap": list})
-    registration = operator._registration
-    registration.settings.context = dataclasses.replace(registration.context, world_size=2)
+    train_state = operator._train_state
+    train_state.settings.context = dataclasses.replace(train_state.context, world_size=2)
     answers = iter([0, 1])  # batches that every worker has, and the worker without any
-    registration.minimum = lambda value: next(answers)
+    train_state.minimum = lambda value: next(answers)
     with pytest.raises(RuntimeError, match="train loader of worker 1 gives no batch"):
         trainer.train()
 
@@ -745,7 +745,7 @@ def test_a_call_pauses_exactly_at_the_step_and_its_repetition_does_the_rest(
     whole, its_operator = loop_of(operator_cls, config)
     expected = train(whole, until_epoch=2)
     loop, operator = loop_of(operator_cls, config)
-    operator._registration.reseed(its_operator._registration.seed)
+    operator._train_state.reseed(its_operator._train_state.seed)
     at = data.draw(st.integers(0, 8))
     pause = data.draw(st.integers(at + 1, 9))
     operator.fail = pausing(loop, pause, at)
@@ -754,7 +754,7 @@ def test_a_call_pauses_exactly_at_the_step_and_its_repetition_does_the_rest(
     assert operator.global_step == pause
     assert len(operator.trained) == 8 * pause
     if operator_cls is not Streaming or config:  # how long an epoch is is known
-        assert operator._registration.epoch == pause // 5
+        assert operator._train_state.epoch == pause // 5
     operator.fail = lambda *arguments: None
     # while nobody takes it back, there is nothing to go on with
     with pytest.raises(PausedError):
@@ -764,7 +764,7 @@ def test_a_call_pauses_exactly_at_the_step_and_its_repetition_does_the_rest(
     result = train(loop, until_epoch=2)
     assert operator.trained == its_operator.trained
     assert operator.global_step == 10
-    assert operator._registration.epoch == 2
+    assert operator._train_state.epoch == 2
     assert {"num_samples", "batch_count"} & set(result)
     for name, value in expected.items():
         assert result[name] == pytest.approx(value, rel=1e-9), name
@@ -787,9 +787,9 @@ def test_a_goal_in_steps_ends_an_epoch_also_where_a_loss_came_just_before_its_en
     loop, operator = loop_of(FailingAfter)
     with pytest.raises(ValueError, match="after the last step"):
         train(loop, until_step=5)
-    assert operator._registration.epoch == 0
+    assert operator._train_state.epoch == 0
     train(loop, until_step=5)
-    assert (operator._registration.epoch, operator._registration.offset) == (1, 0)
+    assert (operator._train_state.epoch, operator._train_state.offset) == (1, 0)
     assert operator.trained == EPOCH
 
 
@@ -798,7 +798,7 @@ def test_an_epoch_of_which_nothing_is_left_counts_where_the_goal_counts_it(loop_
     loop, operator = loop_of(Streaming)
     train(loop, until_step=5)
     train(loop, call=1, until_epoch=2)
-    assert (operator.global_step, operator._registration.epoch) == (10, 2)
+    assert (operator.global_step, operator._train_state.epoch) == (10, 2)
 
 
 @pytest.mark.parametrize("goal", [{"until_step": 7}, {"until_epoch": 2}])
@@ -821,7 +821,7 @@ def test_a_pause_at_the_end_of_an_epoch_ends_the_epoch(loop_of):
     operator.fail = pausing(loop, 5, at=2)
     with pytest.raises(PausedError):
         train(loop, until_epoch=2)
-    assert (operator._registration.epoch, operator._registration.offset) == (1, 0)
+    assert (operator._train_state.epoch, operator._train_state.offset) == (1, 0)
     loop.signal.driver_pause = None
     train(loop, until_epoch=2)
     assert operator.trained == EPOCH * 2
@@ -909,7 +909,7 @@ def test_a_loop_that_ends_its_epoch_where_it_is_to_pause_has_ended_it(loop_of):
     operator.fail = pausing(loop, 2, at=1)
     with pytest.raises(PausedError):
         train(loop, until_epoch=2)
-    assert operator._registration.epoch == 1
+    assert operator._train_state.epoch == 1
     loop.signal.driver_pause = None
     train(loop, until_epoch=2)
     assert operator.trained == EPOCH[:16] * 2
@@ -980,24 +980,24 @@ class OwnGenerator(Recorder):
 @pytest.mark.parametrize("seed", [3, 4])
 def test_a_shuffle_by_generators_of_different_seeds_is_refused(loop_of, seed):
     _, operator = loop_of(OwnGenerator, {"generator_seed": seed})
-    registration = operator._registration
-    registration.settings.context = dataclasses.replace(registration.context, world_size=2)
+    train_state = operator._train_state
+    train_state.settings.context = dataclasses.replace(train_state.context, world_size=2)
     # what the other rank says: its seed, twice, and that the orders were not one before
     others = iter([3, -3, 0])
-    registration.minimum = lambda value: min(value, next(others))
+    train_state.minimum = lambda value: min(value, next(others))
     if seed == 3:
-        registration.data.source("train").agree_on_order(0, 0, registration)
+        train_state.data.source("train").agree_on_order(0, 0, train_state)
     else:
         with pytest.raises(
             RuntimeError, match=r"as RandomSampler gives them.* generator, seed it alike on all"
         ):
-            registration.data.source("train").agree_on_order(0, 0, registration)
+            train_state.data.source("train").agree_on_order(0, 0, train_state)
 
 
 def test_workers_agree_on_the_order_of_a_validation_where_it_begins(start, monkeypatch):
     trainer, operator = start()
     asked = []
-    source = operator._registration.data.source("validation")
+    source = operator._train_state.data.source("validation")
     monkeypatch.setattr(source, "agree_on_order", lambda *given: asked.append(given[:2]))
     trainer.validate(num_steps=2)
     trainer.validate()

@@ -103,17 +103,17 @@ def test_none_is_taken_where_none_is_wanted():
 @pytest.mark.parametrize("every", ["epoch", 1])
 def test_only_the_first_rank_takes_any(every):
     runner = make_runner(every)
-    runner.operator._registration.settings.context = WorkerContext(world_rank=1)
+    runner.operator._train_state.settings.context = WorkerContext(world_rank=1)
     assert taken(runner, 3) == [None] * 4
     assert runner.snapshot() is None
 
 
 def test_a_worker_that_becomes_the_first_takes_one_at_once():
     runner = make_runner("epoch")
-    registration = runner.operator._registration
-    registration.settings.context = WorkerContext(world_rank=1)
+    train_state = runner.operator._train_state
+    train_state.settings.context = WorkerContext(world_rank=1)
     assert taken(runner, 2)[-1] is None
-    registration.settings.context = WorkerContext(world_rank=0)
+    train_state.settings.context = WorkerContext(world_rank=0)
     assert taken(runner, 3) == [2, 2]
 
 
@@ -167,7 +167,7 @@ def test_a_scheduler_within_anothers_state_does_not_bring_its_optimizer_along():
     runner = make_runner("epoch", {"scheduler": WarmUp}, scheduler_step_freq="epoch")
     runner.handle(TrainRequest(call=0, until_step=1))
     (held,) = runner._loop.snapshots._held[2]["schedulers"]
-    (mine,) = runner.operator._registration.schedulers
+    (mine,) = runner.operator._train_state.schedulers
     assert held["after"] is mine.after
     assert held["then"].__self__ is mine.after
 
@@ -260,7 +260,7 @@ def test_from_a_snapshot_at_the_very_end_of_an_epoch_no_epoch_is_trained_twice()
 
 
 def begin_averages(operator):
-    operator._registration.averaging.begin(0.9, 1)
+    operator._train_state.feature("Averaging").begin(0.9, 1)
 
 
 def set_rate(operator):

@@ -11,39 +11,40 @@ from raysgd._internal.context import WorkerContext
 from raysgd.data.source import BatchSource
 from raysgd.loop.signal import Signal, StepInterruptedError
 from raysgd.loop.step_iterator import StepIterator
-from raysgd.torch.registration import OperatorSettings, TorchRegistration
+from raysgd.torch.registration import register
+from raysgd.torch.train_state import OperatorSettings, TorchTrainState
 
 
 def make_registration(num_optimizers=1):
-    registration = TorchRegistration(OperatorSettings())
+    train_state = TorchTrainState(OperatorSettings())
     models = [torch.nn.BatchNorm1d(1) for _ in range(num_optimizers)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    registration.register(models, optimizers, None, None, None)
-    return registration
+    register(train_state, models, optimizers, None, None, None)
+    return train_state
 
 
-def make_steps(registration, batches, limit=None, steps_left="all", go_on=None):
+def make_steps(train_state, batches, limit=None, steps_left="all", go_on=None):
     batches = list(batches)
     left = len(batches) if steps_left == "all" else steps_left
     return StepIterator(
-        registration, BatchSource(batches), iter(batches), limit, left, go_on, Signal()
+        train_state, BatchSource(batches), iter(batches), limit, left, go_on, Signal()
     )
 
 
 @given(st.integers(0, 8), st.none() | st.integers(0, 10), st.booleans(), st.integers(0, 9))
 def test_steps_are_counted_as_the_loop_draws(size, limit, length_known, stop_after):
-    registration = make_registration()
-    steps = make_steps(registration, range(size), limit, size if length_known else None)
+    train_state = make_registration()
+    steps = make_steps(train_state, range(size), limit, size if length_known else None)
     drawn = []
     for batch in steps:
         drawn.append(batch)
-        assert registration.global_step == len(drawn) - 1  # the step under way is not done
+        assert train_state.global_step == len(drawn) - 1  # the step under way is not done
         if len(drawn) == stop_after:
             break
     steps.finish()
     expected = min(n for n in (size, limit, stop_after or None) if n is not None)
     assert drawn == list(range(expected))
-    assert registration.global_step == steps.num_batches == registration.offset == expected
+    assert train_state.global_step == steps.num_batches == train_state.offset == expected
     if length_known:
         assert steps.epoch_is_over == (expected == size)
 
@@ -59,9 +60,9 @@ def test_the_end_of_an_epoch_of_unknown_length_is_known_when_it_was_met():
 
 def test_the_epoch_is_known_to_be_over_when_the_loop_has_ended():
     """The default loop asks there whether to step schedulers that step once an epoch."""
-    registration = make_registration()
-    registration.offset = 1
-    steps = make_steps(registration, range(3))
+    train_state = make_registration()
+    train_state.offset = 1
+    steps = make_steps(train_state, range(3))
     for _ in steps:
         pass
     assert steps.epoch_is_over
@@ -98,47 +99,47 @@ def test_how_many_batches_there_will_be(limit, left, total):
 
 
 def test_a_step_that_failed_before_the_update_is_not_counted_and_comes_back():
-    registration = make_registration()
-    steps = make_steps(registration, "abc")
+    train_state = make_registration()
+    steps = make_steps(train_state, "abc")
     assert [next(steps), next(steps)] == ["a", "b"]
     assert steps.fail() == ["b"]
-    assert (registration.global_step, registration.offset, steps.num_batches) == (1, 1, 1)
+    assert (train_state.global_step, train_state.offset, steps.num_batches) == (1, 1, 1)
 
 
 def test_a_step_that_failed_after_the_update_is_counted():
-    registration = make_registration()
-    steps = make_steps(registration, "abc")
+    train_state = make_registration()
+    steps = make_steps(train_state, "abc")
     next(steps)
-    registration.models[0].weight.sum().backward()
-    registration.optimizers[0].step()
+    train_state.models[0].weight.sum().backward()
+    train_state.optimizers[0].step()
     assert steps.fail() == []
-    assert (registration.global_step, registration.offset) == (1, 1)
-    assert registration.models[0].weight.grad is None  # what follows does not add to it
+    assert (train_state.global_step, train_state.offset) == (1, 1)
+    assert train_state.models[0].weight.grad is None  # what follows does not add to it
 
 
 def test_a_step_is_done_only_when_every_optimizer_has_stepped():
-    registration = make_registration(num_optimizers=2)
-    steps = make_steps(registration, "abc")
+    train_state = make_registration(num_optimizers=2)
+    steps = make_steps(train_state, "abc")
     next(steps)
-    registration.optimizers[0].step()
-    registration.optimizers[0].step()
+    train_state.optimizers[0].step()
+    train_state.optimizers[0].step()
     assert steps.fail() == ["a"]
-    assert registration.global_step == 0
-    steps = make_steps(registration, "abc")
+    assert train_state.global_step == 0
+    steps = make_steps(train_state, "abc")
     next(steps)
-    for optimizer in registration.optimizers:
+    for optimizer in train_state.optimizers:
         optimizer.step()
     assert steps.fail() == []
 
 
 def test_an_update_of_the_step_before_does_not_count_for_this_one():
-    registration = make_registration()
-    steps = make_steps(registration, "abc")
+    train_state = make_registration()
+    steps = make_steps(train_state, "abc")
     next(steps)
-    registration.optimizers[0].step()
+    train_state.optimizers[0].step()
     next(steps)
     assert steps.fail() == ["b"]
-    assert registration.global_step == 1
+    assert train_state.global_step == 1
 
 
 def test_a_failure_between_two_steps_takes_nothing_back():
@@ -148,23 +149,23 @@ def test_a_failure_between_two_steps_takes_nothing_back():
         yield "a"
         raise OSError("disk")
 
-    registration = make_registration()
-    steps = StepIterator(registration, BatchSource([]), broken(), None, None, None, Signal())
+    train_state = make_registration()
+    steps = StepIterator(train_state, BatchSource([]), broken(), None, None, None, Signal())
     next(steps)
     with pytest.raises(OSError, match="disk"):
         next(steps)
     assert steps.fail() == []
-    assert registration.global_step == 1
+    assert train_state.global_step == 1
 
 
 def test_a_failed_step_leaves_no_gradient_and_no_trace_in_buffers():
-    registration = make_registration()
-    model = registration.models[0]
+    train_state = make_registration()
+    model = train_state.models[0]
     steps = make_steps(
-        registration, [torch.tensor([[1.0], [3.0]]), torch.tensor([[100.0], [300.0]])]
+        train_state, [torch.tensor([[1.0], [3.0]]), torch.tensor([[100.0], [300.0]])]
     )
     model(next(steps)).sum().backward()
-    registration.optimizers[0].step()
+    train_state.optimizers[0].step()
     batch = next(steps)
     mean = model.running_mean.clone()
     model(batch).sum().backward()
@@ -176,14 +177,14 @@ def test_a_failed_step_leaves_no_gradient_and_no_trace_in_buffers():
 
 
 def test_a_request_to_stop_raises_at_the_next_step_and_keeps_those_done():
-    registration = make_registration()
-    steps = make_steps(registration, range(5))
+    train_state = make_registration()
+    steps = make_steps(train_state, range(5))
     next(steps)
     steps._signal.stop = True
     with pytest.raises(StepInterruptedError):
         next(steps)
     assert steps.fail() == []
-    assert registration.global_step == 1
+    assert train_state.global_step == 1
 
 
 def test_all_ranks_end_when_one_has_no_batch_left():
@@ -194,24 +195,24 @@ def test_all_ranks_end_when_one_has_no_batch_left():
         asked.append(has_batch)
         return next(answers)
 
-    registration = make_registration()
-    steps = make_steps(registration, range(5), steps_left=None, go_on=go_on)
+    train_state = make_registration()
+    steps = make_steps(train_state, range(5), steps_left=None, go_on=go_on)
     assert list(steps) == [0]
     assert asked == [True, True]
     assert steps.epoch_is_over
-    steps = make_steps(registration, [], steps_left=None, go_on=lambda has_batch: has_batch)
+    steps = make_steps(train_state, [], steps_left=None, go_on=lambda has_batch: has_batch)
     assert list(steps) == []
 
 
 def test_waiting_for_data_is_timed_only_where_it_was_asked_for():
-    registration = make_registration()
-    registration.timers.enable()
-    list(make_steps(registration, range(3)))
-    assert registration.timers.stats().keys() == {"mean_data_s"}
-    registration.timers.reset()
-    registration.timers.disable()
-    list(make_steps(registration, range(3)))
-    assert registration.timers.stats() == {}
+    train_state = make_registration()
+    train_state.timers.enable()
+    list(make_steps(train_state, range(3)))
+    assert train_state.timers.stats().keys() == {"mean_data_s"}
+    train_state.timers.reset()
+    train_state.timers.disable()
+    list(make_steps(train_state, range(3)))
+    assert train_state.timers.stats() == {}
 
 
 # ---- pauses
@@ -238,27 +239,27 @@ def drawn(steps, pause=None, after=None):
     data=st.data(),
 )
 def test_a_segment_ends_exactly_where_it_shall_pause(before, size, limit, length_known, data):
-    registration = make_registration()
-    registration.global_step = before
-    steps = make_steps(registration, range(size), limit, size if length_known else None)
+    train_state = make_registration()
+    train_state.global_step = before
+    steps = make_steps(train_state, range(size), limit, size if length_known else None)
     whole = min(size, limit or size)
     after = data.draw(st.integers(0, whole))
     # a batch that was drawn will be done: the earliest step to stop at is the one after it
     pause = before + data.draw(st.integers(max(1, after), 15))
     expected = min(whole, pause - before)
     assert drawn(steps, pause, after) == list(range(expected))
-    assert registration.global_step == before + expected
-    assert registration.offset == steps.num_batches == expected
+    assert train_state.global_step == before + expected
+    assert train_state.offset == steps.num_batches == expected
     if length_known:
         assert steps.epoch_is_over == (expected == size)
 
 
 def test_the_pause_is_no_end_of_the_epoch():
-    registration = make_registration()
-    steps = make_steps(registration, range(5))
+    train_state = make_registration()
+    steps = make_steps(train_state, range(5))
     assert drawn(steps, pause=3, after=1) == [0, 1, 2]
     assert not steps.epoch_is_over
-    assert (registration.global_step, registration.offset) == (3, 3)
+    assert (train_state.global_step, train_state.offset) == (3, 3)
 
 
 def test_the_batches_that_follow_a_pause_are_not_fetched():
@@ -305,11 +306,11 @@ def test_the_newest_request_to_pause_counts():
 @pytest.mark.parametrize("length_known", [True, False])
 def test_a_pause_at_a_step_that_has_passed_lifts_no_limit(passed, length_known):
     """Whoever asked is told that it was too late; more steps than were wanted are never done."""
-    registration = make_registration()
-    steps = make_steps(registration, range(9), limit=5, steps_left=9 if length_known else None)
+    train_state = make_registration()
+    steps = make_steps(train_state, range(9), limit=5, steps_left=9 if length_known else None)
     batches = drawn(steps, pause=passed, after=4)
     assert 4 <= len(batches) <= 5
-    assert registration.global_step <= 5
+    assert train_state.global_step <= 5
 
 
 def test_the_mean_time_of_a_step_is_known_after_the_first(monkeypatch):
@@ -328,16 +329,16 @@ def test_the_mean_time_of_a_step_is_known_after_the_first(monkeypatch):
 
 
 def test_after_each_step_whoever_wants_it_is_told_with_the_place_noted():
-    registration, told = make_registration(), []
+    train_state, told = make_registration(), []
     steps = StepIterator(
-        registration,
+        train_state,
         BatchSource([1, 2, 3]),
         iter([1, 2, 3]),
         None,
         3,
         None,
         Signal(),
-        on_commit=lambda: told.append((registration.global_step, registration.offset)),
+        on_commit=lambda: told.append((train_state.global_step, train_state.offset)),
     )
     next(steps)
     assert told == []
@@ -352,27 +353,27 @@ def test_after_each_step_whoever_wants_it_is_told_with_the_place_noted():
 
 
 def grouped(size, batches, limit=None, steps_left="all", go_on=None, sharded=False):
-    """Registration and steps with an accumulation of `size` batches."""
-    registration = TorchRegistration(OperatorSettings())
+    """TrainState and steps with an accumulation of `size` batches."""
+    train_state = TorchTrainState(OperatorSettings())
     model = torch.nn.BatchNorm1d(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    registration.register(model, optimizer, None, None, None, accumulation_steps=size)
+    register(train_state, model, optimizer, None, None, None, accumulation_steps=size)
     batches = list(batches)
     left = len(batches) if steps_left == "all" else steps_left
     source = BatchSource(batches)
     source.sharded = sharded
-    return registration, StepIterator(
-        registration, source, iter(batches), limit, left, go_on, Signal()
+    return train_state, StepIterator(
+        train_state, source, iter(batches), limit, left, go_on, Signal()
     )
 
 
-def groups_of(registration, steps, after=None, pause=None):
+def groups_of(train_state, steps, after=None, pause=None):
     """Draw all batches; return them in groups."""
     groups, group = [], []
     for count, batch in enumerate(steps, start=1):
-        assert registration.place.position == len(group)
+        assert train_state.step.place.position == len(group)
         group.append(batch)
-        if registration.place.is_last:
+        if train_state.step.place.is_last:
             groups.append(group)
             group = []
         if count == after:
@@ -393,13 +394,13 @@ def test_batches_come_in_groups_and_a_smaller_one_at_the_end(
     size, count, limit, length_known, sharded
 ):
     sharded = sharded and length_known
-    registration, steps = grouped(
+    train_state, steps = grouped(
         size, range(count), limit, count if length_known else None, None, sharded
     )
     whole = min(count, limit or count)
     expected = [list(range(start, min(start + size, whole))) for start in range(0, whole, size)]
-    assert groups_of(registration, steps) == expected
-    assert registration.global_step == registration.offset == steps.num_batches == whole
+    assert groups_of(train_state, steps) == expected
+    assert train_state.global_step == train_state.offset == steps.num_batches == whole
     if length_known:
         assert steps.epoch_is_over == (whole == count)
 
@@ -413,21 +414,21 @@ def test_no_batch_is_left_out_where_a_rank_is_lost_as_all_are_asked(size, count,
             raise ConnectionError
         return has_batch
 
-    registration, steps = grouped(size, range(count), steps_left=None, go_on=go_on)
+    train_state, steps = grouped(size, range(count), steps_left=None, go_on=go_on)
     with contextlib.suppress(ConnectionError):
         for _ in steps:
             pass
     again = steps.fail()
-    assert [*again, *steps._batches] == list(range(registration.offset, count))
+    assert [*again, *steps._batches] == list(range(train_state.offset, count))
 
 
 def test_a_group_is_committed_as_one_when_its_last_batch_is_done():
-    registration, steps = grouped(3, range(7))
+    train_state, steps = grouped(3, range(7))
     seen = []
     for _ in steps:
-        seen.append((registration.global_step, steps.num_batches, steps.num_finished))
+        seen.append((train_state.global_step, steps.num_batches, steps.num_finished))
     assert seen == [(0, 0, 0), (0, 0, 1), (0, 0, 2), (3, 3, 3), (3, 3, 4), (3, 3, 5), (6, 6, 6)]
-    assert registration.global_step == 7
+    assert train_state.global_step == 7
 
 
 def test_progress_is_seen_within_a_group(monkeypatch):
@@ -451,8 +452,8 @@ def test_a_loader_of_unknown_length_is_looked_into_one_batch_ahead_within_a_grou
             fetched.append(index)
             yield index
 
-    registration, _ = grouped(3, [])
-    steps = StepIterator(registration, BatchSource([]), batches(), None, None, None, Signal())
+    train_state, _ = grouped(3, [])
+    steps = StepIterator(train_state, BatchSource([]), batches(), None, None, None, Signal())
     seen = [(batch, len(fetched)) for batch in steps]
     assert seen == [(0, 2), (1, 3), (2, 3), (3, 5), (4, 6), (5, 6), (6, 8), (7, 8)]
 
@@ -472,17 +473,17 @@ def test_without_accumulation_no_loader_is_looked_into():
 
 
 def test_a_loader_that_is_shorter_than_it_says_ends_its_last_group():
-    registration, steps = grouped(3, range(4), steps_left=9)
-    assert groups_of(registration, steps) == [[0, 1, 2], [3]]
+    train_state, steps = grouped(3, range(4), steps_left=9)
+    assert groups_of(train_state, steps) == [[0, 1, 2], [3]]
 
 
 @given(st.integers(1, 4), st.integers(1, 12), st.integers(1, 14), st.data())
 def test_a_pause_is_made_at_the_end_of_the_group_that_reaches_it(size, count, pause, data):
     """Of the group under way, where the request comes too late."""
     after = data.draw(st.integers(1, count))
-    registration, steps = grouped(size, range(count))
-    groups_of(registration, steps, after, pause)
-    assert registration.global_step == min(count, -(-max(pause, after) // size) * size)
+    train_state, steps = grouped(size, range(count))
+    groups_of(train_state, steps, after, pause)
+    assert train_state.global_step == min(count, -(-max(pause, after) // size) * size)
 
 
 @pytest.mark.parametrize("length_known", [True, False])
@@ -490,9 +491,9 @@ def test_a_pause_is_made_at_the_end_of_the_group_that_reaches_it(size, count, pa
 def test_a_failure_gives_the_whole_group_up_and_its_batches_back(at, length_known):
     batches = list("abcde")
     iterator = iter(batches)
-    registration, _ = grouped(3, [])
+    train_state, _ = grouped(3, [])
     steps = StepIterator(
-        registration,
+        train_state,
         BatchSource(batches),
         iterator,
         None,
@@ -506,46 +507,46 @@ def test_a_failure_gives_the_whole_group_up_and_its_batches_back(at, length_know
     reached = at // 3 * 3
     again = steps.fail()
     assert again + list(iterator) == batches[reached:]
-    assert registration.global_step == registration.offset == steps.num_batches == reached
-    assert registration.place.position == 0
+    assert train_state.global_step == train_state.offset == steps.num_batches == reached
+    assert train_state.step.place.position == 0
 
 
 def test_a_group_whose_update_is_done_is_counted_as_a_whole_when_the_loop_raises():
-    registration, steps = grouped(3, "abcde")
-    optimizer = registration.optimizers[0]
+    train_state, steps = grouped(3, "abcde")
+    optimizer = train_state.optimizers[0]
     for _ in range(3):
         next(steps)
-        registration.optimization.backward(registration.models[0].weight.sum(), 1)
-        registration.optimization.step(optimizer)
+        train_state.optimization.backward(train_state.models[0].weight.sum(), 1)
+        train_state.optimization.step(optimizer)
     assert steps.fail() == []
-    assert (registration.global_step, registration.offset) == (3, 3)
+    assert (train_state.global_step, train_state.offset) == (3, 3)
 
 
 def test_a_loop_that_leaves_a_group_gets_its_batches_back_and_no_gradient_stays():
-    registration, steps = grouped(3, [torch.ones(2, 1) * index for index in range(5)])
+    train_state, steps = grouped(3, [torch.ones(2, 1) * index for index in range(5)])
     for index, batch in enumerate(steps):
-        registration.optimization.backward(registration.models[0](batch).square().mean(), 2)
-        registration.optimization.step(registration.optimizers[0])
+        train_state.optimization.backward(train_state.models[0](batch).square().mean(), 2)
+        train_state.optimization.step(train_state.optimizers[0])
         if index == 3:
             break
     assert [int(batch[0]) for batch in steps.finish()] == [3, 4]
-    assert (registration.global_step, registration.offset) == (3, 3)
-    assert registration.models[0].weight.grad is None
-    assert registration.models[0].num_batches_tracked == 3
+    assert (train_state.global_step, train_state.offset) == (3, 3)
+    assert train_state.models[0].weight.grad is None
+    assert train_state.models[0].num_batches_tracked == 3
 
 
 def test_all_ranks_end_a_group_when_one_has_no_batch_left():
     answers = iter([True, True, True, True, False])
-    registration, steps = grouped(3, range(9), None, None, lambda has_batch: next(answers))
-    assert groups_of(registration, steps) == [[0, 1, 2], [3]]
+    train_state, steps = grouped(3, range(9), None, None, lambda has_batch: next(answers))
+    assert groups_of(train_state, steps) == [[0, 1, 2], [3]]
     assert steps.epoch_is_over
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_loader_that_ends_before_its_length_is_refused_if_others_would_wait(world_size):
-    registration = make_registration()
-    registration.settings.context = WorkerContext(world_size=world_size)
-    segment = make_steps(registration, range(3), steps_left=5)
+    train_state = make_registration()
+    train_state.settings.context = WorkerContext(world_size=world_size)
+    segment = make_steps(train_state, range(3), steps_left=5)
     given, ending = [], contextlib.nullcontext()
     if world_size > 1:
         ending = pytest.raises(RuntimeError, match="worker 0 ended after 3 of 5 batches")

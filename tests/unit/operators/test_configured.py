@@ -70,7 +70,7 @@ def test_a_scheduler_that_counts_steps_is_told_how_many_an_epoch_has():
         scheduler_step_freq="batch",
     ) as trainer:
         trainer.train()
-        (scheduler,) = trainer.get_local_operator()._registration.schedulers
+        (scheduler,) = trainer.get_local_operator()._train_state.schedulers
         assert scheduler.last_epoch == 3
 
 
@@ -159,9 +159,7 @@ def test_what_training_draws_differs_from_worker_to_worker(monkeypatch):
 
 
 def test_accumulation_and_clipping_come_from_the_config():
-    optimization = build(
-        gradient_accumulation_steps=3, max_grad_norm=0.5
-    )._registration.optimization
+    optimization = build(gradient_accumulation_steps=3, max_grad_norm=0.5)._train_state.optimization
     assert (optimization.accumulation_steps, optimization.max_grad_norm) == (3, 0.5)
 
 

@@ -98,7 +98,7 @@ def test_numbers_of_numpy_are_numbers():
     operator = run_operator(
         Regressor, {**CONFIG, "lr": np.float32(0.5), "gradient_accumulation_steps": np.int64(2)}
     )
-    assert operator._registration.optimization.accumulation_steps == 2
+    assert operator._train_state.accumulation_steps == 2
     assert operator.optimizer.param_groups[0]["lr"] == 0.5
 
 

@@ -31,6 +31,6 @@ def test_workers_weigh_by_what_is_not_ignored(operator_cls, config, batch, count
         found.append(count)
         return count
 
-    operator._registration.optimization.mean_over_workers = mean
+    operator._train_state.optimization.mean_over_workers = mean
     operator.train_batch(batch, {})
     assert found == counts

@@ -15,7 +15,8 @@ def build():
     pytest.importorskip("tensorflow")
     from raysgd.tf.communication import Communication
     from raysgd.tf.options import TFOptions
-    from raysgd.tf.registration import TFSettings, build_operator
+    from raysgd.tf.registration import build_operator
+    from raysgd.tf.train_state import TFSettings
 
     def make(operator_cls, config=None, seed=3, **options):
         settings = TFSettings(options=TFOptions(**options), context=WorkerContext(in_driver=True))

@@ -109,7 +109,7 @@ def compared(build, make, data, class_weight=None):
     for name, (value,) in logs.history.items():
         assert found[f"train_{name}"] == pytest.approx(value, rel=1e-4, abs=1e-6), name
     parts = list(in_batches(data, 10))
-    with operator._registration.validating():
+    with operator._train_state.evaluating():
         for name, array in named_arrays(operator.model.weights).items():
             np.testing.assert_allclose(array, named_arrays(fitted.weights)[name], atol=1e-5)
         merged = merge_workers([operator.validate(iter([part])) for part in parts])
@@ -256,7 +256,7 @@ def test_the_state_of_training_is_not_the_averages(build):
     before = named_arrays(operator.model.weights)
     operator.train_epoch(iter(in_batches((FEATURES, BITS))), num_steps=3)
     trained = named_arrays(operator.model.weights)
-    with operator._registration.validating():
+    with operator._train_state.evaluating():
         averages = named_arrays(operator.model.weights)
     kernel = next(iter(before))
     assert (

@@ -38,7 +38,7 @@ def test_the_config_is_given_to_setup_and_kept(build):
     config = {"num_samples": 40, "batch_size": 8}
     operator = build(Digits, config)
     assert operator.config == config
-    assert operator._registration.data.source("train").steps_left(0) == 5
+    assert operator._train_state.data.source("train").steps_left(0) == 5
 
 
 def test_a_worker_alone_talks_to_nobody():

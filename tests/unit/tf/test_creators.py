@@ -47,7 +47,7 @@ def test_class_weights_of_fit_config_are_registered(build):
 
     config = {"fit_config": {"class_weight": {3: 2.0}}}
     operator = build(creator_operator(model_creator, None), config)
-    assert operator._registration.class_weight == {3: 2.0}
+    assert operator._train_state.class_weight == {3: 2.0}
 
 
 @pytest.fixture
@@ -76,9 +76,9 @@ def test_callbacks_see_the_epochs_of_fit_where_they_have_a_number_of_steps(made,
     operator, calls = made
 
     def steps(count):
-        for batch in operator._registration.data.source("train").batches(0, 0, count):
+        for batch in operator._train_state.data.source("train").batches(0, 0, count):
             yield batch
-            operator._registration.commit()
+            operator._train_state.commit()
 
     for count in segments:
         operator.train_epoch(steps(count), epoch_idx=0)  # endless data stay in their first epoch
@@ -109,5 +109,5 @@ def test_functions_make_an_operator_and_callbacks_of_keras_are_called(build):
 
     config = {"fit_config": {"callbacks": [Telling()]}}
     operator = build(creator_operator(model_creator, data_creator), config)
-    operator.train_epoch(operator._registration.data.source("train").batches(0, 0, 2))
+    operator.train_epoch(operator._train_state.data.source("train").batches(0, 0, 2))
     assert calls == [0, 1, (0, ["accuracy", "loss"])]

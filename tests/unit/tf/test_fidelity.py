@@ -60,9 +60,9 @@ def trained(num_workers, size, batch_size, **config):
         )
         runners.append(TFRunner(options))
         runners[-1].setup(WorkerContext(in_driver=True))
-        registration = runners[-1].operator._registration
-        registration.enter(WorkerContext(world_rank=rank, world_size=size, in_driver=True), None)
-        registration.communication = Averages(size, rank, meeting)
+        train_state = runners[-1].operator._train_state
+        train_state.enter(WorkerContext(world_rank=rank, world_size=size, in_driver=True), None)
+        train_state.communication = Averages(size, rank, meeting)
     with ThreadPoolExecutor(size) as pool:
         results = list(
             pool.map(lambda runner: runner.handle(TrainRequest(call=0, until_epoch=2)), runners)

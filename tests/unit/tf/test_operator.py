@@ -18,7 +18,7 @@ CLASSES, SCORES = np.array([0, 2]), np.array([[0.5, 0.1, 0.2], [0.3, 0.9, 0.1]],
 
 
 def batches(operator, name="train"):
-    return operator._registration.data.source(name).batches(0, 0)
+    return operator._train_state.data.source(name).batches(0, 0)
 
 
 @both
@@ -78,16 +78,16 @@ def test_the_state_has_all_that_the_next_step_depends_on(build, keras):
     stream = list(batches(first))
     for batch in stream[:5]:
         first.train_batch(batch, {})
-    state = first._registration.training_state()
-    second._registration.check_training_state(state)
-    second._registration.load_training_state(state)
+    state = first._train_state.training_state()
+    second._train_state.check_training_state(state)
+    second._train_state.load_training_state(state)
     for operator in (first, second):
         operator.train_batch(stream[5], {})
     left, right = (named_arrays(operator.model.weights) for operator in (first, second))
     for one, other in zip(left.values(), right.values(), strict=True):
         np.testing.assert_array_equal(one, other)
     with pytest.raises(CheckpointError, match=r"models\[0\] does not fit"):
-        build(Digits, {"keras": keras})._registration.check_training_state(state)
+        build(Digits, {"keras": keras})._train_state.check_training_state(state)
 
 
 class Scheduled(Digits):
@@ -108,7 +108,7 @@ def test_a_schedule_counts_updates_and_goes_on_where_it_was(build, keras):
     stream = list(batches(first))
     for batch in stream[:3]:
         first.train_batch(batch, {})
-    second._registration.load_training_state(first._registration.training_state())
+    second._train_state.load_training_state(first._train_state.training_state())
     before = named_arrays(second.model.weights)
     second.train_batch(stream[3], {})  # at a rate of 0
     for old, new in zip(before.values(), named_arrays(second.model.weights).values(), strict=True):
@@ -125,7 +125,7 @@ def test_mixed_precision_is_a_policy_of_keras(build, keras):
         assert float(found[-1]) < float(found[0])
         scaled = build(Digits, {"keras": keras}, use_fp16="mixed_float16")
         found = [scaled.train_batch(b, {})["train_loss"] for b in list(batches(scaled))[:30]]
-        assert "LossScale" in type(scaled._registration.optimizers[0]).__name__
+        assert "LossScale" in type(scaled._train_state.optimizers[0]).__name__
         assert float(found[-1]) < float(found[0])
     finally:
         module.mixed_precision.set_global_policy("float32")
@@ -248,14 +248,14 @@ def test_a_new_worker_can_take_over_the_optimizer_of_several_models(build, keras
     first, second = (build(OneForTwo, {"keras": keras, "optimizer": "Adam"}) for _ in range(2))
     (images, labels), _ = digits()
     first.change(images[:32], labels[:32])
-    second._registration.load_training_state(first._registration.training_state())
+    second._train_state.load_training_state(first._train_state.training_state())
     changes = [each.change(images[32:64], labels[32:64]) for each in (first, second)]
     for mine, other in zip(*changes, strict=True):
         np.testing.assert_array_equal(mine, other)
 
 
 def loss_scale(operator):
-    optimizer = operator._registration.optimizers[0]
+    optimizer = operator._train_state.optimizers[0]
     found = optimizer.dynamic_scale if hasattr(optimizer, "dynamic_scale") else optimizer.loss_scale
     return float(found)
 
@@ -270,7 +270,7 @@ def test_after_an_overflow_updates_have_the_size_that_they_had(build, keras):
             assert not change.any()
         changes = [each.change(images[:32], labels[:32]) for each in (first, second)]
         joined = build(OneForTwo, config, use_fp16="mixed_float16")
-        joined._registration.load_training_state(second._registration.training_state())
+        joined._train_state.load_training_state(second._train_state.training_state())
     finally:
         for each in (tf.keras, keras_of(config)):
             each.mixed_precision.set_global_policy("float32")

@@ -14,15 +14,15 @@ def test_a_rate_that_a_config_changes_is_changed_in_the_state(build):
     assert has_validation
     assert (then, now) == ([pytest.approx(0.01)], [pytest.approx(0.04)])
     slow.optimizer.learning_rate.assign(0.005)  # lowered since
-    state = with_options(slow._registration.training_state(), then, now)
-    fast._registration.load_training_state(state)
+    state = with_options(slow._train_state.training_state(), then, now)
+    fast._train_state.load_training_state(state)
     assert float(fast.optimizer.learning_rate.numpy()) == pytest.approx(0.02)
 
 
 def test_rates_that_stay_leave_the_state_alone(build):
     operator = build(Digits)
     _, rates = inspect(operator)
-    state = operator._registration.training_state()
+    state = operator._train_state.training_state()
     assert with_options(state, rates, rates) is state
     assert with_options(state, [None], rates) is state
     assert all(isinstance(value, np.ndarray) for value in state["optimizers"][0].values())

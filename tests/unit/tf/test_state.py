@@ -8,7 +8,7 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 
 from raysgd._internal.nested import map_leaves  # noqa: E402
-from raysgd.tf.registration import copied_leaf  # noqa: E402
+from raysgd.tf.train_state import copied_leaf  # noqa: E402
 
 
 def test_a_copy_stays_as_it_was_and_has_no_tensors():

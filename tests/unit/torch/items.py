@@ -129,9 +129,9 @@ def run(case, rank):
     runner.setup(
         WorkerContext(world_rank=rank, world_size=case.num_workers, distributed=distributed)
     )
-    registration, operator = runner._registration, runner.operator
+    train_state, operator = runner._train_state, runner.operator
     if case.num_parts > 1:
-        registration.parts.raise_split(case.num_parts)
+        train_state.parts.raise_split(case.num_parts)
     trained = runner.handle(TrainRequest(call=0, until_epoch=1))
     validated = runner.handle(ValidateRequest(call=1))
     parameters = [

@@ -335,7 +335,7 @@ class Player:
         watch(FullyShardedModel, "_wait_for_updates", "update", "gathered")
 
     def at(self, moment):
-        step = self.runner._loop.segment and self.runner._registration.global_step
+        step = self.runner._loop.segment and self.runner._train_state.global_step
         if (self.process, step, moment) in self.leaves:
             # those that leave in the same moment wait for each other: the first would fail the rest
             together = [each for each, *when in self.leaves if when == [step, moment]]

@@ -181,7 +181,8 @@ def test_eager_models_on_a_cpu_do_not_warm_up():
     with TorchTrainer(
         training_operator_cls=Remembering, config={"make": Deep}, use_local=True
     ) as trainer:
-        assert not trainer.get_local_operator()._registration.needs_warm_up
+        features = trainer.get_local_operator()._train_state.features
+        assert not any(feature.needs_warm_up for feature in features)
 
 
 @pytest.mark.parametrize(

@@ -335,8 +335,8 @@ def test_a_sampler_may_give_tensors(make_data):
 
 
 def test_tensors_may_be_indexed_by_more_than_indices():
-    registration = [slice(0, 2), slice(4, 6), slice(2, 4)]
-    loader = DataLoader(tensors(), batch_size=2, sampler=registration)
+    train_state = [slice(0, 2), slice(4, 6), slice(2, 4)]
+    loader = DataLoader(tensors(), batch_size=2, sampler=train_state)
     assert indices(wrap(loader).batches(0, 0)) == indices(loader) == [0, 1, 4, 5, 2, 3]
 
 
@@ -1126,8 +1126,8 @@ def test_items_are_fetched_batch_by_batch_and_joined_column_by_column():
 def test_items_that_are_no_tuples_are_joined_too():
     scalars = list(wrap(ItemDataset([1.0, 2.0], batch_size=2)).batches(0, 0))
     assert scalars[0].tolist() == [1.0, 2.0]
-    registration = ItemDataset([torch.ones(2), torch.zeros(1)], batch_size=2)
-    assert next(wrap(registration).batches(0, 0)).tolist() == [1.0, 1.0, 0.0]
+    train_state = ItemDataset([torch.ones(2), torch.zeros(1)], batch_size=2)
+    assert next(wrap(train_state).batches(0, 0)).tolist() == [1.0, 1.0, 0.0]
 
 
 def test_each_item_goes_to_one_worker_and_is_downloaded_once():

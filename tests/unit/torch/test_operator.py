@@ -310,7 +310,7 @@ def test_workers_that_count_samples_do_not_tell_each_other_how_many():
     for overridden in (False, True):
         methods = {"num_items": lambda self, batch: None} if overridden else {}
         operator = run_operator(type("Counting", (Classifier,), methods))
-        operator._registration.optimization.mean_over_workers = asked
+        operator._train_state.optimization.mean_over_workers = asked
         if overridden:  # also if it has no number for this batch, since others may have one
             with pytest.raises(AssertionError):
                 operator.train_batch(BATCH, {})

@@ -11,7 +11,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd.testing import run_operator
 from raysgd.torch.ddp import ReplicatedModel
 from raysgd.torch.options import TorchOptions
-from raysgd.torch.registration import OperatorSettings
+from raysgd.torch.train_state import OperatorSettings
 from tests.operators import Classifier, make_model
 
 META = torch.device("meta")
@@ -74,7 +74,7 @@ def test_what_can_move_itself_does_so():
 def test_train_mode_reaches_every_model():
     operator = run_operator(Classifier)
     other = torch.nn.Linear(1, 1)
-    operator._registration.models.append(other)
+    operator._train_state.models.append(other)
     for training in (False, True):
         operator.train_mode(training)
         assert operator.model.training == other.training == training
@@ -115,7 +115,7 @@ def test_all_but_the_device_of_a_batch_stays(batch):
     ],
 )
 def test_an_operator_knows_its_precision(use_fp16, kinds, monkeypatch):
-    monkeypatch.setattr("raysgd.torch.registration.create_precision", lambda *arguments: None)
+    monkeypatch.setattr("raysgd.torch.train_state.create_precision", lambda *arguments: None)
     operator = Classifier({}, OperatorSettings(options=TorchOptions(use_fp16=use_fp16)))
     assert (operator.use_fp16, operator.use_fp16_native, operator.use_fp16_apex) == kinds
 
@@ -139,7 +139,7 @@ def test_train_mode_reaches_a_model_inside_of_its_wrapper(process_group):
     """Whose own mode user code may have changed."""
     operator = run_operator(Classifier)
     wrapped = ReplicatedModel(torch.nn.Linear(1, 1))
-    operator._registration.models.append(wrapped)
+    operator._train_state.models.append(wrapped)
     wrapped.module.eval()
     operator.train_mode(True)
     assert wrapped.module.training

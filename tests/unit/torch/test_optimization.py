@@ -127,7 +127,7 @@ def test_each_sample_is_trained_on_once_an_epoch_whatever_the_calls(
         done = operator.trained
         assert done == (epoch * (1 + sum(calls)))[: len(done)]
         assert len(done) >= sum(calls) // num_batches * num_samples
-        assert operator._registration.global_step == sum(calls)
+        assert operator._train_state.global_step == sum(calls)
         assert [info["global_step"] for info in operator.infos] == list(range(sum(calls)))
         assert sum(optimization) == sum(calls)
 
@@ -198,11 +198,12 @@ def test_a_scheduler_that_steps_with_the_batch_steps_with_the_update():
 def test_torchs_warning_of_an_early_scheduler_is_hidden_for_the_first_step_alone():
     """That one may be skipped for its overflow; later on the warning is of a mistake."""
     with local(Accumulating, {"steps": 1}, **PRECISIONS[1]) as trainer:
-        optimization = trainer.get_local_operator()._registration.optimization
-        assert optimization.precision.scales
-        with optimization.tolerating_a_skipped_step():
+        state = trainer.get_local_operator()._train_state
+        assert state.optimization.precision.scales
+        tolerating = state.schedules._tolerating_a_skipped_step
+        with tolerating():
             warnings.warn("Detected call of `lr_scheduler.step()` before", stacklevel=1)
-        with pytest.warns(UserWarning, match="Detected"), optimization.tolerating_a_skipped_step():
+        with pytest.warns(UserWarning, match="Detected"), tolerating():
             warnings.warn("Detected call of `lr_scheduler.step()` before", stacklevel=1)
 
 
@@ -255,7 +256,7 @@ def test_a_group_in_which_user_code_raised_is_trained_again(operator_cls, when, 
         assert no_gradients(trainer)
         trainer.train()
         assert trainer.global_step == 8
-        assert operator._registration.epoch == 1
+        assert operator._train_state.epoch == 1
         found = parameters(operator).clone()
         steps = [info["global_step"] for info in operator.infos]
         assert steps == [*range(at + 1), *range(reached, 8)]
@@ -324,7 +325,7 @@ def test_what_is_below_the_norm_is_left_alone():
 def with_a_small_scale(trainer):
     """Let the scaler begin with a scale at which nothing overflows."""
     scaler = getattr(
-        trainer.get_local_operator()._registration.optimization.precision, "scaler", None
+        trainer.get_local_operator()._train_state.optimization.precision, "scaler", None
     )
     if scaler is not None:
         scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
@@ -847,7 +848,7 @@ def test_an_optimizer_that_was_not_registered_steps_as_well():
     before = parameters(operator).clone()
     operator.train_batch(BATCH, {})
     assert not torch.equal(parameters(operator), before)
-    assert not operator._registration.step.is_updated
+    assert not operator._train_state.step.is_updated
 
 
 def test_stages_are_timed_with_accumulation(make_trainer):

@@ -160,7 +160,7 @@ class Rivals(TrainingOperator):
     def advance(self):
         for rival in self.rivals:
             rival.step()
-        for scheduler in self._registration.schedulers:
+        for scheduler in self._train_state.schedulers:
             of_plateau = isinstance(scheduler, Lr.ReduceLROnPlateau)
             scheduler.step(1.0) if of_plateau else scheduler.step()
 
@@ -188,12 +188,12 @@ def test_each_scheduler_follows_its_own_of_two_optimizers_of_equal_rates(
         always.advance()
     _, now, owners = inspect(heir)
     assert owners == list(order)
-    saved = copy.deepcopy(donor._registration.training_state())
-    heir._registration.load_training_state(with_options(saved, then, now, owners))
+    saved = copy.deepcopy(donor._train_state.training_state())
+    heir._train_state.load_training_state(with_options(saved, then, now, owners))
     for _ in range(3):
         assert heir.rates() == pytest.approx(always.rates())
         for mine, other in zip(
-            heir._registration.schedulers, always._registration.schedulers, strict=True
+            heir._train_state.schedulers, always._train_state.schedulers, strict=True
         ):
             assert mine.get_last_lr() == pytest.approx(other.get_last_lr())
         heir.advance()
@@ -203,13 +203,13 @@ def test_each_scheduler_follows_its_own_of_two_optimizers_of_equal_rates(
 def test_a_scheduler_that_names_no_optimizer_of_the_operator_follows_the_one_with_its_rates():
     operator = rivals(0.2, 0.3)
     wrapped, stranger, silent = (
-        operator._registration.schedulers[0],
-        *rivals(1, 1)._registration.schedulers,
+        operator._train_state.schedulers[0],
+        *rivals(1, 1)._train_state.schedulers,
     )
     wrapped.optimizer = type("Wrapper", (), {"param_groups": operator.rivals[0].param_groups})()
     del silent.optimizer
-    operator._registration.schedulers = [wrapped, stranger, silent]
+    operator._train_state.schedulers = [wrapped, stranger, silent]
     assert inspect(operator)[2] == [0, None, None]
-    state = copy.deepcopy(rivals(0.2, 0.3)._registration.training_state())
+    state = copy.deepcopy(rivals(0.2, 0.3)._train_state.training_state())
     with_options(state, inspect(rivals(0.2, 0.3))[1], inspect(rivals(0.2, 0.6))[1], [None, None])
     assert [scheduler["base_lrs"] for scheduler in state["schedulers"]] == [[0.2], [0.6]]

@@ -55,7 +55,7 @@ class Scarce(Exact):
         for optimizer in self.optimizers:
             optimizer.register_step_pre_hook(lambda *_: self.failing.fail("update"))
         if config.get("averages", False):
-            self._registration.averaging.begin(decay=0.5, start_epoch=1)
+            self._train_state.feature("Averaging").begin(decay=0.5, start_epoch=1)
 
     def train_batch(self, batch, batch_info):
         features, ids, target = batch
@@ -127,7 +127,7 @@ def test_wherever_memory_runs_out_what_is_learnt_and_measured_is_the_same(accumu
         with local(Clipped, config, callbacks=[Points()], **arguments) as trainer:
             measured = [*trainer.fit(2, log_every=2), *points]
             operator = trainer.get_local_operator()
-            (averages,) = operator._registration.averaging.averages.state_dict()["models"]
+            (averages,) = operator._train_state.feature("Averaging").averages.state_dict()["models"]
             learnt = [flat(operator.model), *(each.flatten() for each in averages.values())]
             results.append((measured, torch.cat(learnt), trainer.global_step))
             assert splits(trainer) == ([2, 4, 8] if faults else [])
@@ -198,13 +198,13 @@ def test_a_step_is_not_made_twice_where_what_follows_its_update_fails():
         expected = flat(trainer.get_model())
     with local() as trainer:
         trainer.train(num_steps=3)
-        averages = trainer.get_local_operator()._registration.averaging.averages = Mock()
+        averages = trainer.get_local_operator()._train_state.feature("Averaging").averages = Mock()
         averages.note_update.side_effect = MemoryError
         averages.state_dict.return_value = {}
         with pytest.raises(MemoryError):
             trainer.train()
         assert trainer.global_step == 4
-        trainer.get_local_operator()._registration.averaging.averages = None
+        trainer.get_local_operator()._train_state.feature("Averaging").averages = None
         trainer.train()
         assert trainer.global_step == 8
         assert torch.equal(flat(trainer.get_model()), expected)
@@ -214,8 +214,8 @@ def test_a_step_is_not_made_twice_where_what_follows_its_update_fails():
 def test_training_goes_on_without_a_snapshot_that_there_is_no_memory_for(splits_on_oom, caplog):
     elastic = ElasticConfig(snapshot_every=1)
     with local(split_on_oom=splits_on_oom, elastic=elastic) as trainer:
-        registration = trainer.get_local_operator()._registration
-        registration.copy_leaf = Mock(side_effect=RuntimeError(MESSAGE))
+        train_state = trainer.get_local_operator()._train_state
+        train_state.copy_leaf = Mock(side_effect=RuntimeError(MESSAGE))
         if not splits_on_oom:
             with pytest.raises(RuntimeError, match="can't allocate memory"):
                 trainer.train()

@@ -36,7 +36,7 @@ class Overflowing(Classifier):
 
 
 def scaler_of(trainer):
-    return trainer.get_local_operator()._registration.optimization.precision.scaler
+    return trainer.get_local_operator()._train_state.optimization.precision.scaler
 
 
 def one_layer(precision, count=1):
@@ -68,7 +68,7 @@ def test_forward_passes_compute_in_the_format_that_was_asked_for(use_fp16, dtype
     operator.train_batch(BATCH, {})
     operator.validate(iter([BATCH]))
     assert seen == [computes_in] * 2
-    assert operator._registration.optimization.precision.scales == (dtype is torch.float16)
+    assert operator._train_state.optimization.precision.scales == (dtype is torch.float16)
     # the weights, their gradients and the optimizer's state are what they were made as
     assert {p.dtype for p in operator.model.parameters()} == {torch.float32}
 
@@ -252,7 +252,7 @@ def test_a_step_that_was_given_up_leaves_the_scale_and_the_count_alone():
     native.backward(models[0](torch.ones(1, 1)).sum() * float("nan"), True)
     native.unscale(optimizers[0])
     native.step(optimizers[0])
-    native.abandon()
+    native.roll_back()
     assert native.scaler.get_scale() == START
     assert native.num_skipped == 0
     optimizers[0].zero_grad()
@@ -269,7 +269,7 @@ def test_a_step_that_was_given_up_as_the_optimizer_failed_leaves_no_gradient_sca
     native.backward(models[0](torch.ones(1, 1)).sum(), True)
     with pytest.raises(ZeroDivisionError):
         native.step(optimizers[0])
-    native.abandon()
+    native.roll_back()
     failing.remove()
     optimizers[0].zero_grad()
     native.backward(models[0](torch.ones(1, 1)).sum(), True)
@@ -286,7 +286,7 @@ def test_a_step_that_was_given_up_counts_no_overflow():
         native.backward(models[0](torch.ones(1, 1)).sum() * factor, True)
         native.step(optimizers[0])
         optimizers[0].zero_grad()
-    native.abandon()
+    native.roll_back()
     native.commit()
     assert native.num_skipped == 0
 
@@ -519,7 +519,7 @@ def test_on_a_gpu_float16_is_the_default_and_the_scaler_is_there(make_trainer):
     operator.model[0].register_forward_hook(lambda *given: seen.append(given[-1].dtype))
     metrics = trainer.train()
     assert set(seen) == {torch.float16}
-    precision = operator._registration.optimization.precision
+    precision = operator._train_state.optimization.precision
     assert precision.scaler.scale(torch.ones((), device="cuda")).is_cuda
     assert precision._num_skipped.is_cuda
     assert metrics["num_skipped_steps"] >= 0
@@ -549,7 +549,7 @@ def test_on_a_gpu_the_default_loop_waits_for_nothing(make_trainer, dtype):
     trainer = make_trainer(Fused, use_gpu=True, **arguments)
     trainer.train()
     operator = trainer.get_local_operator()
-    meters = operator._registration.new_meters()
+    meters = operator._new_meters()
     batches = [operator.to_device(batch) for batch in operator.train_loader]
     torch.cuda.synchronize()
     try:
@@ -557,7 +557,7 @@ def test_on_a_gpu_the_default_loop_waits_for_nothing(make_trainer, dtype):
         for index, batch in enumerate(batches):
             metrics = operator.train_batch(batch, {"batch_idx": index})
             meters.update(metrics, metrics["num_samples"])
-            operator._registration.commit()
+            operator._train_state.commit()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

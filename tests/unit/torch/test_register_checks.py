@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd import TrainingOperator
-from raysgd.loop.registration import shaped_like
+from raysgd.loop.train_state import shaped_like
 from raysgd.testing import run_operator
 from raysgd.torch.register_checks import check_static_graphs, check_step_freq, checked
 

@@ -6,9 +6,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd._internal.context import WorkerContext
 from raysgd.data import Dataset
-from raysgd.torch import collectives
+from raysgd.torch import collectives, registration
 from raysgd.torch.options import TorchOptions
-from raysgd.torch.registration import OperatorSettings, TorchRegistration
+from raysgd.torch.train_state import OperatorSettings, TorchTrainState
 
 
 def linear():
@@ -28,27 +28,27 @@ def step_lr(optimizer):
 
 def make_registration(device=CPU, context=None, batch_share=None, **options):
     place = {"context": context or WorkerContext(), "device": device, "batch_share": batch_share}
-    return TorchRegistration(OperatorSettings(options=TorchOptions(**options), **place))
+    return TorchTrainState(OperatorSettings(options=TorchOptions(**options), **place))
 
 
 def register(
-    registration, models=None, optimizers=None, criterion=None, schedulers=None, ddp_args=None
+    train_state, models=None, optimizers=None, criterion=None, schedulers=None, ddp_args=None
 ):
     models = linear() if models is None else models
     if optimizers is None:
         first = models[0] if isinstance(models, list | tuple) and models else models
         optimizers = sgd(first if isinstance(first, torch.nn.Module) else linear())
-    return registration.register(models, optimizers, criterion, schedulers, ddp_args)
+    return registration.register(train_state, models, optimizers, criterion, schedulers, ddp_args)
 
 
 # ---- register gives back what it was given, in the same shape
 
 
 def test_a_single_one_comes_back_single():
-    registration, model = make_registration(), linear()
+    train_state, model = make_registration(), linear()
     optimizer = sgd(model)
-    assert register(registration, model, optimizer) == (model, optimizer)
-    assert (registration.models, registration.optimizers) == ([model], [optimizer])
+    assert register(train_state, model, optimizer) == (model, optimizer)
+    assert (train_state.models, train_state.optimizers) == ([model], [optimizer])
 
 
 @pytest.mark.parametrize("shape", [list, tuple])
@@ -57,8 +57,8 @@ def test_several_come_back_in_their_shape(shape):
     optimizers = shape([sgd(models[0]), sgd(models[1])])
     schedulers = shape(map(step_lr, optimizers))
     criterion = torch.nn.MSELoss()
-    registration = make_registration(scheduler_step_freq="manual")
-    given = register(registration, models, optimizers, criterion, schedulers)
+    train_state = make_registration(scheduler_step_freq="manual")
+    given = register(train_state, models, optimizers, criterion, schedulers)
     assert given == (models, optimizers, criterion, schedulers)
     assert [type(item) for item in given] == [shape, shape, torch.nn.MSELoss, shape]
 
@@ -70,17 +70,17 @@ def test_a_list_of_one_stays_a_list():
 
 def test_an_iterable_model_is_one_model():
     model = torch.nn.Sequential(linear(), linear())
-    registration = make_registration()
-    assert register(registration, model, sgd(model))[0] is model
-    assert registration.models == [model]
+    train_state = make_registration()
+    assert register(train_state, model, sgd(model))[0] is model
+    assert train_state.models == [model]
 
 
 def test_criterion_and_schedulers_come_back_only_where_they_were_given():
     model = linear()
     optimizer = sgd(model)
     scheduler = step_lr(optimizer)
-    registration = make_registration(scheduler_step_freq="batch")
-    assert register(registration, model, optimizer, schedulers=scheduler)[2:] == (scheduler,)
+    train_state = make_registration(scheduler_step_freq="batch")
+    assert register(train_state, model, optimizer, schedulers=scheduler)[2:] == (scheduler,)
     assert len(register(make_registration())) == 2
 
 
@@ -91,8 +91,8 @@ def test_a_criterion_may_be_any_function():
 
 
 def test_models_and_criterion_go_to_the_device():
-    registration = make_registration(device=torch.device("meta"))
-    model, _, criterion = register(registration, criterion=torch.nn.CrossEntropyLoss(torch.ones(2)))
+    train_state = make_registration(device=torch.device("meta"))
+    model, _, criterion = register(train_state, criterion=torch.nn.CrossEntropyLoss(torch.ones(2)))
     assert model.weight.device.type == "meta"
     assert criterion.weight.device.type == "meta"
 
@@ -115,22 +115,22 @@ def test_an_optimizer_of_something_else_is_warned_of():
 
 def test_a_criterion_that_is_trained_is_a_model_besides():
     model, criterion = linear(), linear()
-    registration = make_registration()
-    given = register(registration, model, sgd(model, criterion), criterion)
+    train_state = make_registration()
+    given = register(train_state, model, sgd(model, criterion), criterion)
     assert (given[0], given[2]) == (model, criterion)
-    assert (registration.models, registration.given_models) == ([model, criterion], [model])
-    assert len(registration.training_state()["models"]) == 2
-    older = registration.training_state()
+    assert (train_state.models, train_state.given_models) == ([model, criterion], [model])
+    assert len(train_state.training_state()["models"]) == 2
+    older = train_state.training_state()
     older["models"].pop()
-    registration.check_training_state(older)
-    registration.load_training_state(older)
+    train_state.check_training_state(older)
+    train_state.load_training_state(older)
     frozen = linear().requires_grad_(False)
-    registration = make_registration()
-    register(registration, model, sgd(model, frozen), frozen)
-    assert registration.models == registration.given_models == [model]
-    registration = make_registration()
-    register(registration, [model, criterion], sgd(model, criterion), criterion)
-    assert registration.models == registration.given_models == [model, criterion]
+    train_state = make_registration()
+    register(train_state, model, sgd(model, frozen), frozen)
+    assert train_state.models == train_state.given_models == [model]
+    train_state = make_registration()
+    register(train_state, [model, criterion], sgd(model, criterion), criterion)
+    assert train_state.models == train_state.given_models == [model, criterion]
 
 
 def test_what_is_refused_is_shown_without_the_networks_in_it():
@@ -174,25 +174,25 @@ def test_schedulers_need_to_be_told_when_to_step():
 
 
 def test_registering_twice_is_refused():
-    registration = make_registration()
-    register(registration)
+    train_state = make_registration()
+    register(train_state)
     with pytest.raises(RuntimeError, match=r"register.. was called twice"):
-        register(registration)
+        register(train_state)
 
 
 def test_a_loader_that_cannot_be_iterated_is_refused_by_name():
     with pytest.raises(TypeError, match=r"register_data\(validation_loader="):
-        make_registration().register_data([1], 7)
+        make_registration().data.register([1], 7)
 
 
 def test_a_missing_loader_is_named_with_the_way_to_set_it():
-    registration = make_registration()
-    registration.register_data([1], None)
-    assert list(registration.data.source("train").batches(0, 0)) == [1]
+    train_state = make_registration()
+    train_state.data.register([1], None)
+    assert list(train_state.data.source("train").batches(0, 0)) == [1]
     with pytest.raises(
         RuntimeError, match=r"no validation loader.*register_data\(validation_loader="
     ):
-        registration.data.source("validation")
+        train_state.data.source("validation")
 
 
 # ---- committed buffers
@@ -213,35 +213,35 @@ class Averaging(torch.nn.Module):
 
 @pytest.mark.parametrize("model", [torch.nn.BatchNorm1d(1), Averaging()], ids=["inplace", "anew"])
 def test_rolling_back_gives_the_buffers_of_the_last_commit(model):
-    registration = make_registration()
-    register(registration, model, sgd(model))
+    train_state = make_registration()
+    register(train_state, model, sgd(model))
     model(torch.ones(3, 1))
-    registration.commit()
+    train_state.commit()
     held = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model(torch.full((3, 1), 100.0))
-    registration.roll_back()
+    train_state.roll_back()
     assert all(torch.equal(held[name], buffer) for name, buffer in model.named_buffers())
 
 
 def test_rolling_back_before_the_first_step_gives_the_buffers_of_the_setup():
     model = torch.nn.BatchNorm1d(1)
-    registration = make_registration()
-    register(registration, model, sgd(model))
+    train_state = make_registration()
+    register(train_state, model, sgd(model))
     model(torch.full((3, 1), 100.0))
-    registration.roll_back()
+    train_state.roll_back()
     assert model.running_mean.item() == 0
     assert model.num_batches_tracked.item() == 0
 
 
 def test_loaded_buffers_are_what_a_later_failure_rolls_back_to():
     model = torch.nn.BatchNorm1d(1)
-    registration = make_registration()
-    register(registration, model, sgd(model))
-    state = registration.training_state()
+    train_state = make_registration()
+    register(train_state, model, sgd(model))
+    state = train_state.training_state()
     state["models"][0] = {**state["models"][0], "running_mean": torch.tensor([5.0])}
-    registration.load_training_state(state)
+    train_state.load_training_state(state)
     model(torch.full((3, 1), 100.0))
-    registration.roll_back()
+    train_state.roll_back()
     assert model.running_mean.item() == 5
 
 
@@ -249,10 +249,10 @@ def test_loaded_buffers_are_what_a_later_failure_rolls_back_to():
 
 
 def test_a_place_can_be_left_and_come_back_to():
-    registration = make_registration()
-    register(registration)
-    registration.epoch, registration.offset, registration.validation_offset = 2, 8, 3
-    position = registration.position()
+    train_state = make_registration()
+    register(train_state)
+    train_state.epoch, train_state.offset, train_state.validation_offset = 2, 8, 3
+    position = train_state.position()
     other = make_registration()
     register(other)
     other.move_to(position, global_step=11)
@@ -261,35 +261,35 @@ def test_a_place_can_be_left_and_come_back_to():
 
 
 def test_places_of_old_states_lack_some_entries():
-    registration = make_registration()
-    seed = registration.seed
-    registration.move_to({"epoch": 1, "offset": 4}, global_step=3)
+    train_state = make_registration()
+    seed = train_state.seed
+    train_state.move_to({"epoch": 1, "offset": 4}, global_step=3)
     assert (
-        registration.epoch,
-        registration.offset,
-        registration.validation_offset,
-        registration.seed,
+        train_state.epoch,
+        train_state.offset,
+        train_state.validation_offset,
+        train_state.seed,
     ) == (1, 4, 0, seed)
 
 
 def test_a_new_seed_reaches_the_loaders():
-    registration = make_registration()
+    train_state = make_registration()
     data = TensorDataset(torch.arange(30))
-    registration.register_data(DataLoader(data, batch_size=30, shuffle=True), None)
+    train_state.data.register(DataLoader(data, batch_size=30, shuffle=True), None)
     orders = []
     for seed in (1, 2, 1):
-        registration.reseed(seed)
-        orders.append(next(registration.data.source("train").batches(0, 0))[0].tolist())
+        train_state.reseed(seed)
+        orders.append(next(train_state.data.source("train").batches(0, 0))[0].tolist())
     assert orders[0] == orders[2] != orders[1]
 
 
 def test_a_replacement_takes_over_how_batches_are_made_of_the_loaders_that_it_has():
-    registration, data = make_registration(batch_share=4), TensorDataset(torch.arange(8))
-    registration.register_data(DataLoader(data, batch_size=4), DataLoader(data, batch_size=8))
-    assert registration.data.batching() == {"train": (4, True), "validation": (8, False)}
+    train_state, data = make_registration(batch_share=4), TensorDataset(torch.arange(8))
+    train_state.data.register(DataLoader(data, batch_size=4), DataLoader(data, batch_size=8))
+    assert train_state.data.batching() == {"train": (4, True), "validation": (8, False)}
     other = make_registration(batch_share=2)
-    other.register_data([[torch.zeros(2)]], DataLoader(data, batch_size=2))
-    other.data.set_batch_size(registration.data.batching())
+    other.data.register([[torch.zeros(2)]], DataLoader(data, batch_size=2))
+    other.data.set_batch_size(train_state.data.batching())
     assert other.data.batching() == {"validation": (8, False)}
 
 
@@ -297,69 +297,69 @@ def test_the_data_set_of_a_call_keeps_its_batch_size_where_it_equals_a_share():
     """A worker that joins later has another share as it is given the data set."""
     sizes = []
     for share in (4, 2):
-        registration, dataset = (
+        train_state, dataset = (
             make_registration(batch_share=share),
             Dataset(range(8), batch_size=4),
         )
-        source, _ = registration.data.training_source(dataset)
-        registration.enter(WorkerContext(world_rank=1, world_size=2), batch_share=2)
+        source, _ = train_state.data.training_source(dataset)
+        train_state.enter(WorkerContext(world_rank=1, world_size=2), batch_share=2)
         sizes.append(source.batch_size)
     assert sizes == [4, 4]
 
 
 def shuffling(seed):
-    """TorchRegistration whose train loader shuffles by a generator of its own."""
-    registration, data = make_registration(), TensorDataset(torch.arange(30))
+    """TorchTrainState whose train loader shuffles by a generator of its own."""
+    train_state, data = make_registration(), TensorDataset(torch.arange(30))
     generator = torch.Generator().manual_seed(seed)
-    registration.register_data(
+    train_state.data.register(
         DataLoader(data, batch_size=30, shuffle=True, generator=generator),
         DataLoader(data, batch_size=30),
     )
-    return registration
+    return train_state
 
 
-def order_of(registration):
-    return next(registration.data.source("train").batches(0, 0))[0].tolist()
+def order_of(train_state):
+    return next(train_state.data.source("train").batches(0, 0))[0].tolist()
 
 
 def test_a_place_holds_the_seeds_of_generators_that_loaders_were_given():
-    saved, registration = shuffling(1), shuffling(2)
-    own = order_of(registration)
+    saved, train_state = shuffling(1), shuffling(2)
+    own = order_of(train_state)
     assert order_of(saved) != own
-    registration.move_to(saved.position(), global_step=1)
-    assert registration.position() == saved.position()
-    assert order_of(registration) == order_of(saved)
+    train_state.move_to(saved.position(), global_step=1)
+    assert train_state.position() == saved.position()
+    assert order_of(train_state) == order_of(saved)
     older = saved.position()
     del older["loader_seeds"]  # of a state that was saved without them
-    registration.move_to(older, global_step=1)
-    assert order_of(registration) == own
+    train_state.move_to(older, global_step=1)
+    assert order_of(train_state) == own
 
 
 def test_seeds_of_loaders_that_are_not_there_are_passed_over():
-    registration = make_registration()
-    assert "loader_seeds" not in registration.position()
-    registration.move_to(shuffling(1).position(), global_step=1)
-    assert registration.position() == {**make_registration().position(), "seed": registration.seed}
+    train_state = make_registration()
+    assert "loader_seeds" not in train_state.position()
+    train_state.move_to(shuffling(1).position(), global_step=1)
+    assert train_state.position() == {**make_registration().position(), "seed": train_state.seed}
 
 
 def test_entering_a_generation_shares_the_data_out_anew():
-    registration = make_registration(batch_share=4)
-    registration.register_data(DataLoader(TensorDataset(torch.arange(8)), batch_size=4), None)
-    registration.enter(WorkerContext(world_rank=1, world_size=2), batch_share=2)
-    batches = [batch[0].tolist() for batch in registration.data.source("train").batches(0, 0)]
+    train_state = make_registration(batch_share=4)
+    train_state.data.register(DataLoader(TensorDataset(torch.arange(8)), batch_size=4), None)
+    train_state.enter(WorkerContext(world_rank=1, world_size=2), batch_share=2)
+    batches = [batch[0].tolist() for batch in train_state.data.source("train").batches(0, 0)]
     assert batches == [[2, 3], [6, 7]]
-    assert registration.settings.context.world_size == 2
+    assert train_state.settings.context.world_size == 2
 
 
 def test_what_setup_freezes_after_registering_is_still_averaged_in_later_generations(
     process_group,
 ):
     context = WorkerContext(distributed=True)
-    registration, model = make_registration(context=context), linear()
-    wrapped = register(registration, model)[0]
+    train_state, model = make_registration(context=context), linear()
+    wrapped = register(train_state, model)[0]
     model.requires_grad_(False)
-    registration.adopt_wrappers([])
-    registration.enter(context, None)
+    registration.adopt_wrappers(train_state, [])
+    train_state.enter(context, None)
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert wrapped._get_ddp_logging_data()["num_parameter_tensors"] == 2
 
@@ -377,19 +377,19 @@ def frozen_linear():
     return linear().requires_grad_(False)
 
 
-def registered(registration, models, *optimized):
-    register(registration, models, sgd(*optimized))
-    registration.adopt_wrappers([])
-    return registration
+def registered(train_state, models, *optimized):
+    register(train_state, models, sgd(*optimized))
+    registration.adopt_wrappers(train_state, [])
+    return train_state
 
 
 def test_what_was_frozen_at_register_cannot_be_trained_by_several_workers(process_group):
     student, teacher = linear(), frozen_linear()
-    registration = registered(distributed(), [student, teacher], student, teacher)
-    registration.check_averaged()
+    train_state = registered(distributed(), [student, teacher], student, teacher)
+    train_state.check_trained()
     teacher.bias.requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"Model 1 of those registered, a Linear, .*Register"):
-        registration.check_averaged()
+        train_state.check_trained()
 
 
 def test_buffers_of_frozen_models_may_differ_in_size(process_group):
@@ -401,61 +401,61 @@ def test_buffers_of_frozen_models_may_differ_in_size(process_group):
     def broadcast(tensors, source):
         sent.extend(tensors)
 
-    registration = registered(distributed(), [student, teacher, norm], student)
+    train_state = registered(distributed(), [student, teacher, norm], student)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "broadcast_tensors", broadcast)
-        registration.sync_buffers()
+        train_state.sync_buffers()
     assert {id(t) for t in sent} == {id(t) for t in norm.buffers()}
     with pytest.MonkeyPatch.context() as patch:
         held = [*teacher.parameters(), torch.zeros(5), *norm.parameters(), *norm.buffers()]
         patch.setattr(collectives, "broadcast_state", lambda *_: [torch.ones_like(t) for t in held])
-        registration.share_initial_state()
+        train_state.share_initial_state()
     assert all(bool((p == 1).all()) for p in [*teacher.parameters(), *norm.buffers()])
     assert teacher.seen.tolist() == [0, 0, 0]
 
 
 def test_so_is_a_part_of_a_model_that_was_frozen_at_register(process_group):
     model = torch.nn.Sequential(frozen_linear(), linear())
-    registration = registered(distributed(), model, model)
-    registration.check_averaged()
+    train_state = registered(distributed(), model, model)
+    train_state.check_trained()
     model.requires_grad_(True)
     with pytest.raises(RuntimeError, match="Model 0 of those registered, a Sequential"):
-        registration.check_averaged()
+        train_state.check_trained()
 
 
 def test_what_was_frozen_at_register_may_be_trained_where_nothing_averages(process_group):
     student, teacher = linear(), frozen_linear()
-    registration = registered(distributed(wrap_ddp=False), [student, teacher], student, teacher)
+    train_state = registered(distributed(wrap_ddp=False), [student, teacher], student, teacher)
     teacher.requires_grad_(True)
-    registration.check_averaged()
+    train_state.check_trained()
 
 
 def test_what_was_frozen_at_register_may_require_gradients_that_no_optimizer_uses(process_group):
     student, teacher = linear(), frozen_linear()
-    registration = registered(distributed(), [student, teacher], student)
+    train_state = registered(distributed(), [student, teacher], student)
     teacher.requires_grad_(True)
-    registration.check_averaged()
+    train_state.check_trained()
 
 
 def test_what_another_wrapper_averages_may_be_trained(process_group):
     shared = linear()
     whole = torch.nn.Sequential(shared, linear())
-    registration = distributed()
+    train_state = distributed()
     wrapped = torch.nn.parallel.DistributedDataParallel(whole)
     shared.requires_grad_(False)
-    registered(registration, [shared, wrapped], whole)
+    registered(train_state, [shared, wrapped], whole)
     shared.requires_grad_(True)
-    registration.check_averaged()
+    train_state.check_trained()
 
 
 def test_models_that_freeze_after_register_may_thaw(process_group):
     model = linear()
-    registration = distributed()
-    register(registration, model)
+    train_state = distributed()
+    register(train_state, model)
     model.requires_grad_(False)
-    registration.adopt_wrappers([])
+    registration.adopt_wrappers(train_state, [])
     model.requires_grad_(True)
-    registration.check_averaged()
+    train_state.check_trained()
 
 
 # ---- the order of training data
@@ -475,11 +475,11 @@ def test_training_data_that_nothing_shuffles_are_warned_of_once(
     rank, generation, num_workers, shuffle, warned, caplog
 ):
     context = WorkerContext(world_rank=rank, world_size=num_workers, generation=generation)
-    registration = make_registration(context=context, num_workers=num_workers)
+    train_state = make_registration(context=context, num_workers=num_workers)
     data = TensorDataset(torch.zeros(8, 1))
-    registration.register_data(DataLoader(data, shuffle=shuffle), DataLoader(data))
+    train_state.data.register(DataLoader(data, shuffle=shuffle), DataLoader(data))
     assert ("Write DataLoader(..., shuffle=True)" in caplog.text) == warned
-    registration.wrap(Dataset(range(8)), training=True)
+    train_state.data.wrap(Dataset(range(8)), training=True)
     assert caplog.text.count("RaySGD v1 shuffled") == warned
 
 
@@ -505,17 +505,17 @@ def add_layer(model):
 )
 def test_parameters_that_change_after_register_are_refused(process_group, change, says):
     model = torch.nn.Sequential(linear(), linear())
-    registration = distributed()
-    wrapped, _ = register(registration, model)
-    registration.adopt_wrappers([])
-    registration.check_averaged()
+    train_state = distributed()
+    wrapped, _ = register(train_state, model)
+    registration.adopt_wrappers(train_state, [])
+    train_state.check_trained()
     change(wrapped)
     with pytest.raises(RuntimeError, match=says):
-        registration.check_averaged()
+        train_state.check_trained()
 
 
 def test_frozen_parameters_may_change_after_register(process_group):
     student, teacher = linear(), frozen_linear()
-    registration = registered(distributed(), [student, teacher], student)
+    train_state = registered(distributed(), [student, teacher], student)
     teacher.half()
-    registration.check_averaged()
+    train_state.check_trained()

@@ -187,25 +187,25 @@ def check_same():
         assert torch.equal(*held)
 
 def check_lost_leader():
-    registration, parameters = runner._registration, runner.operator.model.state_dict()
+    train_state, parameters = runner._train_state, runner.operator.model.state_dict()
     before = {name: tensor.clone() for name, tensor in parameters.items()}
 
     def lost(make, rank):
         raise ConnectionError
 
-    registration.from_rank = lost  # which the buffers come by, when parameters have come
+    train_state.from_rank = lost  # which the buffers come by, when parameters have come
     try:
-        registration.share_training_state(0, follows=rank == 1)
+        train_state.share_training_state(0, follows=rank == 1)
         raise AssertionError
     except ConnectionError:
-        del registration.from_rank
+        del train_state.from_rank
     assert all(torch.equal(tensor, parameters[name]) for name, tensor in before.items())
 
 join("first")
 runner = set_up(rank)
 check_same()
 noise = runner.operator.teacher.noise.clone()
-assert torch.equal(noise, runner._registration._buffers._copies[0])
+assert torch.equal(noise, runner._train_state.buffers._copies[0])
 runner.handle(TrainRequest(call=0, until_epoch=1))
 assert runner.operator.teacher.layer[1].num_batches_tracked > 0
 check_same()
@@ -226,9 +226,9 @@ try:
     runner.handle(TrainRequest(call=2, until_epoch=3))
 except RuntimeError as error:
     assert "Model 1 of those registered, a Teacher" in str(error), error
-runner._registration.step.is_partial = rank == 0
+runner._train_state.step.is_partial = rank == 0
 runner.rejoin(context, 0)
-assert runner._registration.step.is_partial, "a copy of a partial state is partial too"
+assert runner._train_state.step.is_partial, "a copy of a partial state is partial too"
 print("good")
 dist.barrier()
 dist.destroy_process_group()
@@ -871,7 +871,7 @@ def test_metrics_reach_every_scheduler():
     runner = make_runner(Two, scheduler_step_freq="manual")
     for call in (1, 2):
         runner.update_schedulers(call=call, metric=1.0)
-    rates = [o.param_groups[0]["lr"] for o in runner.operator._registration.optimizers]
+    rates = [o.param_groups[0]["lr"] for o in runner.operator._train_state.optimizers]
     assert rates == [0.5, 0.5]
     kept = runner.snapshot()["optimizers"]  # if all workers are lost now, they start from it
     assert [each["param_groups"][0]["lr"] for each in kept] == rates

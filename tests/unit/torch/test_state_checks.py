@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from raysgd._internal.nested import loading
 from raysgd.errors import CheckpointError
-from raysgd.loop.registration import check_parts
+from raysgd.loop.state import check_parts
 from raysgd.torch.state import state_problem
 
 

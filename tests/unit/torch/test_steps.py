@@ -13,7 +13,8 @@ from raysgd import TorchTrainer, TrainingOperator
 from raysgd._internal.nested import map_leaves
 from raysgd.errors import CheckpointError
 from raysgd.torch.features import averaging as averages
-from raysgd.torch.registration import OperatorSettings, TorchRegistration
+from raysgd.torch.registration import register
+from raysgd.torch.train_state import OperatorSettings, TorchTrainState
 
 NUM_STEPS = 6
 
@@ -161,7 +162,7 @@ def test_the_handler_of_ctrl_c_is_the_users_again_after_a_call(start):
 @pytest.mark.parametrize("press", [ctrl_c, lambda: ctrl_c(ctrl_c())])
 def test_ctrl_c_while_averages_are_swapped_in_restores_the_weights(start, press, monkeypatch):
     trainer = start()
-    trainer.get_local_operator()._registration.averaging.begin(0.5, 1)
+    trainer.get_local_operator()._train_state.feature("Averaging").begin(0.5, 1)
     trainer.train()
     swap, calls = averages._swap, []
 
@@ -321,7 +322,7 @@ def test_a_failure_anywhere_loses_and_repeats_no_step(plan, num_models, updates,
     with trainer:
         operator = trainer.get_local_operator()
         if averages:
-            operator._registration.averaging.begin(0.5, 1)
+            operator._train_state.feature("Averaging").begin(0.5, 1)
         for point, kind, visits, num_steps in plan:
             before = copy.deepcopy(trainer.state_dict())
             operator.hook = Fault(point, kind, visits)
@@ -335,7 +336,7 @@ def test_a_failure_anywhere_loses_and_repeats_no_step(plan, num_models, updates,
                     0 if point == "validation" else num_steps
                 )
             operator.hook = lambda where: None
-            if operator._registration.step.is_partial:
+            if operator._train_state.step.is_partial:
                 assert point == "in the update" or updates * num_models > 1
                 with pytest.raises(RuntimeError, match="Load a checkpoint"):
                     trainer.train()
@@ -389,19 +390,19 @@ def test_optimizer_state_keeps_its_dtypes_when_it_is_loaded(dtype, kind):
 
 def test_optimizer_state_is_cast_if_the_models_have_another_dtype():
     made = [make_registration(torch.optim.Adam, dtype) for dtype in (torch.float64, torch.float32)]
-    for registration in made:
-        (parameter, _) = registration.models[0].parameters()
+    for train_state in made:
+        (parameter, _) = train_state.models[0].parameters()
         parameter.grad = torch.ones_like(parameter)
-        registration.optimizers[0].step()
+        train_state.optimizers[0].step()
     made[1].load_training_state(made[0].training_state())
     assert made[1].optimizers[0].state[parameter]["exp_avg"].dtype is torch.float32
 
 
 def make_registration(kind, dtype):
-    registration = TorchRegistration(OperatorSettings())
+    train_state = TorchTrainState(OperatorSettings())
     model = torch.nn.Linear(2, 1).to(dtype)
-    registration.register(model, kind(model.parameters()), None, None, None)
-    return registration
+    register(train_state, model, kind(model.parameters()), None, None, None)
+    return train_state
 
 
 def flat(tree):
@@ -411,10 +412,10 @@ def flat(tree):
 
 @pytest.mark.parametrize("change", [torch.Tensor.to_sparse, lambda t: t.to("meta")])
 def test_averages_that_cannot_be_copied_are_refused(change):
-    registration = make_registration(torch.optim.SGD, torch.float32)
-    registration.averaging.begin(0.5, 1)
-    state = copy.deepcopy(registration.training_state())
+    train_state = make_registration(torch.optim.SGD, torch.float32)
+    train_state.feature("Averaging").begin(0.5, 1)
+    state = copy.deepcopy(train_state.training_state())
     given = state["averages"]["models"][0]
     given["weight"] = change(given["weight"])
     with pytest.raises(CheckpointError, match="no dense tensors"):
-        registration.check_training_state(state)
+        train_state.check_training_state(state)

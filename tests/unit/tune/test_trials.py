@@ -285,7 +285,7 @@ class Pair(Classifier):
         self.register(models=model, optimizers=self.pair, schedulers=schedulers)
 
     def rates(self):
-        for part in (*self.pair, *self._registration.schedulers):
+        for part in (*self.pair, *self._train_state.schedulers):
             part.step()
         return [optimizer.param_groups[0]["lr"] for optimizer in self.pair]
 

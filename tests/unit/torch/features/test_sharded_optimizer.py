@@ -29,8 +29,8 @@ from raysgd.torch.features.sharded_optimizer import (
     whole,
 )
 from raysgd.torch.options import TorchOptions
-from raysgd.torch.registration import OperatorSettings
 from raysgd.torch.runner import build_operator
+from raysgd.torch.train_state import OperatorSettings
 from tests.conftest import IN_SOAK, running_ranks
 from tests.operators import on_gpu, register_all
 from tests.unit.torch.rounds import (
@@ -313,7 +313,7 @@ def test_a_state_can_be_loaded_between_two_groups(sharding):
     runner = make_runner(Round(sharding=sharding), lambda moment: None, divides=True)
     runner.setup(context)
     runner.handle(TrainRequest(call=0, until_step=3))
-    assert runner._registration.optimization.idle() == []
+    assert runner._train_state.feature("IdleOptimizers").idle() == []
     state = whole(with_shares([runner.state_dict()]))
     runner.handle(TrainRequest(call=0, until_step=5))
     backend.teardown()
@@ -647,18 +647,18 @@ def is_fully_sharded(process_group):
 
 
 def test_what_shows_after_register_alone_is_refused_when_it_does(is_fully_sharded):
-    registration, model = is_fully_sharded._registration, is_fully_sharded.model
+    train_state, model = is_fully_sharded._train_state, is_fully_sharded.model
     with pytest.raises(ValueError, match="Leave out the callback, or the sharding"):
-        registration.averaging.begin(0.9, start_epoch=0)
+        train_state.feature("Averaging").begin(0.9, start_epoch=0)
     model[0].weight.requires_grad_(False)
     with pytest.raises(RuntimeError, match="freeze them before register"):
-        registration.check_averaged()
+        train_state.check_trained()
     model[0].weight.requires_grad_(True)
-    optimization = registration.optimization
-    optimization.begin_batch(registration.models, MicroBatch(0, 2, is_last=False))
+    optimization = train_state.optimization
+    optimization.begin_batch(train_state.models, MicroBatch(0, 2, is_last=False))
     optimization.group.samples = 3  # as the default loop counts them
     is_fully_sharded.backward(model(torch.ones(3, 8)).sum())
-    optimization.begin_batch(registration.models, MicroBatch(1, 2))
+    optimization.begin_batch(train_state.models, MicroBatch(1, 2))
     optimization.group.samples = 2
     with pytest.raises(RuntimeError, match="are summed over the workers already"):
         is_fully_sharded.backward(model(torch.ones(2, 8)).sum())

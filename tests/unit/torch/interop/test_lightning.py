@@ -363,7 +363,7 @@ import copy
 import torch
 from raysgd._internal.context import WorkerContext
 from raysgd.torch.options import TorchOptions
-from raysgd.torch.registration import OperatorSettings
+from raysgd.torch.train_state import OperatorSettings
 from raysgd.torch.runner import build_operator
 from raysgd import TrainingOperator
 from tests.unit.torch.interop.test_lightning import (

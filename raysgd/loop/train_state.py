@@ -1,0 +1,332 @@
+"""The training state of an operator on one worker, for all frameworks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from raysgd._internal.context import Preemption, WorkerContext
+from raysgd._internal.timers import TimerCollection
+from raysgd.data.partition import MicroBatch
+from raysgd.loop.feature import ShardedFeature, StepFeature
+from raysgd.loop.micro_batches import MicroBatches
+from raysgd.loop.options import Options
+from raysgd.loop.sources import DataSources
+from raysgd.loop.step import Step
+from raysgd.metrics import AverageMeterCollection
+
+if TYPE_CHECKING:
+    from raysgd.loop.step_iterator import StepIterator
+
+__all__ = ["Settings", "TrainState", "listed", "shaped_like"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Settings:
+    """The trainer's arguments, and where this worker is."""
+
+    options: Options
+    context: WorkerContext = field(default_factory=WorkerContext)
+    batch_share: int | None = None
+    """What the operator's ``config[BATCH_SIZE]`` is now, a worker's share of the global batch. In
+    ``setup`` it is that of the full group, where steps keep their size."""
+    global_batch: int | None = None
+    """``config[BATCH_SIZE]``."""
+
+    @property
+    def full_size(self) -> int | None:
+        """Workers of the full group, whose steps those of any other keep; None: they do not."""
+        keeps = self.options.elastic.global_batch == "keep"
+        return self.options.num_workers if keeps else None
+
+    @property
+    def placing(self) -> dict[str, Any]:
+        """What a source has to know of the group to share data out."""
+        full_size = self.full_size
+        return {
+            "world_size": self.context.world_size,
+            "rank": self.context.world_rank,
+            "full_size": full_size,
+            "global_batch": None if full_size is None else self.global_batch,
+        }
+
+
+class TrainState(ABC):
+    """Models, optimizers, and the position in the data. Features add what else a step does.
+
+    It saves, loads, and replicates these. It commits steps and discards them.
+    """
+
+    data: DataSources
+    sharding: str | None = None
+    accumulation_steps = 1
+    """Batches that make one update."""
+
+    def __init__(self, settings: Settings, seed: int) -> None:
+        self.settings = settings
+        self.timers = TimerCollection()
+        self.timers.disable()
+        self.models: list[Any] = []
+        self.num_criteria = 0
+        """Number of criteria with trained parameters: the last of `models`."""
+        self.optimizers: list[Any] = []
+        self.registered = False
+        self.epoch = 0
+        self.offset = 0
+        self.validation_offset = 0
+        self.global_step = 0
+        self.counted: dict[int, int] = {}
+        """The global step that user code has set, by the step at which it did so."""
+        self.seed = seed
+        self.step = Step()
+        """The step in progress."""
+        self.parts = MicroBatches(self)
+        self.features: list[StepFeature] = [self.parts]
+        self._said: set[str] = set()
+        self.meters: AverageMeterCollection | None = None
+        self.logged: dict[str, Any] | None = None
+        """Metrics that user code has logged of the current batch. None: they are not collected."""
+        self.preemption: Preemption | None = None
+        """The workers of the group that will be preempted."""
+        self.segment: StepIterator | None = None
+        """The segment of training in progress."""
+
+    @property
+    def context(self) -> WorkerContext:
+        """This worker's ranks in the group."""
+        return self.settings.context
+
+    @property
+    def given_models(self) -> list[Any]:
+        """The models that were registered as such, without criteria."""
+        return self.models[: len(self.models) - self.num_criteria]
+
+    def feature(self, name: str) -> Any:
+        """Return the feature whose class has a name; None if there is none."""
+        found = (each for each in self.features if type(each).__name__ == name)
+        return next(found, None)
+
+    def check_registered(self, operator: Any) -> None:
+        """Check that ``setup`` of the operator has registered something."""
+        if not self.registered:
+            raise RuntimeError(
+                f"{type(operator).__name__}.setup did not register anything. Call "
+                "self.register(models=..., optimizers=...) in it."
+            )
+
+    def say(self, key: str, message: str, *values: Any) -> None:
+        """Log something, once, on one worker."""
+        if self.context.world_rank == 0 and key not in self._said:
+            self._said.add(key)
+            logger.warning(message, *values)
+
+    # ---- position
+
+    def position(self) -> dict[str, Any]:
+        """Return the position in the data."""
+        position: dict[str, Any] = {
+            "epoch": self.epoch,
+            "offset": self.offset,
+            "validation_offset": self.validation_offset,
+            "seed": self.seed,
+            "num_workers": self.settings.options.num_workers,
+        }
+        if (global_batch := self.data.global_batch) is not None:
+            position["global_batch"] = global_batch
+        if own := self.data.own_seeds():
+            position["loader_seeds"] = own
+        if self.parts.split > 1:
+            position["split"] = self.parts.split
+        if self.data.trains_on != "train":
+            # the offset is one in the data set that was given with the newest call
+            position["trains_on"] = self.data.trains_on
+        return position
+
+    def move_to(self, position: dict[str, Any], global_step: int) -> None:
+        """Go to a position in the data."""
+        self.epoch, self.offset = position["epoch"], position["offset"]
+        self.validation_offset = position.get("validation_offset", 0)
+        self.data.trains_on = position.get("trains_on", "train")
+        self.parts.split = position.get("split", 1)
+        self.global_step = global_step
+        self.reseed(position.get("seed", self.seed), position.get("loader_seeds", {}))
+
+    def reseed(self, seed: int, loader_seeds: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Derive the order of the epochs from `seed`, or from seeds that loaders have."""
+        self.seed = seed
+        self.data.reseed(seed, loader_seeds)
+
+    # ---- steps
+
+    def begin_batch(self, place: MicroBatch) -> None:
+        """Begin a batch, or a part of one.
+
+        Raises:
+            IndivisibleError: if batches turn out to be indivisible.
+        """
+        self.step.run(place)
+        for feature in self.features:
+            feature.begin_batch(place)
+
+    def commit(self, num_batches: int = 1) -> None:
+        """Count batches whose update is done.
+
+        Raises:
+            RuntimeError: if gradients wait for an update that was left out.
+        """
+        for feature in self.features:
+            feature.before_commit()
+        self.step.commit()
+        self.global_step += num_batches
+        for feature in self.features:
+            feature.commit()
+
+    def roll_back(self) -> None:
+        """Discard the step in progress, if there is one, and restore what it changed."""
+        for feature in self.features:
+            feature.roll_back()
+        self.step.discard()
+
+    def check_whole(self) -> None:
+        """Check that the state is that of a completed step.
+
+        Raises:
+            RuntimeError: if it is not, and no other worker had such a state.
+        """
+        if self.step.is_partial:
+            raise RuntimeError(
+                f"The step after step {self.global_step} failed when it had changed some "
+                "parameters: an optimizer raised within its step, or train_batch moved them "
+                "itself. They cannot be restored. Load a checkpoint to continue: "
+                "trainer.load(path)."
+            )
+
+    def check_trained(self) -> None:
+        """Raise an error if user code trains parameters that the workers do not keep equal."""
+        for feature in self.features:
+            feature.check_trained()
+
+    def end_segment(self) -> None:
+        """Report what was found, at the end of a segment or of a validation."""
+        for feature in self.features:
+            feature.end_segment()
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Return a context in which ranks may evaluate different numbers of batches."""
+        with contextlib.ExitStack() as stack:
+            for feature in self.features:
+                stack.enter_context(feature.evaluating())
+            yield
+
+    @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Return a context after which the models are as they were before it."""
+        yield
+
+    @property
+    def num_skipped(self) -> int | None:
+        """Number of updates skipped so far, because gradients overflowed. None: none is skipped."""
+        counts = (feature.num_skipped for feature in self.features)
+        return next((count for count in counts if count is not None), None)
+
+    # ---- the other workers
+
+    @abstractmethod
+    def minimum(self, value: int) -> int:
+        """Return the smallest `value` of all ranks. Every rank must call it."""
+
+    @abstractmethod
+    def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
+        """Return what `make` returns on one rank, on all ranks. Every rank must call it."""
+
+    def enter(self, context: WorkerContext, batch_share: int | None) -> None:
+        """Enter a new generation, and partition the data for it."""
+        self.settings.context = context
+        self.settings.batch_share = batch_share
+        self.data.enter()
+        for feature in self.features:
+            feature.enter()
+
+    def share_initial_state(self) -> None:
+        """Give every rank the models and optimizers of rank 0. Every rank must call it."""
+        for feature in self.features:
+            feature.start_together()
+
+    @abstractmethod
+    def share_training_state(self, leader: int, follows: bool) -> None:
+        """Take over the state of rank `leader`, if this rank `follows`. Every rank must call it."""
+
+    @abstractmethod
+    def sync_buffers(self) -> None:
+        """Make buffers, which are not trained and may differ, equal on all ranks."""
+
+    @property
+    def replicated(self) -> bool:
+        """Whether the models are the same on every rank."""
+        return any(feature.replicates for feature in self.features)
+
+    @property
+    def sharded(self) -> list[ShardedFeature]:
+        """Features that divide the state. If there are some, no worker has all of it."""
+        return [each for each in self.features if isinstance(each, ShardedFeature)]
+
+    @property
+    def ranks_in_sync(self) -> bool:
+        """Whether the whole state is of the last committed step."""
+        return all(feature.ranks_in_sync for feature in self.sharded)
+
+    def shards(self) -> list[Any]:
+        """Return this worker's shards: of each optimizer, then of each divided model."""
+        parts = {id(feature.optimizer): feature.shards() for feature in self.sharded}
+        found = [parts.get(id(optimizer), []) for optimizer in self.optimizers]
+        return [*found, *(shard for feature in self.sharded for shard in feature.model_shards())]
+
+    # ---- state
+
+    @abstractmethod
+    def settable(self) -> Any:
+        """Return what user code may set between steps, such as learning rates, to compare it."""
+
+    @abstractmethod
+    def training_state(self) -> dict[str, Any]:
+        """Return models, optimizers, and the state of features, as they are on this device."""
+
+    @abstractmethod
+    def check_training_state(self, state: dict[str, Any]) -> None:
+        """Check that a state fits what is registered.
+
+        Raises:
+            CheckpointError: if it does not.
+        """
+
+    @abstractmethod
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        """Load what `training_state` returned."""
+
+    @abstractmethod
+    def copy_leaf(self, leaf: Any) -> Any:
+        """Return a copy of a leaf of a state on its device, at a step boundary."""
+
+    @abstractmethod
+    def to_cpu(self, state: Any) -> Any:
+        """Return a state on CPU that stays as it is until it is sent to the driver."""
+
+
+def listed(given: Any) -> list[Any]:
+    """Return what was registered as a list of its own."""
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def shaped_like(given: Any, members: list[Any]) -> Any:
+    """Return `members` in the shape of `given`: a single one, a list or a tuple."""
+    if isinstance(given, tuple):
+        return tuple(members)
+    return members if isinstance(given, list) else members[0]

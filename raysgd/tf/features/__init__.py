@@ -1,0 +1,1 @@
+"""Features of training steps, one in each file."""

@@ -1,0 +1,215 @@
+"""The training state of a Keras operator."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from raysgd._internal.context import WorkerContext
+from raysgd._internal.nested import deep_copied, map_leaves
+from raysgd.loop.state import check_parts
+from raysgd.loop.train_state import Settings, TrainState
+from raysgd.tf.batches import unpack, with_class_weight
+from raysgd.tf.communication import Communication, communication_of
+from raysgd.tf.engine import Engine
+from raysgd.tf.features.averages import Averages
+from raysgd.tf.features.rollback import Rollback
+from raysgd.tf.keras import (
+    loss_scale_of,
+    named_arrays,
+    overrides,
+    set_arrays,
+    tf_variable,
+    variables_of,
+)
+from raysgd.tf.losses import BatchMetrics, widened
+from raysgd.tf.optimization import Optimization
+from raysgd.tf.options import TFOptions
+from raysgd.tf.sources import KerasSources
+
+__all__ = ["KerasTrainState", "TFSettings", "copied_leaf"]
+
+_NUMBERS = "biufcV"
+"""Kinds of NumPy's types that a variable can take; the last is that of bfloat16."""
+
+
+@dataclass
+class TFSettings(Settings):
+    """The trainer's arguments, and where this worker is."""
+
+    options: TFOptions = field(default_factory=TFOptions)
+
+
+class KerasTrainState(TrainState):
+    """What `raysgd.tf.registration.register` was given, and the position in the data."""
+
+    settings: TFSettings
+    data: KerasSources
+    keras: Any
+    """The module of the Keras that the models are of."""
+
+    def __init__(self, settings: TFSettings, communication: Communication, seed: int) -> None:
+        super().__init__(settings, seed)
+        self.data = KerasSources(self)
+        self.communication = communication
+        self.engine = Engine()
+        self.criterion: Any = None
+        self.metrics: BatchMetrics | None = None
+        self.class_weight: Mapping[int, float] | None = None
+        rollback = Rollback(self.step)
+        self.optimization = Optimization(self, rollback)
+        self.features = [self.optimization, rollback, self.parts, Averages(self)]
+
+    def trained(self) -> list[tuple[Any, list[Any]]]:
+        """Return each optimizer with the variables that it is for."""
+        pairs = len(self.models) == len(self.optimizers)
+        trained = [
+            self.models[i : i + 1] if pairs else self.models for i in range(len(self.optimizers))
+        ]
+        return [
+            (optimizer, [v for model in models for v in model.trainable_variables])
+            for optimizer, models in zip(self.optimizers, trained, strict=True)
+        ]
+
+    def unpacked(self, batch: Any, training: bool) -> tuple[Any, Any, Any]:
+        """Return the features, the target and the sample weights of a batch."""
+        features, target, weights = unpack(batch, self.models[0])
+        if training and self.class_weight is not None:
+            weights = with_class_weight(self.class_weight, target, weights)
+        return features, target, weights
+
+    def total_loss(
+        self, model: Any, features: Any, target: Any, output: Any, weights: Any, training: bool
+    ) -> Any:
+        """Return the mean loss of a batch and what layers add to it, such as regularization."""
+        if overrides(model, "compute_loss"):
+            given = (features, target, widened(output), weights)
+            takes = "training" in inspect.signature(model.compute_loss).parameters
+            loss = model.compute_loss(*given, **({"training": training} if takes else {}))
+            return tf.reduce_mean(tf.cast(loss, tf.float32))
+        added = _floats(model.losses)
+        if self.criterion is None or target is None:
+            return tf.add_n(added)
+        return tf.add_n([self.criterion.weighted(target, output, weights), *added])
+
+    @property
+    def needs_criterion(self) -> bool:
+        """Whether there is no loss so far: neither given, nor compiled, nor the model's own."""
+        model = self.models[0]
+        is_compiled = getattr(model, "optimizer", None) is not None
+        return self.criterion is None and not (is_compiled or overrides(model, "compute_loss"))
+
+    def measured(self, prefix: str, target: Any, output: Any, weights: Any) -> dict[str, Any]:
+        """Return the losses of several outputs, and the registered metrics of a batch, by name."""
+        assert self.metrics is not None
+        parts = self.criterion.parts() if self.criterion is not None else {}
+        found = {**parts, **self.metrics.measure(target, output, weights)}
+        return {f"{prefix}_{name}": value for name, value in found.items()}
+
+    # ---- the other workers
+
+    def enter(self, context: WorkerContext, batch_share: int | None) -> None:
+        super().enter(context, batch_share)
+        self.communication = communication_of(context, self.settings.options.use_horovod)
+
+    def minimum(self, value: int) -> int:
+        return self.communication.minimum(value)
+
+    def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
+        return self.communication.share(make, rank)
+
+    def share_initial_state(self) -> None:
+        self.share_training_state(0, follows=True)
+
+    def share_training_state(self, leader: int, follows: bool) -> None:
+        state = self.from_rank(self.training_state, leader)
+        if follows:
+            self.load_training_state(state)
+
+    @property
+    def replicated(self) -> bool:
+        return True
+
+    def sync_buffers(self) -> None:
+        """Give every rank the mean of the statistics that are not trained."""
+        if self.communication.size == 1:
+            return
+        held = [tf_variable(v) for model in self.models for v in model.non_trainable_variables]
+        floats = [variable for variable in held if variable.dtype.is_floating]
+        if floats:
+            means = self.communication.mean([tf.identity(variable) for variable in floats])
+            for variable, mean in zip(floats, means, strict=True):
+                variable.assign(mean)
+
+    # ---- state
+
+    def copy_leaf(self, leaf: Any) -> Any:
+        return copied_leaf(leaf)
+
+    def to_cpu(self, state: Any) -> Any:
+        return map_leaves(state, copied_leaf)
+
+    def settable(self) -> Any:
+        return [str(optimizer.get_config()) for optimizer in self.optimizers]
+
+    def training_state(self) -> dict[str, Any]:
+        return {
+            "models": [named_arrays(variables_of(m)) for m in self.models],
+            "optimizers": [named_arrays(variables_of(o)) for o in self.optimizers],
+            "loss_scales": [named_arrays(loss_scale_of(o)) for o in self.optimizers],
+        }
+
+    def check_training_state(self, state: dict[str, Any]) -> None:
+        for name, objects in (("models", self.models), ("optimizers", self.optimizers)):
+            check_parts(name, objects, state.get(name), _problem)
+        if "loss_scales" in state:  # which an older file has not
+            check_parts("loss_scales", self.optimizers, state["loss_scales"], _scale_problem)
+
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        for model, arrays in zip(self.models, state["models"], strict=True):
+            set_arrays(variables_of(model), arrays)
+        for optimizer, arrays in zip(self.optimizers, state["optimizers"], strict=True):
+            set_arrays(variables_of(optimizer), arrays)
+        for optimizer, arrays in zip(self.optimizers, state.get("loss_scales", ()), strict=False):
+            if arrays and loss_scale_of(optimizer):
+                set_arrays(loss_scale_of(optimizer), arrays)
+        self.step.is_partial = False
+
+
+def _floats(losses: Any) -> list[Any]:
+    return [tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in losses]
+
+
+def _scale_problem(optimizer: Any, arrays: Mapping[str, Any]) -> str:
+    """Say why a scale cannot be taken; one is left where the other side has none."""
+    scale = loss_scale_of(optimizer)
+    return _misfit(scale, arrays) if scale and arrays else ""
+
+
+def _problem(thing: Any, arrays: Mapping[str, Any]) -> str:
+    return _misfit(variables_of(thing), arrays)
+
+
+def _misfit(variables: list[Any], arrays: Mapping[str, Any]) -> str:
+    if len(arrays) != len(variables):
+        return f"{len(arrays)} variables, not {len(variables)}"
+    for variable, (name, array) in zip(variables, arrays.items(), strict=True):
+        if not hasattr(array, "__array__") or np.asarray(array).dtype.kind not in _NUMBERS:
+            return f"{name} is no array of numbers, but {type(array).__name__}"
+        found, expected = np.shape(array), tuple(variable.shape)
+        if found != expected:
+            return f"{name} is of shape {found}, not of shape {expected}"
+    return ""
+
+
+def copied_leaf(leaf: Any) -> Any:
+    """Return a copy of what a state holds; tensors and variables become arrays."""
+    if hasattr(leaf, "__array__") and not isinstance(leaf, np.ndarray | np.generic):
+        # NumPy warns of what TensorFlow's variables do when it is asked for a copy
+        return np.array(leaf.numpy() if hasattr(leaf, "numpy") else leaf)
+    return deep_copied(leaf)

@@ -1,0 +1,128 @@
+"""Keep models equal on all workers by DistributedDataParallel."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from raysgd.data.partition import MicroBatch
+from raysgd.loop.feature import StepFeature
+from raysgd.torch import ddp
+from raysgd.torch.register_checks import check_same_parameters, check_untrained
+
+if TYPE_CHECKING:
+    from raysgd.torch.train_state import TorchTrainState
+
+__all__ = ["Replication"]
+
+
+class Replication(StepFeature):
+    """Follows the wrappers of models, whether raysgd made them or user code.
+
+    Args:
+        state: what is trained.
+        wraps: whether raysgd has wrapped each model that is trained.
+    """
+
+    def __init__(self, state: TorchTrainState, wraps: bool) -> None:
+        self._state, self._wraps = state, wraps
+        # now, since setup may go on to freeze some
+        self._required = {
+            id(model): ddp.required_gradients(ddp.unwrap(model)) for model in state.models
+        }
+        self._parameters = [
+            [(parameter, parameter.dtype) for parameter in model.parameters()]
+            for model in (state.models if wraps else ())
+        ]
+        self._averaged: list[dict[str, bool] | None] = [None] * len(state.models)
+        self._comm_hooks: list[list[tuple[Any, Any]]] = [[] for _ in state.models]
+        self._frozen: list[tuple[int, torch.nn.Parameter]] = []
+
+    def note_wrappers(self) -> None:
+        """Record the wrappers that there are at the end of ``setup``."""
+        models = self._state.models
+        self._averaged = [
+            ddp.averaged_parameters(model, self._required.get(id(model)))
+            if isinstance(model, DistributedDataParallel)
+            else None
+            for model in models
+        ]
+        self._comm_hooks = [
+            ddp.communication_hooks(model) if isinstance(model, DistributedDataParallel) else []
+            for model in models
+        ]
+        averaged = {
+            id(parameter)
+            for model, names in zip(models, self._averaged, strict=True)
+            if names is not None
+            for name, parameter in ddp.unwrap(model).named_parameters()
+            if names.get(name, True)
+        }
+        self._frozen = [
+            (index, parameter)
+            for index, model in enumerate(models if self._wraps else ())
+            for parameter in model.parameters()
+            if id(parameter) not in averaged
+        ]
+
+    @property
+    def replicates(self) -> bool:
+        return any(map(ddp.replicated, self._state.models))
+
+    def start_together(self) -> None:
+        """Share what no wrapper has shared yet."""
+        models = [model for model in self._state.models if not ddp.replicated(model)]
+        if self._state.settings.options.wrap_ddp and models:
+            held = [t.detach() for m in models for t in (*m.parameters(), *m.buffers())]
+            given = self._state.from_rank(lambda: held, 0)
+            for own, value in zip(held, given, strict=False):
+                if own.shape == value.shape:  # else it is a cache that setup has filled
+                    own.copy_(value)
+            self._state.buffers.commit()
+
+    def enter(self) -> None:
+        wrapped = zip(self._state.models, self._averaged, self._comm_hooks, strict=True)
+        for model, names, comm_hooks in wrapped:
+            if isinstance(model, DistributedDataParallel) and names is not None:
+                ddp.rebuild(model, names, comm_hooks)
+
+    def buffers(self) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for model in self._state.models:
+            if ddp.replicated(model):
+                found += model.buffers()
+            elif self._state.settings.options.wrap_ddp:
+                found += ddp.running_statistics(model)
+        return found
+
+    def check_trained(self) -> None:
+        """Refuse to train what no wrapper averages, also before others join."""
+        models = [ddp.unwrap(model) for model in self._state.models]
+        if self._wraps:
+            check_same_parameters(models, self._parameters)
+        unfrozen = {id(p): index for index, p in self._frozen if p.requires_grad}
+        if unfrozen:
+            check_untrained(unfrozen, models, self._state.optimizers)
+
+    def begin_batch(self, place: MicroBatch) -> None:
+        if self._state.accumulation_steps > 1 or place.is_part:
+            self._exchange(place.is_last)
+
+    def _exchange(self, wanted: bool) -> None:
+        """Set whether wrappers exchange gradients in the passes that follow.
+
+        They ask in the forward pass as well as in the backward pass, so that a whole batch has to
+        be one or the other, as with ``no_sync`` of DistributedDataParallel.
+        """
+        for model in self._state.models:
+            if isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = wanted
+
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        return ddp.no_forward_sync(self._state.models)
+
+    def end_segment(self) -> None:
+        self._exchange(True)

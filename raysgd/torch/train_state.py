@@ -1,0 +1,257 @@
+"""The training state of a PyTorch operator."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from raysgd._internal.nested import loading
+from raysgd.data.partition import MicroBatch
+from raysgd.loop.state import check_parts
+from raysgd.loop.train_state import Settings, TrainState
+from raysgd.torch import collectives, ddp
+from raysgd.torch.features.buffers import BufferCopies
+from raysgd.torch.features.micro_batches import TorchMicroBatches
+from raysgd.torch.features.schedules import Schedules
+from raysgd.torch.optimization import Optimization
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.precision import create_precision
+from raysgd.torch.sources import TorchSources
+from raysgd.torch.state import (
+    copied,
+    copied_to_cpu,
+    load_optimizer,
+    model_state,
+    on_cpu,
+    renamed_states,
+    state_problem,
+    to_cpu,
+)
+
+__all__ = ["OperatorSettings", "TorchTrainState"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class OperatorSettings(Settings):
+    """The trainer's arguments, and where this worker is."""
+
+    options: TorchOptions = field(default_factory=TorchOptions)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+class TorchTrainState(TrainState):
+    """What `raysgd.torch.registration.register` was given, and the position in the data."""
+
+    settings: OperatorSettings
+    models: list[torch.nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+    parts: TorchMicroBatches
+
+    def __init__(self, settings: OperatorSettings) -> None:
+        super().__init__(settings, seed=torch.initial_seed() % 2**62)
+        self.data = TorchSources(self)
+        self.schedulers: list[Any] = []
+        self.criteria: list[Any] = []
+        self.frozen_modes: list[tuple[torch.nn.Module, list[tuple[torch.nn.Module, bool]]]] = []
+        """Models without trainable parameters, with the modes of their modules at `register`."""
+        self.buffers = BufferCopies()
+        self.schedules = Schedules(self)
+        self.parts = TorchMicroBatches(self)
+        self.features = [self.parts]
+        options = settings.options
+        precision = create_precision(options.use_fp16, settings.device, options.amp_dtype)
+        self.optimization = Optimization(self, precision)
+
+    def set_mode(self, training: bool) -> None:
+        """Put the models into train or eval mode; frozen ones train as they were registered."""
+        for model in self.models:
+            model.train(training)
+        for model, modes in self.frozen_modes if training else ():
+            if not any(parameter.requires_grad for parameter in model.parameters()):
+                for module, mode in modes:
+                    module.training = mode
+
+    def begin_batch(self, place: MicroBatch) -> None:
+        if place.share != 1.0 and not self.replicated:
+            place = replace(place, share=1.0)  # gradients are not averaged
+        super().begin_batch(place)
+
+    @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        modes = [(module, module.training) for each in self.models for module in each.modules()]
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+            self.roll_back()
+
+    # ---- the other workers
+
+    def minimum(self, value: int) -> int:
+        return collectives.minimum(value, self.settings.device)
+
+    def mean_over_workers(self, value: float) -> float:
+        """Return the mean of a number over the workers that average their gradients."""
+        if not self.context.distributed or not self.replicated:
+            return value
+        return collectives.mean(value, self.settings.device)
+
+    def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
+        return collectives.broadcast_state(make, rank, self.settings.device)
+
+    def share_training_state(self, leader: int, follows: bool) -> None:
+        """Take over the state of rank `leader`, if this rank `follows`. Every rank must call it.
+
+        Parameters and optimizers travel only to those that have others, such as a replacement:
+        survivors of a loss are equal, most often, but for the buffers that a forward pass changes.
+        """
+        device = self.settings.device
+        state = self.training_state()
+        state["models"] = [
+            ddp.without_buffers(model, held)
+            for model, held in zip(self.models, state["models"], strict=True)
+        ]
+        own = collectives.fingerprint((self.global_step, state))
+        expected = collectives.broadcast_object(own, leader)
+        lacks = follows and own != expected
+        lacking = collectives.ranks_with(lacks, device)
+        to = collectives.fewest_receivers(lacking, device)
+        if lacking and (to is None or lacks or collectives.rank() == leader):
+            state = collectives.broadcast_state(self.training_state, leader, device, to)
+        # shards, which are the first features, are the last to come: they count from then on
+        received = [feature.receive(leader) for feature in reversed(self.features)]
+        # all has come: a worker that has a part of a step's state would do the step again if
+        # `leader` was lost before the rest had come
+        if lacks:
+            self._load(state)
+        for apply in received if follows else ():
+            apply()
+
+    def sync_buffers(self) -> None:
+        """Give every rank the buffers of rank 0, as the next training step would."""
+        if buffers := [buffer for each in self.features for buffer in each.buffers()]:
+            collectives.broadcast_tensors(buffers, source=0)
+            self.buffers.commit()
+
+    # ---- state
+
+    def whole_models(self) -> list[torch.nn.Module]:
+        """Return copies of the given models on CPU; if the state is sharded, rank 0 does.
+
+        All ranks must call it then.
+        """
+        if (full := self.feature("FullyShardedModel")) is not None:
+            copies: list[torch.nn.Module] = full.copies(len(self.given_models))
+            return copies
+        if self.sharded and self.context.world_rank != 0:
+            return []
+        with self.evaluating():
+            return [copied_to_cpu(ddp.plain(model)) for model in self.given_models]
+
+    def copy_leaf(self, leaf: Any) -> Any:
+        return copied(leaf)
+
+    def to_cpu(self, state: Any) -> Any:
+        """Return a state on CPU; a copy, but where it is pickled for the driver anyway."""
+        return to_cpu(state) if self.context.in_driver else on_cpu(state)
+
+    def settable(self) -> Any:
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return (
+            [str({k: v for k, v in group.items() if k != "params"}) for group in groups],
+            [parameter._version for model in self.models for parameter in model.parameters()],
+            [feature.settable() for feature in self.features],
+        )
+
+    def training_state(self) -> dict[str, Any]:
+        partial = self._partial_models()
+        state: dict[str, Any] = {
+            "models": [model_state(ddp.unwrap(model)) for model in self.models]
+            if partial is None
+            else [model.state_dict() for model in partial],
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+        if self.schedulers:
+            state["schedulers"] = [scheduler.state_dict() for scheduler in self.schedulers]
+        for feature in self.features:
+            state |= feature.state_dict()
+        return state
+
+    def _partial_models(self) -> list[Any] | None:
+        """Return what stands for divided models, and has their other state; None: none is."""
+        full = self.feature("FullyShardedModel")
+        return None if full is None else full.unsharded()
+
+    def check_training_state(self, state: dict[str, Any]) -> None:
+        for name, objects in self._stateful(state):
+            check_parts(name, objects, _saved(name, objects, state), state_problem)
+        if state.get("schedulers") and not self.schedulers and self.context.world_rank == 0:
+            logger.warning(
+                "The state that is loaded has schedulers, and the operator registered none: they "
+                "are left out."
+            )
+        for feature in self.features:
+            feature.check_state(state)
+
+    def load_training_state(self, state: dict[str, Any]) -> None:
+        """Load models, optimizers and schedulers, and what both sides have of features."""
+        shared: Mapping[str, Any] = state
+        for feature in self.sharded:
+            shared = feature.without_shards(shared)
+        self._load(shared)
+        for feature in self.sharded:
+            feature.load_shards(state)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        keeps_dtypes, partial = self._has_own_dtypes(state), self._partial_models()
+        with contextlib.ExitStack() as undoing:
+            # models last: they take content in place, which giving back what they had does not undo
+            for name, objects in reversed(self._stateful(state)):
+                if name == "models" and partial is not None:
+                    objects = partial[: len(objects)]
+                parts = zip(objects, _saved(name, objects, state), strict=True)
+                for index, (held, saved) in enumerate(parts):
+                    place, own = f"{name}[{index}]", held.state_dict()
+                    load = None
+                    if name == "optimizers" and keeps_dtypes:
+                        load = functools.partial(load_optimizer, held)
+                    undoing.enter_context(loading(held, own, saved, place, load))
+        for feature in self.features:
+            feature.load_state_dict(state)
+        self.step.is_partial = False
+
+    def _has_own_dtypes(self, state: Mapping[str, Any]) -> bool:
+        """Whether the models of a state have the dtypes of the registered ones."""
+        models = [ddp.unwrap(model) for model in self.models]
+        return all(
+            tensor.dtype == saved[name].dtype
+            for model, saved in zip(models, _saved("models", models, state), strict=False)
+            for name, tensor in model.named_parameters()
+            if name in saved
+        )
+
+    def _stateful(self, state: Mapping[str, Any]) -> list[tuple[str, list[Any]]]:
+        models, saved = self.models, state.get("models")
+        if self.num_criteria and isinstance(saved, list | tuple):
+            # older files lack the criterion
+            models = models[: max(len(saved), len(models) - self.num_criteria)]
+        found: list[tuple[str, list[Any]]] = [
+            ("models", [ddp.unwrap(model) for model in models]),
+            ("optimizers", self.optimizers),
+        ]
+        # without schedulers of its own an operator leaves those of a state alone
+        return [*found, ("schedulers", self.schedulers)] if self.schedulers else found
+
+
+def _saved(name: str, objects: list[Any], state: Mapping[str, Any]) -> Any:
+    saved = state.get(name, [])
+    return renamed_states(objects, saved) if name == "models" else saved
