@@ -71,6 +71,7 @@ def write_weights(
     }
     return rest, other_names
 
+
 _SHARE = (
     "All workers have to reach it: on several nodes it must be on a file system that they share."
 )
