@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Init", "checked_init", "made", "make_whole", "moved", "on_meta"]
+__all__ = ["Init", "checked_init", "make_whole", "materialize", "move_to_device", "on_meta"]
 
 Init = Callable[[torch.nn.Module], Any]
 
@@ -18,7 +18,7 @@ def on_meta(model: torch.nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def moved(
+def move_to_device(
     model: torch.nn.Module, device: torch.device, buffers_alone: bool = False
 ) -> torch.nn.Module:
     """Move what has content to a device."""
@@ -92,7 +92,7 @@ def _reset(module: torch.nn.Module) -> None:
         reset()
 
 
-def made(
+def materialize(
     models: Sequence[torch.nn.Module], init: Init, device: torch.device
 ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
     """Yield each parameter that has no content, and content for it on the CPU, one by one.
@@ -185,7 +185,7 @@ def _checked(module: torch.nn.Module, name: str, empty: torch.Tensor | None, fou
 
 def make_whole(models: Sequence[torch.nn.Module], init: Init, device: torch.device) -> None:
     """Give models all of their content; the parameters stay the same objects."""
-    for parameter, content in list(made(models, init, device)):
+    for parameter, content in list(materialize(models, init, device)):
         whole = torch.nn.Parameter(content.to(device), parameter.requires_grad)
         torch.utils.swap_tensors(parameter, whole)
 

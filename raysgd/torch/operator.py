@@ -40,7 +40,7 @@ from raysgd.torch.ddp import plain
 from raysgd.torch.optimization import as_count
 from raysgd.torch.out_of_memory import ran_out_of_memory
 from raysgd.torch.registration import register
-from raysgd.torch.to_device import moved
+from raysgd.torch.to_device import move_to_device
 from raysgd.torch.train_state import OperatorSettings, TorchTrainState
 
 if TYPE_CHECKING:
@@ -611,7 +611,7 @@ class TrainingOperator(OperatorBase):
 
         Objects that are no containers, and have a method ``to(device)``, are asked for themselves.
         """
-        return moved(batch, self.device) if self.device.type != "cpu" else batch
+        return move_to_device(batch, self.device) if self.device.type != "cpu" else batch
 
     # ---- what users read
 

@@ -15,8 +15,9 @@ from torch.utils.data import SequentialSampler
 
 from raysgd.data.source import BatchSource
 from raysgd.loop.train_state import listed
-from raysgd.torch.features.sharded_optimizer import ELEMENTWISE, is_dense
+from raysgd.torch.features.sharded_optimizer import ELEMENTWISE
 from raysgd.torch.options import TorchOptions
+from raysgd.torch.sharding.pieces import is_dense
 
 __all__ = [
     "check_accumulation",

@@ -26,7 +26,7 @@ from raysgd.torch.features.replication import Replication
 from raysgd.torch.features.rollback import Rollback
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.interop.horovod import HorovodGradients, check_horovod_args
-from raysgd.torch.meta import Init, checked_init, make_whole, moved
+from raysgd.torch.meta import Init, checked_init, make_whole, move_to_device
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import (
     check_accumulation,
@@ -87,7 +87,7 @@ def register(
     state.num_criteria = len(trained)
     init = checked_init(modules, state.optimizers, sharding_args.pop("init_fn", None), sharding)
     on_cpu = distributed and sharding_args.get("offload", False)
-    state.models = [moved(model, device, on_cpu) for model in [*modules, *trained]]
+    state.models = [move_to_device(model, device, on_cpu) for model in [*modules, *trained]]
     precision = state.optimization.precision
     if apex_args and options.use_fp16 != "apex" and state.context.world_rank == 0:
         logger.warning(

@@ -17,13 +17,13 @@ from raysgd._internal.dynamo import postpone_dynamo
 from raysgd._internal.nested import map_leaves
 from raysgd.loop.operator_base import create_operator
 from raysgd.loop.runner import OperatorRunner
-from raysgd.torch.features.sharded_optimizer import whole
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.register_checks import warn_of_own_schedulers, warn_of_unregistered
 from raysgd.torch.registration import adopt_wrappers
 from raysgd.torch.requests import SaveTensorsRequest, SaveWeightsRequest
 from raysgd.torch.sharded_files import with_tensors, write_state, write_weights
+from raysgd.torch.sharding.merge import gather_state
 from raysgd.torch.train_state import OperatorSettings, TorchTrainState
 
 __all__ = ["TorchRunner"]
@@ -112,7 +112,7 @@ class TorchRunner(OperatorRunner):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # a snapshot has what each worker held
-        given = with_tensors(whole(state), copy=not self._train_state.sharded)
+        given = with_tensors(gather_state(state), copy=not self._train_state.sharded)
         super().load_state_dict(given)
 
     def update_schedulers(self, call: int, metric: float) -> None:

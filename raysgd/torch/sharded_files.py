@@ -21,7 +21,7 @@ from raysgd._internal.files import sync_folder
 from raysgd.checkpoint.file import TENSORS_FILE
 from raysgd.checkpoint.folder import UnsharedFolderError
 from raysgd.errors import CheckpointError
-from raysgd.torch.features.sharded_optimizer import is_divided
+from raysgd.torch.sharding.pieces import is_divided
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
@@ -62,11 +62,19 @@ def write_weights(
         those that the same ones have there.
     """
     full, count = train_state.feature("FullyShardedModel"), len(train_state.given_models)
-    rows, other_names = full.weights(count)
-    write(rows, folder)
+    prefixes = [""] if count == 1 else [f"{index}." for index in range(count)]
+    first_names: dict[int, str] = {}
+    other_names: dict[str, str] = {}
+    models = full.models
+    for prefix, names in zip(prefixes, models.names, strict=False):
+        for name, which in names.items():
+            kept = first_names.setdefault(which, prefix + name)
+            if kept != prefix + name:
+                other_names[prefix + name] = kept
+    write({kept: models.rows_as(n, models.local(n)) for n, kept in first_names.items()}, folder)
     rest = {
         f"{prefix}{name}": value
-        for prefix, held in zip(full.prefixes(count), full.unsharded()[:count], strict=True)
+        for prefix, held in zip(prefixes, full.unsharded()[:count], strict=True)
         for name, value in held.state_dict().items()
     }
     return rest, other_names

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["moved"]
+__all__ = ["move_to_device"]
 
 
-def moved(batch: Any, device: torch.device) -> Any:
+def move_to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch on a device, whatever containers its tensors are in.
 
     Objects with a ``to`` of their own, such as ``PackedSequence`` and what tokenizers return, know
@@ -18,13 +18,13 @@ def moved(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, tuple) and hasattr(batch, "_fields") and not callable(_to(batch)):
-        return type(batch)(*(moved(item, device) for item in batch))
+        return type(batch)(*(move_to_device(item, device) for item in batch))
     if callable(to := _to(batch)):
         return to(device)
     if isinstance(batch, tuple | list):
-        return type(batch)(moved(item, device) for item in batch)
+        return type(batch)(move_to_device(item, device) for item in batch)
     if isinstance(batch, dict):
-        return {key: moved(item, device) for key, item in batch.items()}
+        return {key: move_to_device(item, device) for key, item in batch.items()}
     return batch
 
 

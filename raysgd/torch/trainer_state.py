@@ -19,9 +19,9 @@ from raysgd.checkpoint.folder import (
 from raysgd.checkpoint.location import LocalFile, locate
 from raysgd.checkpoint.weights import save_rows
 from raysgd.elastic.call import Call
-from raysgd.torch.features.sharded_optimizer import whole
 from raysgd.torch.requests import SaveTensorsRequest, SaveWeightsRequest
 from raysgd.torch.sharded_files import with_tensors
+from raysgd.torch.sharding.merge import gather_state
 from raysgd.trainer.state import TrainerState
 
 __all__ = ["TorchTrainerState"]
@@ -34,7 +34,7 @@ class TorchTrainerState(TrainerState):
 
     def assemble(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state without shards."""
-        return with_tensors(whole(state), copy=True)
+        return with_tensors(gather_state(state), copy=True)
 
     def save_sharded(self, path: str | os.PathLike[str]) -> str:
         """Let each worker write its shards of the models into a folder."""

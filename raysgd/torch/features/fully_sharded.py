@@ -11,7 +11,6 @@ of its own, with copies on other workers, who get the gradients for that. What i
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -21,16 +20,12 @@ import torch
 import torch.distributed as dist
 
 from raysgd.torch import collectives, ddp
-from raysgd.torch.features.fsdp import ShardedModels, rows_of
-from raysgd.torch.features.sharded_optimizer import (
-    PARAMETER,
-    Piece,
-    ShardedOptimizer,
-    copy_all,
-    is_divided,
-    placed,
-)
-from raysgd.torch.meta import Init, made
+from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
+from raysgd.torch.meta import Init, materialize
+from raysgd.torch.sharding.fsdp import ShardedModels
+from raysgd.torch.sharding.layout import RowLayout
+from raysgd.torch.sharding.merge import PARAMETER
+from raysgd.torch.sharding.pieces import Piece, copy_all, is_divided, placed
 from raysgd.torch.state import copied_to_cpu, model_state, renamed_states
 
 if TYPE_CHECKING:
@@ -51,11 +46,12 @@ class FullyShardedModel(ShardedOptimizer):
         arguments: ``wrap``, ``reshard_after_forward`` and ``offload``, see `ShardedModels`, and
             ``copies``.
         dtype: in which the models compute; None for that of their parameters.
-        init: what fills a module, where models are on the meta device; see `made`.
+        init: what fills a module, where models are on the meta device; see `materialize`.
         is_alone: whether the group is one of this worker only until it enters that of others, of
             whom it gets the content of the models.
     """
 
+    _layout: RowLayout
     is_fully_sharded = True
     replicates = True
 
@@ -83,12 +79,12 @@ class FullyShardedModel(ShardedOptimizer):
             there = [value for value in self._values if not value.is_meta]
             collectives.broadcast_tensors(there, source=0)
         if init is not None and is_alone:
-            for _ in made(models, init, device):  # for the buffers
+            for _ in materialize(models, init, device):  # for the buffers
                 pass
         self._is_alone = is_alone
-        super().__init__(optimizer, arguments.get("copies"), state)
-        state.optimization.rows = self.rows
-        state.optimization.whole_norm = self.whole_norm
+        copies, parameters = arguments.get("copies"), list(self.models.parameters)
+        super().__init__(optimizer, copies, state, parameters, RowLayout)
+        state.optimization.rows, state.optimization.whole_norm = _rows, _whole_norm
         state.optimization.sums_each_batch = True
         for model in models:
             if not ddp.only_running_statistics(model):
@@ -99,16 +95,17 @@ class FullyShardedModel(ShardedOptimizer):
     def _meet(self) -> None:
         super()._meet()
         self._received = {}
-        size, rank = len(self._layouts), self._rank
-        room = self._room(rank)
-        for slot in self._layouts[rank][0]:
+        layout, device = self._layout, self._device
+        size, rank = layout.size, layout.rank
+        room = layout.room(rank, device)
+        for slot in layout.slots[rank][0]:
             if (gradient := self.models.gradient(slot.which)) is not None:
                 placed(room, slot, slot, gradient.dtype).copy_(gradient)
         sent = []
-        for each in range(1, self._num_copies(size) + 1):
+        for each in range(1, layout.num_copies(size) + 1):
             to, source = (rank + each) % size, (rank - each) % size
-            received = self._room(source)
-            for slot in self._layouts[source][0]:
+            received = layout.room(source, device)
+            for slot in layout.slots[source][0]:
                 dtype = self._parameters[slot.which].dtype
                 self._received[source, slot.which] = placed(received, slot, slot, dtype)
             if len(room):
@@ -126,9 +123,9 @@ class FullyShardedModel(ShardedOptimizer):
         gradient = self.models.gradient(piece.which)
         if gradient is None:  # of a parameter that the loss has not reached, on any worker
             return None
-        if share != self._rank:
+        if share != self._layout.rank:
             gradient = self._received[share, piece.which]
-        first, _ = self._part(piece.which, share, len(self._layouts))
+        first, _ = self._layout.part(piece.which, share, self._layout.size)
         return gradient[piece.start - first : piece.stop - first]
 
     def _put_in_place(self) -> None:
@@ -138,19 +135,8 @@ class FullyShardedModel(ShardedOptimizer):
         copy_all([self._now(piece) for piece in pieces], [piece.stepped for piece in pieces])
         self._received = {}
 
-    def rows(self, parameters: Sequence[torch.Tensor]) -> list[Any]:
-        """Return for each parameter that has a gradient an object with that of this worker's."""
-        held: list[Any] = [p.grad for p in parameters if p.grad is not None]
-        return [SimpleNamespace(grad=gradient.to_local()) for gradient in held]
-
-    def whole_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return the norm of all workers' gradients, from that of this one's."""
-        squared = norm.square()
-        dist.all_reduce(squared)
-        return squared.sqrt()
-
     def _wait_for_updates(self) -> None:
-        if len(self._layouts) > 1:
+        if self._layout.size > 1:
             collectives.minimum(self._version, self._parameters[0].device)
 
     def roll_back(self) -> None:
@@ -178,26 +164,15 @@ class FullyShardedModel(ShardedOptimizer):
         return {**state, "optimizers": [{**of_optimizer, "state": {}}]}
 
     def load_shards(self, state: Mapping[str, Any]) -> None:
+        """Divide the whole states of models and optimizer; only rows of them go to the device."""
         (of_optimizer,) = state["optimizers"]
-        self.take_values(renamed_states(self.models.models, state["models"]), of_optimizer)
-
-    def take_values(
-        self, states: Sequence[Mapping[str, Any]], of_optimizer: Mapping[str, Any]
-    ) -> None:
-        """Divide what whole states of the models and of the optimizer have.
-
-        No more than rows of them come to the device.
-
-        Args:
-            states: of the models.
-            of_optimizer: one that fits the optimizer's groups.
-        """
+        states = renamed_states(self.models.models, state["models"])
         values: list[Any] = [None] * len(self._parameters)
         for names, state in zip(self.models.names, states, strict=False):
             for name, which in names.items():
                 values[which] = state[name]
-        held = [p if v is None else v for p, v in zip(self._parameters, values, strict=True)]
-        self._values = [value.detach() for value in held]
+        pairs = zip(self._parameters, values, strict=True)
+        self._values = [(p if v is None else v).detach() for p, v in pairs]
         self._lacks_content = False
         numbers = [n for group in of_optimizer["param_groups"] for n in group["params"]]
         everything = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -206,8 +181,8 @@ class FullyShardedModel(ShardedOptimizer):
             for parameter, number in zip(everything, numbers, strict=True)
             if number in of_optimizer["state"]
         }
-        state = {"state": defaultdict(dict, given), "param_groups": self.optimizer.param_groups}
-        self.optimizer.__setstate__(state)  # as it loads one, where it changes those of older files
+        held = {"state": defaultdict(dict, given), "param_groups": self.optimizer.param_groups}
+        self.optimizer.__setstate__(held)  # as it loads one, where it changes those of older files
         self.take_state()
 
     def _taken(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
@@ -282,23 +257,6 @@ class FullyShardedModel(ShardedOptimizer):
             )
         return found
 
-    def prefixes(self, count: int) -> list[str]:
-        """Return what the names of the first models' parameters begin with in a file of weights."""
-        return [""] if count == 1 else [f"{index}." for index in range(count)]
-
-    def weights(self, count: int) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the rows of the first models by name, and the other names of tied parameters."""
-        first_names: dict[int, str] = {}
-        other_names: dict[str, str] = {}
-        for prefix, names in zip(self.prefixes(count), self.models.names, strict=False):
-            for name, which in names.items():
-                kept = first_names.setdefault(which, prefix + name)
-                if kept != prefix + name:
-                    other_names[prefix + name] = kept
-        models = self.models
-        rows = {name: models.rows_as(n, models.local(n)) for n, name in first_names.items()}
-        return rows, other_names
-
     def tensors(self) -> dict[str, Any]:
         """Return this worker's rows of models and of the optimizer's state, by their names."""
         (_, blocks), *_ = self._shares()
@@ -339,10 +297,12 @@ class FullyShardedModel(ShardedOptimizer):
         differ = not torch.equal(numbers, torch.get_rng_state())
         with torch.random.fork_rng(devices=[], enabled=differ):
             torch.set_rng_state(numbers)
-            for parameter, content in made(self.models.models, self._init, self.models.device):
+            for parameter, content in materialize(
+                self.models.models, self._init, self.models.device
+            ):
                 number = index[id(parameter)]
-                for each in range(self._num_copies(size) + 1):
-                    start, stop = self._part(number, (rank - each) % size, size)
+                for each in range(self._layout.num_copies(size) + 1):
+                    start, stop = self._layout.part(number, (rank - each) % size, size)
                     rows = content.view(-1)[start:stop].to(self._device, copy=True)
                     self._made[number, start, stop] = rows
 
@@ -367,23 +327,6 @@ class FullyShardedModel(ShardedOptimizer):
 
     # ---- the division
 
-    def _row(self, everything: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return list(self.models.parameters)
-
-    def _part(self, index: int, number: int, size: int) -> tuple[int, int]:
-        num_rows, *rest = self._parameters[index].shape
-        width = math.prod(rest)
-        start, stop = rows_of(num_rows, size, number)
-        return start * width, stop * width
-
-    def _share(self, number: int, size: int) -> list[tuple[int, int]]:
-        found = []
-        for index, first in enumerate(self._starts[:-1]):
-            start, stop = self._part(index, number, size)
-            if start < stop:
-                found.append((first + start, first + stop))
-        return found
-
     def _place(self) -> None:
         """Divide the models over the group that there is, and put what is held in its place."""
         new = dict(zip(map(id, self._parameters), range(len(self._parameters)), strict=True))
@@ -404,9 +347,10 @@ class FullyShardedModel(ShardedOptimizer):
         if self._lacks_content:
             return
         (_, blocks), *_ = self._shares()
+        layout = self._layout
         for block in blocks:
             for piece in block.pieces:
-                first, _ = self._part(piece.which, self._rank, len(self._layouts))
+                first, _ = layout.part(piece.which, layout.rank, layout.size)
                 room = self.models.local(piece.which)[piece.start - first : piece.stop - first]
                 piece.base = room.copy_(self._now(piece))
 
@@ -416,12 +360,12 @@ class FullyShardedModel(ShardedOptimizer):
         """Return copies of the first models, whole, on rank 0. All ranks must call it."""
         # not by DTensor's collectives: they hold Python's lock as they wait, and gloo's threads,
         # which end the wait, need it
-        size, is_first = len(self._layouts), self._rank == 0
+        layout, is_first = self._layout, self._layout.rank == 0
         values = [torch.empty(p.shape if is_first else 0, dtype=p.dtype) for p in self._parameters]
-        for number in range(size):
-            parts = [self._part(index, number, size) for index in range(len(values))]
+        for number in range(layout.size):
+            parts = [layout.part(index, number, layout.size) for index in range(len(values))]
             rows = [self.models.local(index) for index in range(len(values))]
-            if number != self._rank:
+            if number != layout.rank:
                 rows = [
                     own.new_empty(stop - start)
                     for own, (start, stop) in zip(rows, parts, strict=True)
@@ -454,6 +398,19 @@ class FullyShardedModel(ShardedOptimizer):
             UnshardedModel(model, names, self)
             for model, names in zip(self.models.models, self.models.names, strict=True)
         ]
+
+
+def _rows(parameters: Sequence[torch.Tensor]) -> list[Any]:
+    """Return for each parameter that has a gradient an object with that of this worker's rows."""
+    held: list[Any] = [p.grad for p in parameters if p.grad is not None]
+    return [SimpleNamespace(grad=gradient.to_local()) for gradient in held]
+
+
+def _whole_norm(norm: torch.Tensor) -> torch.Tensor:
+    """Return the norm of all workers' gradients, from that of this worker's."""
+    squared = norm.square()
+    dist.all_reduce(squared)
+    return squared.sqrt()
 
 
 def _share_buffers(model: torch.nn.Module, *_: Any) -> None:

@@ -31,7 +31,7 @@ from raysgd.torch.loading import (
     orders_differ,
     picked,
 )
-from raysgd.torch.to_device import moved
+from raysgd.torch.to_device import move_to_device
 
 __all__ = ["PreparedLoader", "prepared_loader"]
 
@@ -115,7 +115,7 @@ class PreparedLoader(DataLoader[Any]):
             batches = _moved_ahead(batches, device)
         elif device is not None:
             whole = batches
-            batches = (moved(batch, device) for batch in whole)
+            batches = (move_to_device(batch, device) for batch in whole)
         sampler = self._loader.sampler
         if self._weigh is None or not isinstance(sampler, _SharedSampler):
             return batches
@@ -159,7 +159,7 @@ def _moved_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
         if batch is batches:
             return batches
         with torch.cuda.stream(stream):
-            return moved(batch, device)
+            return move_to_device(batch, device)
 
     coming = fetch()
     while coming is not batches:

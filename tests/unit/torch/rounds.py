@@ -35,10 +35,11 @@ from raysgd.elastic.requests import ImportReplicaRequest
 from raysgd.elastic.snapshots import with_shares
 from raysgd.loop.requests import TrainRequest, ValidateRequest
 from raysgd.torch.features.fully_sharded import FullyShardedModel
-from raysgd.torch.features.sharded_optimizer import ShardedOptimizer, whole
+from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.sharded_files import with_tensors
+from raysgd.torch.sharding.merge import gather_state
 
 NUM_WORKERS = 4
 BATCH = 6
@@ -496,7 +497,7 @@ class Player:
         held = [None] * dist.get_world_size()
         dist.all_gather_object(held, own)
         assert len({each["global_step"] for each in held}) == 1
-        return whole(with_shares(held))
+        return gather_state(with_shares(held))
 
 
 def check_equal(found, expected, place=""):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from raysgd.torch.meta import checked_init, make_whole, moved, on_meta
+from raysgd.torch.meta import checked_init, make_whole, move_to_device, on_meta
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def test_one_process_makes_a_model_as_it_would_be_and_the_parameters_stay():
         empty = model()
     optimizer = torch.optim.AdamW(empty.parameters())
     torch.manual_seed(0)
-    make_whole([moved(empty, CPU)], checked_init([empty], [optimizer], None, "full"), CPU)
+    make_whole([move_to_device(empty, CPU)], checked_init([empty], [optimizer], None, "full"), CPU)
     expected = model()
     torch.manual_seed(0)
     for module in expected.children():

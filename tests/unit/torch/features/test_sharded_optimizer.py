@@ -19,17 +19,13 @@ from raysgd.data.partition import MicroBatch
 from raysgd.elastic.snapshots import with_shares
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import TrainRequest
-from raysgd.torch.features.fsdp import SEEN_IN, ShardedModels
-from raysgd.torch.features.sharded_optimizer import (
-    ELEMENTWISE,
-    ShardedOptimizer,
-    is_dense,
-    share_of,
-    transfers,
-    whole,
-)
+from raysgd.torch.features.sharded_optimizer import ELEMENTWISE, ShardedOptimizer
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import build_operator
+from raysgd.torch.sharding.fsdp import SEEN_IN, ShardedModels
+from raysgd.torch.sharding.layout import share_of, transfers
+from raysgd.torch.sharding.merge import gather_state
+from raysgd.torch.sharding.pieces import is_dense
 from raysgd.torch.train_state import OperatorSettings
 from tests.conftest import IN_SOAK, running_ranks
 from tests.operators import on_gpu, register_all
@@ -252,16 +248,20 @@ def test_a_worker_holds_a_share_of_the_state_alone(process_group, monkeypatch):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         fresh = torch.optim.AdamW(parameters)
         fresh.load_state_dict(state)
-        shares.append(ShardedOptimizer(fresh, 0).parts())
+        shares.append(ShardedOptimizer(fresh, 0).shards())
         assert fresh.state_dict()["state"] == {}
         held = sum(v.nbytes for part in shares[-1] for v in part[-1].values() if v.dim())
         assert held <= 1.15 / 4 * sum(8 * parameter.numel() for parameter in parameters)
-    found = whole({"optimizers": [{**state, "state": {}}], "shares": [[each] for each in shares]})
+    found = gather_state(
+        {"optimizers": [{**state, "state": {}}], "shares": [[each] for each in shares]}
+    )
     for number, of_parameter in state["state"].items():
         for name, value in of_parameter.items():
             assert torch.equal(found["optimizers"][0]["state"][number][name], value)
     with pytest.raises(CheckpointError, match="do not fit"):
-        whole({"optimizers": [{**state, "state": {}}], "shares": [[each] for each in shares[:3]]})
+        gather_state(
+            {"optimizers": [{**state, "state": {}}], "shares": [[each] for each in shares[:3]]}
+        )
 
 
 def test_schedulers_hooks_and_who_reads_the_groups_see_the_optimizer_as_it_is(process_group):
@@ -314,14 +314,14 @@ def test_a_state_can_be_loaded_between_two_groups(sharding):
     runner.setup(context)
     runner.handle(TrainRequest(call=0, until_step=3))
     assert runner._train_state.feature("IdleOptimizers").idle() == []
-    state = whole(with_shares([runner.state_dict()]))
+    state = gather_state(with_shares([runner.state_dict()]))
     runner.handle(TrainRequest(call=0, until_step=5))
     backend.teardown()
     runner.load_state_dict(copy.deepcopy(state))
     context = replace(context, generation=1)
     backend.setup(context, backend.prepare(["127.0.0.1"]))
     runner.rejoin(context, 0)
-    check_equal(whole(with_shares([runner.state_dict()])), state)
+    check_equal(gather_state(with_shares([runner.state_dict()])), state)
     runner.teardown()
     backend.teardown()
     backend.close()
@@ -342,7 +342,7 @@ def test_who_set_up_alone_without_content_takes_it_from_a_state():
             runner.rejoin(replace(one, generation=1), 0)
         else:
             runner.handle(TrainRequest(call=0, until_step=3))
-        states.append(whole(with_shares([runner.state_dict()])))
+        states.append(gather_state(with_shares([runner.state_dict()])))
         runner.teardown()
         backend.teardown()
     backend.close()
@@ -499,7 +499,7 @@ def test_with_offload_a_gpu_has_what_is_gathered_alone():
     (model,) = runner.operator.all_models
     assert model.count.is_cuda
     assert all(not parameter.to_local().is_cuda for parameter in model.parameters())
-    check(given, whole(with_shares([runner.state_dict()])))
+    check(given, gather_state(with_shares([runner.state_dict()])))
     runner.teardown()
     backend.teardown()
     backend.close()

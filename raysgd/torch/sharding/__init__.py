@@ -1,0 +1,1 @@
+"""How parameters and optimizer state are divided over the workers."""

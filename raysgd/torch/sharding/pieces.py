@@ -1,0 +1,140 @@
+"""Pieces of parameters, and of the state that an optimizer has for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = [
+    "Block",
+    "Content",
+    "Piece",
+    "Slot",
+    "copy_all",
+    "cut_like",
+    "cut_value",
+    "flat",
+    "is_dense",
+    "is_divided",
+    "move_content",
+    "placed",
+]
+
+
+@dataclass(eq=False)
+class Piece:
+    """Consecutive elements of one parameter, in the order of memory."""
+
+    which: int
+    """Which of the parameters."""
+    start: int
+    stop: int
+    stepped: torch.Tensor
+    """What the optimizer updates, by which it knows the state. Without content, but within a step
+    and where it is ahead."""
+    base: torch.Tensor | None = None
+    """The elements as they are, where the parameters are divided as well."""
+
+
+@dataclass(eq=False)
+class Block:
+    """Consecutive elements of all parameters, which came from one source."""
+
+    start: int
+    stop: int
+    version: int
+    """How many updates they have had."""
+    pieces: list[Piece]
+
+
+class Slot(NamedTuple):
+    """Where the elements of a parameter that belong to a share are in a buffer."""
+
+    which: int
+    start: int
+    stop: int
+    place: int
+    """The first byte."""
+
+
+class Content(NamedTuple):
+    """What is sent of a piece."""
+
+    which: int
+    start: int
+    stop: int
+    value: torch.Tensor | None
+    """The updated elements, where they are ahead."""
+    state: dict[str, Any]
+    base: torch.Tensor | None = None
+    """The elements, where the parameters are divided as well."""
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill consecutive memory, in any order of dimensions."""
+    if tensor.layout is not torch.strided:
+        return False
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def flat(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the elements in the order of memory, or in that of another tensor's memory."""
+    tensor = tensor.detach()
+    if like is not None and tensor.stride() != like.stride():
+        ordered = torch.empty_strided(
+            like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        tensor = ordered.copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def placed(room: torch.Tensor, slot: Slot, part: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return the elements of a part of a slot in a buffer."""
+    first = slot.place + (part.start - slot.start) * dtype.itemsize
+    return room[first : first + (part.stop - part.start) * dtype.itemsize].view(dtype)
+
+
+def copy_all(into: list[torch.Tensor], content: list[torch.Tensor]) -> None:
+    """Copy tensors into others, in one go."""
+    if into:
+        torch._foreach_copy_(into, content)
+
+
+def is_divided(value: Any, length: int) -> bool:
+    """Whether a value of the state has an element for each of a piece."""
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == length
+
+
+def move_content(content: Content, device: torch.device) -> Content:
+    """Return what was sent of a piece, on a device."""
+    length = content.stop - content.start
+    state = {
+        name: value.to(device) if is_divided(value, length) else value
+        for name, value in content.state.items()
+    }
+    value = None if content.value is None else content.value.to(device)
+    base = None if content.base is None else content.base.to(device)
+    return content._replace(value=value, state=state, base=base)
+
+
+def cut_value(value: Any, length: int, start: int, stop: int) -> Any:
+    """Return a copy of what a value of the state of a piece is for some of its elements."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return (value[start:stop] if is_divided(value, length) else value).clone()
+
+
+def cut_like(value: Any, parameter: torch.Tensor, start: int, stop: int) -> Any:
+    """Return what a value of the state of a parameter is for some of its elements."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != parameter.shape:
+        return value.clone()
+    return flat(value, like=parameter)[start:stop].clone()
