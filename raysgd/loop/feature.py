@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from raysgd.data.partition import MicroBatch
@@ -63,9 +63,8 @@ class StepFeature:
     def import_replica(self, replica: Any) -> None:
         """Hold what another worker exported, until the next generation."""
 
-    def buffers(self) -> Sequence[Any]:
-        """Return the buffers that all ranks must have from rank 0 after a call."""
-        return ()
+    def sync_buffers(self) -> None:
+        """Make buffers, which are not trained and may differ, equal on all ranks after a call."""
 
     # ---- calls and steps
 

@@ -31,23 +31,24 @@ import functools
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from raysgd._internal.context import OutOfMemoryError, PausedError
 from raysgd._internal.nested import unchanged
 from raysgd.callbacks.learning_rate import learning_rates
-from raysgd.data.source import BatchSource, PartitionedSource
+from raysgd.data.source import BatchSource
+from raysgd.loop.evaluation import Evaluation, no_batch, weighted
 from raysgd.loop.micro_batches import IndivisibleError
 from raysgd.loop.operator_base import checked_result
-from raysgd.loop.requests import RehearseRequest, TrainRequest, ValidateRequest
+from raysgd.loop.requests import TrainRequest
 from raysgd.loop.signal import Signal
 from raysgd.loop.state import Snapshots
 from raysgd.loop.step import WarmedUp
 from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import TrainState
-from raysgd.metrics import NUM_SAMPLES, NUM_SKIPPED_STEPS, Summary, merge_segments, renamed
+from raysgd.metrics import NUM_SAMPLES, NUM_SKIPPED_STEPS, Summary, merge_segments
 
 __all__ = ["Loop"]
 
@@ -69,7 +70,7 @@ class Loop:
     def __init__(self, operator: Any, signal: Signal) -> None:
         self.operator = operator
         self.signal = signal
-        self._train_state: TrainState = operator._train_state
+        self.train_state: TrainState = operator._train_state
         # what is left of the iteration over the training data; None: iterate anew
         self._batches: Iterator[Any] | None = None
         self._in_parts = False
@@ -82,7 +83,7 @@ class Loop:
         """The newest call that has told the schedulers a metric."""
         self._until_epoch: int | None = None
         # committed steps as each segment began, and what it has measured
-        self._results: list[tuple[int, Mapping[str, Any]]] = []
+        self.results: list[tuple[int, Mapping[str, Any]]] = []
         # ends of epochs that the goal does not count: the call began just before one
         self._more_epochs = 0
         # committed and skipped steps as the call began
@@ -90,11 +91,8 @@ class Loop:
         self._skipped_before = 0
         # offset from which on covered samples are still to be counted; None between segments
         self._uncounted_from: int | None = None
-        self._validation_batches: _Counted | None = None
-        self.total_validated: int | None = None
-        """Batches that the validation under way takes; None where that is unknown."""
-        self._validation_start: tuple[int, int] | None = None
-        self.snapshots = Snapshots(self._train_state)
+        self.evaluation = Evaluation(self)
+        self.snapshots = Snapshots(self.train_state)
         """Copies of the state for the driver."""
         self.num_covered: int | None = None
         """Samples that all workers have trained on in the call; None where that is unknown."""
@@ -102,11 +100,11 @@ class Loop:
     @property
     def segment(self) -> StepIterator | None:
         """The segment under way."""
-        return self._train_state.segment
+        return self.train_state.segment
 
     def forget_iteration(self) -> None:
         """Let the next segment iterate over the loader anew, from where the epoch stands."""
-        self._train_state.segment = self._batches = None
+        self.train_state.segment = self._batches = None
 
     def keep_iteration(self, moved: bool) -> None:
         """After a rejoin, go on in a loader that cannot be rewound, unless the position `moved`."""
@@ -116,7 +114,7 @@ class Loop:
     @property
     def num_batches(self) -> int:
         """Batches finished in the segment, or the pass over the validation data, under way."""
-        segment, validated = self.segment, self._validation_batches
+        segment, validated = self.segment, self.evaluation.batches
         if segment is not None:
             return segment.num_finished
         return 0 if validated is None else validated.count
@@ -132,7 +130,7 @@ class Loop:
         What is added here is added to `OperatorRunner._shared_state` as well, from which
         replacement workers take it, and to `OperatorRunner.load_state_dict`.
         """
-        train_state = self._train_state
+        train_state = self.train_state
         divided = {}
         if train_state.sharded:
             divided = {"shares": train_state.shards()}
@@ -161,40 +159,36 @@ class Loop:
             "num_covered": self.num_covered,
             "began_at": self._began_at,
             "more_epochs": self._more_epochs,
-            "num_skipped": (self._train_state.num_skipped or 0) - self._skipped_before,
-            "validation": self._validation_start,
+            "num_skipped": (self.train_state.num_skipped or 0) - self._skipped_before,
+            "validation": self.evaluation.start,
         }
 
     def join_call(self, state: Mapping[str, Any]) -> None:
         """Take part in a call that others began; of what was measured there nothing is here."""
         if self._call != state["call"]:
-            self._results = []
+            self.results = []
         self._call, self.num_covered = state["call"], state["num_covered"]
         self.scheduled = state["scheduled"]
         self._more_epochs = state["more_epochs"]
         self._began_at = state["began_at"]
-        self._skipped_before = (self._train_state.num_skipped or 0) - state["num_skipped"]
-        self._validation_start = state["validation"]
-
-    def forget_validation(self) -> None:
-        """Let a validation that is repeated begin at the position that was loaded."""
-        self._validation_start = None
+        self._skipped_before = (self.train_state.num_skipped or 0) - state["num_skipped"]
+        self.evaluation.start = state["validation"]
 
     # ---- train
 
     def train(self, request: TrainRequest) -> Mapping[str, Any] | None:
         """Train up to the goal of a request; return None if it paused where the request says."""
-        train_state, logged = self._train_state, request.logged
+        train_state, logged = self.train_state, request.logged
         callback_pause = self.signal.callback_pause = request.callback_pause
         train_state.check_trained()
-        train_state.check_whole()
+        train_state.step.check_whole(train_state.global_step)
         for feature in train_state.features:
             feature.begin_call(logs_steps=logged is not None)
         if self._call != request.call:
-            self._begin(request.call)
+            self.begin(request.call)
         if request.split is not None:
             train_state.parts.raise_split(request.split)
-        self._profile(request.profile)
+        self.profile(request.profile)
         self._until_epoch = request.until_epoch
         source, changed = train_state.data.training_source(request.dataset)
         is_limited_anew = source.limit(request.limit) or request.repeats != self._repeats
@@ -209,7 +203,7 @@ class Loop:
                     raise PausedError  # the driver asked for this pause
                 return None
             if train_state.global_step <= request.start_step:
-                self._results, self.num_covered = [], 0
+                self.results, self.num_covered = [], 0
                 left = request.start_step - train_state.global_step or left
             elif logged is not None and train_state.global_step < logged:
                 left = logged - train_state.global_step  # what is done again is kept apart
@@ -219,8 +213,9 @@ class Loop:
             self._train_segment(source, None, request.info)
         train_state.check_trained()  # again: it may have been unfrozen meanwhile
         if train_state.context.distributed:
-            train_state.sync_buffers()
-        result = self._result()
+            for feature in train_state.features:
+                feature.sync_buffers()
+        result = self.result()
         if (num_skipped := train_state.num_skipped) is not None:
             result[NUM_SKIPPED_STEPS] = num_skipped - self._skipped_before
         return result
@@ -230,25 +225,25 @@ class Loop:
 
         Of the segments from the step `since` on it comes with learning rates and norms.
         """
-        if self._call != call or not self._results:
+        if self._call != call or not self.results:
             return None
         if since is None:
-            return self._result()
-        found = merge_segments([metrics for start, metrics in self._results if start >= since])
+            return self.result()
+        found = merge_segments([metrics for start, metrics in self.results if start >= since])
         of_step = dict(learning_rates(self.operator))
-        for feature in self._train_state.features:
+        for feature in self.train_state.features:
             of_step |= feature.step_metrics()
         return Summary({**found, **of_step}, found.weights)
 
     def _left(self, until_epoch: int | None, until_step: int | None) -> int | None:
         """Return how many steps are left to the goal; None for as many as the epoch has."""
-        train_state = self._train_state
+        train_state = self.train_state
         if until_epoch is not None and train_state.epoch >= until_epoch + self._more_epochs:
             return 0
         return None if until_step is None else max(0, until_step - train_state.global_step)
 
     def _train_segment(self, source: BatchSource, limit: int | None, info: Any) -> None:
-        train_state, operator = self._train_state, self.operator
+        train_state, operator = self.train_state, self.operator
         started_at, train_state.counted = train_state.global_step, {}
         self._uncounted_from = train_state.offset
         self.snapshots.maybe_take(self.state_with_call)
@@ -260,7 +255,7 @@ class Loop:
         )
         segment = train_state.segment = self._new_segment(source, limit)
         if segment.total_batches == 0 and segment.start == 0:
-            raise _empty("train", source, self._first_without_batch(source))
+            raise no_batch("train", source, self._first_without_batch(source))
         train_state.meters = None
         try:
             with train_state.timers.record("train_epoch"):
@@ -270,7 +265,7 @@ class Loop:
             if segment.num_batches == 0:
                 train_state.meters = None  # what it measured will be measured again
             self._settle_failure(segment, source)
-            train_state.check_whole()
+            train_state.step.check_whole(train_state.global_step)
             return
         except BaseException as error:
             batch, in_step = segment.batch, segment.in_step
@@ -285,8 +280,8 @@ class Loop:
         metrics = checked_result(operator.train_epoch, metrics)
         self._compare_counts(metrics.get(NUM_SAMPLES), segment)
         if segment.num_batches or not segment.drawn_from:
-            weighted = _weighted(metrics, max(1, segment.num_batches))
-            self._results.append((started_at, weighted))
+            num_batches = max(1, segment.num_batches)
+            self.results.append((started_at, weighted(metrics, num_batches)))
         if not segment.drawn_from:  # batches of the loop's own, which it may have counted
             train_state.global_step = max(started_at, int(operator.global_step))
         if train_state.global_step == started_at and not segment.paused:
@@ -301,7 +296,7 @@ class Loop:
                 feature.end_epoch(train_state.epoch)
 
     def _new_segment(self, source: BatchSource, limit: int | None) -> StepIterator:
-        train_state = self._train_state
+        train_state = self.train_state
         left = source.steps_left(train_state.offset)
         go_on: Callable[[bool], bool] | None = None
         if not source.sharded and train_state.context.world_size > 1:
@@ -324,14 +319,14 @@ class Loop:
     @property
     def _ordered_as(self) -> int:
         """The epoch whose order the one under way has."""
-        return 0 if self._repeats else self._train_state.epoch
+        return 0 if self._repeats else self.train_state.epoch
 
     def _drawn(self, source: BatchSource, epoch: int, offset: int) -> Iterator[Any]:
         """Yield what is left of an iteration, which begins when the first batch is asked for.
 
         Until then it is open whether the loop takes batches in parts.
         """
-        in_parts = self._train_state.parts.in_use
+        in_parts = self.train_state.parts.in_use
         if self._batches is None or (source.sharded and in_parts != self._in_parts):
             self._batches = source.batches(epoch, offset, in_parts=in_parts)
             self._in_parts = in_parts
@@ -340,22 +335,22 @@ class Loop:
 
     def _every_rank(self, has_batch: bool) -> bool:
         self._has_batch = has_batch
-        return bool(self._train_state.minimum(int(has_batch)))
+        return bool(self.train_state.minimum(int(has_batch)))
 
     def _first_without_batch(self, source: BatchSource) -> int | None:
         """Return the first worker whose own loader is empty; None if the workers share one."""
-        context = self._train_state.context
+        context = self.train_state.context
         if source.sharded or context.world_size == 1:
             return None
         own = context.world_size if self._has_batch else context.world_rank
-        return int(self._train_state.minimum(own))
+        return int(self.train_state.minimum(own))
 
     def _settle_rest(self, source: BatchSource, left: list[Any]) -> None:
         """Take back the batches of a group that the loop left before its end."""
         warnings.warn(
             f"{type(self.operator).__name__}.train_epoch ended within an accumulation group, so "
             f"that the gradients of its last {len(left)} batches are dropped. Let it draw whole "
-            f"groups of {self._train_state.accumulation_steps} batches.",
+            f"groups of {self.train_state.accumulation_steps} batches.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -371,13 +366,13 @@ class Loop:
             self._batches = None  # the offset says where to go on
         else:
             self._batches = itertools.chain(again, self._batches or ())
-        meters = self._train_state.meters
+        meters = self.train_state.meters
         if meters is not None:
             # of what is trained again, all but the batch or part under way has been measured
             if meters.batch_count == segment.num_batches and len(again) < 2:
                 self._compare_counts(meters.num_samples, segment)
-            self._results.append((segment.start_step, meters.summary()))
-        self._train_state.segment = None
+            self.results.append((segment.start_step, meters.summary()))
+        self.train_state.segment = None
 
     def _check_empty_segment(
         self, segment: StepIterator, source: BatchSource, limit: int | None
@@ -385,9 +380,9 @@ class Loop:
         """See why a segment had no batch: the loader is empty, was at its end, or was not asked."""
         name = f"{type(self.operator).__name__}.train_epoch"
         if segment.epoch_is_over and segment.start == 0:
-            raise _empty("train", source, self._first_without_batch(source))
+            raise no_batch("train", source, self._first_without_batch(source))
         if segment.epoch_is_over:
-            train_state = self._train_state
+            train_state = self.train_state
             is_last = train_state.epoch + 1 >= (self._until_epoch or 0) + self._more_epochs
             if train_state.global_step == self._began_at and is_last:
                 # the call before stopped or failed exactly at the end of its epoch, and could not
@@ -412,7 +407,7 @@ class Loop:
         """Count the samples that the whole group has trained on since this was last done."""
         if self._uncounted_from is None or self._source is None:
             return
-        offset = self._train_state.offset
+        offset = self.train_state.offset
         if not self._source.sharded:
             self.num_covered = None
         elif self.num_covered is not None:
@@ -429,152 +424,9 @@ class Loop:
         if taken is not None and isinstance(counted, int | float) and counted != taken:
             self.num_covered = None
 
-    # ---- validate
-
-    def validate(self, request: ValidateRequest) -> Mapping[str, Any]:
-        """Evaluate the rest of the validation loader, or so many steps, round and round.
-
-        A repeated call begins where it did. Of several loaders, or of one that is given with the
-        call, each is read from its start.
-        """
-        call, loader = request.call, request.loader
-        self._begin(call)
-        self._profile(request.profile)
-        self.num_covered = None
-        train_state = self._train_state
-        if self._validation_start is None or self._validation_start[0] != call:
-            start = 0 if request.from_start else train_state.validation_offset
-            self._validation_start = call, start
-        sources = train_state.data.validation_sources() if loader is None else self._given(loader)
-        with train_state.evaluating():
-            for name, source in sources.items():
-                source.limit(request.limit)
-                offset = 0 if name else self._validation_start[1]
-                offset = self._evaluate(name, source, offset, request.num_steps, request.info)
-        train_state.end_segment()
-        if loader is not None:
-            self._close(sources)
-        elif "" in sources:
-            train_state.validation_offset = offset
-        self._validation_batches = self.total_validated = None
-        return self._result()
-
-    def _evaluate(
-        self, name: str, source: BatchSource, offset: int, left: int | None, info: Any
-    ) -> int:
-        """Evaluate what is left of a loader, or so many steps; return the offset behind them."""
-        operator = self.operator
-        source.agree_on_order(0, offset, self._train_state)
-        while left is None or left > 0:
-            ahead = source.steps_left(offset)
-            limit = min((n for n in (left, ahead) if n is not None), default=None)
-            taken_from = source.batches(0, offset, limit)
-            batches = self._validation_batches = _Counted(taken_from, self.signal)
-            self.total_validated, self._train_state.meters = limit, None
-            try:
-                with self._train_state.timers.record("validation"):
-                    metrics = operator.validate(batches, info)
-            except BaseException:
-                source.close_workers()
-                raise
-            metrics = checked_result(operator.validate, metrics)
-            # that of a worker without any batch counts for nothing
-            weight = batches.count or not batches.exhausted
-            metrics = _weighted(metrics, weight)
-            metrics = renamed(metrics, f"val/{name}") if name else metrics
-            self._results.append((self._train_state.global_step, metrics))
-            # sized loader: count the group's steps, not this rank's batches
-            taken = batches.count if ahead is None or limit is None else limit
-            if offset == 0 and (ahead == 0 or (batches.exhausted and taken == 0)):
-                context = self._train_state.context
-                own = not source.sharded and context.world_size > 1
-                raise _empty("validation", source, context.world_rank if own else None)
-            is_end = limit is None or taken < limit or taken == ahead
-            offset = 0 if is_end else source.offset_after(offset, taken)
-            if left is None or (taken == 0 and not batches.exhausted):
-                break
-            left -= taken
-        return offset
-
-    def _given(self, loader: Any) -> dict[str, BatchSource]:
-        """Return what to read of a loader that was given with a call, or of what makes one."""
-        makes_one = callable(loader) and not isinstance(loader, Iterable)
-        made = loader(self.operator.config) if makes_one else loader
-        return self._train_state.data.sources_of(made)
-
-    def predict(self, loader: Any) -> list[tuple[int, Any]]:
-        """Return what the operator predicts for this worker's batches, on CPU, with their places.
-
-        Places grow in the order of the loader, over all workers.
-        """
-        train_state, operator = self._train_state, self.operator
-        sources = self._given(loader)
-        if [*sources] != [""]:
-            raise TypeError(f"predict() takes one loader, not {len(sources)}: call it for each.")
-        source = sources[""]
-        if source.shuffles:
-            raise ValueError(
-                "predict(): the loader shuffles, so that nobody could tell which sample a result "
-                "is of. Give one with shuffle=False."
-            )
-        if not source.sharded and train_state.context.world_size > 1:
-            raise TypeError(
-                f"predict(): the loader is partitioned by {source.partitioned_by}, so that the "
-                "results would have no order. Give a loader of a data set that can be indexed."
-            )
-        if source.steps_left(0) == 0:
-            raise _empty("given", source)
-        source.agree_on_order(0, 0, train_state)
-        places, found = source.places_of_batches(), []
-        with train_state.evaluating():
-            batches = self._validation_batches = _Counted(source.batches(0, 0), self.signal)
-            try:
-                for output in operator._predictions(batches):
-                    found.append((next(places), train_state.to_cpu(output)))
-            finally:
-                self._validation_batches = None
-                self._close(sources)
-        train_state.end_segment()
-        if isinstance(source, PartitionedSource) and next(places, None) is not None:
-            raise RuntimeError(
-                f"{type(source.loader).__name__} gave {len(found)} batches, fewer than its sampler "
-                "has: nobody could tell which samples these are. Let it give one for each."
-            )
-        return found
-
-    def _close(self, sources: Mapping[str, BatchSource]) -> None:
-        """Let go of the processes of loaders that were given with a call."""
-        for source in sources.values():
-            source.close_workers()
-
-    def rehearse(self, request: RehearseRequest) -> Mapping[str, Any] | None:
-        """Validate so many batches to see that it can be done, and leave all as it was.
-
-        What can be read once only, or counts how often it is read, is left alone: then it is None.
-
-        Returns:
-            The metrics.
-        """
-        train_state = self._train_state
-        sources = train_state.data.validation_sources()
-        if not all(source.can_be_tried for source in sources.values()):
-            return None
-        with (
-            unchanged(self),
-            unchanged(self.operator),
-            unchanged(train_state),
-            train_state.rehearsing(),
-        ):
-            trial = ValidateRequest(
-                call=-1, num_steps=request.num_steps, from_start=True, info=request.info
-            )
-            metrics = self.validate(trial)
-        self._close(sources)
-        return metrics
-
     def warm_up(self) -> None:
         """Compute the gradients of one training batch, and leave everything as it was."""
-        train_state, operator = self._train_state, self.operator
+        train_state, operator = self.train_state, self.operator
         source, settings = train_state.data.readable("train"), train_state.settings
         if not source.can_be_tried:
             return
@@ -603,49 +455,25 @@ class Loop:
 
     # ---- results
 
-    def _begin(self, call: int) -> None:
-        self._call, self._results, self.num_covered = call, [], 0
+    def begin(self, call: int) -> None:
+        """Begin a new call."""
+        self._call, self.results, self.num_covered = call, [], 0
         self._more_epochs = 0
-        self._began_at = self._train_state.global_step
-        self._skipped_before = self._train_state.num_skipped or 0
-        self._train_state.timers.reset()
+        self._began_at = self.train_state.global_step
+        self._skipped_before = self.train_state.num_skipped or 0
+        self.train_state.timers.reset()
 
-    def _profile(self, profile: bool) -> None:
-        timers = self._train_state.timers
-        if profile:
-            timers.enable()
-        else:
-            timers.disable()
+    def profile(self, profile: bool) -> None:
+        """Let timers run, or not."""
+        timers = self.train_state.timers
+        (timers.enable if profile else timers.disable)()
 
-    def _result(self) -> Summary:
-        result = merge_segments([metrics for _, metrics in self._results])
-        timers = self._train_state.timers
+    def result(self) -> Summary:
+        """Return the merged metrics of the call."""
+        result = merge_segments([metrics for _, metrics in self.results])
+        timers = self.train_state.timers
         profile = {"profile": timers.stats()} if timers.enabled else {}
         return Summary({**result, **profile}, result.weights)  # the caller's own
-
-
-class _Counted:
-    """An iterator that counts what it yields, and can be stopped."""
-
-    def __init__(self, batches: Iterator[Any], signal: Signal) -> None:
-        self._batches = batches
-        self.signal = signal
-        self.count = 0
-        self.exhausted = False
-
-    def __iter__(self) -> _Counted:
-        return self
-
-    def __next__(self) -> Any:
-        self.signal.raise_stop()
-        try:
-            with self.signal.waiting():
-                batch = next(self._batches)
-        except StopIteration:
-            self.exhausted = True
-            raise
-        self.count += 1
-        return batch
 
 
 def _arguments_of(
@@ -670,24 +498,3 @@ def _parameters(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
 
 
 _parameters_once = functools.lru_cache(maxsize=16)(_parameters)
-
-
-def _weighted(metrics: Mapping[str, Any], num_batches: float) -> Mapping[str, Any]:
-    """Let metrics that come without a number of samples count by the batches that they cover."""
-    if NUM_SAMPLES in metrics or isinstance(metrics, Summary):
-        return metrics
-    return Summary(metrics, dict.fromkeys(metrics, num_batches))
-
-
-def _empty(name: str, source: BatchSource, rank: int | None = None) -> RuntimeError:
-    name = f"{name} loader" if rank is None else f"{name} loader of worker {rank}"
-    if isinstance(source.loader, Iterator):
-        return RuntimeError(
-            f"The {name} gives no more batch: {source.describe()}. An iterator, such as a "
-            "generator, can be read once: register something that iter() starts again, like a "
-            "DataLoader, a list or an object whose __iter__ is the generator."
-        )
-    return RuntimeError(
-        f"The {name} gives no batch: {source.describe()}. Use more data, a smaller batch "
-        "size or drop_last=False."
-    )

@@ -18,6 +18,7 @@ from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, is_number
 __all__ = [
     "OperatorBase",
     "check_operator",
+    "check_registered",
     "checked_metrics",
     "checked_result",
     "class_from_creators",
@@ -317,6 +318,15 @@ def create_operator(operator_cls: type[Any], *arguments: Any) -> Any:
             f"{operator_cls.__name__}.__init__ does not call super().__init__(). {advice}"
         )
     return operator
+
+
+def check_registered(operator: Any) -> None:
+    """Check that ``setup`` of the operator has registered something."""
+    if not operator._train_state.registered:
+        raise RuntimeError(
+            f"{type(operator).__name__}.setup did not register anything. Call "
+            "self.register(models=..., optimizers=...) in it."
+        )
 
 
 def check_operator(trainer: str, operator_cls: Any, base: type[Any], shown: str) -> None:

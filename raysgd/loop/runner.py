@@ -5,13 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import random
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
-
-import numpy as np
+from collections.abc import Callable
+from typing import Any
 
 from raysgd._internal.config import BATCH_SIZE, batch_share, worker_config
 from raysgd._internal.context import Preemption, Progress, Request, WorkerContext
@@ -24,8 +20,9 @@ from raysgd.elastic.requests import (
     LoadRequest,
     RestartStateRequest,
 )
-from raysgd.errors import CheckpointError
+from raysgd.loop.generators import Generators
 from raysgd.loop.loop import Loop
+from raysgd.loop.loss_reader import LossReader
 from raysgd.loop.options import Options
 from raysgd.loop.requests import (
     ApplyOperatorRequest,
@@ -46,16 +43,10 @@ from raysgd.loop.requests import (
 from raysgd.loop.signal import Signal
 from raysgd.loop.state import check_position, compare_steps
 from raysgd.loop.train_state import TrainState
-from raysgd.metrics import AverageMeterCollection
 
-__all__ = ["LossReader", "OperatorRunner"]
+__all__ = ["OperatorRunner"]
 
 logger = logging.getLogger(__name__)
-
-_NUM_KEYS = 624
-"""Of numpy's Mersenne Twister."""
-_LOSS_WAIT_S = 0.02
-"""How long an answer waits for a loss; one that is in memory is there at once."""
 
 
 class OperatorRunner(ABC):
@@ -66,6 +57,7 @@ class OperatorRunner(ABC):
         self._loop: Loop | None = None
         self.signal = Signal()
         """What the driver and callbacks ask of the call under way."""
+        self.generators = Generators()
         self._loss = LossReader()
 
     # ---- life
@@ -121,7 +113,7 @@ class OperatorRunner(ABC):
         train_state, rank = self._train_state, self._train_state.context.world_rank
         state = train_state.from_rank(self._shared_state, leader)
         if rank != leader:
-            self._check_data(state["fingerprint"])
+            train_state.data.check_like(state["fingerprint"])
             train_state.data.set_batch_size(state["batching"])
             train_state.parts.why_not = train_state.parts.why_not or state["indivisible"]
         # what is not replicated stays as each worker has it, and a replacement has nothing
@@ -140,21 +132,18 @@ class OperatorRunner(ABC):
         train_state = self._train_state
         train_state.settings.batch_share = self._tell_share(train_state.context)
         if train_state.context.world_size > 1:
-            self._begin_with_rank_0()
+            # the order of the epochs must be one; each process may have drawn a seed of its own
+            sources = train_state.data
+            seed, data, batching = train_state.from_rank(
+                lambda: (train_state.seed, sources.fingerprint(), sources.batching()), 0
+            )
+            train_state.reseed(seed)
+            sources.check_like(data)
+            sources.check_batch_sizes(batching)
+            for feature in train_state.features:
+                feature.start_together()
         if not train_state.context.alone:
             self._enter_world()
-
-    def _begin_with_rank_0(self) -> None:
-        train_state = self._train_state
-        # the order of the epochs must be one; each process may have drawn a seed of its own
-        sources = train_state.data
-        seed, data, batching = train_state.from_rank(
-            lambda: (train_state.seed, sources.fingerprint(), sources.batching()), 0
-        )
-        train_state.reseed(seed)
-        self._check_data(data)
-        self._check_batch_sizes(batching)
-        train_state.share_initial_state()
 
     def teardown(self) -> None:
         """Let go of the operator and of the processes of its loaders."""
@@ -167,39 +156,6 @@ class OperatorRunner(ABC):
         """Say which argument of the trainer cannot be pickled, where one cannot."""
         key = unpicklable_key(self._options.config)
         return "training_operator_cls" if key is None else f"config[{key!r}]"
-
-    def _check_data(self, expected: dict[str, str]) -> None:
-        """Check that this worker shares out the same data as the others."""
-        own = self._train_state.data.fingerprint()
-        for name in expected.keys() & own.keys():
-            if own[name] != expected[name]:
-                raise ValueError(
-                    f"The workers registered different data as {name}_loader: {own[name]} on "
-                    f"worker {self.operator.world_rank}, and {expected[name]} on another. A loader "
-                    "that is shared out needs the same data set on every worker. Seed what is "
-                    "random in setup, alike on all of them: random_split(..., generator="
-                    "torch.Generator().manual_seed(0)), train_test_split(..., random_state=0), "
-                    "torch.manual_seed(0). (add_dist_sampler=False would let each worker train on "
-                    "all that it has registered: pass it only where that is a part of its own.)"
-                )
-
-    def _check_batch_sizes(self, expected: dict[str, tuple[int, bool]]) -> None:
-        """Check that this worker, at the start, has the batch sizes of rank 0.
-
-        A replacement worker is not checked: it sets up for a group whose size is a guess, and with
-        that its share of ``config[BATCH_SIZE]``.
-        """
-        own = self._train_state.data.batching()
-        for name in expected.keys() & own.keys():
-            (size, _), (other, _) = own[name], expected[name]
-            if size != other:
-                raise ValueError(
-                    f"The workers registered different batch sizes with {name}_loader: {size} on "
-                    f"worker {self.operator.world_rank}, and {other} on worker 0. A loader that "
-                    "is shared out needs the same on every worker: config[BATCH_SIZE], or a "
-                    "number that does not depend on the worker. Where each worker reads a part "
-                    "of its own, pass add_dist_sampler=False to the trainer."
-                )
 
     @property
     def operator(self) -> Any:
@@ -225,7 +181,7 @@ class OperatorRunner(ABC):
             return Progress()
         train_state, segment = self._train_state, self._loop.segment
         sharded = train_state.sharded
-        is_measuring = segment is not None or self._loop.total_validated is not None
+        is_measuring = segment is not None or self._loop.evaluation.total is not None
         meters = train_state.meters if is_measuring else None
         latest = {} if meters is None else self._loss.read(meters)  # first, since it may wait
         return Progress(
@@ -233,7 +189,7 @@ class OperatorRunner(ABC):
             in_epoch=train_state.offset > 0 or (segment is not None and segment.num_batches > 0),
             global_step=train_state.global_step,
             num_batches=self._loop.num_batches,
-            total_batches=self._loop.total_validated if segment is None else segment.total_batches,
+            total_batches=self._loop.evaluation.total if segment is None else segment.total_batches,
             num_covered=self._loop.num_covered,
             num_samples=0 if meters is None else int(meters.num_samples),
             step_s=0.0 if segment is None else segment.step_s,
@@ -274,11 +230,12 @@ class OperatorRunner(ABC):
                 case TrainRequest():
                     return self._running.train(request)
                 case ValidateRequest():
-                    return self._running.validate(request)
+                    return self._running.evaluation.validate(request)
                 case PredictRequest():
-                    return self._running.predict(request.loader)
+                    return self._running.evaluation.predict(request.loader)
                 case RehearseRequest():
-                    return self.rehearse(request)
+                    with self.generators.unchanged():
+                        return self._running.evaluation.rehearse(request)
                 case MeasuredRequest():
                     return self._running.measured(request.call, request.since)
                 case UpdateSchedulersRequest():
@@ -288,7 +245,7 @@ class OperatorRunner(ABC):
                 case LoadRequest():
                     return self.load_state_dict(request.state)
                 case RngStateRequest():
-                    return self.rng_state()
+                    return self.generators.state()
                 case ModelsRequest():
                     return self.models()
                 case CanValidateRequest():
@@ -304,11 +261,11 @@ class OperatorRunner(ABC):
                 case RestartStateRequest():
                     return self.restart_state(request.num_workers)
                 case ExportReplicaRequest():
-                    return self.export_replica()
+                    features = self._train_state.features
+                    return self._train_state.to_cpu([each.export_replica() for each in features])
                 case ImportReplicaRequest():
-                    for feature, replica in zip(
-                        self._train_state.features, request.held, strict=True
-                    ):
+                    pairs = zip(self._train_state.features, request.held, strict=True)
+                    for feature, replica in pairs:
                         feature.import_replica(replica)
                     return None
             return self.handle_own(request)
@@ -317,17 +274,6 @@ class OperatorRunner(ABC):
         """Handle a request that only one framework has."""
         raise NotImplementedError(f"{request.name} is no request to an operator.")
 
-    def rehearse(self, request: RehearseRequest) -> Mapping[str, Any] | None:
-        """See that validation works, on some batches, and leave all as it was.
-
-        Returns its metrics; None where it was not tried.
-        """
-        generators = self.rng_state()
-        try:
-            return self._running.rehearse(request)
-        finally:
-            self.set_rng_state(generators)
-
     def warm_up(self) -> None:
         """Compute the gradients of one batch, so that joining a group waits for no compiler.
 
@@ -335,13 +281,11 @@ class OperatorRunner(ABC):
         """
         if not any(feature.needs_warm_up for feature in self._train_state.features):
             return
-        generators = self.rng_state()
-        try:
-            self._running.warm_up()
-        except Exception as error:
-            logger.warning("The warm-up batch of a replacement worker failed: %r", error)
-        finally:
-            self.set_rng_state(generators)
+        with self.generators.unchanged():
+            try:
+                self._running.warm_up()
+            except Exception as error:
+                logger.warning("The warm-up batch of a replacement worker failed: %r", error)
 
     # ---- other calls
 
@@ -368,25 +312,9 @@ class OperatorRunner(ABC):
 
     # ---- state
 
-    def rng_state(self) -> dict[str, Any]:
-        """Return the states of this worker's random number generators, as plain data."""
-        numpy_state: Any = np.random.get_state(legacy=True)
-        return {"python": random.getstate(), "numpy": numpy_state}
-
-    def set_rng_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `rng_state` returned, also where tuples and arrays have become others."""
-        version, internal, gauss = state["python"]
-        if not isinstance(gauss, float | None):  # Python would say so when it is drawn
-            raise TypeError(f"The state of Python's generator has {gauss!r}, which is no number.")
-        random.setstate((version, tuple(internal), gauss))
-        kind, keys, place, *rest = state["numpy"]
-        if not 0 <= place <= _NUM_KEYS:  # numpy takes any, and reads there
-            raise ValueError(f"The state of numpy's generator has place {place!r}.")
-        np.random.set_state((kind, np.asarray(keys, np.uint32), place, *rest))
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state, on CPU; of a divided one, this worker's share."""
-        self._train_state.check_whole()
+        self._train_state.step.check_whole(self._train_state.global_step)
         if not self._train_state.ranks_in_sync:
             self._train_state.say(
                 "ahead",
@@ -405,14 +333,15 @@ class OperatorRunner(ABC):
         check_position(state)
         train_state.check_training_state(state)
         position = state.get("data") or {"epoch": state["epoch"], "offset": 0}
-        generators = self._checked_generators(position.get("rng", ()))
+        context = train_state.context
+        generators = self.generators.checked(position.get("rng", ()), context.world_size)
         with contextlib.ExitStack() as undoing:
             if "operator" in state:
                 own = map_leaves(self.operator.state_dict(), train_state.copy_leaf)
                 undoing.enter_context(loading(self.operator, own, state["operator"], "operator"))
             train_state.load_training_state(state)
         self._running.forget_iteration()
-        self._running.forget_validation()
+        self._running.evaluation.start = None
         if "call" in state:  # a snapshot, not a saved state: the call goes on
             self._running.join_call(state["call"])
         self._running.snapshots.clear()
@@ -420,30 +349,7 @@ class OperatorRunner(ABC):
             compare_steps(train_state, position)
         train_state.move_to(position, state.get("global_step", 0))
         if generators:
-            self.set_rng_state(generators[train_state.context.world_rank])
-
-    def _checked_generators(self, generators: Any) -> Sequence[Mapping[str, Any]]:
-        """Return the states of all workers' generators, if there is one for each worker.
-
-        Raises:
-            CheckpointError: if one of them cannot be taken, which is found out by taking it.
-        """
-        own = self.rng_state()
-        try:
-            if not isinstance(generators, list | tuple):
-                raise TypeError(f"it is {generators!r}")
-            if len(generators) != self._train_state.context.world_size:
-                return ()
-            for state in generators:
-                self.set_rng_state(state)
-        except Exception as error:
-            raise CheckpointError(
-                "The state's data['rng'] must be the states of the workers' random number "
-                f"generators: {error!r}"
-            ) from error
-        finally:
-            self.set_rng_state(own)
-        return cast(Sequence[Mapping[str, Any]], generators)
+            self.generators.set(generators[context.world_rank])
 
     def restart_state(self, num_workers: int = 1) -> dict[str, Any] | None:
         """Return the state for workers that start anew; None where there is none to go on from.
@@ -460,12 +366,6 @@ class OperatorRunner(ABC):
         state: dict[str, Any] = train_state.to_cpu(self._loop.state_with_call())
         return state
 
-    def export_replica(self) -> list[Any]:
-        """Return all that this worker holds of what is divided."""
-        features = self._train_state.features
-        held: list[Any] = self._train_state.to_cpu([each.export_replica() for each in features])
-        return held
-
     def _shared_state(self) -> dict[str, Any]:
         """Return what is the same on every rank, beside models and optimizers."""
         train_state = self._train_state
@@ -479,27 +379,3 @@ class OperatorRunner(ABC):
             "indivisible": train_state.parts.why_not,
             "partial": train_state.step.is_partial,
         }
-
-
-class LossReader:
-    """Reads the newest metrics, for the thread that answers the driver.
-
-    A GPU gives a number when it has done all before it, and that may be a collective with a worker
-    that is gone. So another thread waits for it, and until then they are those before.
-    """
-
-    def __init__(self) -> None:
-        self._values: dict[str, float] = {}
-        self._thread: threading.Thread | None = None
-
-    def read(self, meters: AverageMeterCollection) -> dict[str, float]:
-        """Return the newest values that are known; none before there are some."""
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._wait, args=(meters,), daemon=True)
-            self._thread.start()
-        self._thread.join(_LOSS_WAIT_S)
-        return self._values
-
-    def _wait(self, meters: AverageMeterCollection) -> None:
-        with contextlib.suppress(Exception):  # of the GPU, which the thread that trains has too
-            self._values = meters.latest()

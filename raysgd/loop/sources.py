@@ -176,6 +176,39 @@ class DataSources(ABC):
         batching = {name: source.batching() for name, source in self._sources.items()}
         return {name: each for name, each in batching.items() if each is not None}
 
+    def check_like(self, expected: dict[str, str]) -> None:
+        """Check that this worker shares out the same data as the others."""
+        own, rank = self.fingerprint(), self._state.context.world_rank
+        for name in expected.keys() & own.keys():
+            if own[name] != expected[name]:
+                raise ValueError(
+                    f"The workers registered different data as {name}_loader: {own[name]} on "
+                    f"worker {rank}, and {expected[name]} on another. A loader "
+                    "that is shared out needs the same data set on every worker. Seed what is "
+                    "random in setup, alike on all of them: random_split(..., generator="
+                    "torch.Generator().manual_seed(0)), train_test_split(..., random_state=0), "
+                    "torch.manual_seed(0). (add_dist_sampler=False would let each worker train on "
+                    "all that it has registered: pass it only where that is a part of its own.)"
+                )
+
+    def check_batch_sizes(self, expected: dict[str, tuple[int, bool]]) -> None:
+        """Check that this worker, at the start, has the batch sizes of rank 0.
+
+        A replacement worker is not checked: it sets up for a group whose size is a guess, and with
+        that its share of ``config[BATCH_SIZE]``.
+        """
+        own, rank = self.batching(), self._state.context.world_rank
+        for name in expected.keys() & own.keys():
+            (size, _), (other, _) = own[name], expected[name]
+            if size != other:
+                raise ValueError(
+                    f"The workers registered different batch sizes with {name}_loader: {size} on "
+                    f"worker {rank}, and {other} on worker 0. A loader that "
+                    "is shared out needs the same on every worker: config[BATCH_SIZE], or a "
+                    "number that does not depend on the worker. Where each worker reads a part "
+                    "of its own, pass add_dist_sampler=False to the trainer."
+                )
+
     def set_batch_size(self, batching: dict[str, tuple[int, bool]]) -> None:
         """Share the loaders out by the batches of another worker."""
         for name in batching.keys() & self._sources.keys():

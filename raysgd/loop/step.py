@@ -108,6 +108,20 @@ class Step:
         if usual and all(self._updates[key] >= count for key, count in usual.items()):
             self.state = StepState.UPDATED
 
+    def check_whole(self, global_step: int) -> None:
+        """Check that the state is that of a completed step.
+
+        Raises:
+            RuntimeError: if it is not, and no other worker had such a state.
+        """
+        if self.is_partial:
+            raise RuntimeError(
+                f"The step after step {global_step} failed when it had changed some "
+                "parameters: an optimizer raised within its step, or train_batch moved them "
+                "itself. They cannot be restored. Load a checkpoint to continue: "
+                "trainer.load(path)."
+            )
+
     def commit(self) -> None:
         """Let the step count."""
         self._most_updates |= self._updates

@@ -113,14 +113,6 @@ class TrainState(ABC):
         found = (each for each in self.features if type(each).__name__ == name)
         return next(found, None)
 
-    def check_registered(self, operator: Any) -> None:
-        """Check that ``setup`` of the operator has registered something."""
-        if not self.registered:
-            raise RuntimeError(
-                f"{type(operator).__name__}.setup did not register anything. Call "
-                "self.register(models=..., optimizers=...) in it."
-            )
-
     def say(self, key: str, message: str, *values: Any) -> None:
         """Log something, once, on one worker."""
         if self.context.world_rank == 0 and key not in self._said:
@@ -194,20 +186,6 @@ class TrainState(ABC):
             feature.roll_back()
         self.step.discard()
 
-    def check_whole(self) -> None:
-        """Check that the state is that of a completed step.
-
-        Raises:
-            RuntimeError: if it is not, and no other worker had such a state.
-        """
-        if self.step.is_partial:
-            raise RuntimeError(
-                f"The step after step {self.global_step} failed when it had changed some "
-                "parameters: an optimizer raised within its step, or train_batch moved them "
-                "itself. They cannot be restored. Load a checkpoint to continue: "
-                "trainer.load(path)."
-            )
-
     def check_trained(self) -> None:
         """Raise an error if user code trains parameters that the workers do not keep equal."""
         for feature in self.features:
@@ -255,18 +233,9 @@ class TrainState(ABC):
         for feature in self.features:
             feature.enter()
 
-    def share_initial_state(self) -> None:
-        """Give every rank the models and optimizers of rank 0. Every rank must call it."""
-        for feature in self.features:
-            feature.start_together()
-
     @abstractmethod
     def share_training_state(self, leader: int, follows: bool) -> None:
         """Take over the state of rank `leader`, if this rank `follows`. Every rank must call it."""
-
-    @abstractmethod
-    def sync_buffers(self) -> None:
-        """Make buffers, which are not trained and may differ, equal on all ranks."""
 
     @property
     def replicated(self) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from raysgd.loop.operator_base import create_operator
+from raysgd.loop.operator_base import check_registered, create_operator
 from raysgd.loop.train_state import listed, shaped_like
 from raysgd.tf.batches import unpack
 from raysgd.tf.communication import Communication
@@ -151,6 +151,6 @@ def build_operator(
     train_state = KerasTrainState(settings, communication, seed)
     operator: TrainingOperator = create_operator(operator_cls, config, train_state)
     operator.setup(operator.config)
-    train_state.check_registered(operator)
+    check_registered(operator)
     _complete(train_state)
     return operator

@@ -10,21 +10,20 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from raysgd._internal.context import WorkerContext
 from raysgd._internal.nested import deep_copied, map_leaves
 from raysgd.loop.state import check_parts
 from raysgd.loop.train_state import Settings, TrainState
 from raysgd.tf.batches import unpack, with_class_weight
-from raysgd.tf.communication import Communication, communication_of
+from raysgd.tf.communication import Communication
 from raysgd.tf.engine import Engine
 from raysgd.tf.features.averages import Averages
+from raysgd.tf.features.replication import Replication
 from raysgd.tf.features.rollback import Rollback
 from raysgd.tf.keras import (
     loss_scale_of,
     named_arrays,
     overrides,
     set_arrays,
-    tf_variable,
     variables_of,
 )
 from raysgd.tf.losses import BatchMetrics, widened
@@ -63,7 +62,13 @@ class KerasTrainState(TrainState):
         self.class_weight: Mapping[int, float] | None = None
         rollback = Rollback(self.step)
         self.optimization = Optimization(self, rollback)
-        self.features = [self.optimization, rollback, self.parts, Averages(self)]
+        self.features = [
+            Replication(self),
+            self.optimization,
+            rollback,
+            self.parts,
+            Averages(self),
+        ]
 
     def trained(self) -> list[tuple[Any, list[Any]]]:
         """Return each optimizer with the variables that it is for."""
@@ -113,38 +118,16 @@ class KerasTrainState(TrainState):
 
     # ---- the other workers
 
-    def enter(self, context: WorkerContext, batch_share: int | None) -> None:
-        super().enter(context, batch_share)
-        self.communication = communication_of(context, self.settings.options.use_horovod)
-
     def minimum(self, value: int) -> int:
         return self.communication.minimum(value)
 
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
         return self.communication.share(make, rank)
 
-    def share_initial_state(self) -> None:
-        self.share_training_state(0, follows=True)
-
     def share_training_state(self, leader: int, follows: bool) -> None:
         state = self.from_rank(self.training_state, leader)
         if follows:
             self.load_training_state(state)
-
-    @property
-    def replicated(self) -> bool:
-        return True
-
-    def sync_buffers(self) -> None:
-        """Give every rank the mean of the statistics that are not trained."""
-        if self.communication.size == 1:
-            return
-        held = [tf_variable(v) for model in self.models for v in model.non_trainable_variables]
-        floats = [variable for variable in held if variable.dtype.is_floating]
-        if floats:
-            means = self.communication.mean([tf.identity(variable) for variable in floats])
-            for variable, mean in zip(floats, means, strict=True):
-                variable.assign(mean)
 
     # ---- state
 

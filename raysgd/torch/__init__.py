@@ -3,8 +3,7 @@
 import importlib
 from typing import Any
 
-from raysgd.torch.interop.creators import CreatorOperator
-from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.operator import CreatorOperator, TrainingOperator
 from raysgd.torch.trainer import TorchTrainer
 
 __all__ = ["CreatorOperator", "TorchTrainer", "TrainingOperator"]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -37,16 +37,14 @@ from raysgd.torch.batches import (
 )
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.ddp import plain
+from raysgd.torch.interop.creators import CreatorMethods, creator_operator
 from raysgd.torch.optimization import as_count
 from raysgd.torch.out_of_memory import ran_out_of_memory
 from raysgd.torch.registration import register
 from raysgd.torch.to_device import move_to_device
 from raysgd.torch.train_state import OperatorSettings, TorchTrainState
 
-if TYPE_CHECKING:
-    from raysgd.torch.interop.creators import CreatorOperator
-
-__all__ = ["TrainingOperator"]
+__all__ = ["CreatorOperator", "TrainingOperator"]
 
 _INFO_KEYS = (NUM_STEPS, USE_FP16, SCHEDULER_STEP)
 
@@ -484,8 +482,6 @@ class TrainingOperator(OperatorBase):
         serialize_data_creation: bool = True,
     ) -> type[CreatorOperator]:
         """Make an operator class from creator functions, see :class:`CreatorOperator`."""
-        from raysgd.torch.interop.creators import creator_operator
-
         creators = {
             "model_creator": model_creator,
             "optimizer_creator": optimizer_creator,
@@ -493,7 +489,7 @@ class TrainingOperator(OperatorBase):
             "loss_creator": loss_creator,
             "scheduler_creator": scheduler_creator,
         }
-        return creator_operator(cls, creators, serialize_data_creation)
+        return creator_operator(cls, CreatorOperator, creators, serialize_data_creation)
 
     @classmethod
     def from_ptl(
@@ -525,7 +521,9 @@ class TrainingOperator(OperatorBase):
         from raysgd.torch.interop.lightning import lightning_operator
 
         loaders = {"train_loader": train_dataloader, "validation_loader": val_dataloader}
-        return lightning_operator(cls, lightning_module_cls, loaders, data_creator, datamodule)
+        return lightning_operator(
+            cls, TrainingOperator, lightning_module_cls, loaders, data_creator, datamodule
+        )
 
     # ---- what loops of your own use
 
@@ -662,12 +660,12 @@ class TrainingOperator(OperatorBase):
         """Called after `setup`; the ready-made operators seed this worker in it."""
 
 
-def __getattr__(name: str) -> Any:
-    if name != "CreatorOperator":  # where older scripts import it from
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from raysgd.torch.interop.creators import CreatorOperator
+class CreatorOperator(CreatorMethods, TrainingOperator):
+    """An operator whose parts come from functions of the config.
 
-    return CreatorOperator
+    ``TrainingOperator.from_creators`` makes a subclass of it with the functions filled in; a
+    subclass may override ``train_batch`` and the like.
+    """
 
 
 def _accuracy(output: Any, target: Any) -> torch.Tensor | None:

@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -15,13 +14,14 @@ from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.context import Request, WorkerContext
 from raysgd._internal.dynamo import postpone_dynamo
 from raysgd._internal.nested import map_leaves
-from raysgd.loop.operator_base import create_operator
+from raysgd.loop.operator_base import check_registered, create_operator
 from raysgd.loop.runner import OperatorRunner
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.register_checks import warn_of_own_schedulers, warn_of_unregistered
 from raysgd.torch.registration import adopt_wrappers
 from raysgd.torch.requests import SaveTensorsRequest, SaveWeightsRequest
+from raysgd.torch.seeding import TorchGenerators
 from raysgd.torch.sharded_files import with_tensors, write_state, write_weights
 from raysgd.torch.sharding.merge import gather_state
 from raysgd.torch.train_state import OperatorSettings, TorchTrainState
@@ -35,6 +35,10 @@ class TorchRunner(OperatorRunner):
     """Hosts one operator. `Runner` says which method runs in which thread."""
 
     _options: TorchOptions
+
+    def __init__(self, options: TorchOptions) -> None:
+        super().__init__(options)
+        self.generators = TorchGenerators()
 
     # ---- life
 
@@ -126,24 +130,8 @@ class TorchRunner(OperatorRunner):
 
     def models(self) -> Any:
         """Return copies of the models on CPU, as the user made them."""
-        self._train_state.check_whole()
+        self._train_state.step.check_whole(self._train_state.global_step)
         return self._train_state.whole_models()
-
-    def rng_state(self) -> dict[str, Any]:
-        state = super().rng_state()
-        kind, keys, *rest = state["numpy"]
-        # a tensor, since files with arrays cannot be read without running code
-        state["numpy"] = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)
-        state["torch"] = torch.get_rng_state()
-        if torch.cuda.is_initialized():
-            state["cuda"] = torch.cuda.get_rng_state()
-        return state
-
-    def set_rng_state(self, state: Mapping[str, Any]) -> None:
-        super().set_rng_state(state)
-        torch.set_rng_state(state["torch"])
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"])
 
     @property
     def _train_state(self) -> TorchTrainState:
@@ -162,7 +150,7 @@ def build_operator(
     operator: TrainingOperator = create_operator(operator_cls, config, settings)
     operator.setup(operator.config)
     adopt_wrappers(operator._train_state, vars(operator).values())
-    operator._train_state.check_registered(operator)
+    check_registered(operator)
     if settings.context.world_rank == 0:
         frequency = settings.options.scheduler_step_freq
         train_state = operator._train_state

@@ -1,16 +1,18 @@
-"""Random numbers that follow from a seed for a while."""
+"""The random number generators of a worker that uses PyTorch."""
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["seeded"]
+from raysgd.loop.generators import Generators
+
+__all__ = ["TorchGenerators", "seeded"]
 
 
 @contextlib.contextmanager
@@ -34,3 +36,23 @@ def seeded(seed: int, generator: Any = None) -> Iterator[None]:
         np.random.set_state(held[1])
         for each, state in zip(generators, held[2], strict=True):
             each.set_state(state)
+
+
+class TorchGenerators(Generators):
+    """Those of Python, NumPy, and PyTorch."""
+
+    def state(self) -> dict[str, Any]:
+        state = super().state()
+        kind, keys, *rest = state["numpy"]
+        # a tensor, since files with arrays cannot be read without running code
+        state["numpy"] = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)
+        state["torch"] = torch.get_rng_state()
+        if torch.cuda.is_initialized():
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def set(self, state: Mapping[str, Any]) -> None:
+        super().set(state)
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])

@@ -136,9 +136,9 @@ class TorchTrainState(TrainState):
         for apply in received if follows else ():
             apply()
 
-    def sync_buffers(self) -> None:
-        """Give every rank the buffers of rank 0, as the next training step would."""
-        if buffers := [buffer for each in self.features for buffer in each.buffers()]:
+    def broadcast_buffers(self, buffers: list[torch.Tensor]) -> None:
+        """Give every rank some buffers of rank 0, as the next training step would."""
+        if buffers:
             collectives.broadcast_tensors(buffers, source=0)
             self.buffers.commit()
 

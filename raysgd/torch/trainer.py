@@ -18,9 +18,8 @@ from raysgd._internal.arguments import suggests, unknown_argument
 from raysgd.callbacks.base import Callback
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
-from raysgd.torch.interop.creators import CreatorOperator
 from raysgd.torch.learning_rate import LearningRates, geometric, set_rate, suggested
-from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.operator import CreatorOperator, TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.out_of_memory import concatenated
 from raysgd.torch.runner import TorchRunner

@@ -1,6 +1,5 @@
 """Where older scripts import operators from."""
 
-from raysgd.torch.interop.creators import CreatorOperator
-from raysgd.torch.operator import TrainingOperator
+from raysgd.torch.operator import CreatorOperator, TrainingOperator
 
 __all__ = ["CreatorOperator", "TrainingOperator"]

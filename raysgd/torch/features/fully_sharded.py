@@ -148,8 +148,11 @@ class FullyShardedModel(ShardedOptimizer):
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
         return self.models.on_demand()
 
-    def buffers(self) -> list[torch.Tensor]:
-        return [buffer for model in self.models.models for buffer in model.buffers()]
+    def sync_buffers(self) -> None:
+        assert self._train_state is not None
+        models = self.models.models
+        buffers = [buffer for model in models for buffer in model.buffers()]
+        self._train_state.broadcast_buffers(buffers)
 
     def start_together(self) -> None:
         super().start_together()

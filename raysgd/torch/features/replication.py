@@ -89,14 +89,14 @@ class Replication(StepFeature):
             if isinstance(model, DistributedDataParallel) and names is not None:
                 ddp.rebuild(model, names, comm_hooks)
 
-    def buffers(self) -> list[torch.Tensor]:
+    def sync_buffers(self) -> None:
         found: list[torch.Tensor] = []
         for model in self._state.models:
             if ddp.replicated(model):
                 found += model.buffers()
             elif self._state.settings.options.wrap_ddp:
                 found += ddp.running_statistics(model)
-        return found
+        self._state.broadcast_buffers(found)
 
     def check_trained(self) -> None:
         """Refuse to train what no wrapper averages, also before others join."""

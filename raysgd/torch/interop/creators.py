@@ -7,24 +7,26 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from filelock import FileLock
 
 from raysgd.loop.operator_base import class_from_creators, created_loaders
 from raysgd.loop.train_state import listed
-from raysgd.torch.operator import TrainingOperator
 
-__all__ = ["CreatorOperator", "creator_operator", "lock_of_node", "mixed_bases"]
+if TYPE_CHECKING:
+    from raysgd.torch.operator import CreatorOperator, TrainingOperator
+
+    _Base = TrainingOperator
+else:  # which imports this module
+    _Base = object
+
+__all__ = ["CreatorMethods", "creator_operator", "lock_of_node", "mixed_bases"]
 
 
-class CreatorOperator(TrainingOperator):
-    """An operator whose parts come from functions of the config.
-
-    ``TrainingOperator.from_creators`` makes a subclass of it with the functions filled in; a
-    subclass may override ``train_batch`` and the like.
-    """
+class CreatorMethods(_Base):
+    """What `CreatorOperator` adds to the operator."""
 
     models: Any
     """What the ``model_creator`` made: a model, or a list or tuple of them."""
@@ -67,10 +69,13 @@ class CreatorOperator(TrainingOperator):
 
 
 def creator_operator(
-    base: type[TrainingOperator], creators: Mapping[str, Any], serialize_data_creation: bool
+    base: type[TrainingOperator],
+    own: type[CreatorOperator],
+    creators: Mapping[str, Any],
+    serialize_data_creation: bool,
 ) -> type[CreatorOperator]:
-    """Make a subclass of `base` and CreatorOperator, see ``TrainingOperator.from_creators``."""
-    bases = mixed_bases(base, CreatorOperator)
+    """Make a subclass of `base` and `own`, see ``TrainingOperator.from_creators``."""
+    bases = mixed_bases(base, own)
     required = ("model_creator", "optimizer_creator")
     made: type[CreatorOperator]
     made = class_from_creators("from_creators", bases, creators, required)

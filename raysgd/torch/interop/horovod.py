@@ -62,8 +62,9 @@ class HorovodGradients(StepFeature):
         for exchange in self._exchanges.values():
             exchange.rebuild()
 
-    def buffers(self) -> list[torch.Tensor]:
-        return [buffer for model in self._state.models for buffer in model.buffers()]
+    def sync_buffers(self) -> None:
+        models = self._state.models
+        self._state.broadcast_buffers([buffer for model in models for buffer in model.buffers()])
 
     def begin_batch(self, place: MicroBatch) -> None:
         if place.position == 0:

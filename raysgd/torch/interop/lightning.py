@@ -15,7 +15,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -24,9 +24,15 @@ from raysgd.loop.operator_base import created_loaders
 from raysgd.metrics import NUM_SAMPLES, MergeableMetric, computed
 from raysgd.torch import ddp
 from raysgd.torch.interop.creators import lock_of_node, mixed_bases
-from raysgd.torch.operator import TrainingOperator
 
-__all__ = ["LightningOperator", "lightning_operator"]
+if TYPE_CHECKING:
+    from raysgd.torch.operator import TrainingOperator
+
+    _Base = TrainingOperator
+else:  # which imports this module
+    _Base = object
+
+__all__ = ["LightningMethods", "lightning_operator"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +57,7 @@ _REFUSED = {
 """Hooks that would not be called, and what to do."""
 
 
-class LightningOperator(TrainingOperator):
+class LightningMethods(_Base):
     """Trains a LightningModule: `training_step`, `validation_step` and the hooks that map.
 
     What the module logs is a metric: a mean weighted by the samples of each batch, or what its
@@ -331,7 +337,7 @@ class _Surroundings:
     logger = None
     loggers: tuple[Any, ...] = ()
 
-    def __init__(self, operator: LightningOperator) -> None:
+    def __init__(self, operator: LightningMethods) -> None:
         self._operator = operator
         self._logged: dict[str, Any] = {}
         self._reduce_fx = "mean"
@@ -427,7 +433,7 @@ class _Surroundings:
 class _Optimizer:
     """An optimizer as a module steps it in manual optimization."""
 
-    def __init__(self, operator: LightningOperator, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, operator: LightningMethods, optimizer: torch.optim.Optimizer) -> None:
         self._operator = operator
         self.optimizer = optimizer
 
@@ -443,12 +449,13 @@ class _Optimizer:
 
 def lightning_operator(
     base: type[TrainingOperator],
+    root: type[TrainingOperator],
     module_cls: Any,
     loaders: Mapping[str, Iterable[Any] | None],
     data_creator: Any,
     datamodule: Any,
-) -> type[LightningOperator]:
-    """Make a subclass of `base` and LightningOperator, see ``TrainingOperator.from_ptl``."""
+) -> type[TrainingOperator]:
+    """Make a subclass of `base` that trains a module, see ``TrainingOperator.from_ptl``."""
     if not isinstance(module_cls, type) or _base_of(module_cls) is None:
         raise TypeError(
             f"from_ptl(lightning_module_cls={module_cls!r}): must be a subclass of LightningModule "
@@ -462,7 +469,8 @@ def lightning_operator(
         "_data_creator": None if data_creator is None else staticmethod(data_creator),
         "_datamodule": datamodule,
     }
-    return type("CustomLightningOperator", mixed_bases(base, LightningOperator), given)
+    own = type("LightningOperator", (LightningMethods, root), {})
+    return type("CustomLightningOperator", mixed_bases(base, own), given)
 
 
 def _base_of(kind: type[Any]) -> type[Any] | None:

@@ -31,7 +31,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
 from raysgd.checkpoint.file import TENSORS_FILE
 from raysgd.checkpoint.weights import save_rows
-from raysgd.elastic.requests import ImportReplicaRequest
+from raysgd.elastic.requests import ExportReplicaRequest, ImportReplicaRequest
 from raysgd.elastic.snapshots import with_shares
 from raysgd.loop.requests import TrainRequest, ValidateRequest
 from raysgd.torch.features.fully_sharded import FullyShardedModel
@@ -310,7 +310,9 @@ class Player:
     def hand_over(self, goes, members):
         """Do what the driver does when a worker leaves that had been announced."""
         if self.process == goes:
-            self.store.set(f"{self.prefix}/held", pickle.dumps(self.runner.export_replica()))
+            self.store.set(
+                f"{self.prefix}/held", pickle.dumps(self.runner.handle(ExportReplicaRequest()))
+            )
             return "left"
         if self.process == next(member for member in members if member != goes):
             held = pickle.loads(self.store.get(f"{self.prefix}/held"))

@@ -404,12 +404,14 @@ def test_buffers_of_frozen_models_may_differ_in_size(process_group):
     train_state = registered(distributed(), [student, teacher, norm], student)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "broadcast_tensors", broadcast)
-        train_state.sync_buffers()
+        for feature in train_state.features:
+            feature.sync_buffers()
     assert {id(t) for t in sent} == {id(t) for t in norm.buffers()}
     with pytest.MonkeyPatch.context() as patch:
         held = [*teacher.parameters(), torch.zeros(5), *norm.parameters(), *norm.buffers()]
         patch.setattr(collectives, "broadcast_state", lambda *_: [torch.ones_like(t) for t in held])
-        train_state.share_initial_state()
+        for feature in train_state.features:
+            feature.start_together()
     assert all(bool((p == 1).all()) for p in [*teacher.parameters(), *norm.buffers()])
     assert teacher.seen.tolist() == [0, 0, 0]
 

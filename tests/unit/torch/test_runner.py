@@ -123,9 +123,9 @@ def test_a_worker_sees_all_gpus_of_its_node_and_uses_its_own(monkeypatch):
 
 def test_batch_sizes_that_differ_at_the_start_are_named():
     runner = make_runner()
-    runner._check_batch_sizes({"train": (8, True), "another": (3, False)})
+    runner._train_state.data.check_batch_sizes({"train": (8, True), "another": (3, False)})
     with pytest.raises(ValueError, match=r"with validation_loader: 8 on worker 0, and 16 on work"):
-        runner._check_batch_sizes({"train": (8, False), "validation": (16, False)})
+        runner._train_state.data.check_batch_sizes({"train": (8, False), "validation": (16, False)})
 
 
 # ---- models that are frozen, on two workers
@@ -665,7 +665,7 @@ def test_data_that_differ_from_worker_to_worker_are_named_with_the_seed_as_the_w
 
     runner = make_runner(Own)
     with pytest.raises(ValueError, match="different data as train_loader") as caught:
-        runner._check_data({"train": "39 samples, drop_last False, Named"})
+        runner._train_state.data.check_like({"train": "39 samples, drop_last False, Named"})
     said = str(caught.value)
     assert "40 samples, drop_last False, Named on worker 0, and 39 samples" in said
     assert said.index("Seed what is random") < said.index("add_dist_sampler=False")

@@ -25,29 +25,29 @@ def draws():
 
 def test_random_numbers_go_on_where_they_were():
     draws()
-    state = RUNNER.rng_state()
+    state = RUNNER.generators.state()
     expected = draws()
     draws()
-    RUNNER.set_rng_state(state)
+    RUNNER.generators.set(state)
     assert draws() == expected
 
 
 def test_random_states_load_without_code():
-    state = RUNNER.rng_state()
+    state = RUNNER.generators.state()
     expected = draws()
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
-    RUNNER.set_rng_state(torch.load(buffer, weights_only=True))
+    RUNNER.generators.set(torch.load(buffer, weights_only=True))
     assert draws() == expected
 
 
 @pytest.mark.parametrize("place", [-1, 625, 10**6, "1"])
 def test_a_place_beyond_the_numbers_of_a_generator_is_refused(place):
-    state = RUNNER.rng_state()
+    state = RUNNER.generators.state()
     kind, keys, _, *rest = state["numpy"]
     with pytest.raises((TypeError, ValueError)):
-        RUNNER.set_rng_state({**state, "numpy": (kind, keys, place, *rest)})
+        RUNNER.generators.set({**state, "numpy": (kind, keys, place, *rest)})
 
 
 def test_a_copy_stays_as_it_was():
