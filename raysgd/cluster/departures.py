@@ -1,4 +1,4 @@
-"""Workers and nodes that are announced to go: by Ray, by SIGTERM, by the user."""
+"""Notices that workers or nodes will be taken away: from Ray, SIGTERM, or the user."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ __all__ = ["Drains", "Notice"]
 _LOOK_EVERY_S = 1.0
 """How often to ask Ray."""
 _SILENT_S = 2.0
-"""How long Ray's head may take for an answer before it counts as one that stands still."""
+"""Seconds without an answer after which the Ray head counts as silent."""
 _FORGET_S = 60.0
-"""How long after its time a node that is still there counts as one that is going."""
+"""Seconds after its deadline for which a node is still expected to go."""
 _TERM_S = 10.0
-"""How long a process that was sent SIGTERM may live, most likely."""
+"""Seconds that a process with SIGTERM may live, most likely."""
 
 
 class Notice(NamedTuple):
-    """The announcement that a worker, or a node, is going to be taken away."""
+    """The notice that a worker or a node will be taken away."""
 
     cause: str
-    """Who says so."""
     deadline: float | None
-    """When, in seconds since the epoch; None where no time was named."""
+    """Seconds since the epoch; None if it is unknown."""
     leave_by: float
-    """Until when to wait for a successor."""
+    """Time until which to wait for a successor."""
 
 
 class Drains:
-    """Keeps what was announced, and asks Ray."""
+    """Keeps notices, and asks Ray for them."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -45,16 +44,16 @@ class Drains:
         self._of_members = weakref.WeakKeyDictionary()
         self._is_over: threading.Event | None = None
         self._asked_at: float | None = None
-        """When Ray was asked the question that is open; None where none is."""
+        """When the question was sent that Ray has not answered; None if there is none."""
 
     # ---- what is announced
 
     def drain_node(self, node_id: str, deadline_s: float | None) -> None:
-        """Take note that a node is going, as the user says."""
+        """Add a notice of the user for a node."""
         self._of_nodes[node_id] = self._by_user(deadline_s)
 
     def drain_member(self, member: WorkerHandle, deadline_s: float | None) -> None:
-        """Take note that a worker is going, as the user says."""
+        """Add a notice of the user for a worker."""
         self._of_members[member] = self._by_user(deadline_s)
 
     def _by_user(self, deadline_s: float | None) -> Notice:
@@ -62,7 +61,7 @@ class Drains:
         return _notice("drain() was called", deadline)
 
     def terminate(self, member: WorkerHandle) -> None:
-        """Take note that a worker was sent SIGTERM."""
+        """Add the notice that a worker was sent SIGTERM."""
         if member not in self._of_members:
             leave_by = self._clock.time() + _TERM_S
             self._of_members[member] = Notice("its process was sent SIGTERM", None, leave_by)
@@ -70,14 +69,14 @@ class Drains:
     # ---- what Ray announces
 
     def ask_ray(self) -> None:
-        """Ask Ray from now on until `stop`, in a thread, since it may take long to answer."""
+        """Ask Ray in a thread until `stop`, because an answer may take long."""
         if self._is_over is None:
             self._is_over = over = threading.Event()
             name = "raysgd-drains"
             threading.Thread(target=self._ask, args=(over,), name=name, daemon=True).start()
 
     def stop(self) -> None:
-        """Ask no more."""
+        """Stop asking."""
         if self._is_over is not None:
             self._is_over.set()
             self._is_over = self._asked_at = None
@@ -96,20 +95,20 @@ class Drains:
 
     @property
     def silence_s(self) -> float:
-        """For how long Ray's head has left a question open."""
+        """Seconds for which the Ray head has not answered."""
         asked_at = self._asked_at
         return 0.0 if asked_at is None else self._clock.monotonic() - asked_at
 
     @property
     def is_ray_silent(self) -> bool:
-        """Whether Ray's head stands still, so that whoever asks it waits until it goes on."""
+        """Whether the Ray head is silent, so that a request to it would block."""
         return self.silence_s > _SILENT_S
 
     # ---- what there is
 
     @property
     def nodes(self) -> dict[str, Notice]:
-        """What is announced of nodes, by Ray's ids."""
+        """Notices of nodes, by Ray id."""
         now, own = self._clock.time(), dict(self._of_nodes)  # which another thread may change
         own = {node: notice for node, notice in own.items() if now < notice.leave_by + _FORGET_S}
         return {**own, **self._of_ray}
@@ -118,7 +117,7 @@ class Drains:
         return bool(self._of_ray or self._of_nodes or self._of_members)
 
     def of(self, member: WorkerHandle) -> Notice | None:
-        """Return what is announced of a worker."""
+        """Return the notice of a worker."""
         return self._of_members.get(member) or self.nodes.get(member.node_id)
 
 

@@ -1,7 +1,4 @@
-"""Functions of the user on workers, as plain calls of their actors, without the controller.
-
-For `raysgd.train`, whose users get Ray's references.
-"""
+"""Runs functions of the user on workers by plain actor calls, for `raysgd.train`."""
 
 from __future__ import annotations
 
@@ -17,8 +14,8 @@ from raysgd.errors import RemoteTraceback, WorkerLostError
 __all__ = ["are_idle", "cancel", "finished", "results", "start", "start_task"]
 
 _ROOT_CAUSE_S = 0.5
-"""How long to look for a loss that has caused an error: the peers of a dead worker see a broken
-connection before Ray tells of its death."""
+"""Seconds to look for a loss that caused an error: the peers of a dead worker see a broken
+connection before Ray reports its death."""
 
 
 def start(
@@ -27,14 +24,14 @@ def start(
     arguments: Sequence[Any] = (),
     keywords: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """Start a function on workers; returns one reference of Ray's a worker, for ``ray.get``."""
+    """Start a function on workers; return a Ray reference per worker."""
     return [member.execute(function, *arguments, **(keywords or {})) for member in members]
 
 
 def start_task(
     function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
-    """Start a function in a process of its own, with options of ``ray.remote``; no worker is."""
+    """Start a function in its own process, with options of ``ray.remote``."""
     import ray
 
     remote: Any = ray.remote
@@ -42,10 +39,7 @@ def start_task(
 
 
 def finished(references: Sequence[Any], timeout_s: float | None) -> dict[Any, Any]:
-    """Wait for tasks to end, at most `timeout_s` seconds; return what those that have returned.
-
-    In place of it the exception, where one has raised.
-    """
+    """Wait for tasks at most `timeout_s`; return the result or exception of those that ended."""
     import ray
 
     found: dict[Any, Any] = {}
@@ -70,10 +64,7 @@ def cancel(references: Sequence[Any]) -> None:
 
 
 def are_idle(members: Sequence[WorkerHandle], patience_s: float) -> bool:
-    """Wait until workers have done what they were given, for so long; say whether they have.
-
-    One that died has nothing to do.
-    """
+    """Wait until workers are idle or dead, at most `patience_s`; return whether they are."""
     import ray
 
     pending = start([member for member in members if member.alive], _nothing)
@@ -89,8 +80,8 @@ def _nothing() -> None:
 def results(members: Sequence[WorkerHandle], references: Sequence[Any]) -> list[Any]:
     """Wait for the functions that `start` started on these workers; return what they returned.
 
-    The first failure, or a loss that has caused it, is raised while the function goes on elsewhere;
-    what is called next waits for it there.
+    The first failure, or the loss that caused it, is raised while other workers are busy. Their
+    next call waits for them.
 
     Raises:
         WorkerLostError: if a worker died.
@@ -104,7 +95,7 @@ def results(members: Sequence[WorkerHandle], references: Sequence[Any]) -> list[
     deadline = 0.0
     pending = list(references)
     while pending:
-        # whichever comes first: a rank that is busy, or blocked, hides no error of another
+        # in the order of their ends, so that a busy rank hides no error of another
         left = None if failure is None else max(0.0, deadline - time.monotonic())
         ready, pending = ray.wait(pending, timeout=left)
         if not ready:

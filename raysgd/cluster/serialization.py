@@ -1,4 +1,4 @@
-"""Pickling with out-of-band buffers (PEP 574): large tensors and arrays are not copied by it."""
+"""Pickling with out-of-band buffers (PEP 574), which does not copy large tensors and arrays."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Packed:
 
     data: Any
     buffers: Sequence[Any] = ()
-    """Of the large tensors and arrays: on the side that packed, their own memory."""
+    """Memory of the large tensors and arrays."""
     reference: Any = None
     """The reference to the value in Ray's object store, if this side has put it there."""
 
@@ -55,8 +55,7 @@ class Packed:
         """Return the value.
 
         Args:
-            own: whether its tensors and arrays are the caller's own. The others lie in Ray's shared
-                memory, which they keep: nobody may write to them.
+            own: whether to copy tensors and arrays out of Ray's shared memory, which is read-only.
         """
         if self.reference is not None:
             import ray
@@ -68,7 +67,7 @@ class Packed:
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle a value; references to Ray's objects and actors stay valid in the other process."""
+    """Pickle a value. References to Ray objects and actors stay valid in other processes."""
     return _pickled(value, None)
 
 
@@ -90,7 +89,7 @@ def sendable(what: str, value: Any) -> Packed:
 
 
 def unpicklable_key(values: Mapping[Any, Any]) -> Any:
-    """Return the key of the first value that cannot be pickled; None where all can."""
+    """Return the key of the first value that cannot be pickled; None if all can."""
     for key, value in values.items():
         try:
             pack(value)
@@ -122,14 +121,13 @@ def pack(value: Any, portable: bool = False, shares_tensors: bool = True) -> Pac
 
 
 class Portable:
-    """A mixin of picklers: what they write can be read where there is no GPU and no process group.
+    """A mixin of picklers whose output needs no GPU and no process group, only PyTorch.
 
-    A tensor of a device arrives on the CPU, and of a DistributedDataParallel the model in it.
-    Reading it takes torch alone.
+    Device tensors arrive on the CPU, and DistributedDataParallel as the model in it.
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        """Say how `obj` is pickled."""
+        """Return how to rebuild `obj`."""
         torch = sys.modules.get("torch")
         if torch is not None:
             storages = torch.UntypedStorage | torch.storage.TypedStorage
@@ -174,13 +172,13 @@ def _pickler(portable: bool, shares_tensors: bool) -> Any:
 
 
 def _location(storage: Any, torch: Any) -> str:
-    """Return where the memory of a tensor is, as ``torch.save`` names it."""
+    """Return the device of a storage, as ``torch.save`` names it."""
     untyped = getattr(storage, "_untyped_storage", storage)
     return str(torch.serialization.location_tag(untyped))
 
 
 def _is_plain(tensor: Any, torch: Any) -> bool:
-    """Whether a tensor is its memory and nothing else, which torch itself pickles by files."""
+    """Return whether a tensor is only its memory, which PyTorch would pickle through a file."""
     return bool(
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"
@@ -194,7 +192,7 @@ def _is_plain(tensor: Any, torch: Any) -> bool:
 
 @functools.cache
 def _hush() -> None:
-    """Have torch say now, to nobody, what it says once a process of an array that is read only."""
+    """Trigger and hide the warning of PyTorch about read-only arrays, which it gives once."""
     torch = sys.modules.get("torch")
     if torch is not None:
         with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""What runs in a worker process: one runner, one backend, and how failures are reported.
+"""The worker process: it hosts one runner and one backend, and reports failures.
 
 Nothing here needs Ray: a worker in the driver's process is the same object.
 """
@@ -42,28 +42,27 @@ OutcomeKind = Literal["ok", "paused", "user", "communication", "stopped", "cut o
 
 @dataclass
 class Outcome:
-    """What came of one call: a value, or an exception and what kind of failure it is.
+    """The result of one call: a value, or an exception and its kind.
 
-    ``paused``: it stopped at the step at which it was asked to. ``user``: user code raised.
-    ``communication``: talking to another worker failed, most likely because that one failed.
-    ``stopped``: it failed after the driver had interrupted it. ``cut off``: it was stopped by the
-    worker itself, which did not reach the driver.
+    ``paused``: it paused at the requested step. ``user``: user code raised. ``communication``: a
+    collective failed, most likely because another worker failed. ``stopped``: it failed after the
+    driver had interrupted it. ``cut off``: the worker stopped it, because it lost the driver.
     """
 
     kind: OutcomeKind
     payload: Any
-    """The value or the exception. What comes from another process is packed by us: Ray unpickles in
-    a thread of its own, in which no user code may run."""
+    """The value or the exception. It is packed if it comes from another process, because Ray would
+    unpickle it in its own thread, where no user code may run."""
     progress: Progress
     traceback: str = ""
     note: str = ""
-    """What shall stand below the exception: where in the user's code it was raised."""
+    """The place in the user's code where it was raised, to be added to the exception."""
     split: int = 0
-    """In how many parts to train each batch where the call is made again, since it ran out of
-    memory; 0: that would not help."""
+    """Number of parts of each batch if the call is repeated after it ran out of memory; 0 if that
+    would not help."""
 
     def value(self, own: bool = True) -> Any:
-        """Return the value or the exception; for `own` see `Packed.value`."""
+        """Return the value or the exception. See `Packed.value` for `own`."""
         return self.payload.value(own) if isinstance(self.payload, Packed) else self.payload
 
     def exception(self) -> BaseException:
@@ -85,7 +84,7 @@ _is_worker_process = False
 
 
 def is_worker_process() -> bool:
-    """Whether this process is a worker of ours."""
+    """Return whether this process is a worker of raysgd."""
     return _is_worker_process
 
 
@@ -99,18 +98,16 @@ CONTROL_METHODS = (
     "snapshot",
     "stacks",
 )
-"""What a worker does beside its work; see `Worker`."""
+"""Methods that run in parallel with the work of a worker."""
 
 
 class Worker:
     """Hosts a runner. The driver calls it as an actor's methods, or directly in its own process.
 
-    `call` and the other methods that work run one at a time; `interrupt`, `progress` and
-    `stacks` run beside them.
+    `call` and the other methods that work run one at a time. `CONTROL_METHODS` run in parallel.
 
     Args:
-        catches_sigterm: whether the process is the worker's own, and SIGTERM shall not end it, but
-            be told to the driver.
+        catches_sigterm: whether to report SIGTERM to the driver instead of ending the process.
         hides_gpus: whether to hide the node's GPUs, because the worker reserves none.
     """
 
@@ -118,7 +115,6 @@ class Worker:
         if hides_gpus:  # Ray hides GPUs only from processes that reserve some
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self.runner: Runner | None = None
-        """What this worker hosts."""
         self._backend: Backend | None = None
         self._rank = 0
         self._remote = True
@@ -130,10 +126,10 @@ class Worker:
         self._generation = 0
         self._generation_lock = threading.RLock()
         """Held while a message to a generation is handled, so that the next one does not begin.
-        Reentrant: in the driver's process a signal handler may interrupt the one that holds it."""
+        Reentrant, because in the driver's process a signal handler may interrupt its holder."""
 
     def info(self) -> WorkerInfo:
-        """Say where this worker runs."""
+        """Return where this worker runs."""
         import ray
 
         context = ray.get_runtime_context()
@@ -171,18 +167,18 @@ class Worker:
         return self._attempt(create)
 
     def keep_in_process(self) -> None:
-        """Say that driver and worker share a process: nothing is pickled."""
+        """Pickle nothing, because driver and worker share a process."""
         self._remote = False
 
     def prepare(self, context: WorkerContext) -> Outcome:
-        """Adjust the process before the process group is made."""
+        """Prepare the process before it enters a process group."""
         self._rank = context.world_rank
         return self._attempt(lambda: self._hosted.prepare(context))
 
     def enter(
         self, context: WorkerContext, rendezvous: Any, leader: int | None, alone: bool = False
     ) -> Outcome:
-        """Enter a generation: make its process group, then set up, or join the leader's state.
+        """Enter a generation: its process group, then `setup`, or the state of the leader.
 
         A replacement worker sets up `alone`, in a group of one, while the others train.
         """
@@ -214,13 +210,13 @@ class Worker:
         except BaseException as error:
             return self._failure(error)
 
-    # Messages to an older generation are ignored: they may arrive late.
+    # messages to an older generation may arrive late, and are ignored
 
     def interrupt(self, generation: int | None = None) -> None:
-        """Make the call under way fail, at its next step or in its collective.
+        """Make the current call fail, at its next step or in its collective.
 
         Args:
-            generation: the last one that this is about; None: whichever there is.
+            generation: the newest generation to interrupt; None for any.
         """
         with self._generation_lock:
             if generation is not None and generation < self._generation:
@@ -241,7 +237,7 @@ class Worker:
         self.interrupt()
 
     def progress(self) -> Progress:
-        """Say how far the work is."""
+        """Return the progress of the work."""
         if self.runner is None:
             return Progress()
         progress = self.runner.progress()
@@ -251,7 +247,7 @@ class Worker:
         return progress if collective is None else replace(progress, collective=collective)
 
     def announce(self, preemption: Preemption | None) -> None:
-        """Take note of which workers are going to be taken away."""
+        """Store which workers will be taken away."""
         self._hosted.announce(preemption)
 
     def _note_sigterm(self) -> None:
@@ -267,14 +263,14 @@ class Worker:
             raise CarriedError(_bare(error)) from error
 
     def pause_at(self, generation: int, step: int | None) -> int:
-        """Ask a generation's call to stop at a step; returns the step that this worker is at."""
+        """Let the call of a generation pause at a step; return the current step."""
         with self._generation_lock:
             if generation < self._generation:
                 return self._hosted.progress().global_step
             return self._hosted.pause_at(step)
 
     def snapshot(self, step: int | None = None) -> bytes | None:
-        """Return the newest snapshot of the runner, pickled; with `step`, only the one of that."""
+        """Return the newest snapshot, pickled; None if it is not the one of `step`."""
         state = None if self.runner is None else self.runner.snapshot()
         if state is None or (step is not None and state["global_step"] != step):
             return None
@@ -289,7 +285,7 @@ class Worker:
         )
 
     def teardown(self) -> None:
-        """Let go of runner and process group."""
+        """Release the runner and the process group."""
         if self.runner is not None:
             self.runner.teardown()
         if self._backend is not None:
@@ -324,7 +320,7 @@ class Worker:
         text = "".join(traceback.format_exception(error))
         raised_in = _raised_in(error)
         if isinstance(error, SystemExit):
-            # raised as itself it would end the driver's program, and without a word
+            # raised as itself it would end the driver's program silently
             error = RemoteError(
                 f"SystemExit: user code called sys.exit({error.code!r}). Return from it, or raise "
                 "an exception, instead."
@@ -341,31 +337,31 @@ class Worker:
             kind = "communication"
         progress = self._safe_progress()
         if split and kind == "user":
-            error = _bare(error)  # what its frames hold would not be free when the call is repeated
+            error = _bare(error)  # its frames hold memory that the repeated call needs
         if not self._remote:
             return Outcome(kind, error, progress, split=split)
         where = f"Raised on worker {self._rank} (pid {os.getpid()}, {_host()}):\n{text}"
-        # an error that only followed from another is told of and never caught by its type: as
-        # text, since unpickling one of TensorFlow's would import TensorFlow into the driver
+        # no caller catches a consequence of another error by its type, so it is sent as text:
+        # unpickling a TensorFlow error would import TensorFlow into the driver
         bare = _bare(error)
         if kind != "user":
             return Outcome(kind, pack(_as_text(bare)), progress, where)
-        # the last line that is seen, and often the only one that is read
+        # the last line of the output, and often the only one that is read
         note = f"Raised on worker {self._rank}, {raised_in}; its traceback is above."
         note = note if raised_in else ""
         return Outcome(kind, _packed_error(bare), progress, where, note, split)
 
     def _safe_progress(self) -> Progress:
-        """Return the progress, also where a half-built runner has none."""
+        """Return the progress, even if a half-built runner raises."""
         with contextlib.suppress(Exception):
             return self.progress()
         return Progress()
 
 
 def _catch_sigterm(note: Callable[[], None]) -> None:
-    """Let SIGTERM have no effect but a call of `note`, in a thread of its own; in forks it ends.
+    """Let SIGTERM call `note` in a thread instead of ending the process, but not in forks.
 
-    Python would handle it in the main thread, and that of an actor waits in Ray's C++ for calls.
+    Python would handle it in the main thread, but that of an actor waits in C++ code of Ray.
     """
     told, tell = os.pipe()
     os.set_blocking(tell, False)
@@ -386,7 +382,7 @@ def _catch_sigterm(note: Callable[[], None]) -> None:
 
 
 def _caused_by(error: BaseException | None, test: Callable[[BaseException], bool]) -> bool:
-    """Whether `error`, or one that led to it, passes `test`."""
+    """Return whether `error`, or one of its causes, passes `test`."""
     seen = set()
     while error is not None and id(error) not in seen:
         if test(error):
@@ -397,7 +393,7 @@ def _caused_by(error: BaseException | None, test: Callable[[BaseException], bool
 
 
 def _raised_in(error: BaseException) -> str:
-    """Say which line of the user's an exception went through last; empty where it was none."""
+    """Return the last line of user code in a traceback, or an empty string."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if is_the_users(frame.filename)]
     return f"in {own[-1].name}, {own[-1].filename}:{own[-1].lineno}" if own else ""
@@ -417,10 +413,10 @@ def _packed(value: Any) -> Packed:
 
 
 def _bare(error: BaseException) -> BaseException:
-    """Strip an exception of its frames, and of those of what led to it.
+    """Remove the frames and causes of an exception.
 
-    They hold batches, tensors and process groups: whoever keeps the exception, as a future of
-    torch's does, would keep them too.
+    Frames hold batches, tensors, and process groups. A future that keeps the exception would keep
+    them alive.
     """
     bare = error.with_traceback(None)
     bare.__cause__ = bare.__context__ = None
@@ -428,7 +424,7 @@ def _bare(error: BaseException) -> BaseException:
 
 
 def _packed_error(error: BaseException) -> Packed:
-    """Pack an exception; one that does not survive it is replaced by a RemoteError."""
+    """Pack an exception, or a RemoteError with its text if it cannot be packed."""
     try:
         packed = pack(error)
         if isinstance(packed.value(), BaseException):

@@ -1,4 +1,4 @@
-"""The workers of a trainer: starting them, and ending them."""
+"""Starts and ends the workers of a trainer."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 _CONTROL_THREADS = 4
 _TEARDOWN_S = 5.0
 _MENTION_S = 30.0
-"""After how long to say what a start waits for."""
+"""Seconds after which to log what a start waits for."""
 
 
 class WorkerGroup:
-    """The members in the order of their ranks, and the room that they take."""
+    """The members in the order of their ranks, and their room in the cluster."""
 
     def __init__(
         self,
@@ -49,10 +49,9 @@ class WorkerGroup:
         self.members: list[WorkerHandle] = []
         self.drains = Drains(self.clock)
         self.suspects: list[Any] = []
-        """Room on hosts that were silent, until a worker has come up there: so much more is
-        requested."""
+        """Slots on silent hosts. Room is requested elsewhere too, until a worker starts there."""
         self._extra: list[Any] = []
-        """Room that was requested beside that of lost or leaving workers."""
+        """Room that was requested in addition to that of lost or leaving workers."""
         self._reservation: Any = None
         self._local: _LocalSlot | None = None
         self._slots: dict[WorkerHandle, Any] = {}
@@ -61,7 +60,7 @@ class WorkerGroup:
         self._is_wanted = True
 
     def reserve(self, timeout_s: float) -> None:
-        """Reserve room for the workers; none is started.
+        """Reserve room for the workers without starting them.
 
         Args:
             timeout_s: how long to wait for room for ``min_workers``.
@@ -93,7 +92,7 @@ class WorkerGroup:
         return self._monitor is not None and self._monitor.is_cut_off(watches)
 
     def start(self, timeout_s: float) -> None:
-        """Start the workers and wait until each has said where it runs.
+        """Start the workers, and wait until each has reported where it runs.
 
         Args:
             timeout_s: how long to wait for room for ``min_workers``.
@@ -104,13 +103,13 @@ class WorkerGroup:
             WorkerLostError: if one dies as it comes up.
         """
         self.reserve(timeout_s)
-        # known from here on, so that a start that fails leaves none behind
+        # stored before they are up, so that a failed start leaves no process behind
         self.members = [self.new_member(slot) for slot in self.vacant_slots(request=False)]
         self._find_places(self.members, max(timeout_s, COME_UP_S))
         self.members = self.in_order(self.members)
 
     def _reserve(self, num_workers: int, min_workers: int, timeout_s: float) -> Any:
-        """Return room for workers; a simulated cluster has its own."""
+        """Return room for workers. A simulated cluster overrides it."""
         from raysgd.cluster import placement, ray_session
 
         ray_session.connect()
@@ -126,12 +125,12 @@ class WorkerGroup:
         )
 
     def add(self, num_workers: int) -> None:
-        """Start further workers behind those there are, and wait until they are up.
+        """Append workers, and wait until they are up. After an error none of them is left.
 
         Raises:
             InsufficientResourcesError: if there is no room for them.
-            WorkerTimeoutError: if one does not come up; none of them is left then.
-            WorkerLostError: if one dies as it comes up, likewise.
+            WorkerTimeoutError: if one does not come up.
+            WorkerLostError: if one dies as it comes up.
         """
         slots = self.vacant_slots(request=False)[:num_workers]
         if missing := num_workers - len(slots):
@@ -151,7 +150,7 @@ class WorkerGroup:
         self.members += members
 
     def _find_places(self, members: Sequence[WorkerHandle], timeout_s: float) -> None:
-        """Wait until workers are up, and note where each of them is."""
+        """Wait until workers are up, and store where each of them runs."""
         places = [member.control("info") for member in members]
         missing = self.clock.wait(places, min(timeout_s, _MENTION_S))
         if missing and timeout_s > _MENTION_S:
@@ -174,7 +173,7 @@ class WorkerGroup:
                 raise
 
     def new_member(self, slot: Any) -> WorkerHandle:
-        """Start a worker in a slot; it is no member of the group yet."""
+        """Start a worker in a slot. It is no member of the group yet."""
         options = self.options
         member: WorkerHandle
         if slot is self._local:
@@ -193,30 +192,30 @@ class WorkerGroup:
         return member
 
     def nodes(self) -> set[str]:
-        """Return Ray's ids of the nodes that are there."""
+        """Return the Ray ids of all nodes."""
         from raysgd.cluster.ray_session import nodes
 
         return nodes()
 
     def leaving(self) -> dict[WorkerHandle, Notice]:
-        """Return the members that are announced to go."""
+        """Return the members that will be taken away."""
         if not self.drains:
             return {}
         notices = {member: self.drains.of(member) for member in self.members if member.remote}
         return {member: notice for member, notice in notices.items() if notice is not None}
 
     def vacant_slots(self, request: bool = True) -> list[Any]:
-        """Return room that no worker is in or on its way to, on nodes that are there to stay.
+        """Return room without a worker, on nodes that stay.
 
         Args:
-            request: whether to request what is missing.
+            request: whether to request missing room.
         """
         slots: list[Any] = [] if self._local is None else [self._local]
         taken, nodes = list(self._slots.values()), self.drains.nodes
         if (reservation := self._reservation) is not None:
             num_before = len(reservation.slots)
             num_blocked = reservation.drop_lost(taken)
-            # a start as well: what was reserved for it may never come back
+            # in a start too, because its reserved room may never come back
             request = request or num_blocked > 0 or len(reservation.slots) < num_before
             if request:
                 self.suspects = [slot for slot in self.suspects if slot in reservation.slots]
@@ -225,7 +224,7 @@ class WorkerGroup:
             usual = self.options.num_workers - len(slots)
             wanted = usual + len(going) + len(self.leaving()) + num_blocked
             if self.suspects and request and len(reservation.slots) < wanted + len(self.suspects):
-                # until then, or until Ray has found another place for it
+                # or until Ray has found another place for it
                 nowhere = [s for s in self.suspects if s.node_id in (None, s.last_node_id)]
                 self.suspects = nowhere
             wanted += len(self.suspects)
@@ -241,7 +240,7 @@ class WorkerGroup:
         return [slot for slot in slots if slot not in taken]
 
     def give_back(self) -> None:
-        """Take back requests that nobody waits for any more, before a node is started for them."""
+        """Remove requests that are no longer needed, before a node starts for them."""
         taken = list(self._slots.values())
         extra, self._extra = [slot for slot in self._extra if slot not in taken], []
         if extra and self._reservation is not None:
@@ -252,7 +251,7 @@ class WorkerGroup:
         return self._slots.get(member)
 
     def room(self) -> str:
-        """Say what a worker needs and what the cluster has, for messages."""
+        """Return what a worker needs and what the cluster has, for messages."""
         if self.options.inline:
             return "all workers are in the driver's process"
         from raysgd.cluster import placement
@@ -271,7 +270,7 @@ class WorkerGroup:
             self.members.remove(member)
 
     def in_order(self, members: Sequence[WorkerHandle]) -> list[WorkerHandle]:
-        """Return workers of a node next to each other; otherwise the order stays."""
+        """Return workers ordered by node; otherwise the order stays."""
         nodes = list(dict.fromkeys(member.info.node_id for member in members))
         return sorted(members, key=lambda member: nodes.index(member.info.node_id))
 
@@ -279,9 +278,9 @@ class WorkerGroup:
         """End every worker, and give their room back.
 
         Args:
-            force: whether to kill the processes at once.
-            patience_s: how long they may take otherwise, in seconds, to let go of what they hold,
-                and then to end by themselves; they are killed then.
+            force: whether to kill the processes immediately.
+            patience_s: seconds to release resources, and again seconds to exit, before a process is
+                killed.
         """
         self._is_wanted = False
         self.drains.stop()
@@ -294,7 +293,7 @@ class WorkerGroup:
         try:
             pending = []
             for member in self.members:
-                if not member.remote:  # its process lives on, so that it has to be left clean
+                if not member.remote:  # its process lives on, and must be clean
                     member.control("interrupt")
                     pending.append(member.work("teardown"))
                 elif not force and member.alive:
@@ -339,12 +338,12 @@ class _LocalSlot:
 def _actor_class() -> Any:
     import ray
 
-    # with the methods, and not with each call, since Ray Client knows no groups of calls
+    # set on the methods, because Ray Client does not support concurrency groups per call
     for name, method in inspect.getmembers(Worker, inspect.isfunction):
         if not name.startswith("_"):
             group = "control" if name in CONTROL_METHODS else "work"
             ray.method(concurrency_group=group)(method)
-    remote: Any = ray.remote  # its types do not know concurrency_groups
+    remote: Any = ray.remote  # its types lack concurrency_groups
     return remote(concurrency_groups={"work": 1, "control": _CONTROL_THREADS})(Worker)
 
 

@@ -33,26 +33,25 @@ __all__ = [
 T = TypeVar("T")
 
 _WHICH = ("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:")
-"""How lines of Ray's begin that say which actor was lost."""
+"""How lines begin that name the lost actor in an error of Ray."""
 _SIGNAL_S = 10.0
-"""How long it may take to send a signal on another node."""
+"""Seconds to send a signal on another node."""
 
 
 class WorkerHandle(ABC):
-    """One worker, as the driver holds it.
+    """One worker, on the driver.
 
-    Work runs one call at a time; control calls run beside it. Both answer with a future, so that
-    waiting is the same for every kind of member.
+    Work runs one call at a time, and control calls run in parallel with it. Both return a future.
     """
 
     info = WorkerInfo(node_id="", node_ip="")
-    """Where it runs; empty where that is not known yet."""
+    """Where it runs; empty until that is known."""
     remote: bool
     watch: HostWatch | None = None
     """The watch on its host; None on the driver's own host."""
 
     def locate(self, info: WorkerInfo) -> None:
-        """Take note of where it runs."""
+        """Store where it runs."""
         self.info = info
 
     @property
@@ -61,7 +60,7 @@ class WorkerHandle(ABC):
         return bool(self.info.node_ip) if self.watch is None else self.watch.is_reached
 
     def may_live(self, error: BaseException) -> bool:
-        """Whether a worker may be there though a call on it failed by this error of Ray's."""
+        """Return whether the worker may live though Ray raised this error."""
         return False
 
     @abstractmethod
@@ -69,32 +68,29 @@ class WorkerHandle(ABC):
         """Start a call of a method of the worker in the work thread."""
 
     def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Start a function of the user in the work thread, and return Ray's reference to it."""
+        """Start a function of the user in the work thread, and return a Ray reference."""
         raise RuntimeError(f"{self.name}: this worker is no actor of Ray's.")
 
     @abstractmethod
     def control(self, method: str, *arguments: Any) -> Future[Any]:
-        """Start a call that runs beside the work."""
+        """Start a call that runs in parallel with the work."""
 
     @abstractmethod
     def kill(self) -> None:
         """End the worker."""
 
     def leave(self, timeout_s: float) -> Future[bool]:
-        """Let the worker's process end by itself: exit handlers and threads run, files are flushed.
-
-        The answer comes when it has ended, or `timeout_s` is over, and says whether it has ended.
-        """
+        """Let the process exit normally; the answer says whether it has within `timeout_s`."""
         ended: Future[bool] = Future()
         ended.set_result(True)
         return ended
 
     def kill_process(self) -> None:
-        """End the worker also where its process is stopped and cannot end itself."""
+        """End the worker even if its process is stopped."""
         self.kill()
 
     def signal(self, number: int) -> bool:
-        """Send a signal to the worker's process, and return whether that is there.
+        """Send a signal to the worker's process; return False if the process is gone.
 
         Raises:
             RuntimeError: if it is the driver's process.
@@ -103,7 +99,7 @@ class WorkerHandle(ABC):
 
     @property
     def node_id(self) -> str:
-        """Ray's id of its node; empty where that is not known yet."""
+        """Ray id of its node; empty until that is known."""
         return self.info.node_id
 
     @property
@@ -134,11 +130,11 @@ class ActorHandle(WorkerHandle):
         """Ray's handle."""
         self._monitor = monitor
         self._waiting: dict[Future[Any], None] = {}
-        """Answers of Ray's that are awaited."""
+        """Futures of answers from Ray."""
         self._lost: LostError | None = None
 
     def locate(self, info: WorkerInfo) -> None:
-        """Take note of where it runs, and begin to watch its host."""
+        """Store where it runs, and start to watch its host."""
         self.info = info
         monitor = self._monitor
         if monitor is not None and (watch := monitor.watch(info, self._lose)) is not None:
@@ -147,7 +143,7 @@ class ActorHandle(WorkerHandle):
             self.control("watch_driver", *arguments).add_done_callback(monitor.note_start)
 
     def _lose(self, error: LostError) -> None:
-        """Let all calls that are under way, and all later ones, fail: nobody will answer."""
+        """Fail all current and later calls, because the worker will not answer."""
         self._lost = error
         with contextlib.suppress(KeyError):  # when none is left
             while True:
@@ -166,9 +162,9 @@ class ActorHandle(WorkerHandle):
         return self.work(method, *arguments)  # the method itself has the thread group
 
     def _unless_lost(self, answer: Future[Any]) -> Future[Any]:
-        """Return a future of the same answer, which fails where the host is lost.
+        """Return a future of the same answer, which fails if the host is lost.
 
-        Without a lock, since a garbage collection may wait for the thread that would hold it.
+        It uses no lock, because a garbage collection may wait for the thread that holds it.
         """
         waiting: Future[Any] = Future()
         self._waiting[waiting] = None
@@ -187,14 +183,14 @@ class ActorHandle(WorkerHandle):
         return waiting
 
     def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Start a function of the user in the work thread, and return Ray's reference to it."""
+        """Start a function of the user in the work thread, and return a Ray reference."""
         self._check_alive()
         return self.actor.execute.remote(function, *args, **kwargs)
 
     def may_live(self, error: BaseException) -> bool:
-        """Whether Ray has given up its connection to the worker, and the host monitor has not.
+        """Return whether only Ray's connection to the worker is lost, not that of the monitor.
 
-        That is about operators. Nobody could make the call of a training function again.
+        This is for operators: the call of a training function cannot be repeated.
         """
         import ray.exceptions
 
@@ -209,7 +205,7 @@ class ActorHandle(WorkerHandle):
 
     @property
     def alive(self) -> bool:
-        """Whether Ray is still there; without it, a call would start Ray anew."""
+        """Whether Ray is initialized; otherwise a call would start Ray again."""
         import ray
 
         return bool(ray.is_initialized())
@@ -235,14 +231,14 @@ class ActorHandle(WorkerHandle):
 
         if _is_here(self.info):
             return _await_end(self.info.pid, timeout_s)
-        # Ray tells of an actor's end before its exit handlers run
+        # Ray reports the end of an actor before its exit handlers run
         ended: bool = ray.get(self._on_node(_await_end).remote(self.info.pid, timeout_s))
         return ended
 
     def _on_node(self, function: Any) -> Any:
-        """Return a task of Ray's that calls a function on the worker's node.
+        """Return a Ray task that calls a function on the worker's node.
 
-        To start it may take as long as Ray's head stands still.
+        It does not start while the Ray head is silent.
         """
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -276,7 +272,7 @@ class ActorHandle(WorkerHandle):
 class InlineHandle(WorkerHandle):
     """The only worker of a group, in the driver's process and in the caller's thread.
 
-    A call has ended when it returns, so that a debugger stops where the user is.
+    A call runs before `work` returns, so that a debugger can step into it.
     """
 
     remote = False
@@ -293,7 +289,7 @@ class InlineHandle(WorkerHandle):
         return future
 
     def control(self, method: str, *arguments: Any) -> Future[Any]:
-        """Make the call, in this thread also where work has one of its own."""
+        """Make the call in this thread, even if work has its own thread."""
         try:
             return InlineHandle.work(self, method, *arguments)
         except Exception as error:
@@ -306,9 +302,9 @@ class InlineHandle(WorkerHandle):
 
 
 class ThreadHandle(InlineHandle):
-    """Worker 0 of a larger group, in the driver's process and a thread of its own.
+    """Worker 0 of a larger group, in the driver's process and in its own thread.
 
-    The caller's thread stays free to notice when another worker fails.
+    The caller's thread watches the other workers.
     """
 
     def __init__(self) -> None:
@@ -320,12 +316,12 @@ class ThreadHandle(InlineHandle):
         return self._thread.submit(getattr(self.worker, method), *arguments)
 
     def kill(self) -> None:
-        """Let the thread end when its call has."""
-        self._thread.shutdown(wait=False)  # a teardown that waits for its turn comes last
+        """Let the thread end after its calls."""
+        self._thread.shutdown(wait=False)  # a queued teardown still runs
 
 
 def _in_thread(function: Callable[..., T], *arguments: Any) -> Future[T]:
-    """Call a function that may hang; a daemon does, which keeps no process from its end."""
+    """Call a function that may hang, in a daemon thread that does not block process exit."""
     future: Future[T] = Future()
 
     def call() -> None:
@@ -343,7 +339,7 @@ def _send_signal(pid: int, number: int) -> None:
 
 
 def _await_end(pid: int, timeout_s: float) -> bool:
-    """Wait for the end of a process; return whether it has come."""
+    """Wait for the end of a process; return whether it has ended."""
     try:
         psutil.Process(pid).wait(timeout_s)
     except psutil.TimeoutExpired:
@@ -354,18 +350,18 @@ def _await_end(pid: int, timeout_s: float) -> bool:
 
 
 def _is_here(info: WorkerInfo) -> bool:
-    """Whether a worker runs on the driver's own node, where no task has to be started for it."""
+    """Return whether a worker runs on the driver's node, which needs no Ray task."""
     import ray
     import ray.util.client
 
-    if ray.util.client.ray.is_connected():  # the node that Ray tells of is that of the server
+    if ray.util.client.ray.is_connected():  # the node in the context is the server's
         return False
     node_id: str = ray.get_runtime_context().get_node_id()
     return info.node_id == node_id
 
 
 def loss_cause(error: BaseException, info: WorkerInfo) -> str:
-    """Return Ray's `error` in one line: what ended the process, without its advice."""
+    """Return in one line what ended the process, by an error of Ray, without its advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = next((x for x in reversed(lines) if not x.startswith(_WHICH)), type(error).__name__)
     said = said.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
@@ -373,7 +369,7 @@ def loss_cause(error: BaseException, info: WorkerInfo) -> str:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether an error of Ray or of the host monitor says that the worker or its node is gone."""
+    """Return whether an error means that the worker or its node is gone."""
     import ray.exceptions
 
     return isinstance(
@@ -382,13 +378,13 @@ def is_loss(error: BaseException) -> bool:
         | ray.exceptions.RayActorError
         | ray.exceptions.WorkerCrashedError
         | ray.exceptions.NodeDiedError
-        # Ray's own, for a worker that it killed; what user code raises comes as an outcome
+        # of Ray, for a worker that it killed; exceptions of user code come as outcomes
         | ray.exceptions.OutOfMemoryError,
     )
 
 
 def cause_of(member: WorkerHandle | None, error: BaseException) -> str:
-    """Say in one line why a worker is gone, or did not come."""
+    """Return in one line why a worker is lost, or did not start."""
     if member is not None and is_loss(error):
         return without_secrets(loss_cause(error, member.info))
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
