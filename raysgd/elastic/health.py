@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd._internal.context import Progress
@@ -68,32 +69,27 @@ class Heartbeats:
         return found
 
 
+@dataclass(eq=False)
 class HealthMonitor(Feature):
     """Watches one attempt at a call.
 
     A worker counts as stuck after `hang_timeout_s` without a batch, if the call has batches.
     """
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        ranks: Mapping[WorkerHandle, int],
-        hang_timeout_s: float | None,
-        clock: Clock,
-        has_batches: bool = True,
-    ) -> None:
-        self._clock = clock
-        self._attempt = attempt
-        self._ranks = ranks
-        self._hang_timeout_s = hang_timeout_s
-        self._has_batches = has_batches
+    attempt: Attempt
+    ranks: Mapping[WorkerHandle, int]
+    hang_timeout_s: float | None
+    clock: Clock
+    has_batches: bool = True
+    stuck_members: list[WorkerHandle] = field(default_factory=list)
+    """The workers that hung last, if some are stuck by themselves."""
+
+    def __post_init__(self) -> None:
         self._has_shown = False
-        self._moved_at = self._mentioned_at = self._clock.monotonic()
+        self._moved_at = self._mentioned_at = self.clock.monotonic()
         self._seen: dict[WorkerHandle, tuple[int, int]] = {}
         self._waiting: dict[WorkerHandle, int | None] = {}
         self._waiting_since = 0.0
-        self.stuck_members: list[WorkerHandle] = []
-        """The workers that hung last, if some are stuck by themselves."""
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> Event | None:
         """Return an event if the call does not move, or can never end."""
@@ -101,7 +97,7 @@ class HealthMonitor(Feature):
         if (stuck := self.stuck(progress)) is not None:
             self.stuck_members = stuck
             why = (
-                f"No batch finished for {self._hang_timeout_s:g} s, and no worker is stuck by "
+                f"No batch finished for {self.hang_timeout_s:g} s, and no worker is stuck by "
                 "itself: all wait for each other. The log has their stacks."
             )
             return WorkersHung(num_stuck=len(stuck), why=why)
@@ -110,16 +106,16 @@ class HealthMonitor(Feature):
 
     def mention_uneven(self) -> None:
         """Say, from time to time, which workers are still busy when others have returned."""
-        now = self._clock.monotonic()
-        if not self._attempt.outcomes or not self._attempt.pending:
+        now = self.clock.monotonic()
+        if not self.attempt.outcomes or not self.attempt.pending:
             self._mentioned_at = now
         elif now - self._mentioned_at >= _UNEVEN_S:
             self._mentioned_at = now
             logger.warning(
                 "Workers %s have returned; still waiting for workers %s, which may be waiting for "
                 "them in turn. Every worker needs the same number of collective operations.",
-                self._listed(self._attempt.outcomes),
-                self._listed(self._attempt.pending),
+                self._listed(self.attempt.outcomes),
+                self._listed(self.attempt.pending),
             )
 
     def in_vain(self, progress: Mapping[WorkerHandle, Progress]) -> str | None:
@@ -128,10 +124,10 @@ class HealthMonitor(Feature):
         It cannot end if each busy worker waits in a collective of all workers, and all others have
         returned: they do nothing until the next call.
         """
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         unknown = Progress()
-        waiting = {m: progress.get(m, unknown).collective for m in self._attempt.pending}
-        returned = {m: progress.get(m, unknown) for m in self._attempt.outcomes}
+        waiting = {m: progress.get(m, unknown).collective for m in self.attempt.pending}
+        returned = {m: progress.get(m, unknown) for m in self.attempt.outcomes}
         if (
             not returned
             or None in waiting.values()
@@ -156,15 +152,15 @@ class HealthMonitor(Feature):
 
         The list is empty if all wait for each other. No worker is stuck while one compiles.
         """
-        if not self._has_batches:
+        if not self.has_batches:
             return None
         seen = {m: (p.global_step, p.num_batches) for m, p in progress.items()}
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         if any(seen[member] != self._seen.get(member) for member in seen):
             self._seen, self._moved_at = {**self._seen, **seen}, now
             self._has_shown = False
         stood_s = now - self._moved_at
-        if self._hang_timeout_s is not None and stood_s >= self._hang_timeout_s:
+        if self.hang_timeout_s is not None and stood_s >= self.hang_timeout_s:
             stuck = self._find_stuck()
             self._moved_at = now
             return stuck
@@ -175,8 +171,8 @@ class HealthMonitor(Feature):
 
     def _show_stacks(self) -> dict[WorkerHandle, str | None] | None:
         """Log the stacks of all workers and return them; None if PyTorch compiles in one."""
-        stacks = _ask_stacks(self._attempt.pending, self._clock)
-        seconds = self._clock.monotonic() - self._moved_at
+        stacks = _ask_stacks(self.attempt.pending, self.clock)
+        seconds = self.clock.monotonic() - self._moved_at
         compiling = [m for m, text in stacks.items() if any(s in (text or "") for s in IN_COMPILER)]
         if compiling:
             ranks = self._listed(compiling)
@@ -184,7 +180,7 @@ class HealthMonitor(Feature):
                 "No batch finished for %.0f s: torch compiles in workers %s.", seconds, ranks
             )
             return None
-        logger.warning("No batch finished for %.0f s. %s", seconds, _described(stacks, self._ranks))
+        logger.warning("No batch finished for %.0f s. %s", seconds, _described(stacks, self.ranks))
         return stacks
 
     def _find_stuck(self) -> list[WorkerHandle] | None:
@@ -201,7 +197,7 @@ class HealthMonitor(Feature):
         return silent or [member for member in apart if member.remote]
 
     def _listed(self, members: Iterable[WorkerHandle]) -> str:
-        return ", ".join(str(rank) for rank in sorted(self._ranks[m] for m in members))
+        return ", ".join(str(rank) for rank in sorted(self.ranks[m] for m in members))
 
 
 def _stacks_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from raysgd._internal.context import WorkerContext
@@ -24,51 +24,37 @@ Goal = Literal["room", "process", "setup"]
 Step = Literal["come up", "start", "set up", "join"]
 
 
+@dataclass(eq=False)
 class Replacement:
-    """A worker that starts.
+    """A worker that starts."""
 
-    Args:
-        group: starts the worker.
-        slot: its place.
-        rank: its rank in the group, most likely.
-        size: size of the group then.
-        generation: number of the newest generation.
-        created: arguments of the worker's ``create``.
-        timeout_s: bound of each step from ``create`` on.
-        replaces_lost: whether it replaces a lost worker.
-        goal: when it is ready: after its ``setup`` alone, after ``create`` if all set up together,
-            or as soon as it has room if all workers will restart.
-    """
+    group: WorkerGroup
+    slot: Any
+    rank: int
+    """Its rank in the group, most likely."""
+    size: int
+    """Size of the group then."""
+    generation: int
+    """Number of the newest generation."""
+    created: Sequence[Any]
+    """Arguments of the worker's ``create``."""
+    timeout_s: float
+    """Bound of each step from ``create`` on."""
+    replaces_lost: bool
+    """Whether it replaces a lost worker."""
+    goal: Goal = "setup"
+    """When it is ready: after its ``setup`` alone, after ``create`` if all set up together, or as
+    soon as it has room if all workers will restart."""
+    context: WorkerContext | None = None
+    """The context that its process was prepared for; None before that."""
+    member: WorkerHandle | None = None
+    step: Step = "come up"
+    """Its current step, or the one in which it failed."""
+    is_ready: bool = False
+    error: BaseException | None = None
 
-    def __init__(
-        self,
-        group: WorkerGroup,
-        slot: Any,
-        rank: int,
-        size: int,
-        generation: int,
-        created: Sequence[Any],
-        timeout_s: float,
-        replaces_lost: bool,
-        goal: Goal = "setup",
-    ) -> None:
-        self._group = group
-        self.slot = slot
-        self.rank = rank
-        self._size = size
-        self._generation = generation
-        self._created = created
-        self._timeout_s = timeout_s
-        self._goal = goal
+    def __post_init__(self) -> None:
         self._life = self._live()
-        self.replaces_lost = replaces_lost
-        self.context: WorkerContext | None = None
-        """The context that its process was prepared for; None before that."""
-        self.member: WorkerHandle | None = None
-        self.step: Step = "come up"
-        """Its current step, or the one in which it failed."""
-        self.is_ready = False
-        self.error: BaseException | None = None
 
     def advance(self) -> None:
         """Take the next step if that is possible without waiting."""
@@ -86,15 +72,15 @@ class Replacement:
 
     def set_up_alone(self, generation: int) -> None:
         """Set up alone, even if the process is ready to set up with others."""
-        self._goal, self._generation = "setup", generation
+        self.goal, self.generation = "setup", generation
         if self.is_ready:
             self.is_ready, self._life = False, self._results(self._asked_to_set_up())
 
     def _wait_for_slot(self) -> Iterator[None]:
         looked = 0.0
         while True:
-            if self._group.clock.monotonic() - looked >= _LOOK_EVERY_S:
-                looked = self._group.clock.monotonic()
+            if self.group.clock.monotonic() - looked >= _LOOK_EVERY_S:
+                looked = self.group.clock.monotonic()
                 if self.slot.is_ready:
                     return
             yield
@@ -102,22 +88,22 @@ class Replacement:
     def _live(self) -> Iterator[None]:
         """Reach the goal step by step; yield while there is something to wait for."""
         yield from self._wait_for_slot()
-        if self._goal == "room":
+        if self.goal == "room":
             return
-        self.member = member = self._group.new_member(self.slot)
+        self.member = member = self.group.new_member(self.slot)
         if not member.info.node_ip:  # known for the driver's own worker
             place = member.control("info")
-            limit_s = max(self._group.options.start_timeout_s, COME_UP_S)
+            limit_s = max(self.group.options.start_timeout_s, COME_UP_S)
             yield from self._until(place, "come up", limit_s)
             member.locate(place.result())
-            if self.slot in self._group.suspects:
-                self._group.suspects.remove(self.slot)
+            if self.slot in self.group.suspects:
+                self.group.suspects.remove(self.slot)
         asked: list[tuple[Step, Future[Outcome]]]
-        asked = [("start", member.work("create", *self._created))]
-        if self._goal == "process":
+        asked = [("start", member.work("create", *self.created))]
+        if self.goal == "process":
             yield from self._results(asked)
             asked = []
-        if self._goal == "setup":  # all calls are queued on the worker
+        if self.goal == "setup":  # all calls are queued on the worker
             yield from self._results(asked + self._asked_to_set_up())
 
     def _asked_to_set_up(self) -> list[tuple[Step, Future[Outcome]]]:
@@ -125,13 +111,13 @@ class Replacement:
         if self.context is None:
             (alone,) = assign_contexts(
                 [self.member.info],
-                generation=self._generation,
-                distributed=self._group.options.num_workers > 1,
-                num_cpus=self._group.options.num_cpus,
+                generation=self.generation,
+                distributed=self.group.options.num_workers > 1,
+                num_cpus=self.group.options.num_cpus,
             )
-            self.context = replace(alone, world_rank=self.rank, world_size=self._size)
+            self.context = replace(alone, world_rank=self.rank, world_size=self.size)
         # a process cannot change which GPUs it sees
-        context = self.context = replace(self.context, generation=self._generation)
+        context = self.context = replace(self.context, generation=self.generation)
         # both are one step: if the process dies in the second call, both answers may be lost
         return [
             ("set up", self.member.work("prepare", context)),
@@ -140,16 +126,16 @@ class Replacement:
 
     def _results(self, asked: Sequence[tuple[Step, Future[Outcome]]]) -> Iterator[None]:
         for step, answer in asked:
-            yield from self._until(answer, step, self._timeout_s)
+            yield from self._until(answer, step, self.timeout_s)
             outcome = answer.result()
             if outcome.kind != "ok":
                 raise outcome.exception()
 
     def _until(self, answer: Future[Any], step: Step, timeout_s: float) -> Iterator[None]:
         self.step = step
-        deadline = self._group.clock.monotonic() + timeout_s
+        deadline = self.group.clock.monotonic() + timeout_s
         while not answer.done():
-            if self._group.clock.monotonic() > deadline:
+            if self.group.clock.monotonic() > deadline:
                 advice = WAIT_LONGER if step == "come up" else "To wait longer, raise timeout_s."
                 raise WorkerTimeoutError(
                     f"Waited {timeout_s:g} s for a worker to {step}, in vain for worker "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.context import Progress
@@ -31,56 +32,42 @@ _MAX_SETUP_CRASHES = 3
 """How many crashes in a row in the ``setup`` of one slot are an error."""
 
 
+@dataclass(eq=False)
 class ScaleUp(Feature):
-    """Starts a replacement worker for each missing place.
+    """Starts a replacement worker for each missing place."""
 
-    Args:
-        group: the group to fill.
-        config: whether and how often to try.
-        created: arguments of a worker's ``create``.
-        draw: returns a random number in 0..1, for the jitter.
-        on_failure: called with a replacement worker that failed, and the error.
-        timeout_s: bound of each step of a start, from ``create`` on.
-        can_join: whether replacement workers can join a group during a call. If not, none starts.
-        rejoins: whether a process can be in a second process group. If not, all workers restart
-            when there is room.
-    """
+    group: WorkerGroup
+    config: ElasticConfig
+    created: Sequence[Any]
+    """Arguments of a worker's ``create``."""
+    draw: Callable[[], float]
+    """Returns a random number in 0..1, for the jitter."""
+    on_failure: Callable[[WorkerHandle | None, BaseException], None]
+    """Called with a replacement worker that failed, and the error."""
+    timeout_s: float
+    """Bound of each step of a start, from ``create`` on."""
+    can_join: bool = True
+    """Whether replacement workers can join a group during a call. If not, none starts."""
+    rejoins: bool = True
+    """Whether a process can be in a second process group. If not, all restart if there is room."""
+    together: bool = True
+    """Whether the workers set up in one process group, as they do in the first start until one is
+    lost. Otherwise each sets up alone."""
+    error: BaseException | None = None
+    """Why the newest worker failed, if another one would fail in the same way."""
 
-    def __init__(
-        self,
-        group: WorkerGroup,
-        config: ElasticConfig,
-        created: Sequence[Any],
-        draw: Callable[[], float],
-        on_failure: Callable[[WorkerHandle | None, BaseException], None],
-        timeout_s: float,
-        can_join: bool = True,
-        rejoins: bool = True,
-    ) -> None:
-        self._group = group
-        self._config = config
-        self._created = created
-        self._draw = draw
-        self._on_failure = on_failure
-        self._timeout_s = timeout_s
-        self._can_join = can_join
-        self._rejoins = rejoins
-        self.together = True
-        """Whether the workers set up in one process group, as they do in the first start until one
-        is lost. Otherwise each sets up alone."""
+    def __post_init__(self) -> None:
         self._replacements: list[Replacement] = []
         self._lost_slots: list[Any] = []
         self._crashes: dict[Any, tuple[Step, int]] = {}
         """The step in which the last workers of a slot were lost, and how many in a row."""
         self._failures = 0
         self._retry_at: dict[Any, float] = {}
-        self._resized_at = self._group.clock.monotonic()
+        self._resized_at = self.group.clock.monotonic()
         self._enough_at: float | None = None
         self._is_first = True
         self._generation = 0
         self._says_silent = False
-        self.error: BaseException | None = None
-        """Why the newest worker failed, if another one would fail in the same way."""
 
     @property
     def under_way(self) -> bool:
@@ -97,7 +84,7 @@ class ScaleUp(Feature):
 
     def on_loss(self, member: WorkerHandle, error: BaseException) -> None:
         """Let a successor of the member join without waiting for the cooldown."""
-        self.lost(self._group.slot_of(member), isinstance(error, HostLostError))
+        self.lost(self.group.slot_of(member), isinstance(error, HostLostError))
 
     def lost(self, slot: Any, is_suspect: bool = False) -> None:
         """Let the successor of a worker that was lost in `slot` join without the cooldown.
@@ -109,8 +96,8 @@ class ScaleUp(Feature):
         """
         self._lost_slots.append(slot)
         self.try_again()
-        if is_suspect and slot not in self._group.suspects:
-            self._group.suspects.append(slot)
+        if is_suspect and slot not in self.group.suspects:
+            self.group.suspects.append(slot)
 
     def try_again(self) -> None:
         """Forget failures of replacement workers, because their cause may be gone."""
@@ -118,16 +105,16 @@ class ScaleUp(Feature):
 
     def has_room(self) -> bool:
         """Return whether the group may grow now and has room, which this requests."""
-        options, now = self._group.options, self._group.clock.monotonic()
-        if not self._config.grow or len(self._group.members) >= options.num_workers:
+        options, now = self.group.options, self.group.clock.monotonic()
+        if not self.config.grow or len(self.group.members) >= options.num_workers:
             return False
-        if not may_resize(now, self._resized_at, False, self._config):
+        if not may_resize(now, self._resized_at, False, self.config):
             return False
-        return any(slot.is_ready for slot in self._group.vacant_slots())
+        return any(slot.is_ready for slot in self.group.vacant_slots())
 
     def resized(self) -> None:
         """Start the cooldown between two changes of size."""
-        self._resized_at = self._group.clock.monotonic()
+        self._resized_at = self.group.clock.monotonic()
 
     def tick(self, generation: int, starting: bool = False) -> None:
         """Advance the replacements, and start missing ones, without waiting.
@@ -138,10 +125,10 @@ class ScaleUp(Feature):
             generation: number of the newest generation.
             starting: whether the replacements will be the group, in the room that is reserved.
         """
-        options = self._group.options
-        if not starting and (not self._config.grow or not self._can_join or options.inline):
+        options = self.group.options
+        if not starting and (not self.config.grow or not self.can_join or options.inline):
             return
-        drains = self._group.drains
+        drains = self.group.drains
         if self._says_silent and not drains.is_ray_silent:
             self._says_silent = False
             logger.warning("Ray's head answers again.")
@@ -155,25 +142,25 @@ class ScaleUp(Feature):
         if drains.is_ray_silent:
             return
         self._advance(self._replacements)
-        num_staying = len(self._group.members) - len(self._group.leaving())
+        num_staying = len(self.group.members) - len(self.group.leaving())
         missing = self._num_missing()
         if missing <= 0:
             in_order = sorted(self._replacements, key=self._is_sure, reverse=True)
             for replacement in in_order[options.num_workers - num_staying :]:
                 self.drop(replacement)  # others were the first to have room, or all stay after all
             if not self._replacements:
-                self._group.give_back()
-        if missing > 0 and self._failures < self._config.max_attempts:
+                self.group.give_back()
+        if missing > 0 and self._failures < self.config.max_attempts:
             self._advance(self._started(generation, starting, num_staying))
 
     def _is_sure(self, replacement: Replacement) -> bool:
-        return replacement.member is not None and replacement.slot not in self._group.suspects
+        return replacement.member is not None and replacement.slot not in self.group.suspects
 
     def _num_missing(self) -> int:
         """Return how many places have no member that stays, and no sure replacement."""
-        num_staying = len(self._group.members) - len(self._group.leaving())
+        num_staying = len(self.group.members) - len(self.group.leaving())
         num_sure = sum(map(self._is_sure, self._replacements))
-        return self._group.options.num_workers - num_staying - num_sure
+        return self.group.options.num_workers - num_staying - num_sure
 
     def _advance(self, replacements: Sequence[Replacement]) -> None:
         missing = self._num_missing()
@@ -188,11 +175,11 @@ class ScaleUp(Feature):
     def _started(self, generation: int, starting: bool, num_staying: int) -> list[Replacement]:
         """Start the missing workers, and return them."""
         taken = [replacement.slot for replacement in self._replacements]
-        vacant = [s for s in self._group.vacant_slots(request=not starting) if s not in taken]
-        now, num_workers = self._group.clock.monotonic(), self._group.options.num_workers
+        vacant = [s for s in self.group.vacant_slots(request=not starting) if s not in taken]
+        now, num_workers = self.group.clock.monotonic(), self.group.options.num_workers
         size = min(num_staying + len(taken) + len(vacant), num_workers)
-        replaces = starting or num_staying < len(self._group.members) or bool(self._group.suspects)
-        goal: Goal = "setup" if self._rejoins else "room"
+        replaces = starting or num_staying < len(self.group.members) or bool(self.group.suspects)
+        goal: Goal = "setup" if self.rejoins else "room"
         if starting and self.together:
             goal = "process"
         for slot in vacant:
@@ -201,13 +188,13 @@ class ScaleUp(Feature):
             ranks = {replacement.rank for replacement in self._replacements}
             self._replacements.append(
                 Replacement(
-                    self._group,
+                    self.group,
                     slot,
                     next((r for r in range(num_staying, size) if r not in ranks), size - 1),
                     size,
                     generation,
-                    self._created,
-                    self._timeout_s,
+                    self.created,
+                    self.timeout_s,
                     replaces_lost=replaces or slot in self._lost_slots,
                     goal=goal,
                 )
@@ -221,23 +208,23 @@ class ScaleUp(Feature):
         """
         error = error or replacement.error or RuntimeError("it did not join")
         self.drop(replacement)
-        self._on_failure(replacement.member, error)
+        self.on_failure(replacement.member, error)
         slot, step = replacement.slot, replacement.step
         if is_loss(error):
             self._lost_slots.append(slot)
             before, count = self._crashes.get(slot, (step, 0))
             count = count + 1 if step == before else 1
             self._crashes[slot] = step, count
-            if count < (_MAX_SETUP_CRASHES if step == "set up" else self._config.max_attempts):
+            if count < (_MAX_SETUP_CRASHES if step == "set up" else self.config.max_attempts):
                 return
             if step in ("start", "set up"):  # where the user's code runs
                 self.error = _died_in_a_row(replacement, error, count)
         elif self._is_first or not isinstance(error, WorkerTimeoutError):
             self.error = error  # what took too long may have been stopped by chance
-        wait_s = backoff_s(self._failures, self._config, self._draw())
-        self._retry_at[slot] = self._group.clock.monotonic() + wait_s
+        wait_s = backoff_s(self._failures, self.config, self.draw())
+        self._retry_at[slot] = self.group.clock.monotonic() + wait_s
         self._failures += 1
-        if self._failures == self._config.max_attempts:
+        if self._failures == self.config.max_attempts:
             logger.warning("Giving up on replacement workers after %d failures.", self._failures)
 
     def drop(self, replacement: Replacement) -> None:
@@ -246,7 +233,7 @@ class ScaleUp(Feature):
             return  # a call that `shutdown` in another thread ends has done it
         self._replacements.remove(replacement)
         if replacement.member is not None:
-            self._group.discard(replacement.member)
+            self.group.discard(replacement.member)
 
     def fail_member(self, member: WorkerHandle, error: BaseException) -> bool:
         """Fail the replacement of a worker; return False if the worker is none."""
@@ -257,13 +244,13 @@ class ScaleUp(Feature):
 
     def ready(self) -> list[Replacement]:
         """Return the replacement workers that may join now."""
-        now = self._group.clock.monotonic()
-        urgent = len(self._group.members) < self._group.options.min_workers
+        now = self.group.clock.monotonic()
+        urgent = len(self.group.members) < self.group.options.min_workers
         return [
             replacement
             for replacement in self._replacements
             if replacement.is_ready
-            and may_resize(now, self._resized_at, urgent or replacement.replaces_lost, self._config)
+            and may_resize(now, self._resized_at, urgent or replacement.replaces_lost, self.config)
         ]
 
     def coming(self) -> int:
@@ -282,7 +269,7 @@ class ScaleUp(Feature):
 
         A start gives late workers some time. It does not begin without the driver's own worker.
         """
-        num_members, now = len(self._group.members), self._group.clock.monotonic()
+        num_members, now = len(self.group.members), self.group.clock.monotonic()
         if num_members + len(self.ready()) < min_workers:
             return False
         late = {r.slot: r.member for r in self._replacements if r.member and not r.is_ready}
@@ -290,7 +277,7 @@ class ScaleUp(Feature):
             return True
         if self._enough_at is None:
             self._enough_at = now
-        may_join_later = self._can_join and self._rejoins and self._config.grow
+        may_join_later = self.can_join and self.rejoins and self.config.grow
         replace_lost = all(slot in self._lost_slots for slot in late)
         is_short = may_join_later and (replace_lost or not self._is_first)
         grace_s = _SHORT_GRACE_S if is_short else _GRACE_S
@@ -298,7 +285,7 @@ class ScaleUp(Feature):
 
     def set_up_alone(self, generation: int) -> None:
         """Let the remaining replacements set up alone, after the first start."""
-        if self.together and self._can_join and self._rejoins:
+        if self.together and self.can_join and self.rejoins:
             self.together, self._enough_at = False, None
             for replacement in self._replacements:
                 replacement.set_up_alone(generation)

@@ -30,15 +30,27 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainRequest(Request):
+class _EpochRequest(Request):
+    """What training and validation have in common."""
+
+    call: int
+    """Number of the call; a repeated request has the same number."""
+    limit: float | None = None
+    """Steps of an epoch or a validation, or their share of it as a float; None for all."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Info for the operator."""
+    profile: bool = False
+    """Whether to measure the stages of a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest(_EpochRequest):
     """Train up to a goal, which is absolute so that a repeated request does only what is left.
 
     The answer is the metrics, or None if training paused at `callback_pause`. The same request
     made again then continues, and its metrics cover the whole call.
     """
 
-    call: int
-    """Number of the call; a repeated request has the same number."""
     until_epoch: int | None = None
     """Completed epochs to train to; None if `until_step` is the goal."""
     until_step: int | None = None
@@ -47,18 +59,12 @@ class TrainRequest(Request):
     """Committed steps before the call. Replayed steps of earlier calls do not count."""
     callback_pause: int | None = None
     """Step at which to pause; None to train up to the goal."""
-    limit: float | None = None
-    """Steps of an epoch, or their share of it as a float; None for all."""
     repeats: bool = False
     """Whether each epoch has the batches of the first one."""
     split: int | None = None
     """Least number of micro-batches per batch, because memory ran out."""
     logged: int | None = None
     """Step up to which metrics are logged by the step; None if they are not."""
-    info: Mapping[str, Any] = field(default_factory=dict)
-    """Info for the operator."""
-    profile: bool = False
-    """Whether to measure the stages of a step."""
     dataset: Dataset | None = None
     """Data set to train on instead of the registered loader."""
 
@@ -68,23 +74,18 @@ class TrainRequest(Request):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidateRequest(Request):
-    """Evaluate the rest of the validation loader, or `num_steps` steps, and return metrics."""
+class ValidateRequest(_EpochRequest):
+    """Evaluate the rest of the validation loader, or `num_steps` steps, and return metrics.
 
-    call: int
-    """Number of the call; a repeated request has the same number and starts at the same batch."""
+    A repeated request starts at the same batch.
+    """
+
     num_steps: int | None = None
     """Batches on each worker; None for the rest of the loader."""
     from_start: bool = False
     """Whether to start at the first batch instead of after the last call."""
     loader: Any = None
     """Loader to evaluate instead of the registered one, or a function that returns it."""
-    limit: float | None = None
-    """Steps of a validation, or their share of it as a float; None for all."""
-    info: Mapping[str, Any] = field(default_factory=dict)
-    """Info for the operator."""
-    profile: bool = False
-    """Whether to measure the stages of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
