@@ -14,7 +14,7 @@ __all__ = ["Feature"]
 class Feature:
     """Observes the group. Each method does nothing by default.
 
-    To add a feature, write one file and add one line to `Controller`.
+    To add a feature, write one file, make it in `Controller`, and list it in `DriverContext`.
     """
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> Event | None:

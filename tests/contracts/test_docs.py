@@ -27,6 +27,17 @@ TROUBLESHOOTING = DOCS / "troubleshooting.md"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 MAX_NOT_RUN = 8
 
+# ---- files
+
+
+def test_the_files_that_the_architecture_page_names_exist():
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    paths = set(re.findall(r"`(?!.*NAME)(\w+/[\w/.]*|\w+\.py)`", text))
+    folders = (ROOT, ROOT / "raysgd", ROOT / "raysgd" / "elastic")
+    assert len(paths) > 50
+    assert {path for path in paths if not any((each / path).exists() for each in folders)} == set()
+
+
 # ---- snippets
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>\S.*)?$")
