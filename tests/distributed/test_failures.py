@@ -2,6 +2,7 @@
 
 import os
 import time
+import traceback
 
 import pytest
 import torch
@@ -52,6 +53,25 @@ def test_user_exceptions_reach_the_caller_and_the_run_ends_as_one_without(three)
     trainer.train()
     assert fingerprints(trainer) == expected
     assert three.kinds.count("user_error") == 3
+
+
+def test_an_actor_reaches_train_batch_in_eight_frames_two_of_which_are_of_ray(three):
+    def count_frames(operator):
+        train_batch = operator.train_batch
+
+        def counted(batch, batch_info):
+            operator.num_frames = len(traceback.extract_stack())
+            return train_batch(batch, batch_info)
+
+        operator.train_batch = counted
+
+    def restore(operator):
+        del operator.train_batch
+        return operator.num_frames
+
+    three.trainer.apply_all_operators(count_frames)
+    three.trainer.train(num_steps=1)
+    assert max(three.trainer.apply_all_operators(restore)) <= 8
 
 
 def test_a_straggler_does_not_keep_the_exception_from_the_caller(three):
