@@ -16,7 +16,7 @@ import numpy as np
 
 from raysgd._internal.nested import map_leaves
 from raysgd.checkpoint import arrays
-from raysgd.checkpoint.location import LocalFile, Location, locate
+from raysgd.checkpoint.location import Location, locate
 from raysgd.checkpoint.manifest import Manifest, seal, sealed_size, verify
 from raysgd.errors import CheckpointError
 
@@ -202,7 +202,7 @@ def read_pickle(path: str | os.PathLike[str]) -> tuple[bytes, Manifest | None]:
 def _file_at(path: str | os.PathLike[str]) -> Location:
     """Return the file to read. In a folder that workers wrote together, it is the checkpoint."""
     source = locate(path)
-    is_folder = isinstance(source, LocalFile) and os.path.isfile(f"{source.name}/{STATE}")
+    is_folder = source.is_local and os.path.isfile(f"{source.name}/{STATE}")
     return source.child(STATE) if is_folder else source
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from raysgd._internal.files import TEMPORARY_NAME, sync_folder, temporary_name
 from raysgd.checkpoint.file import STATE, TENSORS_FILE, TENSORS_FOLDER, write_file
-from raysgd.checkpoint.location import LocalFile, Location
+from raysgd.checkpoint.location import Location, locate
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
 
@@ -39,7 +39,7 @@ def writable_folder(place: Location) -> Path:
     Raises:
         CheckpointError: if it is a URL, or no folder that can be written to.
     """
-    if not isinstance(place, LocalFile):
+    if not place.is_local:
         raise CheckpointError(
             f"Cannot save to {place.shown} with sharded=True: the workers write into a folder "
             "of a file system that all of them have mounted. Give its path."
@@ -105,5 +105,5 @@ def remove_folder(folder: Path) -> None:
     Raises:
         CheckpointError: if the checkpoint cannot be removed.
     """
-    LocalFile(str(folder / STATE)).remove()
+    locate(folder / STATE).remove()
     shutil.rmtree(folder, ignore_errors=True)

@@ -7,13 +7,13 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any
 
 from raysgd._internal.files import replacing, sync_folder, temporary_name
 from raysgd._internal.paths import checked_path, shown_url, without_secrets
 from raysgd.errors import CheckpointError
 
-__all__ = ["LocalFile", "Location", "RemoteFile", "UnreachableError", "first_line", "locate"]
+__all__ = ["Location", "UnreachableError", "first_line", "locate"]
 
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci"}
 """File systems in which a file appears when its upload ends, and renaming is a second upload."""
@@ -26,122 +26,34 @@ class UnreachableError(CheckpointError):
     """
 
 
-class LocalFile:
-    """A path. If it is a link, a write replaces the target of the link.
+class Location:
+    """A file or a folder, by its path or URL. It need not exist.
 
-    All methods raise CheckpointError.
-
-    Attributes:
-        name: the absolute path.
-        shown: its name in messages.
-    """
-
-    def __init__(self, path: str) -> None:
-        try:
-            self._path = checked_path("path", path).absolute()
-        except ValueError as error:
-            raise CheckpointError(str(error)) from error
-        self.name = self.shown = str(self._path)
-
-    def check_writable(self) -> str:
-        """Return the name of the file that a write replaces, if it can be written."""
-        return str(self._target())
-
-    def write(self, fill: Callable[[IO[bytes]], None]) -> str:
-        """Write a file, whole or not at all, and return its name.
-
-        Args:
-            fill: takes a file that is open for reading and writing.
-        """
-        target = self._target()
-        try:
-            with replacing(target) as file:
-                fill(file)
-        except Exception as error:
-            gone = "" if target.parent.is_dir() else f"the folder {target.parent} was removed: "
-            cause = _system_error(error)
-            raise CheckpointError(f"Cannot save to {target}: {gone}{cause}") from cause
-        return str(target)
-
-    def _target(self) -> Path:
-        try:
-            target = self._path.resolve()
-            folder = target.parent
-            if target.is_dir():
-                problem = "it is a folder; give the name of a file in it"
-            elif target.exists() and not target.is_file():
-                problem = "it is no regular file"
-            elif not folder.is_dir():
-                problem = f"the folder {folder} does not exist; create it first"
-            elif not os.access(folder, os.W_OK | os.X_OK):
-                problem = f"there is no permission to write into {folder}"
-            else:
-                return target
-        except (OSError, RuntimeError, ValueError) as error:  # too long, a ring of links, a zero
-            raise CheckpointError(f"Cannot save to {self.shown}: {error}") from error
-        raise CheckpointError(f"Cannot save to {target}: {problem}.")
-
-    @contextlib.contextmanager
-    def open(self, whole: bool = True) -> Iterator[IO[bytes]]:
-        """Open the file for reading."""
-        try:
-            if not self._path.is_file():
-                problem = "it is a folder" if self._path.is_dir() else "there is no such file"
-                raise CheckpointError(f"Cannot load {self.shown}: {problem}.")
-            file = self._path.open("rb")
-        except PermissionError as error:
-            raise UnreachableError(f"Cannot load {self.shown}: {error}") from error
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"Cannot load {self.shown}: {error}") from error
-        with file:
-            yield file
-
-    def remove(self) -> None:
-        """Remove the file, if it is there."""
-        try:
-            self._path.unlink(missing_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"Cannot remove {self.shown}: {error}") from error
-
-    def child(self, name: str) -> LocalFile:
-        """Return a file in this folder."""
-        return LocalFile(str(self._path / name))
-
-    def make_folder(self) -> None:
-        """Make this folder and those above it, unless they are there."""
-        try:
-            self._path.mkdir(parents=True, exist_ok=True)
-            sync_folder(self._path.parent)
-        except OSError as error:
-            raise CheckpointError(f"Cannot make the folder {self.shown}: {error}") from error
-
-    def file_names(self) -> list[str]:
-        """Return the names of the files in this folder; none if there is no such folder."""
-        try:
-            with os.scandir(self._path) as entries:
-                return [entry.name for entry in entries if entry.is_file()]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise UnreachableError(f"Cannot list {self.shown}: {error}") from error
-
-
-class RemoteFile:
-    """A URL. Writes and loads go through a temporary file on the local disk.
-
-    The file system decides how long it waits for a server. All methods raise CheckpointError.
+    All methods raise CheckpointError. The file system decides how long it waits for a server.
 
     Attributes:
-        name: the URL.
+        name: the absolute path, or the URL.
         shown: its name in messages, without passwords and signatures.
+        is_local: whether it is a path.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, text: str) -> None:
+        scheme, separator, rest = text.partition("://")
+        self.is_local = not separator or scheme in ("file", "local")
+        if self.is_local:
+            try:
+                path = checked_path("path", rest if separator else text).absolute()
+            except ValueError as error:
+                raise CheckpointError(str(error)) from error
+            self.name = self.shown = str(path)
+        else:
+            self.name, self.shown = text, shown_url(text)
+            self._check_protocols()
+
+    def _check_protocols(self) -> None:
         from fsspec import get_filesystem_class
 
-        self.name = url
-        self.shown = shown_url(url)
-        for protocol in (part.partition("://")[0] for part in url.split("::")):
+        for protocol in (part.partition("://")[0] for part in self.name.split("::")):
             try:
                 get_filesystem_class(protocol)
             except ImportError as error:  # names the package to install
@@ -156,52 +68,74 @@ class RemoteFile:
                     "https:// (aiohttp) and others, which fsspec lists."
                 ) from self._cause(error)
 
+    def child(self, name: str) -> Location:
+        """Return a file in this folder."""
+        return Location(f"{self.name.rstrip('/')}/{name}")
+
     def check_writable(self) -> str:
-        """Return the URL. Only a write shows whether it can be written."""
-        return self.name
+        """Return the name of the file that a write replaces. Only a write checks a URL."""
+        return str(_target_of(self.name)) if self.is_local else self.name
 
     def write(self, fill: Callable[[IO[bytes]], None]) -> str:
-        """Write to the local disk, upload the file, and give it its name when it is whole."""
-        with _scratch_file() as local:
-            try:
+        """Write a file, whole or not at all, and return its name.
+
+        A URL is uploaded from the local disk. If a path is a link, the target is replaced.
+
+        Args:
+            fill: takes a file that is open for reading and writing.
+        """
+        shown = self.check_writable() if self.is_local else self.shown
+        try:
+            if self.is_local:
+                with replacing(Path(shown)) as file:
+                    fill(file)
+                return shown
+            with _scratch_file() as local:
                 with local.open("xb+") as file:
                     fill(file)
-            except Exception as error:
-                cause = _system_error(error)
-                raise CheckpointError(f"Cannot save to {self.shown}: {cause}") from cause
-            with self._file_system("save to") as (fs, path):
-                _upload(str(local), fs, path)
-        return self.name
+                with self._file_system("save to") as (fs, path):
+                    _upload(str(local), fs, path)
+            return self.name
+        except UnreachableError:
+            raise
+        except Exception as error:
+            folder, cause = os.path.dirname(shown), _system_error(error)
+            is_gone = self.is_local and not os.path.isdir(folder)
+            gone = f"the folder {folder} was removed: " if is_gone else ""
+            raise CheckpointError(f"Cannot save to {shown}: {gone}{cause}") from cause
 
     @contextlib.contextmanager
     def open(self, whole: bool = True) -> Iterator[IO[bytes]]:
-        """Open the file for reading. With `whole` it is fetched first."""
-        with _scratch_file() as local:
+        """Open the file for reading. With `whole` it is fetched to the local disk first."""
+        with contextlib.ExitStack() as stack:
             with self._file_system("load") as (fs, path):
-                if not whole:
+                if not self.is_local and not whole:
                     with fs.open(path, "rb") as file:
                         yield file
                     return
-                fs.get_file(path, str(local))
+                local = Path(path)
+                if not self.is_local:
+                    local = stack.enter_context(_scratch_file())
+                    fs.get_file(path, str(local))
                 if not local.is_file():
-                    raise CheckpointError(f"Cannot load {self.shown}: it is a folder.")
-            with local.open("rb") as file:
-                yield file
+                    is_folder = local.is_dir() or not self.is_local
+                    problem = "it is a folder" if is_folder else "there is no such file"
+                    raise CheckpointError(f"Cannot load {self.shown}: {problem}.")
+                file = stack.enter_context(local.open("rb"))
+            yield file
 
     def remove(self) -> None:
         """Remove the file, if it is there."""
         with self._file_system("remove") as (fs, path), contextlib.suppress(FileNotFoundError):
             fs.rm_file(path)
 
-    def child(self, name: str) -> RemoteFile:
-        """Return a file in this folder."""
-        return RemoteFile(f"{self.name.rstrip('/')}/{name}")
-
     def make_folder(self) -> None:
         """Make this folder, except in an object store: that would make a bucket."""
         with self._file_system("make the folder") as (fs, path):
             if not _is_object_store(fs):
                 fs.makedirs(path, exist_ok=True)
+            if self.is_local:
+                sync_folder(Path(path).parent)
 
     def file_names(self) -> list[str]:
         """Return the names of the files in this folder; none if there is no such folder."""
@@ -209,17 +143,19 @@ class RemoteFile:
             fs.invalidate_cache()  # another process may have written since
             with contextlib.suppress(FileNotFoundError):
                 infos = fs.ls(path, detail=True)
-                files = (info["name"] for info in infos if info["type"] == "file")
+                files = (info["name"] for info in infos if info["type"] != "directory")
                 return [name.rstrip("/").rsplit("/", 1)[-1] for name in files]
             return []
 
     @contextlib.contextmanager
     def _file_system(self, verb: str) -> Iterator[tuple[Any, str]]:
         """Yield the file system and the path in it, and replace its errors by ours."""
+        from fsspec import filesystem
         from fsspec.core import url_to_fs
 
         try:
-            yield url_to_fs(self.name)
+            # a path may have the :: of a chain of URLs in it
+            yield (filesystem("file"), self.name) if self.is_local else url_to_fs(self.name)
         except CheckpointError:
             raise
         except Exception as error:
@@ -227,16 +163,14 @@ class RemoteFile:
                 raise CheckpointError(
                     f"Cannot load {self.shown}: there is no such file."
                 ) from self._cause(error)
+            may_be_intact = not self.is_local or isinstance(error, PermissionError)
+            kind = UnreachableError if may_be_intact else CheckpointError
             text = without_secrets(first_line(error).replace(self.name, self.shown))
-            raise UnreachableError(f"Cannot {verb} {self.shown}: {text}") from self._cause(error)
+            raise kind(f"Cannot {verb} {self.shown}: {text}") from self._cause(error)
 
     def _cause(self, error: BaseException) -> BaseException | None:
         """Return an error as the cause of ours, unless its text may show a secret."""
         return error if self.shown == self.name else None
-
-
-Location: TypeAlias = LocalFile | RemoteFile
-"""A file or a folder, which may not exist. Both classes have the same methods."""
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
@@ -249,10 +183,7 @@ def locate(path: str | os.PathLike[str]) -> Location:
     text = os.fspath(path)
     if not isinstance(text, str):
         raise TypeError(f"A path must be a text, but it is {path!r}.")
-    scheme, separator, rest = text.partition("://")
-    if separator and scheme not in ("file", "local"):
-        return RemoteFile(text)
-    return LocalFile(rest if separator else text)
+    return Location(text)
 
 
 def first_line(error: BaseException) -> str:
@@ -269,6 +200,26 @@ def _system_error(error: BaseException) -> BaseException:
     while first is not None and not isinstance(first, OSError):
         first = first.__context__
     return error if first is None else first
+
+
+def _target_of(name: str) -> Path:
+    """Return the file that a write to a path replaces."""
+    try:
+        target = Path(name).resolve()
+        folder = target.parent
+        if target.is_dir():
+            problem = "it is a folder; give the name of a file in it"
+        elif target.exists() and not target.is_file():
+            problem = "it is no regular file"
+        elif not folder.is_dir():
+            problem = f"the folder {folder} does not exist; create it first"
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            problem = f"there is no permission to write into {folder}"
+        else:
+            return target
+    except (OSError, RuntimeError, ValueError) as error:  # too long, a ring of links, a zero
+        raise CheckpointError(f"Cannot save to {name}: {error}") from error
+    raise CheckpointError(f"Cannot save to {target}: {problem}.")
 
 
 def _upload(local: str, fs: Any, path: str) -> None:

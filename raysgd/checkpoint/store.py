@@ -20,7 +20,7 @@ from raysgd.checkpoint.folder import (
     writable_folder,
     write_folder,
 )
-from raysgd.checkpoint.location import LocalFile, UnreachableError, locate
+from raysgd.checkpoint.location import UnreachableError, locate
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
 
@@ -152,7 +152,7 @@ class CheckpointStore(CheckpointFolder):
     @property
     def is_local(self) -> bool:
         """Whether it is a path, and no URL."""
-        return isinstance(self._folder, LocalFile)
+        return self._folder.is_local
 
     @property
     def tensors_folder(self) -> Path:

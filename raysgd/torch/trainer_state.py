@@ -16,7 +16,7 @@ from raysgd.checkpoint.folder import (
     writable_folder,
     write_folder,
 )
-from raysgd.checkpoint.location import LocalFile, locate
+from raysgd.checkpoint.location import locate
 from raysgd.checkpoint.weights import save_rows
 from raysgd.elastic.call import Call
 from raysgd.torch.requests import SaveTensorsRequest, SaveWeightsRequest
@@ -62,7 +62,7 @@ class TorchTrainerState(TrainerState):
 
     def write_weights(self, target: str) -> str:
         """Write the weights, each worker its shards if it can."""
-        if not self.is_fully_sharded or not isinstance(locate(target), LocalFile):
+        if not self.is_fully_sharded or not locate(target).is_local:
             return super().write_weights(target)
         try:
             with new_tensors(Path(target).parent) as folder:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from raysgd.checkpoint import read_file, write_file
-from raysgd.checkpoint.location import LocalFile, RemoteFile, first_line, locate
+from raysgd.checkpoint.location import first_line, locate
 from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.states import STATE
 
@@ -15,7 +15,7 @@ def test_a_path_is_local_and_absolute(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
     for path in ("a/b.pt", Path("a/b.pt"), tmp_path / "a/b.pt", f"file://{tmp_path}/a/b.pt"):
         location = locate(path)
-        assert isinstance(location, LocalFile)
+        assert location.is_local
         assert location.name == str(tmp_path / "a" / "b.pt")
     assert locate("~/x.pt").name == "/home/somebody/x.pt"
 
@@ -27,7 +27,7 @@ def test_a_url_of_a_file_is_a_path(tmp_path):
 
 
 def test_every_other_url_is_remote():
-    assert isinstance(locate("memory://folder/state.pt"), RemoteFile)
+    assert not locate("memory://folder/state.pt").is_local
 
 
 @pytest.mark.parametrize("nonsense", [None, 3, b"bytes"])

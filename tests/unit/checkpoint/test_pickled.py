@@ -1,8 +1,10 @@
 """Pickles in files with checksums: readable as pickles, and no damage passes."""
 
+import io
 import pickle
 
 import pytest
+import torch
 
 from raysgd.checkpoint.file import read_manifest, read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
@@ -32,6 +34,18 @@ def test_any_reader_of_pickles_reads_it(path):
 def test_a_file_of_pickle_alone_is_read(tmp_path):
     (tmp_path / "plain").write_bytes(BLOB)
     assert read_pickle(tmp_path / "plain") == (BLOB, None)
+
+
+def test_a_pickle_that_ends_with_an_archive_comes_back(tmp_path):
+    """As the checkpoint of a folder does whose last file is one of torch.save."""
+    file = io.BytesIO()
+    torch.save({"w": torch.ones(3)}, file)
+    blob = pickle.dumps({"model.pt": file.getvalue()})
+    write_pickle(blob, tmp_path / "file", Manifest(global_step=7))
+    found, manifest = read_pickle(tmp_path / "file")
+    assert (found, manifest.global_step) == (blob, 7)
+    (tmp_path / "plain").write_bytes(blob)
+    assert read_pickle(tmp_path / "plain") == (blob, None)
 
 
 def test_damage_to_any_byte_is_found(path):

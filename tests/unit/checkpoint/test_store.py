@@ -22,7 +22,7 @@ from raysgd._internal.files import temporary_name
 from raysgd.checkpoint import CheckpointStore, Manifest, read_manifest, write_file
 from raysgd.checkpoint.checkpoint_folder import position_of
 from raysgd.checkpoint.file import read_checkpoint
-from raysgd.checkpoint.location import LocalFile, UnreachableError, locate
+from raysgd.checkpoint.location import Location, UnreachableError, locate
 from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.processes import fork
 from tests.unit.checkpoint.states import STATE, Code, flip, state_at, step_of
@@ -263,7 +263,7 @@ def test_a_failing_clean_up_does_not_fail_the_save(tmp_path, monkeypatch, caplog
     def fail(self):
         raise CheckpointError("Cannot remove it.")
 
-    monkeypatch.setattr(LocalFile, "remove", fail)
+    monkeypatch.setattr(Location, "remove", fail)
     store = CheckpointStore(tmp_path, job="first", keep=1)
     for step in (1, 2):
         store.save(state_at(step))
