@@ -163,10 +163,10 @@ class Location:
                 raise CheckpointError(
                     f"Cannot load {self.shown}: there is no such file."
                 ) from self._cause(error)
-            may_be_intact = not self.is_local or isinstance(error, PermissionError)
-            kind = UnreachableError if may_be_intact else CheckpointError
             text = without_secrets(first_line(error).replace(self.name, self.shown))
-            raise kind(f"Cannot {verb} {self.shown}: {text}") from self._cause(error)
+            if self.is_local and not isinstance(error, PermissionError):
+                raise CheckpointError(f"Cannot {verb} {self.shown}: {text}") from error
+            raise UnreachableError(f"Cannot {verb} {self.shown}: {text}") from self._cause(error)
 
     def _cause(self, error: BaseException) -> BaseException | None:
         """Return an error as the cause of ours, unless its text may show a secret."""
