@@ -1,4 +1,4 @@
-"""What workers tell each other beside gradients, by torch.distributed or by Horovod."""
+"""Collectives besides the averaging of gradients, by torch.distributed or Horovod."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ __all__ = [
 ]
 
 _MESSAGE_BYTES = 64 * 2**20
-"""The size from which on tensors no longer travel together."""
+"""Bytes of tensors from which a combined message is sent."""
 
 
 def _horovod() -> Any:
-    """Return Horovod where it is the group; None with torch.distributed."""
+    """Return Horovod if workers communicate with it; None with torch.distributed."""
     if dist.is_initialized():
         return None
     if "horovod" not in sys.modules:
@@ -49,13 +49,13 @@ def _horovod() -> Any:
 
 
 def rank() -> int:
-    """Return this worker's rank in the group."""
+    """Return this worker's rank."""
     hvd = _horovod()
     return dist.get_rank() if hvd is None else int(hvd.rank())
 
 
 def size() -> int:
-    """Return how many workers the group has."""
+    """Return the number of workers."""
     hvd = _horovod()
     return dist.get_world_size() if hvd is None else int(hvd.size())
 
@@ -71,7 +71,7 @@ def minimum(value: int, device: torch.device) -> int:
 
 
 def mean(value: float, device: torch.device) -> float:
-    """Return the mean of a number over all ranks."""
+    """Return the mean of `value` over all ranks."""
     hvd = _horovod()
     held = torch.tensor([value], dtype=torch.float64, device=device)
     if hvd is not None:
@@ -81,7 +81,7 @@ def mean(value: float, device: torch.device) -> float:
 
 
 def ranks_with(said: bool, device: torch.device) -> list[int]:
-    """Return the ranks that said True."""
+    """Return the ranks that pass True."""
     hvd = _horovod()
     held = torch.zeros(size(), dtype=torch.int64, device=device)
     held[rank()] = int(said)
@@ -93,10 +93,10 @@ def ranks_with(said: bool, device: torch.device) -> list[int]:
 
 
 def fewest_receivers(wanting: Sequence[int], device: torch.device) -> Sequence[int] | None:
-    """Return to which ranks to send something that these want; None for all, as one broadcast.
+    """Return the ranks to send to one by one; None to broadcast to all.
 
-    A broadcast over W ranks takes log2(W) rounds; to a single rank one is enough, and the others
-    need not take part.
+    A broadcast over W ranks takes log2(W) rounds. Sending to one rank takes one round and needs no
+    other rank.
     """
     if _horovod() is not None or device.type != "cpu":
         return None
@@ -108,9 +108,9 @@ def broadcast(tensor: torch.Tensor, source: int, to: Sequence[int] | None = None
     """Overwrite `tensor`, which must be contiguous, with that of rank `source`.
 
     Args:
-        tensor: of the same size on all ranks.
-        source: the rank that has it.
-        to: the only ranks that get it, one after the other; the rest may call this or not.
+        tensor: has the same size on all ranks.
+        source: rank that has the content.
+        to: ranks that receive one after another; other ranks need not call this. None for all.
     """
     hvd = _horovod()
     content = tensor.view(-1).view(torch.uint8)  # gloo, NCCL and Horovod each lack some types
@@ -126,7 +126,7 @@ def broadcast(tensor: torch.Tensor, source: int, to: Sequence[int] | None = None
 
 
 def broadcast_object(thing: Any, source: int, to: Sequence[int] | None = None) -> Any:
-    """Return what rank `source` gave, on every rank or those in `to`; it travels as a pickle."""
+    """Return the pickled `thing` of rank `source`, on every rank or only on those in `to`."""
     hvd = _horovod()
     if hvd is not None:
         return hvd.broadcast_object(thing, root_rank=source, name="raysgd.object")
@@ -147,12 +147,12 @@ def broadcast_object(thing: Any, source: int, to: Sequence[int] | None = None) -
 def broadcast_tensors(
     tensors: Sequence[torch.Tensor], source: int, to: Sequence[int] | None = None
 ) -> None:
-    """Overwrite `tensors` with those of rank `source`, those of one type and device together.
+    """Overwrite `tensors` with those of rank `source`, grouped by dtype and device.
 
     Args:
-        tensors: of the same sizes on all ranks.
-        source: the rank that has them.
-        to: the only ranks that take part beside; None for all.
+        tensors: have the same sizes on all ranks.
+        source: rank that has the content.
+        to: the other ranks that take part; None for all.
     """
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -175,7 +175,7 @@ def _broadcast_flat(tensors: list[torch.Tensor], source: int, to: Sequence[int] 
 
 
 class _Slot:
-    """Stands for a tensor in the structure that travels."""
+    """Replaces a tensor in the pickled structure."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape = tuple(tensor.shape)
@@ -191,14 +191,14 @@ def broadcast_state(
 ) -> Any:
     """Return rank `source`'s state on every rank: nested dicts, lists and tuples with tensors.
 
-    The structure travels as a pickle, the tensors by themselves; `make_state` is called on
-    rank `source` alone. Tensors come back on the device kind that they have there.
+    Only rank `source` calls `make_state`. The structure is pickled, and the tensors are broadcast.
+    Tensors arrive on the same kind of device.
 
     Args:
         make_state: returns the state.
-        source: the rank that has it.
-        device: this rank's.
-        to: the only ranks that take part beside; None for all.
+        source: rank that has the state.
+        device: device of this rank.
+        to: the other ranks that take part; None for all.
     """
     tensors: list[torch.Tensor] = []
 
@@ -225,11 +225,11 @@ def broadcast_state(
 
 
 def fingerprint(state: Any) -> bytes:
-    """Return what two ranks can compare instead of nested dicts, lists and tuples with tensors.
+    """Return a digest of nested dicts, lists and tuples with tensors, to compare ranks.
 
-    Of each tensor it has the sum and the exclusive or of its bits, in words of 64. Two words that
-    change places are not noticed; training does not do that. It costs no more than to read the
-    tensor, on its device. What cannot be compared is equal to nothing.
+    It includes the sum and the exclusive or of the 64-bit words of each tensor, computed on the
+    tensor's device. Swapped words are not detected, but training does not swap any. A state that
+    cannot be pickled gets a random digest.
     """
 
     def summary(leaf: Any) -> Any:
@@ -237,10 +237,10 @@ def fingerprint(state: Any) -> bytes:
 
     with io.BytesIO() as file:
         pickler = pickle.Pickler(file)
-        pickler.fast = True  # else equal texts that are one object differ from two
+        pickler.fast = True  # otherwise equal strings differ from one shared string
         try:
             pickler.dump(map_leaves(state, summary))
-        except Exception:  # cycles, most likely: a scheduler that holds a method of its own
+        except Exception:  # probably a cycle: a scheduler that holds its own method
             return os.urandom(32)
         return hashlib.sha256(file.getvalue()).digest()
 
@@ -248,7 +248,7 @@ def fingerprint(state: Any) -> bytes:
 def _bits(tensor: torch.Tensor) -> tuple[Any, ...]:
     content = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
     if content.storage_offset() % 8:
-        content = content.clone()  # words begin at multiples of their size
+        content = content.clone()  # words must be aligned
     num_whole = content.numel() // 8 * 8
     words, rest = content[:num_whole].view(torch.int64), content[num_whole:].tolist()
     bits = (int(words.sum()), int(torch.hash_tensor(words).view(torch.int64))) if num_whole else ()

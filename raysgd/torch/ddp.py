@@ -1,4 +1,4 @@
-"""Models that are the same on every worker: DistributedDataParallel."""
+"""Replication of models with DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -53,33 +53,33 @@ _METHODS_OF_THE_MODULE = (
     "state_dict",
     "train",
 )
-"""Methods of a wrapper that call those of its module, so that names have no prefix."""
+"""Methods of a wrapper that call the module's, so that names have no prefix."""
 _METHODS_OF_CONTAINERS = ("__delitem__", "__getitem__", "__iter__", "__len__", "__setitem__")
-"""The same for modules that have one of them."""
+"""The same for modules that have any of them."""
 
 
 class ReplicatedModel(DistributedDataParallel):
-    """DistributedDataParallel whose forward communicates only where gradients follow.
+    """DistributedDataParallel that synchronizes only forward passes with gradients.
 
-    Under ``no_grad`` it calls the module itself: DistributedDataParallel would broadcast the
-    buffers there as well, and block for good when workers validate uneven numbers of batches.
+    Under ``no_grad``, it calls the module directly. DistributedDataParallel would broadcast the
+    buffers there as well, and block forever if workers validate different numbers of batches.
 
-    It has the attributes of the module, as where there is one worker. Parameters, buffers, modules,
-    and entries of the state dict have the module's names, without the prefix ``module.``.
+    It has the attributes of the module, so that user code works as with one worker. Names of
+    parameters, buffers, modules and entries of the state dict have no prefix ``module.``.
     """
 
     _has_forward = False
-    """Whether a forward pass has announced gradients since an optimizer last stepped."""
+    """Whether a forward pass with gradients has run since an optimizer last stepped."""
     _stepped: Collection[int] = ()
-    """Which optimizers have stepped since then, by their ids."""
+    """IDs of the optimizers that have stepped since then."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        del self.training  # so that __getattr__ returns the mode of the module
+        del self.training  # __getattr__ then returns the mode of the module
         self._wrapped = True
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict of the module, or one whose names have the prefix ``module.``."""
+        """Load a state dict of the module, with or without the prefix ``module.``."""
         load = super().load_state_dict if self._are_prefixed(state_dict) else None
         return (load or self.module.load_state_dict)(state_dict, *args, **kwargs)
 
@@ -91,11 +91,10 @@ class ReplicatedModel(DistributedDataParallel):
                 state_dict[f"{prefix}module.{name}"] = state_dict.pop(prefix + name)
 
     def _are_prefixed(self, names: Collection[str]) -> bool:
-        is_own = hasattr(self.module, "module")  # then it is a name that the module has itself
+        is_own = hasattr(self.module, "module")  # then the module itself uses the name
         return bool(names) and not is_own and all(name.startswith("module.") for name in names)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module."""
         if torch.is_grad_enabled():
             self._has_forward = True
             try:
@@ -106,11 +105,11 @@ class ReplicatedModel(DistributedDataParallel):
         return self.module(*inputs, **kwargs)
 
     def _explain(self, error: RuntimeError) -> None:
-        """Name the parameters that torch has numbers for."""
+        """Add the names of the parameters to an error that lists their indices."""
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         if found is not None:
             names = [name for name, p in self.module.named_parameters() if p.requires_grad]
-            # fewer than torch counts where some were frozen meanwhile
+            # fewer than PyTorch counts if some were frozen later
             unused = [names[int(i)] for i in found[1].split() if int(i) < len(names)]
             error.add_note(
                 f"{type(self.module).__name__}: the loss of the step before did not reach "
@@ -120,7 +119,6 @@ class ReplicatedModel(DistributedDataParallel):
             )
 
     def __getattr__(self, name: str) -> Any:
-        """Give access to what the module has."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -129,9 +127,8 @@ class ReplicatedModel(DistributedDataParallel):
             return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set there what the module has."""
         own = vars(self)
-        # its constructor sets what is the wrapper's
+        # its constructor sets attributes of the wrapper
         is_own = "_wrapped" not in own or name in own or hasattr(type(self), name)
         is_part = isinstance(value, torch.nn.Module | torch.nn.Parameter)
         if is_own or name == "module" or not (is_part or hasattr(self.module, name)):
@@ -155,8 +152,6 @@ for _name in _METHODS_OF_THE_MODULE:
 
 
 class ReplicatedContainer(ReplicatedModel):
-    """A wrapper of a module that has items, such as ``torch.nn.Sequential``."""
-
     def __bool__(self) -> bool:
         return bool(self.module)
 
@@ -171,13 +166,13 @@ def wrapped(
     arguments: Mapping[str, Any],
     is_criterion: bool = False,
 ) -> torch.nn.Module:
-    """Return a model in a wrapper, unless user code has wrapped it, or nothing in it is trained."""
+    """Wrap a model, unless user code has wrapped it or it has no trainable parameter."""
     if isinstance(model, DistributedDataParallel) or not any(
         parameter.requires_grad for parameter in model.parameters()
     ):
-        return model  # DistributedDataParallel refuses a model that is not trained
+        return model  # DistributedDataParallel rejects a model without trainable parameters
     given = {"device_ids": None if device.index is None else [device.index], **arguments}
-    # a loss may be called several times in a step, which must not change what it holds
+    # a criterion may run several times in a step, and a broadcast would modify its buffers
     stays = is_criterion or only_running_statistics(model)
     if stays and "broadcast_buffers" not in given:
         given.setdefault("forward_sync_buffers", False)
@@ -188,10 +183,10 @@ def wrapped(
 def check_exchanged(
     optimizers: Sequence[torch.optim.Optimizer], models: Sequence[torch.nn.Module]
 ) -> None:
-    """Refuse steps of `optimizers` whose gradients no wrapper of `models` has averaged.
+    """Reject steps of `optimizers` with gradients that no wrapper of `models` has averaged.
 
-    A wrapper averages those that follow from its own forward pass. Of a method of the module, or
-    of the module itself, it knows nothing, and each worker would train for itself.
+    A wrapper averages only gradients of its own forward pass. If user code calls the module
+    directly, or another method of it, each worker would train its own model.
     """
     replicated = [model for model in models if isinstance(model, ReplicatedModel)]
     for model in replicated:
@@ -222,11 +217,10 @@ def _check_no_gradient(optimizer: torch.optim.Optimizer, model: ReplicatedModel)
 
 
 def only_running_statistics(model: torch.nn.Module) -> bool:
-    """Whether all buffers of `model` are running statistics of batch normalization.
+    """Return whether all buffers of `model` are running statistics of batch normalization.
 
-    Training does not read these, so that they need not be the same on all ranks at each step:
-    rank 0's are the same with and without, and all get them when a call ends. Not broadcasting
-    them in each forward pass saves time.
+    Training does not read these, so ranks may differ during a call. All ranks get those of rank 0
+    when the call ends. This saves a broadcast in each forward pass.
     """
     return all(
         isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm)
@@ -242,22 +236,22 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def plain(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the user's module: not in DistributedDataParallel, and not what torch.compile made."""
+    """Return the user's module, without DistributedDataParallel and torch.compile."""
     module = unwrap(model)
     plain: torch.nn.Module = getattr(module, "_orig_mod", module)
     return plain
 
 
 def without_buffers(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Return what a state dict of `model` has beside buffers."""
+    """Return the entries of a state dict of `model` that are not buffers."""
     buffers = {saved_name(name) for name, _ in unwrap(model).named_buffers()}
     return {name: value for name, value in state.items() if name not in buffers}
 
 
 def running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return what batch normalization in `model` has measured.
+    """Return the buffers of batch normalization in `model`.
 
-    Other buffers may be caches, whose sizes follow each worker's batches.
+    Other buffers may be caches, whose sizes depend on each worker's batches.
     """
     return [
         buffer
@@ -269,16 +263,16 @@ def running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def replicated(model: torch.nn.Module) -> bool:
-    """Whether `model` is held equal on all workers by DistributedDataParallel."""
+    """Return whether `model` is wrapped in DistributedDataParallel."""
     return isinstance(model, DistributedDataParallel)
 
 
 _THE_GROUP = "the process group"
-"""Stands for the state of a hook that is the group itself, which a reference would keep."""
+"""Replaces a hook's state that is the process group, which must not be kept alive."""
 
 
 def communication_hooks(model: DistributedDataParallel) -> list[tuple[Any, Any]]:
-    """Return the communication hooks of a wrapper, each with its state."""
+    """Return the communication hooks of a wrapper with their states."""
     return [
         (hook, _THE_GROUP if state is model.process_group else state)
         for hook, state in model._comm_hooks
@@ -290,27 +284,27 @@ def rebuild(
     required: dict[str, bool],
     comm_hooks: Sequence[tuple[Any, Any]] | None = None,
 ) -> None:
-    """Build what communicates anew, in place, for the process group that exists now.
+    """Rebuild the reducer of a wrapper, in place, for the current process group.
 
-    The object stays the same, so that references to it in user code stay good, and so do its
-    settings and hooks. What communicates is new, on every rank: a survivor's bucket order follows
-    the order in which gradients came in its first step and that of a replacement worker does not,
-    so that a reducer that was kept would add up the wrong parameters without an error.
+    References in user code stay valid, and the wrapper keeps its settings and hooks. Every rank
+    must rebuild. A survivor orders its buckets by the gradients of its first step, and a
+    replacement worker does not. With the old reducer, they would silently add up different
+    parameters.
 
     Args:
         model: the wrapper.
         required: see `averaged_parameters`.
-        comm_hooks: see `communication_hooks`; those at the end of `setup`, which a replacement
-            worker has too. None for those of now.
+        comm_hooks: the hooks at the end of `setup`, which a replacement worker has as well; None
+            for the current hooks.
     """
-    own = model.mixed_precision is not None  # then it has one hook, which is its own
+    own = model.mixed_precision is not None  # then its only hook is internal
     if own or comm_hooks is None:
         comm_hooks = communication_hooks(model)
     kept = {k: v for k, v in vars(model).items() if k not in ("process_group", "reducer", "logger")}
     with _requiring_gradients(model.module, required):
-        model.__setstate__(kept)  # torch's own way to do it, for a wrapper that was unpickled
+        model.__setstate__(kept)  # sets up an unpickled wrapper
     model._lazy_init_ran = model._static_graph_delay_allreduce_enqueued = False
-    # as a replacement worker has them: a forward pass without gradients or exchange leaves others
+    # as on a replacement worker: a forward pass without gradients or synchronization changes them
     model.require_forward_param_sync = model.require_backward_grad_sync = True
     model._comm_hooks = []
     for hook, state in comm_hooks:
@@ -333,7 +327,7 @@ def rebuild(
 
 @contextlib.contextmanager
 def _requiring_gradients(module: torch.nn.Module, required: dict[str, bool]) -> Iterator[None]:
-    """Let the same parameters require gradients for a while as when `required` was taken."""
+    """Apply the ``requires_grad`` of `required` within the context."""
     parameters = dict(module.named_parameters())
     held = {name: parameter.requires_grad for name, parameter in parameters.items()}
     try:
@@ -346,24 +340,25 @@ def _requiring_gradients(module: torch.nn.Module, required: dict[str, bool]) -> 
 
 
 def required_gradients(module: torch.nn.Module) -> dict[str, bool]:
-    """Return which parameters of `module` require gradients, by their names."""
+    """Return whether each parameter of `module` requires gradients, by name."""
     return {name: parameter.requires_grad for name, parameter in module.named_parameters()}
 
 
 def averaged_parameters(
     model: DistributedDataParallel, required: dict[str, bool] | None = None
 ) -> dict[str, bool]:
-    """Return of which parameters a wrapper averages the gradients, by their names.
+    """Return whether a wrapper averages the gradients of each parameter, by name.
 
     Args:
-        model: as it is at the end of `setup`, which is the same on replacement workers.
-        required: which parameters required gradients when it was wrapped; None for those of now.
+        model: the wrapper at the end of `setup`, which is the same on replacement workers.
+        required: whether each parameter required gradients when the model was wrapped; None for the
+            current values.
     """
     required = required_gradients(model.module) if required is None else required
     averaged = [name for name, is_set in required.items() if is_set]
     num_averaged = model._get_ddp_logging_data()["num_parameter_tensors"]
     if len(set(averaged) - model.parameters_to_ignore) != num_averaged:
-        # user code wrapped it, and has frozen others since: any may be averaged
+        # user code wrapped the model and froze parameters since, so that any may be averaged
         return {
             name: parameter.is_floating_point() or parameter.is_complex()
             for name, parameter in model.module.named_parameters()
@@ -372,13 +367,13 @@ def averaged_parameters(
 
 
 def begin_step(model: DistributedDataParallel) -> None:
-    """Begin a step that calls the module of a wrapper, and not the wrapper."""
+    """Begin a step that calls the module of a wrapper directly."""
     if model._check_sync_bufs_pre_fwd():
         model._sync_buffers()
 
 
 def prepare_for_backward(model: DistributedDataParallel, loss: torch.Tensor) -> None:
-    """Let the next backward pass average gradients, after such a step's forward pass."""
+    """Make the next backward pass average gradients after such a step's forward pass."""
     reducer: Any = model.reducer
     reducer._rebuild_buckets()
     reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])

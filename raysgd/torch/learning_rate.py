@@ -1,4 +1,4 @@
-"""A search for the learning rate, by a short training with one that grows."""
+"""The learning rate search: a short training with a growing learning rate."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _SMOOTHING = 0.9
 
 
 class LearningRates(NamedTuple):
-    """What ``trainer.find_learning_rate()`` has seen."""
+    """The result of ``trainer.find_learning_rate()``."""
 
     suggestion: float | None
-    """The rate at which the loss fell fastest; None where it never fell."""
+    """The rate at which the loss fell fastest; None if it never fell."""
     rates: list[float]
-    """The rates that were tried."""
+    """The tested rates."""
     losses: list[float]
-    """The loss of the step at each, before its update."""
+    """The loss at each rate, before its update."""
 
 
 def geometric(lowest: float, highest: float, number: int) -> list[float]:
-    """Return so many rates, each the same multiple of the one before.
+    """Return `number` rates with a constant ratio.
 
     >>> geometric(0.01, 1.0, 3)
     [0.01, 0.1, 1.0]
@@ -35,7 +35,7 @@ def geometric(lowest: float, highest: float, number: int) -> list[float]:
 
 
 def set_rate(rate: float) -> functools.partial[None]:
-    """Return a function that gives all optimizers of an operator a learning rate."""
+    """Return a function that sets the learning rate of all optimizers of an operator."""
     return functools.partial(_set_rate, rate)
 
 
@@ -46,9 +46,9 @@ def _set_rate(rate: float, operator: Any) -> None:
 
 
 def suggested(rates: Sequence[float], losses: Sequence[float]) -> float | None:
-    """Return the rate at which the smoothed loss falls fastest by the logarithm of the rate.
+    """Return the rate at which the smoothed loss falls fastest over the logarithm of the rate.
 
-    The first tenth is left out, where the mean is of a few steps.
+    The first tenth does not count, because its mean covers few steps.
     """
     smooth: list[float] = []
     mean = 0.0

@@ -1,4 +1,4 @@
-"""Loaders as workers use them: sharded where that is possible, left as they are where not."""
+"""Batch sources for PyTorch loaders: partitioned if possible, otherwise read by every worker."""
 
 from __future__ import annotations
 
@@ -51,15 +51,14 @@ __all__ = [
 ]
 
 Order = torch.Tensor | list[Any] | None
-"""What a sampler gives in an epoch: indices, or keys of other kinds; None: as the data set has it.
-"""
+"""Order of an epoch: indices or other keys of a sampler; None for the order of the data set."""
 
 
 class ShardedLoader(PartitionedSource):
-    """A map-style DataLoader, shared out over the workers.
+    """A map-style DataLoader, partitioned across the workers.
 
-    The order of an epoch follows from the loader's own sampler, the seed and the epoch, so that
-    every worker knows it without asking.
+    The loader's sampler, the seed and the epoch determine the order of an epoch. Workers need no
+    communication to know it.
     """
 
     def __init__(
@@ -74,11 +73,11 @@ class ShardedLoader(PartitionedSource):
         full_size: int | None = None,
         global_batch: int | None = None,
     ) -> None:
-        # a loader that does not collate gives one item, a ready batch, at a time, and two of them
-        # make no larger one; nor do two batches of the user's batch sampler
+        # Without a batch size, each item is a ready batch and cannot grow. The same holds for the
+        # batches of a user's batch sampler.
         size = 1 if loader.batch_size is None else loader.batch_size
         full_size = None if loader.batch_size is None else full_size
-        # a loader made with config[BATCH_SIZE] has that as its global batch
+        # the loader uses config[BATCH_SIZE], which is a share of the global batch
         follows_share = batch_share is not None and loader.batch_size == batch_share
         if follows_share and full_size is not None and global_batch is not None:
             size = global_batch // full_size
@@ -103,25 +102,24 @@ class ShardedLoader(PartitionedSource):
 
     @property
     def shard(self) -> EpochPartition:
-        """This worker's part; a sampler may become longer or shorter."""
+        """This worker's part, for the current length of the sampler."""
         return replace(self._shard, total=len(self.order_sampler))
 
     @property
     def order_sampler(self) -> Any:
-        """What gives the order of an epoch: the loader's sampler, or the user's batch sampler."""
+        """The loader's sampler, or the user's batch sampler."""
         return _sampler_of(self.loader)
 
     @property
     def shuffles(self) -> bool:  # type: ignore[override]
-        """Whether the loader has one of the shuffles of PyTorch."""
+        """Whether the loader uses a shuffle of PyTorch."""
         sampler = self.order_sampler
         return type(sampler) is RandomSampler or (
             isinstance(sampler, DistributedSampler) and sampler.shuffle
         )
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over this worker's batches of the first epoch."""
-        # by a copy, since an iteration under way would lose its worker processes to this one
+        # use a copy, so that a running iteration keeps its worker processes
         apart = copy.copy(self)
         apart._worker_loader = None
         return apart.batches(epoch=0, offset=0)
@@ -129,30 +127,27 @@ class ShardedLoader(PartitionedSource):
     def batches(
         self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
     ) -> Iterator[Any]:
-        """Iterate over this worker's batches of `epoch` from `offset` on."""
         order, shard = self._order_of(epoch), self.shard
         if self._rows is not None and not isinstance(order, list):
             return self._rows.batches(order, shard.batches(offset, num_steps, in_parts))
         loader = self._reader(begins=offset == 0)
         indices = loader._index_sampler
         indices.begin(order, partial(shard.batches, offset, num_steps, in_parts))
-        # each worker's loader draws from seeds of its own, and nothing from the generators that a
-        # resumed run takes over
+        # A seed per worker: the loader must not draw from generators that a resumed run restores.
         seed = self._seed + (epoch + 1) * shard.world_size + shard.rank
         if self._iterates_itself and self.loader.generator is None:
-            # where its __iter__ is a generator, it draws when the first batch is asked for
+            # an __iter__ that is a generator function draws only later, outside of `seeded`
             loader.generator = torch.Generator().manual_seed(seed)
         with seeded(seed):
             batches = iter(loader)
         return (self._checked if self._iterates_itself else self._each)(batches, indices)
 
     def _reader(self, begins: bool) -> DataLoader[Any]:
-        """Return a copy of the user's loader that draws from a sampler of ours.
+        """Return a copy of the user's loader that draws from a sampler of raysgd.
 
-        Its worker processes are kept within an epoch, also where a new iteration begins in the
-        middle of one, and from epoch to epoch only where the user asked for that. A loader that
-        iterates in its own way does with its processes what it does without us; it stays the same
-        object, which may count its epochs.
+        Its worker processes live for an epoch, also if an iteration starts in its middle, and
+        longer with ``persistent_workers``. A loader with its own ``__iter__`` controls its
+        processes and remains the same object, because it may count epochs.
         """
         loader, flat = self.loader, self.loader.batch_size is None
         stays = self._iterates_itself or loader.persistent_workers or not begins
@@ -165,7 +160,7 @@ class ShardedLoader(PartitionedSource):
         return self._worker_loader
 
     def _each(self, batches: Iterator[Any], indices: _Indices) -> Iterator[Any]:
-        """Yield a batch for each that `indices` has."""
+        """Yield one batch per span of `indices`."""
         for _ in indices._spans():
             try:
                 batch = next(batches)
@@ -178,10 +173,10 @@ class ShardedLoader(PartitionedSource):
             yield batch
 
     def _checked(self, batches: Iterator[Any], indices: _Indices) -> Iterator[Any]:
-        """Yield what a loader that iterates in its own way gives for `indices`."""
+        """Yield the batches of a loader with its own ``__iter__``, which must use `indices`."""
         kind = type(self.loader).__name__
         num_batches, num_given = len(indices), 0
-        # a loader that goes round and round ends here
+        # a loader that repeats forever ends here
         for batch in itertools.islice(batches, num_batches):
             if not indices.drawn:
                 raise RuntimeError(
@@ -202,18 +197,17 @@ class ShardedLoader(PartitionedSource):
             )
 
     def close_workers(self) -> None:
-        """Let go of the loader's worker processes; the next iteration starts others."""
         self._worker_loader = None
 
     @property
     def can_be_tried(self) -> bool:
-        """Whether some batches can be read ahead; the loader may count how often it is read."""
+        """Return False for a loader with its own ``__iter__``, which may count its passes."""
         return not self._iterates_itself
 
     # ---- the order
 
     def reseed(self, seed: int, own_seed: int | None = None) -> None:
-        """Let the order follow from `seed`, or from a generator that the user gave the loader."""
+        """Set the seed of the order; a generator of the user's loader takes precedence."""
         generator = self.loader.generator
         if generator is not None:
             seed = generator.initial_seed() % 2**62 if own_seed is None else own_seed
@@ -221,7 +215,6 @@ class ShardedLoader(PartitionedSource):
 
     @property
     def own_seed(self) -> int | None:
-        """The seed in use where the user gave the loader a generator; None where none was given."""
         return None if self.loader.generator is None else self._seed
 
     def _order_of(self, epoch: int) -> Order:
@@ -238,15 +231,15 @@ class ShardedLoader(PartitionedSource):
         return self._order is not None and self._order[0] == (self._seed, epoch)
 
     def order_digest(self, epoch: int) -> int | None:
-        """Return a number from 0 to 2**62 - 1 that tells orders of an epoch apart.
+        """Return a number below 2**62 that identifies the order of an epoch.
 
-        None where the order follows from the seed and the epoch in any case, on all workers alike.
+        Return None if seed and epoch determine the order, so that all workers agree.
         """
         sampler = self.order_sampler
         if type(sampler) is SequentialSampler:
             return None
         if is_plain_shuffle(sampler):
-            return self.own_seed  # all that its order depends on, beside the epoch
+            return self.own_seed  # with the epoch, this determines the order
         data = bytes_of(self._order_of(epoch))
         return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") % 2**62
 
@@ -277,7 +270,6 @@ class ShardedLoader(PartitionedSource):
     # ---- for messages, and to compare
 
     def fingerprint(self) -> str:
-        """Return what has to be the same on all workers: the size, and which samples these are."""
         shard = self.shard
         sizes = f"{shard.total} samples, drop_last {shard.drop_last}"
         if self._deals_batches:
@@ -289,7 +281,6 @@ class ShardedLoader(PartitionedSource):
         return f"{sizes}, {_content_of(self.loader.dataset)}"
 
     def describe(self) -> str:
-        """Say how many samples are shared out among how many workers."""
         if self._deals_batches:
             size = self._shard.world_size
             return f"{len(self.order_sampler)} batches of its batch sampler, for {size} workers"
@@ -297,9 +288,9 @@ class ShardedLoader(PartitionedSource):
 
 
 class HuggingFaceSource(BatchSource):
-    """A streamed data set of Hugging Face, alone or in a DataLoader, split by node at each epoch.
+    """A streamed Hugging Face data set, alone or in a DataLoader, split by node in each epoch.
 
-    A worker that goes on in an epoch after a loss keeps the part that it has begun.
+    After a loss, a worker keeps its part for the rest of the epoch.
     """
 
     partitioned_by = "Hugging Face datasets"
@@ -310,11 +301,9 @@ class HuggingFaceSource(BatchSource):
         self._order = hashlib.sha256(_shuffle_state(loader).encode()).hexdigest()[:8]
 
     def fingerprint(self) -> str:
-        """Return what has to be the same on all workers: the order."""
         return f"a stream whose shuffle has the state {self._order}"
 
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
-        """Split by other ranks from the next epoch on."""
         self._world_size, self._rank = world_size, rank
 
     def _part(self, epoch: int | None) -> Any:
@@ -329,16 +318,15 @@ class HuggingFaceSource(BatchSource):
 
 
 class _Indices:
-    """A sampler of this worker's part of an epoch, and of another part when it begins again."""
+    """A sampler of this worker's part of an epoch, which `begin` sets."""
 
     def __init__(self, flat: bool) -> None:
         self._flat = flat
 
     def begin(self, order: Order, spans: Callable[[], Iterator[tuple[int, int]]]) -> None:
-        """Give the indices of this part from now on; they are made as they are asked for."""
         self._order, self._spans = order, spans
         self.drawn = False
-        """Whether any has been asked for."""
+        """Whether any index was requested."""
 
     def __len__(self) -> int:
         return sum(1 for _ in self._spans())
@@ -350,7 +338,7 @@ class _Indices:
 
 
 def picked(order: Order, start: int, stop: int) -> list[Any]:
-    """Return the keys of the samples from `start` to `stop` of an order."""
+    """Return the keys at the positions from `start` to `stop`."""
     if order is None:
         return list(range(start, stop))
     keys = order[start:stop]
@@ -369,14 +357,14 @@ def wrap_loader(
     full_size: int | None = None,
     global_batch: int | None = None,
 ) -> BatchSource:
-    """Return the source of batches for a loader that was registered, or for a set of items.
+    """Return the batch source of a registered loader or a set of items.
 
-    A DataLoader whose sampler has a length is sharded if `shard`, and in any case if the sampler is
-    PyTorch's DistributedSampler, whose rank and world size raysgd replaces. A streamed data set of
-    Hugging Face is split by node. Every worker reads all of any other loader, unless that selects a
-    part itself; the source says which it is, and why. With `full_size`, the workers of the full
-    group, steps keep the size that they have there: `global_batch` samples where the loader's batch
-    size is `batch_share`.
+    If `shard` is set, raysgd partitions a DataLoader whose sampler has a length. It always
+    partitions one with PyTorch's DistributedSampler, whose rank and world size it replaces. It
+    splits a streamed Hugging Face data set by node. Every worker reads all of any other loader,
+    unless the loader selects a part itself. With `full_size`, the number of workers of the full
+    group, the global batch size is constant. It is `global_batch` if the loader's batch size is
+    `batch_share`.
     """
     members = loader.values() if isinstance(loader, Mapping) else loader
     if isinstance(loader, Mapping | list | tuple) and any(
@@ -411,13 +399,13 @@ def wrap_loader(
         return HuggingFaceSource(loader, world_size, rank)
     if shard and world_size > 1 and not isinstance(loader, DataLoader):
         _check_no_data_set(loader)
-    # torch says of the length of an IterableDataset that it is a guess
+    # PyTorch can only guess the length of an IterableDataset
     guessed = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
     return BatchSource(loader, has_length=not guessed, by_user=not shard, why_whole=why_whole)
 
 
 def _check_no_data_set(loader: Any) -> None:
-    """Refuse a loader of an unknown kind over data that could be shared out."""
+    """Reject a loader of an unknown kind whose data raysgd could partition."""
     data, sampler = getattr(loader, "dataset", None), getattr(loader, "sampler", None)
     if (
         hasattr(data, "__getitem__")
@@ -433,7 +421,7 @@ def _check_no_data_set(loader: Any) -> None:
 
 
 def _content_of(dataset: Any) -> str:
-    """Say what data they are: the same for the same samples, where that is cheap to tell."""
+    """Describe the data: the same text for the same samples, if that is cheap to determine."""
     if isinstance(dataset, Subset):
         try:
             indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
@@ -452,7 +440,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _undivided(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a loader with its BatchSampler's sampler, or a DistributedSampler of all samples."""
+    """Return a loader with its BatchSampler's sampler, or a DistributedSampler of one replica."""
     batches = loader.batch_sampler
     if type(batches) is BatchSampler and loader.batch_size is None:
         size, drop_last = batches.batch_size, batches.drop_last
@@ -466,7 +454,7 @@ def _undivided(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def _is_distributed(loader: Any) -> bool:
-    """Whether a loader has PyTorch's DistributedSampler, which can be made for any world size."""
+    """Return whether a loader has PyTorch's DistributedSampler, which fits any world size."""
     sampler = getattr(loader, "sampler", None)
     return (
         isinstance(loader, DataLoader)
@@ -476,8 +464,8 @@ def _is_distributed(loader: Any) -> bool:
 
 
 def _shuffle_state(loader: Any) -> str:
-    """Return the states of the generators of ``shuffle(seed=...)`` of a Hugging Face stream."""
-    # there is no public name for them; the examples of each step come from those of the one before
+    """Return the generator states of ``shuffle(seed=...)`` in a Hugging Face stream."""
+    # they have no public name; each iterable of examples holds the one that it reads from
     examples, states = getattr(getattr(loader, "dataset", loader), "_ex_iterable", None), ""
     while examples is not None:
         if (generator := getattr(examples, "generator", None)) is not None:
@@ -492,7 +480,7 @@ def _is_hugging_face(loader: Any) -> bool:
 
 
 def _why_whole(loader: Any) -> str:
-    """Say why a loader cannot be partitioned; nothing if it can."""
+    """Return why a loader cannot be partitioned; an empty text if it can."""
     if not isinstance(loader, DataLoader):
         return "it is not a torch.utils.data.DataLoader"
     if isinstance(loader.dataset, IterableDataset):
@@ -506,32 +494,31 @@ def _why_whole(loader: Any) -> str:
 
 
 def _sampler_of(loader: DataLoader[Any]) -> Any:
-    """Return what gives the order of a loader's epoch."""
     return loader.batch_sampler if makes_own_batches(loader) else loader.sampler
 
 
 def makes_own_batches(loader: DataLoader[Any]) -> bool:
-    """Whether a loader reads an IterableDataset, or has a batch sampler of the user's."""
+    """Return whether a loader reads an IterableDataset, or has a batch sampler of the user."""
     if isinstance(loader.dataset, IterableDataset):
         return True
     batches: Any = loader.batch_sampler
-    # torchdata's StatefulDataLoader has one of its own; the place in the data is kept here
+    # torchdata's StatefulDataLoader has its own; raysgd itself keeps the position in the data
     known = isinstance(batches, BatchSampler) and type(batches).__module__.startswith("torch")
-    # for a batch sampler that it is given torch sets batch_size to None, and sampler to a dummy
+    # if a batch sampler is passed, PyTorch sets batch_size to None and sampler to a dummy
     return batches is not None and not (known and loader.batch_size is not None)
 
 
 def changed(loader: DataLoader[Any], **settings: Any) -> DataLoader[Any]:
-    """Return a copy of a loader, so of its own type, with other settings and processes."""
+    """Return a copy of a loader, of the same type, with other settings and no processes."""
     made = copy.copy(loader)
     for name, value in settings.items():
-        object.__setattr__(made, name, value)  # DataLoader's own refuses to
+        object.__setattr__(made, name, value)  # bypass the guards of DataLoader
     made._iterator = None
     return made
 
 
 def _iterates_itself(loader: DataLoader[Any]) -> bool:
-    """Whether a loader is of a type that makes its batches in a way of its own."""
+    """Return whether the type of a loader overrides how it makes batches."""
     kind = type(loader)
     return (
         kind.__iter__ is not DataLoader.__iter__
@@ -540,7 +527,7 @@ def _iterates_itself(loader: DataLoader[Any]) -> bool:
 
 
 def _check_data_set(loader: DataLoader[Any]) -> None:
-    """Check that a loader is not over a generator, which torch finds out when it is read."""
+    """Reject a loader over a generator, with which PyTorch would fail only later."""
     data: Any = loader.dataset
     if isinstance(data, Iterator) and not hasattr(data, "__getitem__"):
         raise TypeError(
@@ -554,9 +541,9 @@ def _check_data_set(loader: DataLoader[Any]) -> None:
 
 
 def drawn_order(sampler: Any, seed: int, is_plain: bool) -> Order:
-    """Return the order that a sampler gives, where all random numbers follow from `seed`.
+    """Return the order that a sampler draws if all random numbers follow from `seed`.
 
-    With `is_plain` it is torch's own shuffle, whose order can be drawn at once.
+    With `is_plain`, the sampler is PyTorch's own shuffle, whose order is drawn in one call.
     """
     if type(sampler) is SequentialSampler:
         return None
@@ -567,16 +554,16 @@ def drawn_order(sampler: Any, seed: int, is_plain: bool) -> Order:
 
 
 def _drawn(sampler: Any) -> list[Any]:
-    """Return what a sampler gives, and of one that goes on for ever as much as its length says."""
+    """Return the keys of a sampler, up to its length if it is endless."""
     drawn, keys = iter(sampler), list[Any]()
-    # the length may grow while it is drawn
+    # the length may grow in the meantime
     while more := list(itertools.islice(drawn, max(0, len(sampler) - len(keys)))):
         keys += more
     return keys
 
 
 def is_plain_shuffle(sampler: Any) -> bool:
-    """Whether a sampler is torch's own shuffle of everything."""
+    """Return whether a sampler is PyTorch's own shuffle of all samples."""
     return (
         type(sampler) is RandomSampler
         and not sampler.replacement
@@ -585,14 +572,14 @@ def is_plain_shuffle(sampler: Any) -> bool:
 
 
 def _compact(keys: list[Any]) -> torch.Tensor | list[Any]:
-    """Return the keys of an order as a tensor, where they are integers."""
+    """Return integer keys as a tensor, and other keys unchanged."""
     kinds = set(map(type, keys))
     if torch.Tensor in kinds:
         kinds.remove(torch.Tensor)
         if not all(map(_is_index, keys)):
             return keys
     if all(issubclass(kind, numbers.Integral) for kind in kinds):
-        # keys that 64 bits do not hold, which versions of torch refuse in different ways
+        # versions of PyTorch raise different errors for keys beyond 64 bits
         with contextlib.suppress(OverflowError, RuntimeError, ValueError):
             return torch.tensor(keys, dtype=torch.int64)
     return keys
@@ -603,28 +590,28 @@ def _is_index(key: Any) -> bool:
 
 
 def bytes_of(order: Order) -> bytes:
-    """Return bytes for an order that are the same in every process."""
+    """Return bytes of an order that are the same in every process."""
     return order.numpy().tobytes() if isinstance(order, torch.Tensor) else _text_of(order).encode()
 
 
 def _text_of(key: Any) -> str:
-    """Return a text for a key that is the same in every process."""
+    """Return a text of a key that is the same in every process."""
     if isinstance(key, torch.Tensor | np.ndarray | np.generic):
         key = key.tolist()
     if isinstance(key, tuple | list):
         return f"({', '.join(map(_text_of, key))})"
-    # others may be shown with where they lie in memory
+    # the repr of other types may contain a memory address
     shown = key is None or isinstance(key, str | bytes | slice | numbers.Number)
     return repr(key) if shown else type(key).__qualname__
 
 
 def orders_differ(epoch: int, sampler: Any, sharing: str) -> RuntimeError:
-    """Return the error for orders that differ from worker to worker.
+    """Return the error for orders that differ between workers.
 
     Args:
-        epoch: whose order it is.
-        sampler: gave them.
-        sharing: what takes ``add_dist_sampler=False``.
+        epoch: epoch of the orders.
+        sampler: the sampler that drew them.
+        sharing: name of what takes ``add_dist_sampler=False``.
     """
     return RuntimeError(
         f"The workers' orders of epoch {epoch} differ, as {type(sampler).__name__} gives them, so "
@@ -641,7 +628,7 @@ def orders_differ(epoch: int, sampler: Any, sharing: str) -> RuntimeError:
 
 
 def _joined(samples: list[Any]) -> Any:
-    """Make a batch of samples that may be small batches themselves."""
+    """Join samples, which may be small batches, into one batch."""
     if not isinstance(samples[0], tuple | list):
         return _column(samples)
     return [_column(list(column)) for column in zip(*samples, strict=True)]

@@ -1,4 +1,4 @@
-"""Models on torch's ``meta`` device, which have no content, and get it module by module."""
+"""Initialization of models on PyTorch's ``meta`` device, module by module."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Init = Callable[[torch.nn.Module], Any]
 
 
 def on_meta(model: torch.nn.Module) -> bool:
-    """Whether a model, or a part of it, has no content."""
+    """Return whether any tensor of a model is on the meta device."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def move_to_device(
     model: torch.nn.Module, device: torch.device, buffers_alone: bool = False
 ) -> torch.nn.Module:
-    """Move what has content to a device."""
+    """Move the tensors that have content to a device."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         stays = tensor.is_meta or (buffers_alone and isinstance(tensor, torch.nn.Parameter))
@@ -37,11 +37,11 @@ def checked_init(
     init: Any,
     sharding: Any,
 ) -> Init | None:
-    """Return what gives a module its content; None where all of them have it.
+    """Return the function that initializes a module; None if no model is on the meta device.
 
     Raises:
-        TypeError: if `init` cannot be called.
-        ValueError: if models on ``meta`` do not go with what was registered, or cannot be made.
+        TypeError: if `init` is not callable.
+        ValueError: if meta models do not fit the other arguments, or cannot be initialized.
     """
     if init is not None and not callable(init):
         raise TypeError(
@@ -95,18 +95,19 @@ def _reset(module: torch.nn.Module) -> None:
 def materialize(
     models: Sequence[torch.nn.Module], init: Init, device: torch.device
 ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Yield each parameter that has no content, and content for it on the CPU, one by one.
+    """Initialize each parameter on the CPU, and yield it with its content.
 
-    Whoever lets go of it has at most a module's own parameters at a time, and those that several
-    modules share. The models stay without parameters; their buffers get their content.
+    If the caller releases each content, memory holds only one module's own parameters, and those
+    that modules share. The parameters stay on the meta device. The buffers of the models get their
+    content.
 
     Args:
-        models: with parameters or buffers on the meta device.
-        init: fills the parameters and buffers that a module has itself.
-        device: where buffers are to be.
+        models: models with parameters or buffers on the meta device.
+        init: fills the parameters and buffers that a module owns directly.
+        device: device of the buffers.
 
     Raises:
-        ValueError: if it leaves a parameter or a buffer out, or puts one of another shape in place.
+        ValueError: if `init` leaves a tensor unfilled, or changes its shape or dtype.
     """
     modules = list(dict.fromkeys(module for model in models for module in model.modules()))
     places = Counter(p for module in modules for p in _own(module._parameters).values())
@@ -144,14 +145,14 @@ def materialize(
                 )
             if places[parameter] == 1:
                 yield parameter, content.detach()
-            elif content is not shared[parameter]:  # another object was put in its place
+            elif content is not shared[parameter]:  # init replaced the object
                 shared[parameter].detach().copy_(content)
     for parameter, content in shared.items():
         yield parameter, content.detach()
 
 
 def _unfilled(like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the CPU that shows, if it can, that nobody has filled it."""
+    """Return a CPU tensor of a mark, which shows if a function has not filled it."""
     return torch.full(like.shape, _mark(like.dtype), dtype=like.dtype)
 
 
@@ -162,17 +163,17 @@ def _mark(dtype: torch.dtype) -> float | int | bool:
 
 
 def _checked(module: torch.nn.Module, name: str, empty: torch.Tensor | None, found: Any) -> Any:
-    """Return what a module has after it was filled, if it was.
+    """Return the content of a tensor, if it was filled.
 
     Args:
-        module: for the message.
-        name: of what it is.
-        empty: what `_unfilled` returned for it; None where it had content before.
-        found: what it has now.
+        module: the module, for the message.
+        name: name of the tensor.
+        empty: result of `_unfilled`; None if the tensor had content before.
+        found: the current value.
     """
     is_filled = isinstance(found, torch.Tensor) and not found.isnan().any()
     if is_filled and empty is not None and found is empty and empty.numel():
-        # no mark shows in truth values, but whether they were written to
+        # a bool cannot show a mark, but its version shows whether it was written
         is_written = empty.dtype == torch.bool and empty._version
         is_filled = bool(is_written or (empty != _mark(empty.dtype)).any())
     if not is_filled:

@@ -1,4 +1,4 @@
-"""Whether an optimizer could step with a state, found out without memory for it."""
+"""Checks whether an optimizer can step with a state, without memory for tensors."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from raysgd._internal.nested import map_leaves
 __all__ = ["step_problem"]
 
 _KERNELS = ("capturable", "foreach", "fused")
-"""Options that say what computes a step, and not what it is."""
+"""Options that select a kernel and do not change the algorithm."""
 
 
 def step_problem(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> str:
-    """Say what a step after loading a state fails with; nothing if that is not known.
+    """Return the error of a step after loading a state; an empty text if none is known.
 
-    torch takes what is in an optimizer's state unseen, and fails when it steps. So a twin, whose
-    tensors have shapes and no content (torch's device "meta"), takes it and makes a step. A few
-    kinds need content: they cannot step so with their own state, or anew, either. Optimizers that
-    are not torch's are not tried, since they may refuse to step for reasons of their own.
+    PyTorch loads an optimizer's state unchecked and fails in the next step. Therefore a copy of the
+    optimizer, with tensors on the meta device, loads the state and steps. A few optimizers need
+    tensor content and cannot step with their own state either; their errors do not count.
+    Optimizers outside of ``torch.optim`` are not checked, because they may raise for other reasons.
     """
     if not type(optimizer).__module__.startswith("torch.optim."):
         return ""
@@ -42,7 +42,7 @@ def step_problem(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> 
 
 
 def _step(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Have a twin take `state` and make a step."""
+    """Load `state` into a copy on the meta device, and step."""
     twin = copy.copy(optimizer)  # without hooks
     twin.state = defaultdict(dict)
     twin.param_groups = [
@@ -54,7 +54,7 @@ def _step(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         for group in state["param_groups"]
     ]
     twin.load_state_dict({"state": map_leaves(state["state"], _shadow), "param_groups": groups})
-    # that has moved single numbers, too; any will do
+    # loading has moved single numbers to the meta device as well; use any value
     for of_parameter in twin.state.values():
         for name, value in of_parameter.items():
             if isinstance(value, torch.Tensor) and value.is_meta and not value.dim():
@@ -66,7 +66,7 @@ def _step(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def _whole_shadow(parameter: torch.Tensor) -> torch.Tensor:
-    """Return such a tensor for a parameter, of all of it where it is divided."""
+    """Return a meta tensor for a parameter, of the full shape if the parameter is sharded."""
     if not parameter.dim():
         return parameter.detach().cpu().clone()
     shape, stride = parameter.shape, parameter.stride()
@@ -74,7 +74,7 @@ def _whole_shadow(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _shadow(leaf: Any) -> Any:
-    """Return a tensor like `leaf` without content, or a copy of a single number."""
+    """Return a meta tensor like `leaf`, or a copy of a single number."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.to("meta") if leaf.dim() else leaf.cpu().clone()

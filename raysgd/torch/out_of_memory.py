@@ -1,4 +1,4 @@
-"""When memory runs out: which errors say so, what is freed, and batches in parts."""
+"""Recovery from exhausted memory: detect errors, free memory, and split batches."""
 
 from __future__ import annotations
 
@@ -24,39 +24,38 @@ __all__ = [
 ]
 
 _SIGNS = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "_ALLOC_FAILED")
-"""Of errors that torch has no class for: of its allocator for CPUs, and what passes by that for
-GPUs."""
+"""Texts of errors without a class: of the CPU allocator, and of calls around the CUDA allocator."""
 
 _MOST_ITEMS = 64
-"""Of a list or tuple in a batch that are looked into at each step: others have one per sample."""
+"""Longest list or tuple of a batch that is copied. Longer ones hold an item per sample."""
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that there is no memory left, of a GPU or of this process."""
+    """Return whether an exception reports that GPU or process memory is exhausted."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    inner = getattr(error, "inner_exception", None)  # of errors of torch's compiler
+    inner = getattr(error, "inner_exception", None)  # of errors of torch.compile
     if isinstance(inner, BaseException):
         return ran_out_of_memory(inner)
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
 def free_memory() -> None:
-    """Free tensors that frames of a failed step hold, and GPU memory that torch caches."""
+    """Free tensors that frames of a failed step hold, and GPU memory that PyTorch caches."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 def num_rows(batch: Any, samples: float = 0) -> int:
-    """Return the first dimension that all tensors of a batch have.
+    """Return the first dimension that all tensors of a batch share.
 
     Args:
         batch: the batch.
-        samples: of the batch; 0: unknown.
+        samples: number of samples in the batch; 0 if unknown.
 
     Raises:
-        TypeError: if there is none, so that it cannot be split; it says why.
+        TypeError: if the batch cannot be split; the message says why.
     """
     sizes: set[int] = set()
 
@@ -79,7 +78,7 @@ def num_rows(batch: Any, samples: float = 0) -> int:
 
 
 def _has_one_each(batch: Any, samples: float) -> bool:
-    """Whether lists or tuples in a batch hold its samples, so that no dimension is of samples."""
+    """Return whether a list or tuple in a batch holds one tensor per sample."""
     if isinstance(batch, dict):
         batch = list(batch.values())
     elif type(batch) not in (tuple, list):
@@ -90,7 +89,7 @@ def _has_one_each(batch: Any, samples: float) -> bool:
 
 
 def batch_parts(batch: Any, number: int) -> list[Any]:
-    """Return a batch as `number` parts; where it has fewer samples, some of them twice."""
+    """Split a batch into `number` parts. If it has fewer samples, some are in two parts."""
     rows = num_rows(batch)
 
     def part(index: int) -> Any:
@@ -107,10 +106,10 @@ def concatenated(parts: Sequence[Any]) -> Any:
 
 
 def in_own_containers(batch: Any) -> Any:
-    """Return a batch in containers of its own, with the same tensors, whatever else it has."""
+    """Return a batch in new containers, with the same tensors and other objects."""
     try:
         return _mapped(batch, lambda tensor: tensor, lambda other: other, most=_MOST_ITEMS)
-    except Exception:  # classes of the user's may refuse
+    except Exception:  # the user's classes may raise
         return batch
 
 
@@ -124,9 +123,9 @@ def _mapped(
     otherwise: Callable[[Any], Any] = _refuse,
     most: float = math.inf,
 ) -> Any:
-    """Return a batch with a function applied to its tensors, whatever they are in.
+    """Return a batch with a function applied to its tensors, in any container.
 
-    Lists and tuples of more than `most` items have the items that they had.
+    Lists and tuples of more than `most` items keep their items.
     """
 
     def mapped(item: Any) -> Any:
@@ -140,7 +139,7 @@ def _mapped(
         return type(batch)(*map(mapped, batch))
     if type(batch) in (tuple, list):
         return type(batch)(map(mapped, batch)) if len(batch) <= most else batch[:]
-    # of another mapping a copy may share what the first holds its items in
+    # a copy of another mapping may share the storage of its items
     if isinstance(batch, dict) or (
         isinstance(batch, MutableMapping) and hasattr(batch, "__copy__")
     ):
@@ -151,7 +150,7 @@ def _mapped(
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         names = {field.name for field in dataclasses.fields(batch)}
         if set(getattr(batch, "__dict__", ())) <= names:
-            like = copy.copy(batch)  # not replace(), whose __post_init__ would change it again
+            like = copy.copy(batch)  # replace() would run __post_init__ again
             for name in names:
                 object.__setattr__(like, name, mapped(getattr(batch, name)))
             return like

@@ -1,4 +1,4 @@
-"""State: copies of tensors and models, and whether one fits."""
+"""Copies of tensors and models, and checks whether a saved state fits."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ __all__ = [
 
 
 def to_cpu(tree: Any) -> Any:
-    """Return a copy of nested dicts, lists and tuples with every tensor on CPU.
+    """Return a copy of nested dicts, lists and tuples with every tensor on the CPU.
 
-    Nothing in it changes as training goes on, also not what is of another type.
+    The copy does not change as training continues. Values of other types are copied as well.
     """
 
     def copied(leaf: Any) -> Any:
@@ -47,28 +47,28 @@ def to_cpu(tree: Any) -> Any:
 
 
 def on_cpu(tree: Any) -> Any:
-    """Return nested dicts, lists and tuples with every tensor on CPU; those there stay."""
+    """Return nested dicts, lists and tuples with tensors on the CPU; CPU tensors are shared."""
     return map_leaves(tree, lambda x: x.detach().cpu() if isinstance(x, torch.Tensor) else x)
 
 
 def copied(leaf: Any) -> Any:
-    """Return a copy of a tensor on its device, or of anything else that is data."""
+    """Return a copy of a tensor on its device, or of other data."""
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().clone()
-    # a scheduler within another's state, or a method of one, would bring its optimizer along
+    # copying a scheduler inside another one's state, or its method, would copy the optimizer
     is_data = not (callable(leaf) or hasattr(leaf, "optimizer"))
     return deep_copied(leaf) if is_data else leaf
 
 
 def copied_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of `model` on CPU; the model stays where it is, and needs no room twice.
+    """Return a copy of `model` on the CPU, without a second copy on its device.
 
-    The copy can be pickled, also where it has parametrizations (``torch.nn.utils.parametrize``).
+    The copy can be pickled, even with parametrizations (``torch.nn.utils.parametrize``).
     """
     memo: dict[int, Any] = {}
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         memo[id(tensor)] = _twin(tensor)
-    # what a forward pass has left in attributes has a graph, which cannot be copied and is no use
+    # tensors that a forward pass left in attributes have a graph and cannot be copied
     for tensor in _tensors_in([vars(module) for module in model.modules()], set()):
         if id(tensor) not in memo:
             memo[id(tensor)] = _twin(tensor)
@@ -86,7 +86,7 @@ def copied_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _odd_attribute(model: torch.nn.Module, memo: Mapping[int, Any]) -> str:
-    """Name the attribute that keeps a model from being copied; the model where it is none alone."""
+    """Return the name of the attribute that prevents a copy, or of the model if none does alone."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules"):
@@ -116,7 +116,7 @@ def _tensors_in(held: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def _reduced(module: Any) -> tuple[Any, ...]:
-    """Take a parametrized module apart: torch made its class for it alone, and pickles none."""
+    """Reduce a parametrized module, whose generated class cannot be pickled."""
     kind: Any = parametrize.type_before_parametrizations(module)
     return _bare, (kind,), kind.__getstate__(module), None, None, _parametrize
 
@@ -126,7 +126,7 @@ def _bare(kind: type[torch.nn.Module]) -> torch.nn.Module:
 
 
 def _parametrize(module: Any, state: Any) -> None:
-    """Give a bare module its state, and the class that torch makes for its parametrizations."""
+    """Restore a module's state, and the class that PyTorch generates for its parametrizations."""
     module.__setstate__(state)
     parametrize._inject_new_class(module)
     for name in module.parametrizations:
@@ -137,18 +137,18 @@ def _parametrize(module: Any, state: Any) -> None:
 
 
 def saved_name(name: str) -> str:
-    """Return the name of a tensor without what ``torch.compile`` adds to those of a module.
+    """Return the name of a tensor without the prefix of ``torch.compile``.
 
-    So that what a compiled model saves is loaded by one that is not, and the other way round.
+    A compiled model can then load the state of an uncompiled one, and the reverse.
     """
     return name.replace("_orig_mod.", "")
 
 
 def model_state(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the state of `model`, by the names that are saved."""
+    """Return the state of `model` by saved names."""
     state: dict[str, Any] = model.state_dict()
     if all(name == saved_name(name) for name in state):
-        return state  # which knows the versions of its modules
+        return state  # includes the versions of its modules
     return {saved_name(name): value for name, value in state.items()}
 
 
@@ -174,7 +174,7 @@ def _renamed(state: Any, like: torch.nn.Module) -> Any:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state bit by bit: ``load_state_dict`` casts it to the dtypes of the parameters."""
+    """Load a state bit by bit. ``load_state_dict`` alone casts it to the parameters' dtypes."""
     optimizer.load_state_dict(dict(state))
     for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, key in zip(own["params"], saved["params"], strict=True):
@@ -184,7 +184,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 
 def _in_dtypes_of(saved: Any, held: Any) -> Any:
-    """Return what was loaded, with tensors as they were saved if their dtypes differ."""
+    """Return the loaded value, with tensors in the dtypes of the saved value."""
     if isinstance(held, torch.Tensor) and isinstance(saved, torch.Tensor):
         return held if held.dtype == saved.dtype else saved.to(held.device, copy=True)
     if isinstance(held, dict) and isinstance(saved, Mapping):
@@ -195,11 +195,11 @@ def _in_dtypes_of(saved: Any, held: Any) -> Any:
     return held
 
 
-# ---- whether a state fits, found out before anything is changed
+# ---- checks before anything changes
 
 
 def state_problem(held: Any, state: Mapping[str, Any]) -> str:
-    """Say why a model, an optimizer or a scheduler cannot take a state; nothing if it can."""
+    """Return why a model, optimizer or scheduler cannot load a state; an empty text if it can."""
     if isinstance(held, torch.nn.Module):
         return _model_problem(held.state_dict(), state)
     if isinstance(held, torch.optim.Optimizer):
@@ -222,7 +222,7 @@ def _model_problem(held: Mapping[str, Any], state: Mapping[str, Any]) -> str:
 
 
 def is_like(given: Any, value: torch.Tensor) -> bool:
-    """Whether it is a tensor that can be copied to another, if their shapes are the same."""
+    """Return whether `given` is a tensor that can be copied to `value` if their shapes agree."""
     return (
         isinstance(given, torch.Tensor)
         and given.layout == value.layout
@@ -239,7 +239,7 @@ def _optimizer_problem(held: torch.optim.Optimizer, state: Mapping[str, Any]) ->
         return "its 'param_groups' have no lists of 'params'"
     ids = [each for group in groups for each in group["params"]]
     if strays := [key for key in state["state"] if isinstance(key, int) and key not in ids]:
-        return f"a state of parameter {strays[0]}, which is in none of its groups"  # torch drops it
+        return f"a state of parameter {strays[0]}, which is in none of its groups"  # else ignored
     sizes = [len(group["params"]) for group in groups]
     expected = [len(group["params"]) for group in held.param_groups]
     if sizes != expected:
@@ -256,20 +256,20 @@ def _optimizer_problem(held: torch.optim.Optimizer, state: Mapping[str, Any]) ->
 def _kind_problem(
     held: torch.optim.Optimizer, own: Mapping[str, Any], group: Mapping[str, Any]
 ) -> str:
-    """Find a group of another kind of optimizer: torch loads it, and fails when it steps.
+    """Detect a group of another kind of optimizer, which PyTorch loads and then fails to step.
 
-    Options that are missing do not make it one alone: a later release may have added them, or a
-    wrapper such as Lookahead, and whoever did fills them in. Flags come and go. So a kind whose
-    options are all among the other's, as those of SparseAdam are among Adam's, is not found.
+    Missing options alone prove nothing: a later release or a wrapper such as Lookahead may have
+    added them, and fills them in. Flags are ignored, because they come and go. A kind whose options
+    are a subset of the other's, such as SparseAdam and Adam, is not detected.
     """
-    # a wrapper may not have called what sets its defaults
+    # a wrapper may skip the constructor that sets its defaults
     needed = {name for name, value in getattr(held, "defaults", {}).items() if _is_measure(value)}
     missing, unknown = (needed & own.keys()) - group.keys(), group.keys() - own.keys()
     return _differing(missing, unknown) if missing and unknown else ""
 
 
 def _scheduler_problem(held: Any, state: Any) -> str:
-    """Find what torch takes unseen, and fails on later; the rest is the scheduler's affair."""
+    """Return why a PyTorch scheduler would fail after loading a state; others are not checked."""
     if type(held).__module__ != lr_scheduler.__name__:
         return ""
     if not isinstance(state, Mapping):
@@ -288,7 +288,7 @@ def _scheduler_problem(held: Any, state: Any) -> str:
 
 
 def _number_problem(own: Any, given: Any) -> str:
-    """Say what a field of a scheduler must be, if it holds numbers and `given` does not."""
+    """Return what a scheduler's numeric field must be; an empty text if `given` fits."""
     if isinstance(own, Mapping) and own and all(map(_is_number, own)):
         fits = isinstance(given, Mapping) and all(map(_is_number, given))
         return "" if fits else "a dict of numbers"

@@ -1,4 +1,4 @@
-"""Tensor data sets, indexed many samples at a time."""
+"""Tensor data sets that are indexed many samples at a time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["Rows", "rows_of"]
 
 _CHUNK_BYTES = 2**20
 _CHUNK_BATCHES = 64
-"""How much of a tensor data set is fetched by one indexing call: whichever comes first."""
+"""Limits of one indexing call."""
 
 
 def rows_of(loader: DataLoader[Any]) -> Rows | None:
-    """Return the rows behind a loader that only collates rows of tensors, else None.
+    """Return the rows of a loader that only collates rows of tensors; None for other loaders.
 
-    Such a loader's batch is one indexing call a tensor, instead of one a sample and a copy.
+    A batch then takes one indexing call per tensor, instead of one per sample and a copy.
     """
     if loader.collate_fn is default_collate and loader.num_workers == 0 and not loader.pin_memory:
         return Rows.of(loader.dataset)
@@ -26,7 +26,7 @@ def rows_of(loader: DataLoader[Any]) -> Rows | None:
 
 
 class Rows:
-    """Tensors that are indexed batch by batch, or rather several batches at once."""
+    """Tensors that are indexed in chunks of several batches."""
 
     def __init__(self, tensors: tuple[torch.Tensor, ...], subset: torch.Tensor | None) -> None:
         self._tensors = tensors
@@ -36,9 +36,9 @@ class Rows:
 
     @classmethod
     def of(cls, dataset: Dataset[Any]) -> Rows | None:
-        """Return the rows of a TensorDataset, or of a Subset of one; None for anything else.
+        """Return the rows of a TensorDataset or a Subset of one; None for anything else.
 
-        Sparse and nested tensors cannot be indexed many rows at a time.
+        Sparse and nested tensors do not support indexing of several rows.
         """
         if type(dataset) is TensorDataset:
             if any(tensor.layout is not torch.strided for tensor in dataset.tensors):

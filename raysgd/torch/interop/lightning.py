@@ -1,8 +1,7 @@
-"""Operators that train a LightningModule, as ``TrainingOperator.from_ptl`` makes them.
+"""Operators that train a LightningModule, created by ``TrainingOperator.from_ptl``.
 
-A module reaches its surroundings by ``self.trainer`` and ``self.fabric``, and Lightning lets it be
-trained by something that is no Trainer of its own: `_Surroundings` stands in for both while the
-module's code runs. What it lacks is an AttributeError that says so.
+A module accesses its surroundings through ``self.trainer`` and ``self.fabric``. `_Surroundings`
+replaces both while the module's code runs.
 """
 
 from __future__ import annotations
@@ -54,16 +53,16 @@ _REFUSED = {
     "validation_epoch_end": "Lightning 2 calls on_validation_epoch_end",
     "validation_step_end": "Lightning 2 has validation_step alone",
 }
-"""Hooks that would not be called, and what to do."""
+"""Unsupported hooks, and what to do instead."""
 
 
 class LightningMethods(_Base):
     """Trains a LightningModule: `training_step`, `validation_step` and the hooks that map.
 
-    What the module logs is a metric: a mean weighted by the samples of each batch, or what its
-    ``reduce_fx`` says, over all batches and workers. So is the loss, as ``train_loss`` and
-    ``val_loss``. The constructors of the module and of its data module get the whole config if
-    they have an argument ``config``, otherwise the keys that they have arguments for.
+    Values that the module logs become metrics over all batches and workers: means weighted by the
+    samples of each batch, unless ``reduce_fx`` says otherwise. The loss becomes ``train_loss`` and
+    ``val_loss``. The constructors of the module and of its data module get the whole config if they
+    have an argument ``config``, otherwise the keys that match their arguments.
     """
 
     module: Any
@@ -74,7 +73,7 @@ class LightningMethods(_Base):
     _datamodule: Any = None
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Make the module, its data and its optimizers, and register them."""
+        """Create the module, its data and its optimizers, and register them."""
         unused = set() if self._data_creator is not None else set(config)
         module = self.module = _made(self._module_cls, config, unused)
         _check_hooks(module)
@@ -88,7 +87,7 @@ class LightningMethods(_Base):
             if schedulers:
                 given["schedulers"] = schedulers
             if not module.automatic_optimization:
-                # each backward pass of a step may leave out what the others reach
+                # a backward pass may leave out parameters that another one reaches
                 given["ddp_args"] = {"find_unused_parameters": True}
             self.model, self.optimizers, *_ = self.register(**given)
             self.schedulers = schedulers
@@ -108,9 +107,9 @@ class LightningMethods(_Base):
     def _load(self, config: dict[str, Any], unused: set[str]) -> dict[str, Any]:
         """Return the loaders, as arguments of ``register_data``."""
         module, data = self.module, self._datamodule
-        with lock_of_node():  # a worker of a node after the other, since they may download
+        with lock_of_node():  # one worker per node at a time, because they may download
             if data is not None:
-                # a copy, since the user's own may go to other trainers
+                # a copy, because other trainers may use the same object
                 data = self._surroundings.datamodule = copy.copy(_made(data, config, unused))
                 data.trainer = self._surroundings
                 data.prepare_data()
@@ -168,9 +167,9 @@ class LightningMethods(_Base):
 
     @contextlib.contextmanager
     def _surrounded(self, **state: bool) -> Iterator[_Surroundings]:
-        """Let the module reach what stands in for Lightning's Trainer.
+        """Give the module a replacement for Lightning's Trainer within the context.
 
-        Only meanwhile: a model that travels to the driver is without it.
+        Outside of it, the model can be sent to the driver.
         """
         module, surroundings = self.module, self._surroundings
         vars(surroundings).update({"training": False, "validating": False, **state})
@@ -250,17 +249,17 @@ class LightningMethods(_Base):
                 module.on_before_zero_grad(optimizer)
 
     def _step(self, step: Callable[..., Any], batch: Any, index: int) -> Any:
-        """Run a step of the module, in training through what averages its gradients."""
+        """Run a step of the module. In training, the wrapper runs it to average the gradients."""
         arguments = [batch, index][: len(inspect.signature(step).parameters)]
         wrapper, module = self.model, self.module
         if not isinstance(wrapper, DistributedDataParallel) or not torch.is_grad_enabled():
             return step(*arguments)
         if not module.automatic_optimization:
-            ddp.begin_step(wrapper)  # its backward passes prepare the wrapper, each for itself
+            ddp.begin_step(wrapper)  # each backward pass prepares the wrapper itself
             return step(*arguments)
 
         def forward(*given: Any) -> Any:
-            del module.forward  # so that the step itself calls the module's own
+            del module.forward  # the step must call the module's own method
             return step(*given)
 
         module.forward = forward
@@ -305,7 +304,7 @@ class LightningMethods(_Base):
         module.on_validation_batch_end(output, batch, index)
         returned = dict(output) if isinstance(output, Mapping) else {"loss": output}
         loss = returned.pop("loss", None)
-        # modules of older Lightnings return what those of today log
+        # modules for older versions of Lightning return what newer ones log
         metrics = {name: value for name, value in returned.items() if _is_scalar(value)}
         if isinstance(loss, torch.Tensor):
             metrics["val_loss"] = self._mean_of(loss, self._count_items(batch, num_samples))
@@ -326,12 +325,12 @@ class LightningMethods(_Base):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Give it back to ``on_load_checkpoint``."""
+        """Pass the state to ``on_load_checkpoint`` of the module."""
         self.module.on_load_checkpoint(state)
 
 
 class _Surroundings:
-    """What a module finds as ``self.trainer`` and as ``self.fabric``."""
+    """Replaces ``self.trainer`` and ``self.fabric`` of a module."""
 
     sanity_checking = False
     logger = None
@@ -345,10 +344,10 @@ class _Surroundings:
         self.optimizers: list[Any] = []
         self.lr_scheduler_configs: list[Any] = []
         self.offered: Any = []
-        """What ``self.optimizers()`` returns."""
+        """Result of ``self.optimizers()``."""
 
     def offer(self, optimizers: list[Any], schedulers: list[Any]) -> None:
-        """Let the module have its optimizers and schedulers."""
+        """Make optimizers and schedulers available to the module."""
         self.optimizers = optimizers
         self.lr_scheduler_configs = [SimpleNamespace(scheduler=each) for each in schedulers]
         offered = [_Optimizer(self._operator, each) for each in optimizers]
@@ -361,38 +360,33 @@ class _Surroundings:
 
     @property
     def global_step(self) -> int:
-        """Steps that are done."""
         return self._operator.global_step
 
     @property
     def global_rank(self) -> int:
-        """Rank of this worker among all."""
         return self._operator.world_rank
 
     @property
     def local_rank(self) -> int:
-        """Rank of this worker among those of its node."""
         return self._operator.local_rank
 
     @property
     def world_size(self) -> int:
-        """Number of workers, now."""
         return self._operator.world_size
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this worker is the first of all."""
         return self.global_rank == 0
 
     def log_dict(self, metrics: Mapping[str, Any]) -> None:
-        """Keep what the module logs, for the metrics of its batch."""
+        """Collect what the module logs, for the metrics of its batch."""
         for name, value in metrics.items():
             value = value.detach() if isinstance(value, torch.Tensor) else value
             is_other = self._reduce_fx in _REDUCTIONS and _is_scalar(value)
             self._logged[name] = _Reduced(self._reduce_fx, value) if is_other else value
 
     def noting_reduction(self, log: Callable[..., None]) -> Callable[..., None]:
-        """Return a method that logs, which also notes the reduction for `log_dict`."""
+        """Return a log method that also sets the reduction for `log_dict`."""
 
         def noting(*args: Any, reduce_fx: Any = "mean", **kwargs: Any) -> None:
             self._reduce_fx = _reduction(reduce_fx)
@@ -404,7 +398,7 @@ class _Surroundings:
         return noting
 
     def take_logged(self) -> dict[str, Any]:
-        """Return what was logged since this was last called."""
+        """Return what was logged since the last call."""
         logged, self._logged = self._logged, {}
         return logged
 
@@ -431,7 +425,7 @@ class _Surroundings:
 
 
 class _Optimizer:
-    """An optimizer as a module steps it in manual optimization."""
+    """An optimizer for manual optimization."""
 
     def __init__(self, operator: LightningMethods, optimizer: torch.optim.Optimizer) -> None:
         self._operator = operator
@@ -474,14 +468,14 @@ def lightning_operator(
 
 
 def _base_of(kind: type[Any]) -> type[Any] | None:
-    """Return Lightning's own class that a module, or a data module, derives from."""
+    """Return the class of Lightning that a module or data module derives from."""
     names = ("LightningModule", "LightningDataModule")
     own = (each for each in kind.__mro__ if each.__name__ in names and _package_of(each))
     return next(own, None)
 
 
 def _package_of(kind: type[Any]) -> str:
-    """Return the package of a class of Lightning's, which has two names; empty for another's."""
+    """Return the package of a Lightning class, which has two names; empty for other classes."""
     package = kind.__module__.partition(".core.")[0]
     return package if package in ("lightning.pytorch", "pytorch_lightning") else ""
 
@@ -493,7 +487,7 @@ def _home(module: Any) -> str:
 
 
 def _overrides(module: Any, name: str) -> bool:
-    """Whether user code has a method in place of Lightning's."""
+    """Return whether user code overrides a method of Lightning."""
     own = getattr(type(module), name, None)
     is_other = own is not None and own is not getattr(_base_of(type(module)), name, None)
     return is_other or name in vars(module)
@@ -504,7 +498,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _check_hooks(module: Any) -> None:
-    """Refuse what would not be called as the module expects."""
+    """Reject methods that raysgd does not call as the module expects."""
     if refused := [name for name in _REFUSED if _overrides(module, name)]:
         reasons = "; ".join(f"{name} ({_REFUSED[name]})" for name in refused)
         raise TypeError(
@@ -518,12 +512,12 @@ def _check_hooks(module: Any) -> None:
 
 
 def _made(given: Any, config: dict[str, Any], unused: set[str]) -> Any:
-    """Make a module of a class, with the config or those of its keys that the constructor takes.
+    """Create a module with the config, or with the keys that its constructor takes.
 
     Args:
         given: the class; a module is returned as it is.
         config: the config.
-        unused: keys that no constructor has taken yet; those that this one takes are removed.
+        unused: keys that no constructor has taken yet; this call removes those that it takes.
     """
     if not isinstance(given, type):
         return given
@@ -545,12 +539,12 @@ class _Reduced(MergeableMetric):
 
     Args:
         reduce_fx: "sum", "min" or "max".
-        value: a number, or a tensor of one.
+        value: a number, or a tensor of one element.
     """
 
     def __init__(self, reduce_fx: str, value: Any) -> None:
         self._reduce_fx = reduce_fx
-        # a tensor on a GPU stays there, since reading it would stop the device
+        # a GPU tensor stays there, because reading it would synchronize
         self._value = value.detach().double() if isinstance(value, torch.Tensor) else value
 
     def merge(self, other: _Reduced) -> _Reduced:
@@ -571,7 +565,7 @@ def _reduction(reduce_fx: Any) -> str:
     """Return the name of a ``reduce_fx``.
 
     Raises:
-        ValueError: if it is none of those that Lightning takes.
+        ValueError: if Lightning does not support it.
     """
     name = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
     if name not in (*_REDUCTIONS, "mean", "avg"):

@@ -1,4 +1,4 @@
-"""The precisions to train in, one a file. A new one takes a file and a line here."""
+"""The precisions to train in. A new one takes a file and a line here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PRECISIONS: dict[bool | str, Callable[[torch.device, torch.dtype | None], Precis
     True: NativeAmp,
     "apex": ApexAmp,
 }
-"""What ``use_fp16`` of the trainer may be. Each is made with a device and ``amp_dtype``."""
+"""Allowed values of ``use_fp16``. Each class takes a device and ``amp_dtype``."""
 
 
 def create_precision(
@@ -26,6 +26,6 @@ def create_precision(
     """Return the precision that ``use_fp16`` and ``amp_dtype`` of the trainer ask for.
 
     Raises:
-        ImportError: if the package that it needs is not installed here.
+        ImportError: if a required package is not installed.
     """
     return PRECISIONS[use_fp16](device, dtype)

@@ -1,4 +1,4 @@
-"""Mixed precision by NVIDIA Apex, for scripts that were written for it."""
+"""Mixed precision with NVIDIA Apex, for older scripts."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["ApexAmp"]
 
 
 class ApexAmp(Precision):
-    """Hands models and optimizers to ``apex.amp``, whose functions it calls as Apex documents.
+    """Passes models and optimizers to ``apex.amp``, with the calls that Apex documents.
 
-    Its state is one for the process, since Apex keeps it in its modules.
+    Apex keeps its state in its modules, so a process has only one.
 
     Args:
-        device: where the models are; Apex works on GPUs.
-        dtype: None; what Apex computes in is said by its ``opt_level``.
+        device: device of the models; Apex needs a GPU.
+        dtype: None, because the ``opt_level`` of Apex selects the dtype.
 
     Raises:
-        ImportError: if Apex is not installed here.
+        ImportError: if Apex is not installed.
     """
 
     state_key: ClassVar[str | None] = "amp_apex"
@@ -62,23 +62,22 @@ class ApexAmp(Precision):
         return list(patched)
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
-        """Add the gradients of `loss` to those there are."""
-        # gradients that are accumulated further are left scaled until the last ones are there
+        # accumulated gradients stay scaled until the last backward pass
         with self._amp.scale_loss(loss, self._optimizers, delay_unscale=not is_last) as scaled:
             scaled.backward()
 
     def parameters(self, optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
-        """Return the float32 tensors that the optimizer steps with."""
+        """Return the float32 master parameters."""
         return list(self._amp.master_params(optimizer))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the parameters; Apex makes this do nothing after an overflow."""
+        """Update the parameters. After an overflow, Apex makes this do nothing."""
         before = self._num_updates.get(id(optimizer), 0)
         optimizer.step()
         self._skipped |= self._num_updates.get(id(optimizer), 0) == before
 
     def commit(self) -> None:
-        """Count a step that was skipped."""
+        """Count a skipped step."""
         self._num_skipped += self._skipped
         self._skipped = False
 

@@ -1,4 +1,4 @@
-"""What a precision does for a training step, and the one that models are made in."""
+"""The interface of precisions, and full precision."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Precision(StepFeature):
     """
 
     state_key: ClassVar[str | None] = None
-    """Under which key of a saved state this precision's own state is."""
+    """Key of this precision's state in a saved state."""
     name: ClassVar[str] = "full precision (use_fp16=False)"
-    """The word for it in errors."""
+    """Name in error messages."""
     scales: bool = False
     """Whether the loss is scaled, so that a step can overflow and be skipped."""
 
@@ -44,12 +44,12 @@ class Precision(StepFeature):
         optimizers: list[torch.optim.Optimizer],
         arguments: Mapping[str, Any] | None,
     ) -> list[torch.nn.Module]:
-        """Get to know what is trained, before it is wrapped; return the models to use.
+        """Prepare the models before they are wrapped, and return the models to use.
 
         Args:
             models: the registered models, on `device`.
-            optimizers: the registered optimizers; they stay the same objects.
-            arguments: ``apex_args`` of ``register``, for Apex alone.
+            optimizers: the registered optimizers, which must stay the same objects.
+            arguments: ``apex_args`` of ``register``, only for Apex.
         """
         return models
 
@@ -58,23 +58,23 @@ class Precision(StepFeature):
         return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
-        """Add the gradients of `loss` to those there are.
+        """Add the gradients of `loss` to the existing ones.
 
         Args:
             loss: a tensor of one element.
-            is_last: whether an update may follow, or only further backward passes.
+            is_last: whether an update may follow, instead of further backward passes.
         """
         loss.backward()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the gradients of `optimizer` real ones, for clipping; at most once before `step`."""
+        """Unscale the gradients of `optimizer`, for clipping. Call at most once before `step`."""
 
     def parameters(self, optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
         """Return the tensors whose gradients `optimizer` steps with."""
         return [p for group in optimizer.param_groups for p in group["params"]]
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the parameters, or skip that where gradients have overflowed."""
+        """Update the parameters, unless gradients have overflowed."""
         optimizer.step()
 
     def scale_state(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Mixed precision by ``torch.amp``."""
+"""Mixed precision with ``torch.amp``."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _STATE_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_
 
 
 class NativeAmp(Precision):
-    """Autocasts forward passes, and scales the loss where the numbers are float16.
+    """Autocasts forward passes, and scales the loss if the dtype is float16.
 
-    One scaler serves all optimizers. Its scale stays the same from the first backward pass of a
-    training step to its last update: it changes once every optimizer has stepped, or at `commit`
-    where a step uses only some of them. Where an optimizer steps twice in a training step, the
-    scale changes in between, and gradients that wait for their update are brought to the new one.
+    One scaler serves all optimizers. Its scale is constant from the first backward pass of a
+    training step to its last update. It changes after every optimizer has stepped, or at `commit`
+    if a step uses only some of them. If an optimizer steps twice in a training step, the scale
+    changes in between. Gradients that still wait for their update are rescaled.
 
     Args:
-        device: where the models are.
-        dtype: float16 or bfloat16; None for float16 on a GPU and bfloat16 on the CPU.
+        device: device of the models.
+        dtype: float16 or bfloat16; None for float16 on a GPU and bfloat16 on a CPU.
     """
 
     state_key: ClassVar[str | None] = "amp_native"
@@ -36,12 +36,12 @@ class NativeAmp(Precision):
         default = torch.bfloat16 if device.type == "cpu" else torch.float16
         self.dtype = default if dtype is None else dtype
         self.scaler = self._new_scaler() if self.dtype is torch.float16 else None
-        """The GradScaler; None for bfloat16, whose range is that of float32."""
+        """The GradScaler; None for bfloat16, which has the range of float32."""
         self.scales = self.scaler is not None
         self._optimizers: list[torch.optim.Optimizer] = []
         self._stepped: set[int] = set()
         self._checked: set[int] = set()
-        # on the device, since reading it would stop the device at each step
+        # on the device, because reading it would synchronize at each step
         self._one = torch.ones((), device=device)
         self._num_skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._committed_skipped = self._num_skipped
@@ -60,7 +60,6 @@ class NativeAmp(Precision):
         optimizers: list[torch.optim.Optimizer],
         arguments: Mapping[str, Any] | None,
     ) -> list[torch.nn.Module]:
-        """Get to know the optimizers."""
         self._optimizers = optimizers
         return super().prepare(models, optimizers, arguments)
 
@@ -68,20 +67,18 @@ class NativeAmp(Precision):
         return torch.amp.autocast(self.device.type, dtype=self.dtype)
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
-        """Add the scaled gradients of `loss` to those there are."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale, and look for overflows in them."""
+        """Divide the gradients by the scale, and check them for overflows."""
         if self.scaler is None or not self._has_gradients(optimizer):
             return
         if id(optimizer) in self._stepped:
             self._rescale()
-        self._checked.add(id(optimizer))  # before: what follows may raise, and has begun then
+        self._checked.add(id(optimizer))  # before unscale_, which may raise halfway
         self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the parameters, unless a gradient is infinite or NaN."""
         if self.scaler is None or not self._has_gradients(optimizer):
             optimizer.step()
             return
@@ -94,7 +91,7 @@ class NativeAmp(Precision):
             self._update()
 
     def commit(self) -> None:
-        """Let the scale change where that is still to be done."""
+        """Update the scale if that is still due."""
         if self._checked:
             self._update()
         self._committed_skipped = self._num_skipped
@@ -125,19 +122,19 @@ class NativeAmp(Precision):
         return f"{wrong[0]} is no number" if wrong else ""
 
     def _update(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Let the scale follow from what the steps found; return it as it was and as it is."""
+        """Update the scale from the overflows that were found; return the old and the new scale."""
         assert self.scaler is not None
         before = self.scaler.scale(self._one)
         self.scaler.update()
         after = self.scaler.scale(self._one)
-        # it becomes smaller only when an overflow was found
+        # the scale shrinks only after an overflow
         self._num_skipped = self._num_skipped + (after < before)
         self._stepped.clear()
         self._checked.clear()
         return before, after
 
     def _rescale(self) -> None:
-        """Let the scale change although gradients are held that were made with it."""
+        """Update the scale, and adjust gradients that wait for their update."""
         held = [
             parameter.grad
             for optimizer in self._optimizers
@@ -149,5 +146,5 @@ class NativeAmp(Precision):
             torch._foreach_mul_(held, after / before)
 
     def _has_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether there is anything to step with; torch's scaler refuses where there is not."""
+        """Return whether any gradient exists; GradScaler raises if there is none."""
         return any(parameter.grad is not None for parameter in self.parameters(optimizer))
