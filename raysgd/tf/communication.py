@@ -1,4 +1,4 @@
-"""How workers average gradients and agree on numbers: by gloo, by Horovod, or not at all."""
+"""How workers average gradients and agree on numbers: with gloo, Horovod, or not at all."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Communication", "GlooWorkers", "HorovodGroup", "communication_of"]
 
 
 class Communication:
-    """What a step needs of the other workers; this one is that of a worker alone.
+    """The collectives of a training step. This class is for a single worker.
 
     Args:
         size: number of workers.
-        rank: of this one.
+        rank: rank of this worker.
     """
 
     def __init__(self, size: int = 1, rank: int = 0) -> None:
@@ -30,9 +30,9 @@ class Communication:
         return list(tensors)
 
     def completed(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return a worker's gradients, with zeros for what only others have a gradient of.
+        """Add zeros for variables that only other workers have gradients of.
 
-        Batches of one step may take different branches. Every worker must call it.
+        Batches of one step may take different branches. Every worker must call this.
         """
         kinds = self.largest([_kind(gradient) for gradient in gradients])
         return [
@@ -41,23 +41,24 @@ class Communication:
         ]
 
     def largest(self, values: Sequence[int]) -> list[int]:
-        """Return the largest of all workers, number by number. Every worker must call it."""
+        """Return the maximum over all workers, element by element. Every worker must call this."""
         return list(values)
 
     def minimum(self, value: int) -> int:
-        """Return the smallest value of all workers. Every worker must call it."""
+        """Return the minimum over all workers. Every worker must call this."""
         return -self.largest([-value])[0]
 
     def share(self, make: Callable[[], Any], leader: int) -> Any:
-        """Return on every worker what `make` returns on the leader."""
+        """Return the leader's result of `make` on every worker."""
         return make()
 
 
 class GlooWorkers(Communication):
-    """Workers that exchange by the process group that operators of torch have as well.
+    """Workers that communicate through the process group that PyTorch operators use as well.
 
-    TensorFlow's own collectives would let anybody on the network read and write files of a worker,
-    by a server that asks for no password, and a process could be in one group of theirs only.
+    The collectives of TensorFlow run a server without authentication, through which anyone on the
+    network could read and write files of a worker. Also, a process can join only one of their
+    groups.
     """
 
     def mean(self, tensors: Sequence[Any]) -> list[Any]:
@@ -105,7 +106,7 @@ class GlooWorkers(Communication):
 
 
 _NONE, _ROWS, _DENSE = range(3)
-"""What a worker has as the gradient of a variable: nothing, rows of it, or all of it."""
+"""Kinds of gradients: none, some rows, or all of them."""
 
 
 def _kind(gradient: Any) -> int:
@@ -115,7 +116,7 @@ def _kind(gradient: Any) -> int:
 
 
 def _of_kind(kind: int, gradient: Any, variable: Any) -> Any:
-    """Return a gradient of at least that kind; zeros where there is none."""
+    """Convert a gradient to a kind; a missing one becomes zeros."""
     if kind == _DENSE:
         return tf.zeros_like(variable) if gradient is None else tf.convert_to_tensor(gradient)
     if kind == _ROWS and gradient is None:
@@ -124,11 +125,11 @@ def _of_kind(kind: int, gradient: Any, variable: Any) -> Any:
 
 
 def _add_up(array: Any) -> None:
-    """Replace an array by the sum of those of all workers."""
+    """Replace an array with the sum over all workers."""
     import torch
     import torch.distributed as dist
 
-    if array.dtype.name == "bfloat16":  # which numpy itself does not know
+    if array.dtype.name == "bfloat16":  # NumPy has no such type
         tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     else:
         tensor = torch.from_numpy(array)
@@ -167,12 +168,12 @@ class HorovodGroup(Communication):
 
 
 def communication_of(context: WorkerContext, use_horovod: bool = False) -> Communication:
-    """Return how this worker talks to the others; their group exists already."""
+    """Return the communication of this worker. Its group exists already."""
     if not context.distributed:
         return Communication()
     if use_horovod:
         return HorovodGroup(context.world_size, context.world_rank)
     import torch.distributed as dist
 
-    # a replacement worker sets up in a group of its own, and knows its later place alone
+    # during setup, a replacement worker's group differs from its place in the context
     return GlooWorkers(dist.get_world_size(), dist.get_rank())

@@ -1,4 +1,4 @@
-"""Operators from functions, the way in which the oldest scripts are written."""
+"""Operators from creator functions, for the oldest scripts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EVALUATE = ("steps", "verbose")
 
 @dataclass(frozen=True)
 class FitPlan:
-    """What ``fit_config`` and ``evaluate_config`` ask for."""
+    """The counts in ``fit_config`` and ``evaluate_config``."""
 
     epochs: int = 1
     steps_per_epoch: int | None = None
@@ -26,11 +26,11 @@ class FitPlan:
 
 
 def fit_plan(config: Mapping[str, Any]) -> FitPlan:
-    """Return what a config asks for.
+    """Return the plan of a config.
 
     Raises:
-        TypeError: if ``fit_config`` or ``evaluate_config`` is no dict, or a count no int.
-        ValueError: if one of them has a key that is not known.
+        TypeError: if ``fit_config`` or ``evaluate_config`` is not a dict, or a count is not an int.
+        ValueError: if one of them has an unknown key.
     """
     plans = {}
     for name, known in (("fit_config", _FIT), ("evaluate_config", _EVALUATE)):
@@ -58,13 +58,13 @@ def fit_plan(config: Mapping[str, Any]) -> FitPlan:
 
 
 class CreatorOperator(TrainingOperator):
-    """An operator whose model and data come from functions of the config."""
+    """An operator whose model and data come from creator functions."""
 
     _model_creator: Callable[..., Any]
     _data_creator: Callable[..., Any] | None = None
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Call the functions and register what they return."""
+        """Call the creator functions and register their results."""
         creators = type(self)
         fit = config.get("fit_config") or {}
         self.model, self.optimizer, *_ = self.register(
@@ -87,7 +87,7 @@ class CreatorOperator(TrainingOperator):
             kind = self._train_state.keras.callbacks.CallbackList
             self._callbacks = kind(list(self._given), model=self.model)
             self._callbacks.on_train_begin()
-        # that of fit(): endless data are in their first epoch for ever
+        # the epoch of fit(): endless data stay in their first epoch
         steps = self._steps_per_epoch
         epoch = self.global_step // steps if steps else epoch_idx
         if not steps or self._begun != epoch:
@@ -95,7 +95,7 @@ class CreatorOperator(TrainingOperator):
             self._callbacks.on_epoch_begin(epoch)
         result = super().train_epoch(iterator, info, num_steps, epoch_idx)
         if steps and self.global_step // steps == epoch:
-            return result  # broken off, by a loss or the end of the data
+            return result  # interrupted by a loss or the end of the data
         logs = {
             name.removeprefix("train_"): float(value)
             for name, value in result.items()
@@ -120,7 +120,7 @@ class CreatorOperator(TrainingOperator):
 
 
 def creator_operator(model_creator: Any, data_creator: Any) -> type[CreatorOperator]:
-    """Make an operator class from functions."""
+    """Return an operator class for creator functions."""
     given = {"model_creator": model_creator, "data_creator": data_creator}
     made: type[CreatorOperator] = class_from_creators(
         "TFTrainer", (CreatorOperator,), given, required=("model_creator",)
@@ -129,9 +129,9 @@ def creator_operator(model_creator: Any, data_creator: Any) -> type[CreatorOpera
 
 
 def renamed(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a validation under the names of older scripts.
+    """Return the metrics of a validation with the names that older scripts use.
 
-    Those know the loss of a model without metrics as ``loss``.
+    Those scripts read the loss of a model without metrics as ``loss``.
     """
     found = {
         f"validation_{name.removeprefix('val_')}" if name.startswith("val_") else name: value

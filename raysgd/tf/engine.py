@@ -1,8 +1,8 @@
-"""Steps under ``tf.function``: own gradients, their means over the workers, then one update.
+"""Training steps in graphs: local gradients, their means over the workers, then one update.
 
-A step is two graphs. The first computes a worker's gradients, the second applies their means. What
-workers tell each other is said in between, outside of both: a step that loses a worker ends there,
-with no variable changed. Each worker traces its graphs by itself, as often as its batches differ.
+A step has two graphs. The first computes a worker's gradients, and the second applies their means.
+Workers communicate between them, outside of any graph, so a step that loses a worker changes no
+variable. Each worker traces its own graphs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Engine:
         self._gradients: dict[Any, Any] = {}
         self._updates: dict[Any, Any] = {}
         self._calls: dict[Any, Any] = {}
-        # what a compiled step refers to by its id must live as long as that
+        # compiled steps are stored by the IDs of these objects, so keep them alive
         self._kept: list[Any] = []
 
     def call(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
@@ -45,8 +45,8 @@ class Engine:
         """Compute a loss and this worker's gradients of it.
 
         Returns:
-            What `loss_of` returned, and the gradients, scaled as the optimizer wants it; None for
-            a variable that the loss does not depend on.
+            The result of `loss_of`, and the gradients, scaled for the optimizer. A gradient is None
+            if the loss does not depend on the variable.
         """
         key = (_key(loss_of), id(optimizer), tuple(id(v) for v in variables))
         if key not in self._gradients:
@@ -77,7 +77,7 @@ class Engine:
         return compiled
 
     def update(self, optimizer: Any, means: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Apply gradients, averaged over the workers."""
+        """Apply gradients that are averaged over the workers."""
         key = (id(optimizer), tuple(id(variable) for variable in variables))
         if key not in self._updates:
             self._kept += [optimizer, list(variables)]
@@ -93,18 +93,18 @@ class Engine:
 
 
 def _key(function: Callable[..., Any]) -> tuple[int, int]:
-    """Return what is the same for a method each time that it is looked up."""
+    """Return a key that is the same each time a method is looked up."""
     return id(getattr(function, "__func__", function)), id(getattr(function, "__self__", None))
 
 
 def _scaled_loss(optimizer: Any, loss: Any) -> Any:
-    if hasattr(optimizer, "get_scaled_loss"):  # tf_keras's LossScaleOptimizer
+    if hasattr(optimizer, "get_scaled_loss"):  # LossScaleOptimizer of tf_keras
         return optimizer.get_scaled_loss(loss)
     return optimizer.scale_loss(loss) if hasattr(optimizer, "scale_loss") else loss
 
 
 def _unscaled(optimizer: Any, gradients: list[Any]) -> list[Any]:
-    """Undo the scale for tf_keras; Keras 3's optimizer does it as it applies them."""
+    """Unscale gradients for tf_keras. The optimizer of Keras 3 does so itself."""
     if hasattr(optimizer, "get_unscaled_gradients"):
         unscaled: list[Any] = optimizer.get_unscaled_gradients(gradients)
         return unscaled

@@ -1,4 +1,4 @@
-"""The two Kerases, Keras 3 and tf_keras: what differs in names, variables, models, precisions."""
+"""Differences between Keras 3 and tf_keras: names, variables, models, and precisions."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ __all__ = [
 
 
 def kerases() -> list[Any]:
-    """Return the Kerases that are imported in this process: ``keras``, ``tf_keras``, or both."""
+    """Return the Keras modules that are imported: ``keras``, ``tf_keras``, or both."""
     return [sys.modules[name] for name in ("keras", "tf_keras") if name in sys.modules]
 
 
 def is_keras_model(thing: Any) -> bool:
-    """Whether it is a model of one of them."""
+    """Return whether `thing` is a Keras model."""
     return any(isinstance(thing, keras.Model) for keras in kerases())
 
 
 def flavor_of(model: Any) -> Any:
-    """Return the Keras that a model is of: the module ``keras`` or ``tf_keras``."""
+    """Return the module that a model belongs to: ``keras`` or ``tf_keras``."""
     for keras in kerases():
         if isinstance(model, keras.Model):
             return keras
@@ -47,7 +47,7 @@ def flavor_of(model: Any) -> Any:
 
 
 def overrides(model: Any, name: str) -> bool:
-    """Whether the class of a model has a method of its own in place of Keras's."""
+    """Return whether the class of a model overrides a method of Keras."""
     return getattr(type(model), name) is not getattr(flavor_of(model).Model, name)
 
 
@@ -58,7 +58,7 @@ def tf_variable(variable: Any) -> Any:
 
 
 def named_arrays(variables: Iterable[Any]) -> dict[str, np.ndarray[Any, Any]]:
-    """Return copies of variables as arrays, by their number and name, in their order."""
+    """Return copies of variables as arrays, in order, by number and name."""
     return {
         f"{number}/{getattr(variable, 'path', None) or variable.name}": np.array(
             tf_variable(variable).numpy()
@@ -68,20 +68,20 @@ def named_arrays(variables: Iterable[Any]) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def set_arrays(variables: Iterable[Any], arrays: dict[str, Any]) -> None:
-    """Take over what `named_arrays` returned, in that order: names may differ between processes."""
+    """Assign the arrays of `named_arrays` in order, because names may differ between processes."""
     for variable, array in zip(variables, arrays.values(), strict=True):
         held = tf_variable(variable)
         held.assign(tf.cast(tf.convert_to_tensor(np.asarray(array)), held.dtype))
 
 
-# ---- models on their way from a worker to the driver
+# ---- transfer of models from a worker to the driver
 
 
 def portable(model: Any) -> dict[str, Any]:
-    """Return what makes a model anew: which Keras, its architecture, its weights as arrays.
+    """Return the Keras module, the architecture and the weights of a model.
 
     Raises:
-        TypeError: if Keras cannot tell how the model is made.
+        TypeError: if Keras cannot serialize the model.
     """
     keras = flavor_of(model)
     try:
@@ -99,7 +99,7 @@ def portable(model: Any) -> dict[str, Any]:
 
 
 def assembled(portable_model: Mapping[str, Any]) -> Any:
-    """Return the model that `portable` took apart."""
+    """Rebuild the model from the result of `portable`."""
     keras = importlib.import_module(portable_model["keras"])
     architecture = portable_model["architecture"]
     model = keras.saving.deserialize_keras_object(architecture, safe_mode=False)
@@ -111,9 +111,9 @@ def assembled(portable_model: Mapping[str, Any]) -> Any:
 
 
 def policy_name(use_fp16: bool | str) -> str | None:
-    """Return the policy that the trainer's argument means on this worker; None for none.
+    """Return the policy for ``use_fp16`` on this worker; None for full precision.
 
-    True is float16 on a GPU and bfloat16 on a CPU, where float16 is slow.
+    True means float16 on a GPU, and bfloat16 on a CPU, where float16 is slow.
     """
     if not use_fp16:
         return None
@@ -123,14 +123,14 @@ def policy_name(use_fp16: bool | str) -> str | None:
 
 
 def set_policy(name: str) -> None:
-    """Let all models that are made from now on compute in mixed precision."""
+    """Set the precision of all models that are created afterwards."""
     tf.keras.layers  # noqa: B018  imports the Keras that this process chose
     for keras in kerases():
         keras.mixed_precision.set_global_policy(name)
 
 
 def scaled_optimizer(keras: Any, optimizer: Any, use_fp16: bool | str) -> Any:
-    """Return an optimizer that scales the loss, where gradients are float16."""
+    """Return an optimizer that scales the loss if gradients are float16."""
     scales = keras.mixed_precision.LossScaleOptimizer
     if policy_name(use_fp16) != "mixed_float16" or isinstance(optimizer, scales):
         return optimizer

@@ -1,8 +1,8 @@
-"""Data for Keras operators: arrays and items by sample, ``tf.data`` pipelines batch by batch.
+"""Data sources of Keras operators: arrays and items by sample, ``tf.data`` pipelines by batch.
 
-A pipeline is read by every worker, as it is with ``AutoShardPolicy.DATA``: at each step the workers
-together take its next batches, rank 0 the first of them, rank 1 the next. So a step of two workers
-is the same set of samples as two steps of one, and what is left of an epoch is a plain count.
+Every worker reads the whole pipeline, as with ``AutoShardPolicy.DATA``. In each step, the workers
+together take its next batches: rank 0 the first, rank 1 the second. A step of two workers thus has
+the same samples as two steps of one. A position in an epoch is a plain count.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ def check_end(loader: Any, what: str, call: str) -> None:
 
 
 def is_arrays(data: Any) -> bool:
-    """Whether `data` is an array, or a tuple or dict of them."""
+    """Return whether `data` is an array, or a tuple or dict of arrays."""
     leaves = tf.nest.flatten(data) if isinstance(data, tuple | dict) else [data]
     return bool(leaves) and all(hasattr(leaf, "__array__") for leaf in leaves)
 
 
 class ArraySource(PartitionedSource):
-    """Arrays, shared out over the workers sample by sample.
+    """Arrays, partitioned across the workers by sample.
 
     Args:
         arrays: an array or a nest of arrays, all of the same length.
-        training: whether every worker gets a batch at every step.
+        training: whether every worker gets a batch in every step.
         batch_size: samples of a worker's batch.
-        shuffle: whether to shuffle them anew in each epoch.
+        shuffle: whether to shuffle in each epoch.
         follows_share: whether the batch size is this worker's share of a global one.
-        full_size: workers of the full group, where steps keep the size that they have there.
-        global_batch: the global batch, where steps keep it.
+        full_size: number of workers of the full group, if the global batch size is constant.
+        global_batch: the global batch size, if it is constant.
     """
 
     def __init__(
@@ -86,13 +86,11 @@ class ArraySource(PartitionedSource):
         self._shuffle, self._seed = shuffle and training, seed
 
     def reseed(self, seed: int, own_seed: int | None = None) -> None:
-        """Let the order follow from `seed`."""
         self._seed = seed
 
     def batches(
         self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
     ) -> Iterator[Any]:
-        """Iterate over this worker's batches of `epoch` from `offset` on."""
         order = np.arange(self._shard.total)
         if self._shuffle:
             order = np.random.default_rng([self._seed, epoch]).permutation(len(order))
@@ -103,13 +101,12 @@ class ArraySource(PartitionedSource):
         return tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf[rows]), self._arrays)
 
     def reads(self) -> Any:
-        """Return what a batch looks like."""
+        """Return the ``tf.TensorSpec`` of a batch, in its structure."""
         return tf.nest.map_structure(
             lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), self._arrays
         )
 
     def fingerprint(self) -> str:
-        """Return what has to be the same on all workers: the sizes, and the samples at the ends."""
         digest = hashlib.sha256()
         for leaf in tf.nest.flatten(self._arrays):
             digest.update(np.ascontiguousarray(leaf[[0, -1]]).tobytes() if len(leaf) else b"")
@@ -118,7 +115,7 @@ class ArraySource(PartitionedSource):
 
 
 class ItemSource(ArraySource):
-    """A :class:`raysgd.data.Dataset`: items that each worker fetches for itself."""
+    """A :class:`raysgd.data.Dataset`, whose items each worker fetches itself."""
 
     def __init__(
         self,
@@ -153,19 +150,18 @@ class ItemSource(ArraySource):
         )
 
     def reads(self) -> Any:
-        """Return nothing: what a batch looks like is known when one is fetched."""
+        """Return None, because only a fetched batch shows its structure."""
         return None
 
 
 class DatasetSource(BatchSource):
-    """A ``tf.data.Dataset`` of batches, shared out over the workers.
+    """A ``tf.data.Dataset`` of batches, partitioned across the workers.
 
     Args:
         loader: the data set; the same on all workers.
-        training: whether every worker gets a batch at every step.
-        splits: whether a batch of the data set is one of the whole group, which is split, and not
-            one of a worker.
-        full_size: workers of the full group, where steps keep the size that they have there.
+        training: whether every worker gets a batch in every step.
+        splits: whether a batch of the data set is for the whole group and must be split.
+        full_size: number of workers of the full group, if the global batch size is constant.
     """
 
     sharded = True
@@ -194,35 +190,31 @@ class DatasetSource(BatchSource):
 
     @property
     def keeps_step(self) -> bool:  # type: ignore[override]
-        """Whether a step is the same samples with any number of workers."""
         return self._full_size is not None
 
     @property
     def _group(self) -> int:
-        """Batches of the data set in a step."""
+        """Number of batches of the data set in a step."""
         if self._splits:
             return 1
-        # of validation data without an end each worker counts its own
+        # for validation data of unknown length, each worker counts its own batches
         keeps = self._full_size is not None and (self._training or self._total is not None)
         return self._full_size or 1 if keeps else self._world_size
 
     def __len__(self) -> int:
-        """Batches of this worker in an epoch."""
         left = self.steps_left(0)
         if left is None:
             raise TypeError("This data set does not know how many batches it has.")
         return left
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over this worker's batches."""
         return self._shared(self._iterate(self._num_begun + 1, epoch=-1), 0)  # of no epoch
 
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
-        """Share the epoch out anew."""
         self._world_size, self._rank = world_size, rank
 
     def end_after(self, steps: int | None) -> None:
-        """Refuse a limit: TensorFlow has one of its own."""
+        """Reject a limit, because TensorFlow has its own."""
         if steps is not None:
             raise NotImplementedError(
                 "Of a tf.data.Dataset the batches are limited by its own take(n): register what it "
@@ -230,22 +222,20 @@ class DatasetSource(BatchSource):
             )
 
     def places_of_batches(self) -> Iterator[int]:
-        """Yield numbers for this worker's batches that grow in the order of the data set."""
         return itertools.count(self._rank, self._world_size)
 
     def steps_left(self, offset: int) -> int | None:
-        """Return how many steps follow `offset`; None where the data set does not know."""
         if self._total is None:
             return None
         return max(0, -(-(self._total - offset) // self._group))
 
     def offset_after(self, offset: int, num_steps: int) -> int:
-        """Count batches of the data set."""
+        """Return the offset, counted in batches of the data set."""
         after = offset + num_steps * self._group
         return after if self._total is None else min(after, self._total)
 
     def num_samples(self, start: int, stop: int) -> int:
-        """Return how many samples lie between two offsets of the epoch that was read last."""
+        """Return the number of samples between two offsets of the last epoch that was read."""
         return sum(self._sizes.get(index, 0) for index in range(start, stop))
 
     def agree_on_order(self, epoch: int, offset: int, train_state: Any) -> None:
@@ -254,7 +244,7 @@ class DatasetSource(BatchSource):
         self._iterate(order, epoch)
 
     def places(self, offset: int, num_steps: int, in_parts: bool) -> Sequence[MicroBatch]:
-        """Return the places of this worker's batch, or its parts, in the step read last."""
+        """Return the places of this worker's batch, or its parts, in the last step read."""
         return self._places
 
     def batches(
@@ -262,9 +252,9 @@ class DatasetSource(BatchSource):
     ) -> Iterator[Any]:
         """Iterate over this worker's batches of `epoch` from `offset` on.
 
-        A data set that shuffles itself anew does so with each iteration. So the one under way goes
-        on where it can. A new process begins those of the epochs before as well, to get the order
-        that an older one has.
+        A data set may shuffle differently in each iteration. Therefore the current iteration
+        continues if possible. A new process starts the iterations of earlier epochs as well, to get
+        the same order as older processes.
         """
         if num_steps is None and not self._training:
             check_end(self.loader, "validation", "validate(num_steps=...)")
@@ -273,8 +263,8 @@ class DatasetSource(BatchSource):
         return self._shared(iteration, offset, stop, in_parts)
 
     def _next_order(self, epoch: int, offset: int) -> int:
-        """Return the first order in which this worker can read `epoch` from `offset` on."""
-        # each pass over validation data is epoch 0, and begins anew
+        """Return the number of the first iteration that can read `epoch` from `offset` on."""
+        # each validation pass is epoch 0, and starts a new iteration
         iteration, may_go_on = self._iteration, self._training or offset > 0
         if iteration is not None and may_go_on and iteration.can_go_on(epoch, offset):
             return self._num_begun
@@ -305,7 +295,7 @@ class DatasetSource(BatchSource):
                 yield own
 
     def _parts(self, group: list[Any], in_parts: bool) -> Iterator[Any]:
-        """Yield this worker's batch of a step; a large one in parts."""
+        """Yield this worker's batch of a step, in parts if it is large."""
         sizes = [_num_rows(batch) for batch in group]
         at_once = max(sizes)
         if self._splits:
@@ -322,7 +312,7 @@ class DatasetSource(BatchSource):
             yield tf.nest.map_structure(lambda leaf, a=first, b=stop: leaf[a:b], own)
 
     def _own_part(self, group: list[Any]) -> Any:
-        """Return this worker's part of what the group takes at a step; None where it has none."""
+        """Return this worker's part of a step; None if it has none."""
         if len(group) == self._world_size and len(set(map(_num_rows, group))) == 1:
             return group[self._rank]
         rows = group[0] if len(group) == 1 else tf.nest.map_structure(_joined, *group)
@@ -333,15 +323,13 @@ class DatasetSource(BatchSource):
         return tf.nest.map_structure(lambda leaf: leaf[first:stop], rows)
 
     def reads(self) -> Any:
-        """Return what a batch looks like: ``tf.TensorSpec`` in its structure."""
+        """Return the ``tf.TensorSpec`` of a batch, in its structure."""
         return self.loader.element_spec
 
     def fingerprint(self) -> str:
-        """Return what has to be the same on all workers."""
         return f"{self._total} batches of {self.loader.element_spec}"
 
     def describe(self) -> str:
-        """Say what there is."""
         return f"{self.loader!r}, shared out over {self._world_size} workers"
 
 
@@ -349,29 +337,29 @@ _numbers = itertools.count()
 
 
 class _Iteration:
-    """An iteration over a data set, in which what was taken last can be taken again.
+    """An iteration over a data set that can repeat the batches that were taken last.
 
     Args:
         loader: the data set.
-        epoch: which epoch is read.
-        sizes: where the numbers of samples go, by the offsets of their batches.
+        epoch: number of the epoch.
+        sizes: receives the number of samples of each batch, by offset.
     """
 
     def __init__(self, loader: Any, epoch: int, sizes: dict[int, int]) -> None:
         self._epoch: int | None = epoch
         self._batches = iter(loader)
         self._sizes = sizes
-        # what was taken last, and its offset
+        # the batches that were taken last, and the offset of the first
         self._kept = collections.deque[Any]()
         self._first = 0
 
     def can_go_on(self, epoch: int, offset: int) -> bool:
-        """Whether it is one of `epoch`, and can be read from `offset` on."""
+        """Return whether the iteration is of `epoch` and can be read from `offset` on."""
         return self._epoch == epoch and self._first <= offset
 
     def take(self, offset: int, size: int) -> list[Any]:
-        """Return `size` batches from `offset` on, fewer at the end; none before are to be had."""
-        epoch, self._epoch = self._epoch, None  # if this fails nobody knows what comes next
+        """Return up to `size` batches from `offset` on, and drop all before."""
+        epoch, self._epoch = self._epoch, None  # if this fails, the position is unknown
         kept = self._kept
         while True:
             while kept and self._first < offset:
@@ -385,20 +373,19 @@ class _Iteration:
         return list(itertools.islice(kept, size))
 
     def __del__(self) -> None:
-        """Let TensorFlow end the iterator in a thread, without Python's lock.
+        """Let TensorFlow delete the iterator in a thread without the GIL.
 
-        That waits for the thread that tunes the pipeline, which may sleep for as long again as the
-        iterator has lived, a minute at most: it is woken a moment before it is told to end
-        (TensorFlow 2.21).
+        Deletion waits for the thread that tunes the pipeline. TensorFlow 2.21 wakes that thread
+        shortly before telling it to end, so that it may sleep once more, for at most a minute.
         """
         batches = vars(self).pop("_batches", None)
         held = getattr(batches, "_iterator_resource", None)
         if held is None or sys.is_finalizing():
             return
         name = f"raysgd.ended.{next(_numbers)}"
-        with tf.init_scope(), tf.device("CPU:0"):  # not in a graph that somebody makes right now
+        with tf.init_scope(), tf.device("CPU:0"):  # outside of a graph that is being traced
             tf.raw_ops.Stage(values=[held], shared_name=name)
-        del held, batches  # so that what is staged is the last to hold it
+        del held, batches  # the staged value must be the last reference
         clear = {"dtypes": [tf.resource], "shared_name": name}
         threading.Thread(target=tf.raw_ops.StageClear, kwargs=clear, daemon=True).start()
 
@@ -408,12 +395,12 @@ def _joined(*columns: Any) -> Any:
 
 
 def _num_rows(batch: Any) -> int:
-    """Return how many samples a batch has: the length of its first part."""
+    """Return the number of samples of a batch: the length of its first part."""
     return int(tf.nest.flatten(batch)[0].shape[0])
 
 
 def spec_of(source: BatchSource) -> Any:
-    """Return what the batches of a source look like; those of an iterable are like its first."""
+    """Return the structure of a source's batches; for an iterable, that of its first batch."""
     if source.sharded:
         return source.reads()
     for batch in source.loader:

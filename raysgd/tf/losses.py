@@ -1,4 +1,4 @@
-"""Losses and metrics of both Kerases, as plain means over a worker's own batch."""
+"""Losses and metrics of Keras 3 and tf_keras, as means over a worker's own batch."""
 
 from __future__ import annotations
 
@@ -36,15 +36,14 @@ def loss_function(
     loss_weights: Any = None,
     as_compiled: bool = False,
 ) -> MeanLoss:
-    """Return a function of (target, output) that gives the mean loss of a batch.
+    """Return a function of (target, output) that computes the mean loss of a batch.
 
     Args:
         keras: ``keras`` or ``tf_keras``.
-        criterion: a loss in any form that ``compile()`` takes, or any function of
-            (target, output).
-        model: the model that it is for, which names the outputs.
+        criterion: a loss in any form that ``compile()`` takes, or any function of (target, output).
+        model: the model, which names the outputs.
         loss_weights: as ``compile()`` takes them.
-        as_compiled: whether Keras calls the loss, also if it is a function.
+        as_compiled: whether Keras must call the loss, even if it is a function.
     """
     if isinstance(criterion, type):
         criterion = criterion()
@@ -57,7 +56,7 @@ def loss_function(
     elif not isinstance(criterion, str | dict | list | tuple) and not callable(criterion):
         raise TypeError(f"register(criterion=...) must be callable, but it is {criterion!r}.")
     if inspect.isfunction(criterion) and criterion.__module__.startswith(f"{keras.__name__}."):
-        # Keras's own function, or its name: as compile() takes it, with masks and alike ranks
+        # a Keras function or its name: wrap it like compile(), to apply masks and match ranks
         wrapper = keras.losses.MeanSquaredError.__base__
         criterion = wrapper(criterion, name=criterion.__name__)
     compiled = _compiled(keras, model, loss=criterion, loss_weights=loss_weights)
@@ -68,11 +67,11 @@ def loss_function(
 
 
 _BY_SHAPE = ("crossentropy", "ce")
-"""Names of losses that Keras chooses by the shapes of target and output."""
+"""Names of losses that Keras selects by the shapes of target and output."""
 
 
 def _compiled(keras: Any, model: Any, **arguments: Any) -> Any:
-    """Return a model without layers, which is compiled: it computes losses and metrics as fit()."""
+    """Return a compiled model without layers, to compute losses and metrics like ``fit()``."""
     shell = keras.Model(name="compiled")
     names = getattr(model, "output_names", None)
     if names:
@@ -82,13 +81,13 @@ def _compiled(keras: Any, model: Any, **arguments: Any) -> Any:
 
 
 class MeanLoss:
-    """A loss as one number, a worker's mean over its batch; what is read of it is the loss's own.
+    """A loss as one number: a worker's mean over its batch. Other attributes are the loss's own.
 
     Args:
-        criterion: what the user gave.
-        compiled: a compiled model whose ``compute_loss`` computes it as ``fit()`` does.
-        uses_compiled: when that is called, and not `criterion`: "always", for "several outputs", or
-            if there are "weights" alone.
+        criterion: the user's loss.
+        compiled: a compiled model whose ``compute_loss`` computes it like ``fit()``.
+        uses_compiled: when to call `compiled` instead of `criterion`: "always", for "several
+            outputs", or only if there are "weights".
     """
 
     def __init__(self, criterion: Any, compiled: Any, uses_compiled: str) -> None:
@@ -96,7 +95,7 @@ class MeanLoss:
         self._uses_compiled = uses_compiled
 
     def __call__(self, target: Any, output: Any, *others: Any, **named: Any) -> Any:
-        """Return the mean loss; what else is given, such as sample weights, goes to the loss."""
+        """Return the mean loss. Further arguments, such as sample weights, go to the loss."""
         output = widened(output)
         several = self._uses_compiled == "several outputs" and tf.nest.is_nested(output)
         if several or self._uses_compiled == "always":
@@ -105,7 +104,7 @@ class MeanLoss:
         return tf.reduce_mean(tf.cast(values, tf.float32))
 
     def weighted(self, target: Any, output: Any, sample_weight: Any) -> Any:
-        """Return the mean loss of a batch whose samples may have weights."""
+        """Return the mean loss of a batch, with optional sample weights."""
         if sample_weight is None:
             return self(target, output)
         return self._as_fit(target, widened(output), sample_weight)
@@ -115,7 +114,7 @@ class MeanLoss:
         return tf.reduce_mean(tf.cast(values, tf.float32))
 
     def parts(self) -> dict[str, float]:
-        """Return the losses of the outputs, by name, that were computed since the last call."""
+        """Return the losses of the outputs since the last call, by name."""
         means = [m for m in self._compiled.metrics if m.name.endswith("_loss")]
         found = {mean.name: float(mean.result()) for mean in means}
         for mean in means:
@@ -129,12 +128,11 @@ class MeanLoss:
 
 
 def widened(output: Any) -> Any:
-    """Return an output with float32 in place of float16 and bfloat16, in which losses overflow."""
+    """Convert float16 and bfloat16 outputs to float32, because losses would overflow."""
     return tf.nest.map_structure(_widened, output)
 
 
 def _widened(tensor: Any) -> Any:
-    """Return a tensor in float32 where it was float16 or bfloat16, in which losses overflow."""
     if getattr(tensor, "dtype", None) not in (tf.float16, tf.bfloat16):
         return tensor
     widened = tf.cast(tensor, tf.float32)
@@ -145,9 +143,10 @@ def _widened(tensor: Any) -> Any:
 
 
 def accuracy(target: Any, output: Any) -> float | None:
-    """Return the share of samples whose largest entry, along the last axis, is the target.
+    """Return the share of samples whose largest entry along the last axis is the target.
 
-    None where the shapes do not allow it: (batch, ..., classes) and whole numbers (batch, ...).
+    Return None unless the output has shape (batch, ..., classes) and the target has integers of
+    shape (batch, ...).
     """
     if tf.nest.is_nested(target) or tf.nest.is_nested(output):
         return None
@@ -162,12 +161,12 @@ def accuracy(target: Any, output: Any) -> float | None:
 
 
 class BatchMetrics:
-    """Metrics in every form that ``compile()`` takes, as Keras names them, batch by batch.
+    """Metrics in every form that ``compile()`` takes, with the names of Keras, batch by batch.
 
     Args:
         keras: ``keras`` or ``tf_keras``.
-        model: the model that they are for.
-        given: the metrics; None for those that the model was compiled with.
+        model: the model.
+        given: the metrics; None for those of the compiled model.
     """
 
     def __init__(self, keras: Any, model: Any, given: Any = None) -> None:
@@ -187,12 +186,12 @@ class BatchMetrics:
         self._names: list[str] = []
 
     def measure(self, target: Any, output: Any, sample_weight: Any) -> dict[str, MergeableMetric]:
-        """Return what the metrics say about one batch, by name."""
+        """Return the metrics of one batch, by name."""
         if self._is_empty:
             return {}
         given = [_tensors(each) for each in (target, output, sample_weight)]
         if not self._names:
-            self._held.update_state(*given)  # it makes its metrics of a first batch
+            self._held.update_state(*given)  # the first batch creates the metrics
             is_keras_3 = hasattr(self._held, "output_names")
             names = self._held.result() if is_keras_3 else [m.name for m in self._held.metrics]
             self._names = _stable(names, self._held.metrics)
@@ -218,7 +217,7 @@ def _tensors(nest: Any) -> Any:
 
 
 def _stable(names: Any, metrics: list[Any]) -> list[str]:
-    """Return names without the numbers by which Keras counts the objects of a process: auc_7."""
+    """Return names without the numbers that Keras adds to repeated objects, as in auc_7."""
     stable: list[str] = []
     for name, metric in zip(names, metrics, strict=True):
         kind = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(metric).__name__).lower()
@@ -229,20 +228,20 @@ def _stable(names: Any, metrics: list[Any]) -> list[str]:
 
 
 _adding_up = weakref.WeakKeyDictionary[Any, bool]()
-"""Of own metrics, whether the state after two batches is the sum of the states after each."""
+"""Whether the state of a custom metric after two batches is the sum of the states after each."""
 
 
 def batch_metric(
     keras: Any, metric: Any, *given: Any, update: Any = None, **named: Any
 ) -> MergeableMetric:
-    """Return what a metric says about one batch, so that it can be merged exactly.
+    """Return the value of a metric for one batch, in a form that merges exactly.
 
     Args:
         keras: ``keras`` or ``tf_keras``.
-        metric: the metric; its state is lost.
-        given: arguments of its ``update_state``: target and output, perhaps sample weights.
-        update: its ``update_state``, if that is not the attribute of this name.
-        named: further arguments.
+        metric: the metric; its state is overwritten.
+        given: arguments of its ``update_state``: target, output, and possibly sample weights.
+        update: its ``update_state``, if that attribute is replaced.
+        named: keyword arguments of its ``update_state``.
     """
     update = update or metric.update_state
     _begin(metric)
@@ -253,7 +252,7 @@ def batch_metric(
         _adding_up[metric] = _adds_up(metric, partial(update, *given, **named))
     adds_up = not is_own or _adding_up[metric]
     mean = keras.metrics.Mean
-    is_mean = isinstance(metric, mean) and type(metric).result is mean.result  # no root of one
+    is_mean = isinstance(metric, mean) and type(metric).result is mean.result  # no root
     if is_mean and adds_up:
         return Sums(ratio, total=float(metric.total.numpy()), weight=float(metric.count.numpy()))
     found = KerasMetric(keras.__name__, metric, (given, named), adds_up)
@@ -263,7 +262,7 @@ def batch_metric(
 
 
 def _begin(metric: Any) -> None:
-    for variable in metric.variables:  # some forget a part in reset_state
+    for variable in metric.variables:  # reset_state may miss some
         variable.assign(tf.zeros_like(variable))
     metric.reset_state()
 
@@ -303,19 +302,20 @@ def _check_remade(metric: Any, found: KerasMetric) -> None:
 
 
 def _numbers(result: Any) -> list[float]:
-    """Return what a metric has computed as a list: a number, an array, or a dict of numbers."""
+    """Return the result of a metric as a list of numbers."""
     values = result.values() if isinstance(result, dict) else [result]
     return [float(number) for value in values for number in np.ravel(np.asarray(value))]
 
 
 class KerasMetric(MergeableMetric):
-    """A metric of Keras that is no mean: counts that add up, and what Keras makes of them.
+    """A Keras metric that is not a mean. Its variables add up, and Keras computes the result.
 
     Args:
         flavor: "keras" or "tf_keras".
-        metric: a metric whose variables are sums over samples, as those of AUC and Precision are.
-        given: what it was updated with: a tuple of arguments, and a dict of named ones.
-        adds_up: whether they are such sums. Otherwise what was given is kept, to be given again.
+        metric: a metric whose variables are sums over samples, such as AUC and Precision.
+        given: arguments of its update: a tuple and a dict.
+        adds_up: whether the variables are such sums. Otherwise the arguments are kept, to repeat
+            the updates.
     """
 
     def __init__(self, flavor: str, metric: Any, given: Any, adds_up: bool = True) -> None:
@@ -325,7 +325,6 @@ class KerasMetric(MergeableMetric):
         self._sums = [np.array(variable.numpy(), np.float64) for variable in metric.variables]
 
     def merge(self, other: KerasMetric) -> KerasMetric:
-        """Add the counts."""
         merged = KerasMetric.__new__(KerasMetric)
         merged._flavor, merged._adds_up, merged._sums = self._flavor, self._adds_up, []
         merged._config, merged._given = self._config, self._given
@@ -337,14 +336,14 @@ class KerasMetric(MergeableMetric):
         return merged
 
     def compute(self) -> float | dict[str, float]:
-        """Let Keras compute it: a number, or one for each class by its place, ``_0``, ``_1``."""
+        """Return the result of Keras: a number, or one for each class, named ``_0``, ``_1``."""
         kind, config = self._config
         metric = kind.from_config(config)
         if not self._adds_up:
             for given, named in self._given:
                 metric.update_state(*given, **named)
             return _by_place(metric.result())
-        if len(metric.variables) != len(self._sums):  # F1Score and others make them of a batch
+        if len(metric.variables) != len(self._sums):  # the first batch creates some, as in F1Score
             given, named = tf.nest.map_structure(_zeros, self._given[0])
             metric.update_state(*given, **named)
         for variable, value in zip(metric.variables, self._sums, strict=True):
