@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -10,13 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from raysgd.metrics import Sums, ratio
 from raysgd.torch.ddp import plain
+from raysgd.torch.out_of_memory import ran_out_of_memory
 
 __all__ = [
     "Batch",
-    "is_torchs",
-    "no_loss",
-    "own_loss",
+    "explaining",
+    "loss_of",
+    "mean_of",
+    "note_batch",
     "read_batch",
     "scores_in",
     "shapes_of",
@@ -84,7 +88,7 @@ def _read_named(named: Mapping[str, Any], batch: Any, model: torch.nn.Module) ->
     raise _unclear(batch, model)
 
 
-def own_loss(output: Any) -> torch.Tensor | None:
+def _own_loss(output: Any) -> torch.Tensor | None:
     """Return the loss in a model's output: ``loss``, or the number that a tuple begins with."""
     first = output[0] if isinstance(output, tuple) and output else None
     if isinstance(first, torch.Tensor) and first.dim() == 0:
@@ -93,7 +97,7 @@ def own_loss(output: Any) -> torch.Tensor | None:
     return own
 
 
-def no_loss(output: Any, batch: Batch) -> TypeError:
+def _no_loss(output: Any, batch: Batch) -> TypeError:
     """Return the error for a batch of which nothing is compared with the output."""
     return TypeError(
         f"The model's output, {shapes_of(output)}, has no loss, and the batch has no target: "
@@ -103,7 +107,7 @@ def no_loss(output: Any, batch: Batch) -> TypeError:
     )
 
 
-def is_torchs(criterion: Any) -> bool:
+def _is_torchs(criterion: Any) -> bool:
     """Whether a criterion is a loss of torch's, which takes a tensor."""
     own = (type(criterion).__module__, getattr(criterion, "__module__", None))
     return bool({"torch.nn.modules.loss", "torch.nn.functional"} & {*own})
@@ -211,3 +215,60 @@ def _unclear(batch: Any, model: torch.nn.Module) -> TypeError:
         "the model computes its loss. Let the loader's collate_fn give such batches, or override "
         "the two methods."
     )
+
+
+def mean_of(loss: torch.Tensor, num_items: float | None) -> Any:
+    """Return what meters take of a loss: a mean over samples, or over so many items."""
+    if num_items is None:
+        return loss.detach()
+    # the mean over nothing may be NaN
+    return Sums(ratio, total=loss.detach() * num_items if num_items else 0.0, weight=num_items)
+
+
+def loss_of(operator: Any, output: Any, batch: Batch) -> Any:
+    """Return the loss of a batch: the model's own, or what the criterion gives."""
+    if batch.target is None or getattr(operator, "criterion", None) is None:
+        own = _own_loss(output)
+        if own is not None:
+            return own
+        if batch.target is None:
+            raise _no_loss(output, batch)
+    criterion = operator._default("criterion")
+    # one of the user's may take the output as it is
+    given = scores_in(output) if _is_torchs(criterion) else output
+    try:
+        return criterion(given, batch.target)
+    except Exception as error:
+        with contextlib.suppress(Exception):  # classes of the user's may refuse
+            error.add_note(
+                f"It is the criterion, {type(criterion).__name__}, that raised this, given the "
+                f"output {shapes_of(given)} and the target {shapes_of(batch.target)}."
+            )
+        raise
+
+
+def note_batch(operator: Any, error: BaseException, method: str, batch: Any) -> None:
+    """Note with an error which batch a method was called with."""
+    if not isinstance(error, Exception):
+        return  # it is no matter of the batch
+    with contextlib.suppress(Exception):  # classes of the user's may refuse
+        kind = type(operator).__name__
+        error.add_note(f"This was in {kind}.{method}, with the batch {shapes_of(batch)}.")
+        number = operator._train_state.parts.split if method == "train_batch" else 1
+        if number > 1:
+            error.add_note(f"Memory ran out before: batches are in {number} parts since then.")
+
+
+@contextlib.contextmanager
+def explaining(operator: Any, method: str, batch: Any) -> Iterator[None]:
+    """Note with an exception which batch `method` was called with, and what to do."""
+    try:
+        yield
+    except Exception as error:
+        note_batch(operator, error, method, batch)
+        if ran_out_of_memory(error):
+            error.add_note(
+                "Memory ran out without gradients, where batches are not split. Give this "
+                "loader a smaller batch_size."
+            )
+        raise

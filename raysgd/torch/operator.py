@@ -25,12 +25,13 @@ import torch
 
 from raysgd._internal.arguments import suggests
 from raysgd.loop.operator_base import OperatorBase, checked_metrics, with_logged
-from raysgd.metrics import NUM_SAMPLES, Sums, ratio
+from raysgd.metrics import NUM_SAMPLES
 from raysgd.torch.batches import (
     Batch,
-    is_torchs,
-    no_loss,
-    own_loss,
+    explaining,
+    loss_of,
+    mean_of,
+    note_batch,
     read_batch,
     scores_in,
     shapes_of,
@@ -39,7 +40,6 @@ from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.ddp import plain
 from raysgd.torch.interop.creators import CreatorMethods, creator_operator
 from raysgd.torch.optimization import as_count
-from raysgd.torch.out_of_memory import ran_out_of_memory
 from raysgd.torch.registration import register
 from raysgd.torch.to_device import move_to_device
 from raysgd.torch.train_state import OperatorSettings, TorchTrainState
@@ -130,7 +130,7 @@ class TrainingOperator(OperatorBase):
             except BaseException as error:
                 if per_batch and train_state.step.is_updated:
                     self.step_schedulers()  # the step counts as done
-                self._note_batch(error, "train_batch", batch)
+                note_batch(self, error, "train_batch", batch)
                 raise
             if per_batch and train_state.step.place.is_last:
                 self.step_schedulers()
@@ -170,13 +170,13 @@ class TrainingOperator(OperatorBase):
         given = read_batch(batch, model)
         with timers.record("fwd"), self.autocast():
             output = model(*given.arguments, **given.keywords)
-            loss = self._loss(output, given)
+            loss = loss_of(self, output, given)
         with timers.record("grad"):
             num_items = self._count_items(batch, given.num_samples)
             self.backward(loss, num_samples=num_items)
         with timers.record("apply"):
             self.optimizer_step(optimizer)
-        return {"train_loss": self._mean_of(loss, num_items), NUM_SAMPLES: given.num_samples}
+        return {"train_loss": mean_of(loss, num_items), NUM_SAMPLES: given.num_samples}
 
     def num_items(self, batch: Any) -> float | torch.Tensor | None:
         """Return how many items the loss of a batch is a mean over.
@@ -209,14 +209,6 @@ class TrainingOperator(OperatorBase):
         source = f"{type(self).__name__}.num_items returned {{}}"
         return float(num_samples) if found is None else as_count(found, source)
 
-    @staticmethod
-    def _mean_of(loss: torch.Tensor, num_items: float | None) -> Any:
-        """Return what meters take of a loss: a mean over samples, or over so many items."""
-        if num_items is None:
-            return loss.detach()
-        # the mean over nothing may be NaN
-        return Sums(ratio, total=loss.detach() * num_items if num_items else 0.0, weight=num_items)
-
     def validate(
         self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -230,7 +222,7 @@ class TrainingOperator(OperatorBase):
             for batch_idx, batch in enumerate(val_iterator):
                 batch_info = self._batch_info(info, batch_idx, self._train_state.epoch)
                 with (
-                    self._explaining(self.validate_batch, batch),
+                    explaining(self, "validate_batch", batch),
                     self._collecting_logged() as logged,
                 ):
                     metrics = self.validate_batch(batch, batch_info)
@@ -240,20 +232,6 @@ class TrainingOperator(OperatorBase):
         if self._no_accuracy:
             result["no_val_accuracy"], self._no_accuracy = self._no_accuracy, None
         return result
-
-    @contextlib.contextmanager
-    def _explaining(self, method: Callable[..., Any], batch: Any) -> Iterator[None]:
-        """Note with an exception which batch `method` was called with, and what to do."""
-        try:
-            yield
-        except Exception as error:
-            self._note_batch(error, method.__name__, batch)
-            if ran_out_of_memory(error):
-                error.add_note(
-                    "Memory ran out without gradients, where batches are not split. Give this "
-                    "loader a smaller batch_size."
-                )
-            raise
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate one batch, of a kind that `train_batch` takes.
@@ -272,10 +250,10 @@ class TrainingOperator(OperatorBase):
         given = read_batch(batch, model)
         with self.timers.record("eval_fwd"), self.autocast():
             output = model(*given.arguments, **given.keywords)
-            loss = self._loss(output, given)
+            loss = loss_of(self, output, given)
         batch_info["output"] = output
         num_items = self._count_items(batch, given.num_samples)
-        metrics = {"val_loss": self._mean_of(loss, num_items), NUM_SAMPLES: given.num_samples}
+        metrics = {"val_loss": mean_of(loss, num_items), NUM_SAMPLES: given.num_samples}
         output = scores_in(output)
         target = given.keywords.get("labels") if given.target is None else given.target
         accuracy = _accuracy(output, target)
@@ -315,7 +293,7 @@ class TrainingOperator(OperatorBase):
         self.train_mode(False)
         for batch_idx, batch in enumerate(iterator):
             info = self._batch_info(None, batch_idx, self._train_state.epoch)
-            with self._explaining(self.predict_batch, batch):
+            with explaining(self, "predict_batch", batch):
                 output = self._train_state.to_cpu(self.predict_batch(batch, info))
             yield output
 
@@ -329,36 +307,6 @@ class TrainingOperator(OperatorBase):
         If it raises, the trainer refuses the state that is being loaded as a whole, and this is
         called once more, with what `state_dict` returned before.
         """
-
-    def _note_batch(self, error: BaseException, method: str, batch: Any) -> None:
-        if not isinstance(error, Exception):
-            return  # it is no matter of the batch
-        with contextlib.suppress(Exception):  # classes of the user's may refuse
-            kind = type(self).__name__
-            error.add_note(f"This was in {kind}.{method}, with the batch {shapes_of(batch)}.")
-            number = self._train_state.parts.split if method == "train_batch" else 1
-            if number > 1:
-                error.add_note(f"Memory ran out before: batches are in {number} parts since then.")
-
-    def _loss(self, output: Any, batch: Batch) -> Any:
-        if batch.target is None or getattr(self, "criterion", None) is None:
-            own = own_loss(output)
-            if own is not None:
-                return own
-            if batch.target is None:
-                raise no_loss(output, batch)
-        criterion = self._default("criterion")
-        # one of the user's may take the output as it is
-        given = scores_in(output) if is_torchs(criterion) else output
-        try:
-            return criterion(given, batch.target)
-        except Exception as error:
-            with contextlib.suppress(Exception):  # classes of the user's may refuse
-                error.add_note(
-                    f"It is the criterion, {type(criterion).__name__}, that raised this, given the "
-                    f"output {shapes_of(given)} and the target {shapes_of(batch.target)}."
-                )
-            raise
 
     # ---- what users call in setup
 

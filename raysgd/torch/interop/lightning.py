@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.loop.operator_base import created_loaders
 from raysgd.metrics import NUM_SAMPLES, MergeableMetric, computed
 from raysgd.torch import ddp
+from raysgd.torch.batches import mean_of
 from raysgd.torch.interop.creators import lock_of_node, mixed_bases
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ class LightningMethods(_Base):
             self._update(loss, num_items)
         metrics = {}
         if isinstance(loss, torch.Tensor):
-            metrics["train_loss"] = self._mean_of(loss, num_items)
+            metrics["train_loss"] = mean_of(loss, num_items)
         module.on_train_batch_end(outputs, batch, index)
         return {**metrics, **self._surroundings.take_logged(), NUM_SAMPLES: num_samples}
 
@@ -307,7 +308,7 @@ class LightningMethods(_Base):
         # modules for older versions of Lightning return what newer ones log
         metrics = {name: value for name, value in returned.items() if _is_scalar(value)}
         if isinstance(loss, torch.Tensor):
-            metrics["val_loss"] = self._mean_of(loss, self._count_items(batch, num_samples))
+            metrics["val_loss"] = mean_of(loss, self._count_items(batch, num_samples))
         return {**metrics, **self._surroundings.take_logged(), NUM_SAMPLES: num_samples}
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
