@@ -82,13 +82,13 @@ def draws():
 
 
 def test_random_states_may_have_become_lists_and_arrays_on_their_way():
-    state = RUNNER.rng_state()
+    state = RUNNER.generators.state()
     expected = draws()
     kind, keys, *rest = state["numpy"]
     through = json.loads(
         json.dumps({"python": state["python"], "numpy": [kind, keys.tolist(), *rest]})
     )
-    RUNNER.set_rng_state(through)
+    RUNNER.generators.set(through)
     assert draws() == expected
 
 

@@ -496,7 +496,7 @@ def test_an_epoch_goes_on_in_its_order_where_a_generator_is_seeded_anew_in_each_
 
 def full_state(runner):
     state = runner.state_dict()
-    state["data"]["rng"] = [runner.rng_state()]
+    state["data"]["rng"] = [runner.generators.state()]
     return state
 
 
@@ -582,7 +582,7 @@ def test_old_states_without_data_and_steps_load():
 def test_random_states_of_another_number_of_workers_are_left_out():
     runner = make_runner()
     state = runner.state_dict()
-    state["data"]["rng"] = [runner.rng_state()] * 2
+    state["data"]["rng"] = [runner.generators.state()] * 2
     torch.manual_seed(3)
     before = torch.get_rng_state()
     runner.load_state_dict(state)
