@@ -15,8 +15,8 @@ from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.logger import folder_for
 from raysgd.callbacks.values import suggest_metric
 from raysgd.checkpoint import BackgroundWriter, CheckpointStore
-from raysgd.checkpoint.folder import UnsharedFolderError
 from raysgd.checkpoint.location import locate
+from raysgd.checkpoint.sharded import UnsharedFolderError
 from raysgd.errors import CheckpointError, WorkerLostError
 
 __all__ = ["CheckpointCallback"]

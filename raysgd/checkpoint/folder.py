@@ -1,109 +1,142 @@
-"""A state in a folder: a checkpoint, and a file of the tensors that no process holds completely.
-
-The checkpoint is written last and names the file of tensors with its hash. Until then the folder
-holds the earlier state.
-"""
+"""A folder of checkpoints: which are there, which load, and which are worth keeping."""
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import uuid
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+import logging
+import math
+import os
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Literal
 
-from raysgd._internal.files import TEMPORARY_NAME, sync_folder, temporary_name
-from raysgd.checkpoint.file import STATE, TENSORS_FILE, TENSORS_FOLDER, write_file
-from raysgd.checkpoint.location import Location, locate
+from raysgd.checkpoint.file import read_manifest
+from raysgd.checkpoint.location import UnreachableError, locate
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
 
-__all__ = [
-    "UnsharedFolderError",
-    "new_tensors",
-    "remove_folder",
-    "remove_unfinished",
-    "writable_folder",
-    "write_folder",
-]
+__all__ = ["CheckpointFolder", "is_given_up", "position_of"]
+
+logger = logging.getLogger(__name__)
 
 
-class UnsharedFolderError(CheckpointError):
-    """Workers are on hosts that have different folders of one name."""
+class CheckpointFolder:
+    """The checkpoints in a folder: which are there, which load, and which to keep.
 
-
-def writable_folder(place: Location) -> Path:
-    """Return a folder that workers write a state into together, and make it if it is missing.
-
-    Raises:
-        CheckpointError: if it is a URL, or no folder that can be written to.
+    A subclass says how they are named and read, and writes them.
     """
-    if not place.is_local:
-        raise CheckpointError(
-            f"Cannot save to {place.shown} with sharded=True: the workers write into a folder "
-            "of a file system that all of them have mounted. Give its path."
-        )
-    if Path(place.name).is_file():
-        raise CheckpointError(
-            f"Cannot save to {place.shown} with sharded=True: it is a file, and must be a folder."
-        )
-    place.make_folder()
-    return Path(place.name)
+
+    _pattern: ClassVar[re.Pattern[str]]
+    """Names of checkpoints. They sort by the numbers in them."""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        keep: int | None,
+        monitor: str | None,
+        mode: Literal["min", "max"],
+    ) -> None:
+        self._folder = locate(folder)
+        self._keep = keep
+        self._monitor = monitor
+        self._mode = mode
+        self._manifests: dict[str, Manifest | None] = {}
+        """By the names of checkpoints; None for those that cannot be read."""
+
+    def _names(self) -> list[str]:
+        """Return the names of the checkpoints in the folder, the last one first."""
+        found = filter(self._pattern.fullmatch, self._folder.file_names())
+        return sorted(found, key=position_of, reverse=True)
+
+    def _check(self, name: str, manifest: Manifest) -> None:
+        """Raise an error if a checkpoint does not belong into this folder."""
+
+    def _learn(self, names: Iterable[str]) -> None:
+        """Read the manifests that are not known yet, and forget those of other names."""
+        known = self._manifests
+        self._manifests = {name: known[name] for name in names if name in known}
+        for name in names:
+            if name in known:
+                continue
+            try:
+                manifest = read_manifest(self._folder.child(name).name)
+            except UnreachableError:
+                raise
+            except CheckpointError as error:
+                logger.warning("Leaving a checkpoint as it is: %s", error)
+                manifest = None
+            if manifest is not None:
+                self._check(name, manifest)
+            self._manifests[name] = manifest
+
+    def _load_first(
+        self,
+        names: Iterable[str],
+        read: Callable[[str], tuple[Any, Manifest | None]],
+        passed_over: list[tuple[str, str]],
+    ) -> tuple[str, Any, Manifest]:
+        """Return the name, the content, and the manifest of the first checkpoint that loads.
+
+        Args:
+            names: those to try, in this order.
+            read: takes a path or a URL.
+            passed_over: gets those that do not load, and why.
+
+        Raises:
+            UnreachableError: if one could not be read, though it may be intact.
+            CheckpointError: if none loads.
+        """
+        for name in names:
+            file = self._folder.child(name)
+            try:
+                content, manifest = read(file.name)
+            except UnreachableError:
+                raise
+            except CheckpointError as error:
+                passed_over.append((file.shown, str(error)))
+                self._manifests[name] = None
+                continue
+            if manifest is None:
+                passed_over.append((file.shown, "It has no manifest: no store wrote it."))
+                continue
+            self._check(name, manifest)
+            for passed, reason in passed_over:
+                logger.warning("Passed over %s: %s", passed, reason)
+            return name, content, manifest
+        reasons = "".join(f"\n- {passed}: {reason}" for passed, reason in passed_over)
+        raise CheckpointError(f"No checkpoint in {self._folder.shown} can be loaded:{reasons}")
+
+    def _surplus(self, newest: str | None) -> list[str]:
+        """Return the checkpoints that are neither `newest` nor among the best ones to keep."""
+        ranked = [] if self._keep is None else self._ranked(newest)[self._keep :]
+        return [name for name in ranked if name != newest]
+
+    def _ranked(self, newest: str | None = None) -> list[str]:
+        """Return the names of the known checkpoints, the best first, and the newer of equals."""
+        known = (name for name, manifest in self._manifests.items() if manifest)
+        return sorted(known, key=lambda name: self._goodness(name, newest), reverse=True)
+
+    def _goodness(self, name: str, newest: str | None) -> Any:
+        """Return a sort key; larger is better."""
+        value = self._value_of(name)
+        is_rated = not math.isnan(value)
+        manifest = self._manifests[name]
+        # values of training and of validation do not compare
+        is_validated = is_rated and manifest is not None and not manifest.of_training
+        rating = (value if self._mode == "max" else -value) if is_rated else 0.0
+        is_current = newest is None or not is_given_up(name, newest)
+        return is_current, is_validated, is_rated, rating, position_of(name)
+
+    def _value_of(self, name: str) -> float:
+        """Return the monitored metric of a checkpoint, or NaN."""
+        manifest = self._manifests[name]
+        return manifest.metrics.get(self._monitor or "", math.nan) if manifest else math.nan
 
 
-@contextlib.contextmanager
-def new_tensors(folder: Path) -> Iterator[Path]:
-    """Yield the name of a temporary folder for tensors, and remove it unless it is renamed."""
-    tensors = folder / temporary_name("tensors")
-    try:
-        yield tensors
-    finally:
-        shutil.rmtree(tensors, ignore_errors=True)
+def is_given_up(name: str, newest: str) -> bool:
+    """Return whether training went back to before a checkpoint after that was written."""
+    return position_of(name) > position_of(newest)
 
 
-def write_folder(state: Mapping[str, Any], folder: Path, manifest: Manifest) -> str:
-    """Write a state to a folder, remove the one before it, and return the folder's path.
-
-    Args:
-        state: its ``tensors`` name the file in a folder of `new_tensors`, and its hash.
-        folder: where to write. It may hold an earlier state.
-        manifest: what to say about the state.
-
-    Raises:
-        CheckpointError: if it cannot be written.
-    """
-    tensors = folder / f"tensors-{uuid.uuid4().hex[:8]}"
-    try:
-        Path(state["tensors"]["path"]).parent.rename(tensors)
-        sync_folder(folder)
-        entry = {"file": f"{tensors.name}/{TENSORS_FILE}", "sha256": state["tensors"]["sha256"]}
-        write_file({**state, "tensors": entry}, folder / STATE, manifest)
-    except BaseException as error:
-        shutil.rmtree(tensors, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise CheckpointError(f"Cannot save to {folder}: {error}") from error
-        raise
-    for each in folder.iterdir():
-        if TENSORS_FOLDER.fullmatch(each.name) and each != tensors:
-            shutil.rmtree(each, ignore_errors=True)
-    remove_unfinished(folder)
-    return str(folder)
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Remove the temporary folders that killed writers of tensors have left."""
-    for each in folder.iterdir():
-        match = TEMPORARY_NAME.fullmatch(each.name)
-        if match and match[1] == "tensors":
-            shutil.rmtree(each, ignore_errors=True)
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove a state. The checkpoint goes first, so that the rest does not count as a state.
-
-    Raises:
-        CheckpointError: if the checkpoint cannot be removed.
-    """
-    locate(folder / STATE).remove()
-    shutil.rmtree(folder, ignore_errors=True)
+def position_of(name: str) -> tuple[int, ...]:
+    """Return the numbers in a checkpoint's name."""
+    return tuple(map(int, re.findall("[0-9]+", name)))

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
 from raysgd._internal.files import TEMPORARY_NAME
-from raysgd.checkpoint.checkpoint_folder import CheckpointFolder, is_given_up, position_of
 from raysgd.checkpoint.file import STATE, read_checkpoint, write_file
-from raysgd.checkpoint.folder import (
+from raysgd.checkpoint.folder import CheckpointFolder, is_given_up, position_of
+from raysgd.checkpoint.location import UnreachableError, locate
+from raysgd.checkpoint.manifest import Manifest
+from raysgd.checkpoint.sharded import (
     remove_folder,
     remove_unfinished,
     writable_folder,
     write_folder,
 )
-from raysgd.checkpoint.location import UnreachableError, locate
-from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
 
 __all__ = ["CheckpointStore", "Restored"]

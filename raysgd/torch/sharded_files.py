@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from raysgd._internal.files import sync_folder
 from raysgd.checkpoint.file import TENSORS_FILE
-from raysgd.checkpoint.folder import UnsharedFolderError
+from raysgd.checkpoint.sharded import UnsharedFolderError
 from raysgd.errors import CheckpointError
 from raysgd.torch.sharding.pieces import is_divided
 

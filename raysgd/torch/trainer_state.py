@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.checkpoint.file import TENSORS_FILE
-from raysgd.checkpoint.folder import (
+from raysgd.checkpoint.location import locate
+from raysgd.checkpoint.sharded import (
     UnsharedFolderError,
     new_tensors,
     writable_folder,
     write_folder,
 )
-from raysgd.checkpoint.location import locate
 from raysgd.checkpoint.weights import save_rows
 from raysgd.elastic.call import Call
 from raysgd.torch.requests import SaveTensorsRequest, SaveWeightsRequest

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from raysgd._internal.files import temporary_name
 from raysgd.checkpoint import CheckpointStore, Manifest, read_manifest, write_file
-from raysgd.checkpoint.checkpoint_folder import position_of
 from raysgd.checkpoint.file import read_checkpoint
+from raysgd.checkpoint.folder import position_of
 from raysgd.checkpoint.location import Location, UnreachableError, locate
 from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.processes import fork

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from raysgd.checkpoint.folder import UnsharedFolderError
+from raysgd.checkpoint.sharded import UnsharedFolderError
 from raysgd.torch.sharded_files import write
 
 

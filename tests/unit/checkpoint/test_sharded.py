@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd.callbacks import CheckpointCallback
 from raysgd.checkpoint import CheckpointStore, read_file, read_manifest, write_file
-from raysgd.checkpoint.folder import UnsharedFolderError
+from raysgd.checkpoint.sharded import UnsharedFolderError
 from raysgd.errors import CallbackError, CheckpointError
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.trainer_state import TorchTrainerState

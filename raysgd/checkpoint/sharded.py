@@ -1,0 +1,109 @@
+"""A state in a folder: a checkpoint, and a file of the tensors that no process holds completely.
+
+The checkpoint is written last and names the file of tensors with its hash. Until then the folder
+holds the earlier state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from raysgd._internal.files import TEMPORARY_NAME, sync_folder, temporary_name
+from raysgd.checkpoint.file import STATE, TENSORS_FILE, TENSORS_FOLDER, write_file
+from raysgd.checkpoint.location import Location, locate
+from raysgd.checkpoint.manifest import Manifest
+from raysgd.errors import CheckpointError
+
+__all__ = [
+    "UnsharedFolderError",
+    "new_tensors",
+    "remove_folder",
+    "remove_unfinished",
+    "writable_folder",
+    "write_folder",
+]
+
+
+class UnsharedFolderError(CheckpointError):
+    """Workers are on hosts that have different folders of one name."""
+
+
+def writable_folder(place: Location) -> Path:
+    """Return a folder that workers write a state into together, and make it if it is missing.
+
+    Raises:
+        CheckpointError: if it is a URL, or no folder that can be written to.
+    """
+    if not place.is_local:
+        raise CheckpointError(
+            f"Cannot save to {place.shown} with sharded=True: the workers write into a folder "
+            "of a file system that all of them have mounted. Give its path."
+        )
+    if Path(place.name).is_file():
+        raise CheckpointError(
+            f"Cannot save to {place.shown} with sharded=True: it is a file, and must be a folder."
+        )
+    place.make_folder()
+    return Path(place.name)
+
+
+@contextlib.contextmanager
+def new_tensors(folder: Path) -> Iterator[Path]:
+    """Yield the name of a temporary folder for tensors, and remove it unless it is renamed."""
+    tensors = folder / temporary_name("tensors")
+    try:
+        yield tensors
+    finally:
+        shutil.rmtree(tensors, ignore_errors=True)
+
+
+def write_folder(state: Mapping[str, Any], folder: Path, manifest: Manifest) -> str:
+    """Write a state to a folder, remove the one before it, and return the folder's path.
+
+    Args:
+        state: its ``tensors`` name the file in a folder of `new_tensors`, and its hash.
+        folder: where to write. It may hold an earlier state.
+        manifest: what to say about the state.
+
+    Raises:
+        CheckpointError: if it cannot be written.
+    """
+    tensors = folder / f"tensors-{uuid.uuid4().hex[:8]}"
+    try:
+        Path(state["tensors"]["path"]).parent.rename(tensors)
+        sync_folder(folder)
+        entry = {"file": f"{tensors.name}/{TENSORS_FILE}", "sha256": state["tensors"]["sha256"]}
+        write_file({**state, "tensors": entry}, folder / STATE, manifest)
+    except BaseException as error:
+        shutil.rmtree(tensors, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"Cannot save to {folder}: {error}") from error
+        raise
+    for each in folder.iterdir():
+        if TENSORS_FOLDER.fullmatch(each.name) and each != tensors:
+            shutil.rmtree(each, ignore_errors=True)
+    remove_unfinished(folder)
+    return str(folder)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove the temporary folders that killed writers of tensors have left."""
+    for each in folder.iterdir():
+        match = TEMPORARY_NAME.fullmatch(each.name)
+        if match and match[1] == "tensors":
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a state. The checkpoint goes first, so that the rest does not count as a state.
+
+    Raises:
+        CheckpointError: if the checkpoint cannot be removed.
+    """
+    locate(folder / STATE).remove()
+    shutil.rmtree(folder, ignore_errors=True)
