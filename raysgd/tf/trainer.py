@@ -21,7 +21,8 @@ from raysgd.tf.creators import CreatorOperator, creator_operator, fit_plan, rena
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.options import TFOptions
 from raysgd.tf.runner import TFRunner, weights
-from raysgd.trainer.base import OperatorTrainer, argument
+from raysgd.trainer.base import OperatorTrainer
+from raysgd.trainer.info import argument
 from raysgd.trainer.state import TrainerState
 
 __all__ = ["TFTrainer"]

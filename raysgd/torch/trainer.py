@@ -24,7 +24,8 @@ from raysgd.torch.options import TorchOptions
 from raysgd.torch.out_of_memory import concatenated
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.trainer_state import TorchTrainerState
-from raysgd.trainer.base import OperatorTrainer, argument, known_arguments
+from raysgd.trainer.base import OperatorTrainer, known_arguments
+from raysgd.trainer.info import argument
 
 __all__ = ["TorchTrainer"]
 

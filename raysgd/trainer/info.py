@@ -1,0 +1,153 @@
+"""What a trainer shows of itself: its settings, workers, progress, and metrics."""
+
+from __future__ import annotations
+
+import operator
+from pathlib import Path
+from typing import Any
+
+from raysgd._internal.config import rounded_config
+from raysgd.callbacks.base import LastCall
+from raysgd.elastic.controller import Controller
+from raysgd.elastic.events import Event
+from raysgd.elastic.machine import Closed
+from raysgd.loop.options import Options
+from raysgd.trainer.fit import FitLoop
+from raysgd.trainer.results import Results
+from raysgd.trainer.validations import Validations
+
+__all__ = ["TrainerInfo", "argument"]
+
+
+def argument(name: str) -> Any:
+    """Return a property of trainers: an argument of the constructor."""
+    return property(operator.attrgetter(f"_options.{name}"), doc="The argument of the constructor.")
+
+
+class TrainerInfo:
+    """The read-only properties of a trainer."""
+
+    _options: Options
+    _controller: Controller
+    _results: Results
+    _validations: Validations
+    _fit_loop: FitLoop
+    _keeps_batch: bool
+    _logdir: Path | None
+
+    def __repr__(self) -> str:
+        if isinstance(self._controller.state, Closed):
+            where = "shut down"
+        else:
+            where = f"{self.num_workers} of {self.max_workers} workers"
+        progress = self._controller.progress
+        within = ", in another" if progress.in_epoch else ""
+        done = f"{progress.epoch} epoch{'s' * (progress.epoch != 1)} done{within}"
+        return (
+            f"<{type(self).__name__} of {self.operator_name}: {where}, {done}, "
+            f"step {self.global_step}>"
+        )
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config, with the global batch of the current workers as ``BATCH_SIZE``.
+
+        If workers read batches of their own, it is rounded down to a multiple of their number.
+        """
+        size = 1 if self._keeps_batch else max(1, self.num_workers)
+        return rounded_config(self._options.config, size)
+
+    @property
+    def num_workers(self) -> int:
+        """The current number of workers."""
+        return len(self._controller.members)
+
+    @property
+    def max_workers(self) -> int:
+        """The maximum number of workers, ``num_workers`` of the constructor."""
+        return self._controller.max_workers
+
+    max_replicas = max_workers
+
+    @property
+    def min_workers(self) -> int:
+        """The minimum number of workers."""
+        return self._controller.min_workers
+
+    use_local = argument("use_local")
+    use_tqdm = argument("use_tqdm")
+    add_dist_sampler = argument("add_dist_sampler")
+    timeout_s = argument("timeout_s")
+    num_cpus_per_worker = argument("num_cpus_per_worker")
+
+    @property
+    def use_gpu(self) -> bool:
+        """Whether workers use GPUs."""
+        return bool(self._options.use_gpu)
+
+    @property
+    def backend(self) -> str:
+        """The backend by which several workers communicate."""
+        return self._options.backend
+
+    @property
+    def use_fp16(self) -> bool | str:
+        """The argument of the constructor."""
+        return self._options.use_fp16
+
+    @property
+    def operator_name(self) -> str:
+        """Name of the class of the operator."""
+        name: str = self._options.training_operator_cls.__qualname__
+        return name
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that training is in or has just finished, from 1; 0 before the first."""
+        progress = self._controller.progress
+        return progress.epoch + progress.in_epoch
+
+    @property
+    def global_step(self) -> int:
+        """Finished training steps of all calls."""
+        return self._controller.progress.global_step
+
+    @property
+    def split(self) -> int:
+        """Number of micro-batches per batch, above 1 after memory ran out."""
+        return self._controller.progress.split
+
+    @property
+    def events(self) -> list[Event]:
+        """Events of the group of workers, such as losses and resizes, oldest first."""
+        return list(self._controller.events)
+
+    @property
+    def latest_metrics(self) -> dict[str, Any]:
+        """The newest metrics of `train` and `validate`, merged over workers, in one dict."""
+        return self._results.metrics
+
+    @property
+    def last_call(self) -> LastCall | None:
+        """Kind, time of the end, and seconds of the newest `train` or `validate`."""
+        return self._results.last_call
+
+    @property
+    def logdir(self) -> Path | None:
+        """The run folder."""
+        return self._logdir
+
+    @property
+    def num_epochs(self) -> int | None:
+        """The number of epochs at which the current `fit` ends; None outside of `fit`."""
+        return self._validations.num_epochs
+
+    @property
+    def validation_due(self) -> bool:
+        """Whether `fit` has yet to validate the newest epoch."""
+        return self._validations.missing
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The reason of `request_stop`; None if `fit` was not asked to stop since it began."""
+        return self._fit_loop.stop_reason
