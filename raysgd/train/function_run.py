@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd._internal.context import Request
@@ -34,60 +35,41 @@ _ACTIONS = {
 }
 
 
+@dataclass(eq=False)
 class FunctionRun:
-    """Runs one training function.
+    """Runs one training function."""
 
-    Args:
-        controller: runs the calls.
-        group: the workers.
-        plan: the function, and the checkpoint to start from.
-        checkpoints: keeps the checkpoints.
-        datasets: the data of the function.
-        max_losses: how often the run may lose workers.
-    """
-
-    def __init__(
-        self,
-        controller: Controller,
-        group: WorkerGroup,
-        plan: Plan,
-        checkpoints: RunCheckpoints,
-        datasets: Datasets,
-        max_losses: float,
-    ) -> None:
-        self._controller = controller
-        self._group = group
-        self._plan = plan
-        self._checkpoints = checkpoints
-        self._datasets = datasets
-        self._max_losses = max_losses
-        self._num_losses = 0
-        self._causes: list[str] = []
-        self.is_silent = False
-        """Whether reports are skipped."""
-        self.values: list[Any] | None = None
-        """The results of the function by rank; None until it has returned."""
+    controller: Controller
+    group: WorkerGroup
+    plan: Plan
+    """The function, and what it starts from."""
+    checkpoints: RunCheckpoints
+    datasets: Datasets
+    max_losses: float
+    """How often workers may be lost."""
+    is_silent: bool = False
+    """Whether reports are skipped."""
+    values: list[Any] | None = None
+    """The results of the function by rank; None until it has returned."""
+    _num_losses: int = 0
+    _causes: list[str] = field(default_factory=list)
 
     def start(self, max_attempts: int) -> None:
-        """Start the function on all workers.
-
-        Args:
-            max_attempts: how often workers may be lost before the function starts.
-        """
+        """Start the function on all workers, of which so many may be lost before it begins."""
         with self._as_training_errors():
-            self._controller.snapshots.set({"plan": self._plan})
-            repair(self._controller, max_attempts)
+            self.controller.snapshots.set({"plan": self.plan})
+            repair(self.controller, max_attempts)
             try:
                 self.share_data()
             except WorkerLostError as error:
                 # if only the connection is lost, kill the process so that the next call restarts it
-                self._group.members[error.rank].kill_process()
-            self._call(BeginRequest(plan=self._plan))
+                self.group.members[error.rank].kill_process()
+            self._call(BeginRequest(plan=self.plan))
 
     def share_data(self) -> None:
         """Send each worker its shards of the data."""
-        members: list[Any] = self._group.members
-        shares = self._datasets.shared_out([member.actor for member in members])
+        members: list[Any] = self.group.members
+        shares = self.datasets.shared_out([member.actor for member in members])
         references = [
             member.execute(session.receive_shards, share)
             for member, share in zip(members, shares, strict=True)
@@ -95,14 +77,10 @@ class FunctionRun:
         function_calls.results(members, references)
 
     def next_result(self, decode: Callable[[Any], dict[str, Any]]) -> list[dict[str, Any]] | None:
-        """Return the next reports by rank, or None when the function has returned.
-
-        Args:
-            decode: decodes a report.
-        """
+        """Return the next decoded reports by rank, or None when the function has returned."""
         with self._as_training_errors():
             while self.values is None:
-                turns: list[Turn] = self._call(NextRequest(reported=self._checkpoints.news()))
+                turns: list[Turn] = self._call(NextRequest(reported=self.checkpoints.news()))
                 if len({turn.kind for turn in turns}) > 1:
                     raise RuntimeError(_uneven(turns))
                 if turns[0].kind == "end":
@@ -113,8 +91,8 @@ class FunctionRun:
 
     def abort(self) -> None:
         """Stop the function."""
-        self._checkpoints.abort()
-        self._controller.stop(EndRunRequest())
+        self.checkpoints.abort()
+        self.controller.stop(EndRunRequest())
 
     def _keep(self, turns: list[Turn]) -> bool:
         """Keep the checkpoint of the lowest rank that has one, and add workers if there is room.
@@ -134,27 +112,27 @@ class FunctionRun:
             blob = next(filter(None, self._call(CheckpointRequest(rank=rank))), None)
         if blob is None:
             return False
-        self._checkpoints.keep(turn, blob, len(turns))
-        self._plan = dataclasses.replace(
-            self._plan,
-            checkpoint=self._checkpoints.blob,
+        self.checkpoints.keep(turn, blob, len(turns))
+        self.plan = dataclasses.replace(
+            self.plan,
+            checkpoint=self.checkpoints.blob,
             iteration=turn.iteration,
-            reported=self._checkpoints.reported(),
+            reported=self.checkpoints.reported(),
         )
-        self._controller.snapshots.set({"plan": self._plan})
-        self._controller.grow()
+        self.controller.snapshots.set({"plan": self.plan})
+        self.controller.grow()
         return True
 
     def _call(self, request: Request) -> list[Any]:
         """Send a request to all runners, and count losses over all requests of the run."""
         call = Call(
             request=request,
-            max_losses=self._max_losses,
+            max_losses=self.max_losses,
             num_losses=self._num_losses,
             causes=self._causes,
         )
         try:
-            outcomes = self._controller.run(call)
+            outcomes = self.controller.run(call)
         finally:
             self._num_losses = call.num_losses
         return [outcome.value() for outcome in outcomes]
@@ -166,7 +144,7 @@ class FunctionRun:
         except WorkerLostError as error:
             raise TrainingWorkerError(
                 f"The training function lost workers {self._num_losses} times, and max_retries="
-                f"{self._max_losses} (max_failures in fit()). {error}",
+                f"{self.max_losses} (max_failures in fit()). {error}",
                 error.rank,
                 error.node_id,
                 error.cause,

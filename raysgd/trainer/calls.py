@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from raysgd._internal.context import Progress
@@ -38,43 +38,30 @@ class CallResult(NamedTuple):
     call: LastCall
 
 
+@dataclass(kw_only=True)
 class TrainCall(Call):
     """A call of ``train``. It has several parts if callbacks want to pause in it.
 
     The workers treat the parts as one call, and their metrics cover all of them.
-
-    Args:
-        request: the first request; `begin` adds the goal.
-        num_steps: steps to train; None for the rest of the epoch.
-        next_pause: returns the step of the next pause. Its arguments are the number of committed
-            steps, and whether callbacks that save should pause at the next step.
-        max_losses: as in `Call`.
     """
 
     request: TrainRequest
+    num_steps: int | None
+    """Steps to train; None for the rest of the epoch."""
+    next_pause: Callable[[int, bool], int | None]
+    """Returns the step of the next pause, from the number of committed steps, and whether callbacks
+    that save should pause at the next step."""
+    has_batches: bool = True
+    can_pause: bool = True
+    start: Progress | None = None
+    """The progress when the call began."""
+    seconds: float = 0.0
+    """How long its parts have taken."""
+    logged_s: float = 0.0
+    """How long its parts had taken at the last step that was logged."""
 
-    def __init__(
-        self,
-        request: TrainRequest,
-        num_steps: int | None,
-        next_pause: Callable[[int, bool], int | None],
-        max_losses: float = 0,
-    ) -> None:
-        super().__init__(
-            request=request,
-            has_batches=True,
-            can_pause=True,
-            farewell=MeasuredRequest(call=request.call),
-            max_losses=max_losses,
-        )
-        self._num_steps = num_steps
-        self._next_pause = next_pause
-        self.start: Progress | None = None
-        """The progress when the call began."""
-        self.seconds = 0.0
-        """How long its parts have taken."""
-        self.logged_s = 0.0
-        """How long its parts had taken at the last step that was logged."""
+    def __post_init__(self) -> None:
+        self.farewell = MeasuredRequest(call=self.request.call)
 
     def begin(self, members: Sequence[WorkerHandle], progress: Progress) -> None:
         """Set the absolute goal of the call, and the step at which its next part pauses."""
@@ -84,57 +71,38 @@ class TrainCall(Call):
             self.start = progress
             logged = None if request.logged is None else step
             request = replace(request, start_step=step, logged=logged)
-            if self._num_steps is None:
+            if self.num_steps is None:
                 request = replace(request, until_epoch=progress.epoch + 1)
             else:
-                request = replace(request, until_step=step + self._num_steps)
-        self.request = replace(request, callback_pause=self._next_pause(step, self.at_once))
+                request = replace(request, until_step=step + self.num_steps)
+        self.request = replace(request, callback_pause=self.next_pause(step, self.at_once))
         self.at_once = False
 
-    def end_at(self, global_step: int) -> None:
-        """Lower the goal to a step that is done."""
-        self.request = replace(self.request, until_step=global_step)
 
-
+@dataclass(eq=False)
 class Calls:
     """Makes the calls of one trainer.
 
     A reference to the trainer would keep it from being collected, so methods take it as an
     argument.
-
-    Args:
-        controller: runs the calls.
-        callback_list: the callbacks of the trainer.
-        trainer_name: for messages.
     """
 
-    def __init__(
-        self, controller: Controller, callback_list: CallbackList, trainer_name: str
-    ) -> None:
-        self.controller = controller
-        self.callback_list = callback_list
-        self.writer = BackgroundWriter()
-        self._trainer_name = trainer_name
-        self._numbers = itertools.count()
-        self._paused: TrainCall | None = None
-        self._newest: TrainCall | None = None
-        self._changed_at = 0
-        """Step at which a call of train last began with another `info` or `dataset`."""
-        self._has_checked_counts = False
-        self._failed_validation: int | None = None
-        self._limits = Limits()
-        self._log_every: int | None = None
+    controller: Controller
+    callback_list: CallbackList
+    trainer_name: str
+    writer: BackgroundWriter = field(default_factory=BackgroundWriter)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _paused: TrainCall | None = None
+    _newest: TrainCall | None = None
+    _changed_at: int = 0
+    """Step at which a call of train last began with another `info` or `dataset`."""
+    _has_checked_counts: bool = False
+    _failed_validation: int | None = None
+    _limits: Limits = field(default_factory=Limits)
+    _log_every: int | None = None
 
     def check_open(self, moves: bool = False) -> None:
-        """Check that the trainer may call its workers now.
-
-        Args:
-            moves: whether the call changes the state.
-
-        Raises:
-            RuntimeError: if the trainer is shut down, or a hook of a callback must not call.
-            CheckpointError: if a write in the background failed.
-        """
+        """Check that the trainer may call its workers now; `moves`: and change the state."""
         for hook in self.callback_list.inside:
             if hook in ("on_event", "on_progress"):
                 raise RuntimeError(
@@ -148,7 +116,7 @@ class Calls:
                 )
         if isinstance(self.controller.state, Closed):
             raise RuntimeError(
-                f"This {self._trainer_name} is shut down, and what its workers held is gone: call "
+                f"This {self.trainer_name} is shut down, and what its workers held is gone: call "
                 "save() or get_model() before, and create a new one to train on."
             )
         self.writer.raise_failure()
@@ -172,7 +140,7 @@ class Calls:
         Args:
             call: the call.
             own: whether the caller may write to tensors and arrays of the answers.
-            moves: whether the call changes the state.
+            moves: as in `check_open`.
         """
         self.check_open(moves)
         return self._run(call, own)
@@ -231,7 +199,12 @@ class Calls:
             profile=profile,
             dataset=dataset,
         )
-        call = TrainCall(request, num_steps, self._next_pause, max_retries)
+        call = TrainCall(
+            request=request,
+            num_steps=num_steps,
+            next_pause=self._next_pause,
+            max_losses=max_retries,
+        )
         controller = self.controller
         if self._newest is not None and not _has_same_input(self._newest.request, request):
             self._changed_at = controller.progress.global_step
@@ -252,7 +225,7 @@ class Calls:
             finally:
                 self._paused = None
             if self._limits.reached(controller.progress.global_step):
-                call.end_at(controller.progress.global_step)
+                call.request = replace(call.request, until_step=controller.progress.global_step)
             num_lost_paused += sum(e.kind == "lost" for e in controller.events[num_events:])
         assert call.start is not None
         completed = controller.progress.epoch > call.start.epoch

@@ -117,9 +117,12 @@ class Driver:
 
     def train_further(self, num_steps):
         """Train so many steps, in a call that makes its goal itself."""
-        outcomes = self.controller.run(
-            TrainCall(TrainRequest(call=0), num_steps, lambda step, at_once: None)
+        call = TrainCall(
+            request=TrainRequest(call=0),
+            num_steps=num_steps,
+            next_pause=lambda step, at_once: None,
         )
+        outcomes = self.controller.run(call)
         return [outcome.progress.global_step for outcome in outcomes]
 
     @property
