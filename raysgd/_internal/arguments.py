@@ -23,6 +23,7 @@ __all__ = [
     "check_timeout",
     "checked_dict",
     "closest",
+    "is_deferred",
     "is_number",
     "set_fields",
     "suggests",
@@ -144,20 +145,26 @@ def check_flags(where: str, **flags: Any) -> None:
 def checked_dict(where: str, name: str, value: Any) -> dict[str, Any]:
     """Return a dict as a copy; an empty one for None."""
     if value is not None and not isinstance(value, Mapping):
-        raise TypeError(f"{where}({name}=...) must be a dict, but it is {value!r}.")
+        raise TypeError(f"{where}({name}={value!r}): must be a dict.")
     return dict(value or {})
+
+
+def is_deferred(function: Any) -> bool:
+    """Return whether a call of a function only creates a generator or a coroutine."""
+    kinds = (
+        inspect.isgeneratorfunction,
+        inspect.iscoroutinefunction,
+        inspect.isasyncgenfunction,
+    )
+    bodies = (function, getattr(type(function), "__call__", None))  # noqa: B004
+    return any(kind(body) for kind in kinds for body in bodies)
 
 
 def check_hook(where: str, hook: Any) -> None:
     """Check that an initialization hook is a plain function, or None."""
     if hook is not None and not callable(hook):
         raise TypeError(f"{where}(initialization_hook=...) must be a function, but it is {hook!r}.")
-    kinds = (
-        inspect.isgeneratorfunction,
-        inspect.iscoroutinefunction,
-        inspect.isasyncgenfunction,
-    )
-    if any(is_kind(each) for is_kind in kinds for each in (hook, type(hook).__call__)):
+    if is_deferred(hook):
         raise TypeError(
             f"{where}(initialization_hook={hook!r}): to call a generator or an async function "
             "runs nothing of it. Use a plain function, with asyncio.run() in it where it has to be."

@@ -12,13 +12,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from raysgd._internal.arguments import MOST_WORKERS
+from raysgd._internal.arguments import MOST_WORKERS, is_deferred
 from raysgd._internal.paths import checked_path
 from raysgd.cluster.serialization import dumps, unpicklable_key
 
 __all__ = [
     "bound_function",
-    "checked_dict",
     "checked_size",
     "env_flag",
     "made_folder",
@@ -31,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 RESULTS = "~/ray_results"
 """Folder of runs that have no folder or a relative one."""
-
-_DEFERRED = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
 def checked_size(num_workers: Any) -> tuple[int, int]:
@@ -50,21 +47,13 @@ def checked_size(num_workers: Any) -> tuple[int, int]:
     return pair[0], pair[1]
 
 
-def checked_dict(name: str, given: Any) -> dict[str, Any]:
-    """Return a copy of a dict argument; an empty dict for None."""
-    if not isinstance(given, Mapping | None):
-        raise TypeError(f"{name}={given!r}: must be a dict.")
-    return dict(given or {})
-
-
 def bound_function(
     train_func: Callable[..., Any], config: dict[str, Any] | None
 ) -> Callable[[], Any]:
     """Return the training function, bound to its config, as a function of no arguments."""
     if not callable(train_func):
         raise ValueError(f"The training function must be callable, but it is {train_func!r}.")
-    bodies = (train_func, getattr(train_func, "__call__", None))  # noqa: B004
-    if any(kind(body) for kind in _DEFERRED for body in bodies):
+    if is_deferred(train_func):
         raise TypeError(
             f"The training function {train_func!r} is a generator or async function, and calling "
             "it would run nothing. Pass a plain function, which may call asyncio.run(...)."

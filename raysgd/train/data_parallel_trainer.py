@@ -13,12 +13,12 @@ from typing import Any, ClassVar, Self
 
 import cloudpickle
 
-from raysgd._internal.arguments import suggests
+from raysgd._internal.arguments import checked_dict, suggests
 from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.cluster.serialization import unpicklable_key
 from raysgd.errors import CheckpointError
-from raysgd.train.arguments import bound_function, checked_dict, made_folder, run_folder
+from raysgd.train.arguments import bound_function, made_folder, run_folder
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks.callback_handler import CallbackHandler
 from raysgd.train.configs import checked_run, checked_scaling, strategy_of
@@ -99,9 +99,8 @@ class DataParallelTrainer:
         """Check the arguments before anything starts."""
         if not isinstance(self.backend_config, BackendConfig):
             raise TypeError(f"backend_config={self.backend_config!r}: must be a BackendConfig.")
-        self.train_loop_config = checked_dict("train_loop_config", self.train_loop_config)
-        self.datasets = checked_dict("datasets", self.datasets)
-        self.metadata = checked_dict("metadata", self.metadata)
+        for name in ("train_loop_config", "datasets", "metadata"):
+            setattr(self, name, checked_dict(type(self).__name__, name, getattr(self, name)))
         self.scaling_config = checked_scaling(self.scaling_config)
         self.run_config = checked_run(self.run_config)
         validation = self.validation_config

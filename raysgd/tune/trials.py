@@ -23,7 +23,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from raysgd._internal.arguments import MOST_WORKERS, as_int, checked_dict
+from raysgd._internal.arguments import (
+    MOST_WORKERS,
+    as_int,
+    check_choice,
+    check_int,
+    checked_dict,
+    is_number,
+)
 from raysgd.callbacks.callback_list import checked_callbacks
 from raysgd.callbacks.run_folder import checked_logdir
 from raysgd.cluster import ray_session
@@ -315,18 +322,12 @@ def _check_step(step: Any) -> None:
 
 
 def _check(arguments: Mapping[str, Any]) -> None:
-    """Check what the room of a trial follows from: before Tune waits for room that cannot be."""
-    workers, cpus = arguments["num_workers"], arguments["num_cpus_per_worker"]
-    gpu = arguments["use_gpu"]
-    is_int = isinstance(workers, int) and not isinstance(workers, bool)
-    if not is_int or not 1 <= workers <= MOST_WORKERS:
-        raise ValueError(
-            f"num_workers={workers!r} of a trial: must be an int from 1 to {MOST_WORKERS}."
-        )
-    if isinstance(cpus, bool) or not isinstance(cpus, int | float) or not cpus > 0:
-        raise ValueError(f"num_cpus_per_worker={cpus!r} of a trial: must be a number above 0.")
-    if not isinstance(gpu, bool) and not (isinstance(gpu, str) and gpu == "auto"):
-        raise ValueError(f'use_gpu={gpu!r} of a trial: must be True, False or "auto".')
+    """Check the resources of a trial before Tune waits for room that cannot exist."""
+    check_int("trial", "num_workers", arguments["num_workers"], 1, MOST_WORKERS)
+    cpus = arguments["num_cpus_per_worker"]
+    if not is_number(cpus) or not cpus > 0:
+        raise ValueError(f"trial(num_cpus_per_worker={cpus!r}): must be a number above 0.")
+    check_choice("trial", "use_gpu", arguments["use_gpu"], (True, False, "auto"))
 
 
 def _worker_bundle(arguments: Mapping[str, Any]) -> dict[str, float]:

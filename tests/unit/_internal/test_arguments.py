@@ -50,7 +50,7 @@ def test_a_config_is_taken_as_a_dict_of_its_own():
     taken["a"] = 2
     assert mine == {"a": 1}
     assert arguments.checked_dict("T", "config", None) == {}
-    with pytest.raises(TypeError, match=r"T\(config=...\) must be a dict, but it is \[1\]"):
+    with pytest.raises(TypeError, match=r"T\(config=\[1\]\): must be a dict"):
         arguments.checked_dict("T", "config", [1])
 
 

@@ -144,9 +144,9 @@ WRONG_KINDS = [
     ({"scaling_config": {"resources_per_worker": ["CPU"]}}, r"\['CPU'\]: must be a dict"),
     ({"scaling_config": {"use_gpu": "auto"}}, "use_gpu='auto': must be True or False"),
     ({"backend_config": "torch"}, "must be a BackendConfig"),
-    ({"train_loop_config": 0.1}, r"train_loop_config=0\.1: must be a dict"),
-    ({"datasets": [1, 2]}, r"datasets=\[1, 2\]: must be a dict"),
-    ({"metadata": "by me"}, "metadata='by me': must be a dict"),
+    ({"train_loop_config": 0.1}, r"train_loop_config=0\.1\): must be a dict"),
+    ({"datasets": [1, 2]}, r"datasets=\[1, 2\]\): must be a dict"),
+    ({"metadata": "by me"}, r"metadata='by me'\): must be a dict"),
     (
         {"run_config": RunConfig(failure_config=FailureConfig(elastic={"max_s": 1}))},
         "elastic={'max_s': 1}: must be an ElasticConfig",

@@ -484,7 +484,7 @@ def failed_write(make_trainer, tmp_path):
 
 
 def writing():
-    return [t for t in threading.enumerate() if t.name == "raysgd-checkpoint-writer"]
+    return [t for t in threading.enumerate() if t.name.startswith("raysgd-checkpoint-writer")]
 
 
 def test_a_write_behind_that_fails_shows_no_password(make_trainer, monkeypatch):

@@ -99,9 +99,9 @@ def test_a_mistake_in_the_arguments_is_found_before_there_are_trials():
         make_class(num_replicas=2)
     with pytest.raises(TypeError, match="must be a subclass"):
         make_class(training_operator_cls=object)
-    with pytest.raises(TypeError, match=r"config=.* must be a dict"):
+    with pytest.raises(TypeError, match=r"config=3\): must be a dict"):
         make_class(config=3)
-    with pytest.raises(ValueError, match="num_workers=0 of a trial"):
+    with pytest.raises(ValueError, match=r"num_workers=0\): must be at least 1"):
         make_class(num_workers=0)
     with pytest.raises(TypeError, match=r"as_trainable\(callbacks=\.\.\.\) takes a list .* not 5"):
         make_class(callbacks=5)
@@ -186,18 +186,18 @@ def test_auto_asks_the_cluster_for_gpus(monkeypatch, gpus, worker):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"num_workers": "two"}, "num_workers='two' of a trial: must be an int from 1 to"),
-        ({"num_workers": 10**6}, "num_workers=1000000 of a trial: must be an int from 1 to 10000"),
+        ({"num_workers": "two"}, r"num_workers='two'\): must be an int"),
+        ({"num_workers": 10**6}, r"num_workers=1000000\): must be at most 10000"),
         ({"num_workers": 0}, "num_workers=0"),
         ({"num_workers": True}, "num_workers=True"),
         ({"num_workers": 1.5}, "num_workers=1.5"),
-        ({"num_cpus_per_worker": 0}, "num_cpus_per_worker=0 of a trial: must be a number above 0"),
+        ({"num_cpus_per_worker": 0}, r"num_cpus_per_worker=0\): must be a number above 0"),
         ({"num_cpus_per_worker": "1"}, "num_cpus_per_worker='1'"),
-        ({"use_gpu": "yes"}, "use_gpu='yes' of a trial: must be True, False or \"auto\""),
+        ({"use_gpu": "yes"}, r"use_gpu='yes'\): must be one of True, False, 'auto'"),
     ],
 )
 def test_a_config_that_asks_for_what_cannot_be_is_refused(config, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make_class().default_resource_request(config)
 
 
