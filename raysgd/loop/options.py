@@ -34,13 +34,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ABC):
-    """The arguments that trainers of both families take; workers get them as they are.
+    """The arguments of trainers of both families, which workers get too.
 
-    What they mean is said where users read it, by :class:`raysgd.TorchTrainer`.
-
-    Raises:
-        TypeError: if an argument has the wrong type.
-        ValueError: if an argument has a value that is not allowed.
+    :class:`raysgd.TorchTrainer` documents them. A wrong type is a TypeError, and a value that is
+    not allowed a ValueError.
     """
 
     training_operator_cls: Any = None
@@ -133,7 +130,7 @@ class Options(ABC):
         """Say whether this process has GPUs."""
 
     def transport(self) -> Backend:
-        """Return how several workers communicate, where the backend is decided upon."""
+        """Return the backend by which several workers communicate."""
         return create_backend(self.backend, self.timeout_s)
 
     # ---- what workers get
@@ -172,11 +169,7 @@ class Options(ABC):
         return self.backend == "horovod"
 
     def decided(self) -> Self:
-        """Return them without "auto": whether there are GPUs, the cluster or this process knows.
-
-        Raises:
-            ValueError: if there cannot be what was asked for.
-        """
+        """Return the options without "auto". This asks the cluster, or this process, for GPUs."""
         asks_for_gpus = "GPU" in self.resources_per_worker
         if asks_for_gpus and self.use_gpu is False:
             raise ValueError(
@@ -187,35 +180,22 @@ class Options(ABC):
         if use_gpu == "auto":
             use_gpu = self.own_gpus() if self.inline else asks_for_gpus or _gpus_in_cluster() > 0
         if use_gpu and self.use_local and not self.inline:
-            self._do_without_gpus(asks_for_gpus)
+            # Ray would assign the GPU that this process uses to another worker
+            if self.use_gpu is True or asks_for_gpus:
+                raise ValueError(
+                    f"{self.trainer}(use_local=True, use_gpu=True) needs num_workers=1: of several "
+                    "workers the one in this process can be assigned no GPU. Leave use_local out, "
+                    "or pass use_gpu=False."
+                )
+            logger.warning(
+                "Training on CPUs, although the cluster has GPUs: with use_local=True the first of "
+                "several workers lives in this process, and can be assigned none."
+            )
             use_gpu = False
         return dataclasses.replace(self, use_gpu=use_gpu)
 
-    def _do_without_gpus(self, asks_for_gpus: bool) -> None:
-        """Warn that the first of several workers lives in the driver's process, and has no GPU.
-
-        Ray assigns GPUs to its own processes, and would give the same one to another.
-
-        Raises:
-            ValueError: if GPUs were asked for.
-        """
-        if self.use_gpu is True or asks_for_gpus:
-            raise ValueError(
-                f"{self.trainer}(use_local=True, use_gpu=True) needs num_workers=1: of several "
-                "workers the one in this process can be assigned no GPU. Leave use_local out, or "
-                "pass use_gpu=False."
-            )
-        logger.warning(
-            "Training on CPUs, although the cluster has GPUs: with use_local=True the first of "
-            "several workers lives in this process, and can be assigned none."
-        )
-
     def group(self, start_timeout_s: float) -> GroupOptions:
-        """Return what the workers reserve, where it is decided whether they use GPUs.
-
-        Args:
-            start_timeout_s: how long to wait for room for the fewest.
-        """
+        """Return the resources of the workers, for decided options."""
         resources = dict(self.resources_per_worker)
         return GroupOptions(
             num_workers=self.num_workers,

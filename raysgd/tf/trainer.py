@@ -56,6 +56,8 @@ class TFTrainer(OperatorTrainer):
     change with TensorFlow: after a loss, and to grow, all of them start anew with the state that
     those which are left have, or from the newest snapshot.
 
+    Arguments that are missing here, and errors, are those of :class:`raysgd.TorchTrainer`.
+
     Args:
         model_creator: function of the config that returns a compiled Keras model.
         data_creator: function of the config that returns a training and a validation data set.
@@ -63,33 +65,16 @@ class TFTrainer(OperatorTrainer):
         config: handed to the operator or the functions; may hold ``BATCH_SIZE``, and for the
             functions ``fit_config`` and ``evaluate_config``.
         num_replicas: ``num_workers``, as older scripts call it.
-        num_cpus_per_worker: CPUs that each worker reserves, and threads that TensorFlow gets there.
-        use_gpu: True: one GPU a worker; "auto": so if the cluster has GPUs.
         verbose: show a progress bar, as older scripts call ``use_tqdm``.
         training_operator_cls: a TrainingOperator subclass.
-        initialization_hook: function of no arguments that every worker runs before anything else.
-        num_workers: the most workers.
-        min_workers: the fewest to start with, and to go on with after losses.
-        resources_per_worker: further Ray resources of each worker.
         backend: "gloo" or "horovod", by which workers exchange. "tensorflow" means "gloo".
-        timeout_s: bound, in seconds, of each collective (Horovod knows none) and of the workers'
-            setup.
         use_fp16: mixed precision by Keras's policies. True: float16 on GPUs, bfloat16 on CPUs; or
             "mixed_float16", "mixed_bfloat16". With float16 the loss is scaled.
-        use_tqdm: whether to show a progress bar.
         add_dist_sampler: whether to share a registered ``tf.data.Dataset`` out over the workers;
             arrays always are.
-        use_local: whether worker 0 lives in this process; alone, it needs no Ray.
-        elastic: what to do about workers that are lost or come back; the defaults need none.
-        callbacks: observe every call of this trainer, see :class:`raysgd.callbacks.Callback`.
-        logdir: folder of the run. None: nothing is written.
 
     Raises:
-        TypeError: if an argument has the wrong type.
-        ValueError: if an argument has a value that is not allowed.
-        ImportError: if TensorFlow, or Horovod where it is asked for, is not installed.
-        InsufficientResourcesError: if the cluster has no room for `min_workers` in time.
-        BaseException: what ``setup`` of the operator raised on a worker.
+        ImportError: if TensorFlow, or Horovod for ``backend="horovod"``, is not installed.
     """
 
     _trainable = "TFTrainable"
@@ -175,18 +160,11 @@ class TFTrainer(OperatorTrainer):
         Made from functions, the trainer trains for ``fit_config["epochs"]`` epochs of
         ``fit_config["steps_per_epoch"]`` steps, and returns the metrics of the last one.
         """
-        arguments: dict[str, Any] = {
-            "profile": profile,
-            "reduce_results": reduce_results,
-            "max_retries": max_retries,
-            "info": info,
-            "dataset": dataset,
-        }
+        arguments = (profile, reduce_results, max_retries, info, dataset)
         if self._plan is None or num_steps is not None:
-            return super().train(num_steps, **arguments)
-        result: Any = None
+            return super().train(num_steps, *arguments)
         for _ in range(self._plan.epochs):
-            result = super().train(self._plan.steps_per_epoch, **arguments)
+            result = super().train(self._plan.steps_per_epoch, *arguments)
         return result
 
     @suggests

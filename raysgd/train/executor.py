@@ -42,20 +42,23 @@ logger = logging.getLogger(__name__)
 class BackendExecutor:
     """Starts workers and a backend, and runs training functions on them.
 
+    Methods that need the workers raise InactiveWorkerGroupError before `start` and after
+    `shutdown`, and TrainBackendError if no function is being trained, or another one is.
+
     Args:
-        backend_config: which backend.
-        num_workers: how many workers, or ``(min, max)``: as many of them as there is room for.
-        num_cpus_per_worker: CPUs that each reserves.
-        num_gpus_per_worker: GPUs that each reserves.
-        additional_resources_per_worker: further Ray resources of each.
-        max_retries: how often workers may be lost in one run before it fails; -1: without end.
-        elastic: how to wait for room; its ``in_place`` and ``snapshot_every`` have no meaning here.
-        placement_strategy: how Ray places the workers; None for what the environment says.
-        label_selector: what the labels of their nodes have to be.
+        backend_config: the backend.
+        num_workers: how many workers; ``(min, max)`` for as many as there is room for.
+        num_cpus_per_worker: CPUs that each worker reserves.
+        num_gpus_per_worker: GPUs that each worker reserves.
+        additional_resources_per_worker: other Ray resources that each worker reserves.
+        max_retries: how often workers may be lost in one run; -1 for no limit.
+        elastic: how to wait for room. Its ``in_place`` and ``snapshot_every`` are ignored.
+        placement_strategy: how Ray places the workers; None for the choice of the environment.
+        label_selector: the labels that their nodes must have.
 
     Raises:
         TypeError: if `elastic` is no ElasticConfig.
-        ValueError: if a number is out of its range, or `elastic` says how many workers there are.
+        ValueError: if a number is out of its range, or `elastic` has ``min_workers``.
     """
 
     def __init__(
@@ -115,7 +118,6 @@ class BackendExecutor:
         Raises:
             RuntimeError: if they are started already.
             InsufficientResourcesError: if there is no room for them within the start timeout.
-            BaseException: what the hook or the backend raised.
         """
         if self.is_started:
             raise RuntimeError("The workers are started already; call shutdown() first.")
@@ -134,11 +136,11 @@ class BackendExecutor:
             self._elastic,
             can_join=False,
         )
-        # a proxy, since what refers to the executor here would keep it from being collected
+        # a reference to the executor would keep it from being collected
         prepare = BackendExecutor._prepare_workers
         controller.forming.on_start = functools.partial(prepare, weakref.proxy(self))
         self._controller = controller
-        # also when the executor is dropped without shutdown(), or the driver's script ends
+        # also when the executor is dropped without shutdown(), or the script of the driver ends
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
         try:
             controller.start()
@@ -158,8 +160,8 @@ class BackendExecutor:
 
         Args:
             graceful_termination: whether to let backend and workers clean up.
-            patience_s: how long they may be busy before that, in seconds: with a method of a class
-                of `to_worker_group`, say. Those that still are then are killed.
+            patience_s: seconds to wait for workers that are busy, for example with a method of a
+                `to_worker_group` class, before they are killed.
         """
         controller, gently = self._controller, False
         if controller is None:
@@ -200,11 +202,7 @@ class BackendExecutor:
 
     @property
     def worker_group(self) -> WorkerGroup:
-        """The workers.
-
-        Raises:
-            InactiveWorkerGroupError: if they are not started.
-        """
+        """The workers."""
         self._supervised("worker_group")
         assert self._group is not None
         return WorkerGroup.over(self._group)
@@ -235,20 +233,18 @@ class BackendExecutor:
 
         Args:
             train_func: a function of no arguments.
-            run_dir: folder of the run, where checkpoints go; None: none are written.
+            run_dir: folder of the run, for checkpoints; None to write none.
             dataset: a Ray Dataset, or a dict of them by name; or `Datasets`.
             checkpoint: what to start from: a dict, a Checkpoint, or the path of one.
             checkpoint_strategy: which checkpoints stay on disk.
             latest_checkpoint_id: number of the last checkpoint so far; 0 by default.
-            validation: how to validate checkpoints, a ValidationConfig; None for not.
+            validation: a ValidationConfig; None to validate no checkpoints.
             metadata: for ``get_context().get_metadata()``.
             experiment: names for ``get_context()``.
-            iteration: reports that were made before.
-            resume: whether to go on from the newest checkpoint in `run_dir`, where there is one.
+            iteration: number of earlier reports.
+            resume: whether to continue from the newest checkpoint in `run_dir`, if there is one.
 
         Raises:
-            InactiveWorkerGroupError: if the workers are not started.
-            TrainBackendError: if a function is being trained.
             TrainingWorkerError: if workers are lost more often than ``max_retries``.
         """
         controller = self._supervised("start_training")
@@ -290,40 +286,31 @@ class BackendExecutor:
         return checkpoints
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
-        """Wait until every worker has reported, and return what they did, by rank.
+        """Wait until every worker has reported, and return the reports by rank.
 
-        Checkpoints that are saved on the way are kept. Workers that are lost meanwhile are
-        replaced, and the function runs again from the newest checkpoint.
+        Keeps checkpoints. Replaces lost workers, and runs the function again from the newest
+        checkpoint.
 
         Returns:
             None when the function has returned on all workers.
 
         Raises:
-            TrainBackendError: if no function is being trained.
             TrainingWorkerError: if workers are lost more often than ``max_retries``.
             RuntimeError: if the workers do not report and save in step.
-            BaseException: what the function raised.
+            BaseException: an error of the function.
         """
         run = self._training("fetch_next_result")
         with self._aborting():
             return run.next_result(self._backend.decode_data)
 
     def pause_reporting(self) -> None:
-        """Leave out reports from now on; checkpoints are still kept.
-
-        Raises:
-            TrainBackendError: if no function is being trained.
-        """
+        """Skip reports from now on; checkpoints are still kept."""
         self._training("pause_reporting").is_silent = True
 
     def finish_training(self) -> list[Any]:
-        """Wait for the end of the function and return what it returned, by rank.
+        """Skip reports until the end of the function, and return its results by rank.
 
-        Reports that are left are passed over. The workers can train another function then.
-
-        Raises:
-            TrainBackendError: if no function is being trained.
-            BaseException: as `fetch_next_result`.
+        Then the workers can train another function. Errors are those of `fetch_next_result`.
         """
         run = self._training("finish_training")
         run.is_silent = True
@@ -340,12 +327,11 @@ class BackendExecutor:
             run.abort()
 
     def run(self, train_func: Callable[[], Any]) -> list[Any]:
-        """Call a function on every worker, without reports, and return what it returned.
+        """Call a function on every worker, without reports, and return the results by rank.
 
         Raises:
-            InactiveWorkerGroupError: if the workers are not started.
-            TrainingWorkerError: if a worker is lost; it is not called again.
-            BaseException: what the function raised.
+            TrainingWorkerError: if a worker is lost. The call is not repeated.
+            BaseException: an error of the function.
         """
         controller = self._supervised("run")
         try:
@@ -409,7 +395,7 @@ class BackendExecutor:
             raise
 
     def _overridden(self, name: str) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
-        """Return a method of the user's backend; None where it is the one that does nothing."""
+        """Return a method of the backend, or None if the backend does not override it."""
         own = getattr(self._backend, name)
         return None if own is getattr(Backend, name) else own
 
@@ -432,9 +418,9 @@ class BackendExecutor:
 
 
 def executor_for(config: BackendConfig, scaling: Any, failure: Any) -> BackendExecutor:
-    """Return an executor that is not started, by a ScalingConfig and a FailureConfig.
+    """Return an executor for a ScalingConfig and a FailureConfig, or those of Ray.
 
-    Ray's own of these names are taken as well; None for `failure` allows no loss.
+    None as `failure` allows no loss.
     """
     num_cpus, num_gpus, others = worker_resources(
         getattr(scaling, "use_gpu", False), getattr(scaling, "resources_per_worker", None)

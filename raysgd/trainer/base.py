@@ -182,7 +182,6 @@ class OperatorTrainer(TrainerInfo):
         Raises:
             ValueError: if `num_steps` is below 1.
             WorkerLostError: if workers are lost more than three times, or too few are left.
-            BaseException: an error of user code.
         """
         if num_steps is not None:
             num_steps = check_int("validate", "num_steps", num_steps, 1)
@@ -206,8 +205,6 @@ class OperatorTrainer(TrainerInfo):
 
         Raises:
             TypeError: if `loader` is no loader, or cannot be divided between several workers.
-            WorkerLostError: as in `validate`.
-            BaseException: an error of user code.
         """
         checked_dict("test", "info", info)
         self._calls.check_open(moves=True)
@@ -234,8 +231,6 @@ class OperatorTrainer(TrainerInfo):
         Raises:
             TypeError: as in `test`, or if ``predict_batch`` returns something else.
             ValueError: if the loader shuffles.
-            WorkerLostError: as in `validate`.
-            BaseException: an error of user code.
         """
         call = Call(request=PredictRequest(loader=loader), max_losses=3, has_batches=True)
         parts = itertools.chain.from_iterable(self._calls.make(call, moves=True))
@@ -302,7 +297,6 @@ class OperatorTrainer(TrainerInfo):
         Raises:
             ValueError: if a number is below 1, or a callback does not know where to write.
             CallbackError: if a callback raised.
-            BaseException: as in `train` and `validate`. The trainer remains usable.
         """
         options = FitOptions(
             num_epochs=num_epochs,
@@ -330,11 +324,7 @@ class OperatorTrainer(TrainerInfo):
             self._fit_loop.stop_reason = str(reason)
 
     def update_scheduler(self, metric: float) -> None:
-        """Call ``scheduler.step(metric)`` on every registered scheduler of every worker, once.
-
-        Raises:
-            WorkerLostError: if workers are lost more than three times.
-        """
+        """Call ``scheduler.step(metric)`` on every registered scheduler of every worker, once."""
         self._validations.update_schedulers(metric)
 
     # ---- state
@@ -451,7 +441,6 @@ class OperatorTrainer(TrainerInfo):
         Raises:
             TypeError: if it cannot be called, or the function or its result cannot be pickled.
             WorkerLostError: if a worker is lost. The call is not repeated.
-            BaseException: an error of the function.
         """
         _check_callable("apply_all_workers", fn)
         return self._calls.make(Call(request=ApplyRequest(function=fn)))

@@ -72,11 +72,7 @@ class TrainerState:
     # ---- from the workers
 
     def collect(self, own: bool) -> dict[str, Any]:
-        """Return the state.
-
-        Args:
-            own: whether the caller may write to its tensors and arrays.
-        """
+        """Return the state; `own`: with tensors and arrays that the caller may change."""
         return self._complete(lambda: self._collect_from_workers(own))
 
     def _complete(self, collect_from_workers: Callable[[], dict[str, Any]]) -> dict[str, Any]:
