@@ -47,8 +47,8 @@ _OLD_ARGUMENTS = {
 class TorchTrainer(OperatorTrainer):
     """Trains a :class:`TrainingOperator` on one or several workers.
 
-    Runs on the driver. Each worker is a Ray actor with its own copy of the operator; gradients
-    are averaged over the workers at each step, metrics when a call ends::
+    Runs on the driver. Each worker is a Ray actor with its own copy of the operator. Gradients are
+    averaged over the workers at each step, and metrics at the end of a call::
 
         trainer = TorchTrainer(
             training_operator_cls=Classifier, config={"lr": 0.1}, num_workers=4)
@@ -61,46 +61,44 @@ class TorchTrainer(OperatorTrainer):
     Args:
         training_operator_cls: a TrainingOperator subclass; required.
         initialization_hook: function of no arguments that every worker runs before anything else.
-        config: handed to the operator; may hold the global batch size under ``BATCH_SIZE``.
-        num_workers: the most workers. With 1 there is no process group.
-        min_workers: the fewest to start with, and to go on with after losses.
-        num_cpus_per_worker: CPUs that each worker reserves, and threads that torch gets there.
-        resources_per_worker: further Ray resources of each worker; ``GPU`` for more than one, or
-            for a fraction of one that workers share.
-        use_gpu: True: one GPU a worker; "auto": so if the cluster has GPUs. With `use_local` the
-            only worker takes the GPU that this process is at, and of several none can have one.
-        backend: "gloo", "nccl", "horovod", or one that was registered; "auto": nccl where each
-            worker has a GPU of its own, else gloo. With Horovod models are not wrapped; its
-            DistributedOptimizer averages gradients.
+        config: passed to the operator; may hold the global batch size under ``BATCH_SIZE``.
+        num_workers: the maximum number of workers. With 1 there is no process group.
+        min_workers: the minimum number, to start with and to continue with after losses.
+        num_cpus_per_worker: CPUs that each worker reserves, and threads that PyTorch gets there.
+        resources_per_worker: other Ray resources of each worker; ``GPU`` for several GPUs, or for a
+            fraction of one.
+        use_gpu: True: one GPU per worker; "auto": the same if the cluster has GPUs. With
+            `use_local` a single worker takes the GPU of this process, and several use none.
+        backend: "gloo", "nccl", "horovod", or a registered one; "auto": nccl if each worker has a
+            GPU of its own, else gloo. With Horovod, its DistributedOptimizer averages gradients.
         wrap_ddp: whether to wrap registered models in DistributedDataParallel.
-        timeout_s: bound, in seconds, of each collective (Horovod knows none) and of the workers'
-            setup; ``NCCL_TIMEOUT_S`` in the driver's environment overrides it for nccl.
-        use_fp16: True: mixed precision by ``torch.amp``; "apex": by NVIDIA Apex, which every worker
-            needs to have.
+        timeout_s: seconds that each collective (except in Horovod) and ``setup`` may take. For
+            nccl, ``NCCL_TIMEOUT_S`` in the environment of the driver overrides it.
+        use_fp16: True: mixed precision by ``torch.amp``; "apex": by NVIDIA Apex on every worker.
         amp_dtype: torch.float16 or torch.bfloat16, for ``use_fp16=True``; None: float16 on GPUs,
             bfloat16 on CPUs. With float16 the loss is scaled.
         use_tqdm: whether to show a progress bar.
-        add_dist_sampler: whether to share registered map-style loaders out over the workers. False:
-            each loader selects the part of a worker itself.
-        scheduler_step_freq: "batch", "epoch" or "manual"; needed where schedulers are registered.
-        monitor: the metric that steps ReduceLROnPlateau in `fit`, after each validation, or each
-            epoch if it is one of training; with ``scheduler_step_freq="epoch"``.
-        split_on_oom: whether a step that runs out of memory is done again with each batch in parts
-            that make one update, on all workers. False: the error is raised.
+        add_dist_sampler: whether to partition registered map-style loaders. False if each loader
+            selects the samples of its worker itself.
+        scheduler_step_freq: "batch", "epoch" or "manual"; required with schedulers.
+        monitor: the metric that steps ReduceLROnPlateau in `fit`, after each validation, or after
+            each epoch if it is a metric of training. Needs ``scheduler_step_freq="epoch"``.
+        split_on_oom: whether to repeat a step that runs out of memory with micro-batches, on all
+            workers. False to raise the error.
         use_local: whether worker 0 lives in this process. With ``num_workers=1`` Ray is neither
-            started nor imported, and torch keeps the threads that this process gave it.
-        elastic: what to do about workers that are lost or come back; the defaults need none.
+            started nor imported, and PyTorch keeps the threads of this process.
+        elastic: what to do about workers that are lost or come back.
         callbacks: observe every call of this trainer, see :class:`raysgd.callbacks.Callback`.
-        logdir: folder of the run, for ``metrics.jsonl``, ``events.jsonl``, and what callbacks write
-            that are given no folder of their own. None: nothing is written.
+        logdir: folder of the run, for ``metrics.jsonl``, ``events.jsonl``, and callbacks without a
+            folder of their own. None to write nothing.
 
     Raises:
         TypeError: if an argument has the wrong type.
         ValueError: if an argument has a value that is not allowed.
-        ImportError: if a worker lacks Apex, where that is asked for.
+        ImportError: if a worker lacks Apex, for ``use_fp16="apex"``.
         InsufficientResourcesError: if the cluster has no room for `min_workers` within the start
             timeout (``SGD_PLACEMENT_GROUP_TIMEOUT_S``, 100 s).
-        BaseException: what ``setup`` of the operator raised on a worker.
+        BaseException: an error of ``setup`` of the operator on a worker.
     """
 
     _trainable = "BaseTorchTrainable"
@@ -172,11 +170,9 @@ class TorchTrainer(OperatorTrainer):
     def get_model(self, to_cpu: bool = False) -> Any:
         """Return a copy of the model, or of the list of models, without DistributedDataParallel.
 
-        The workers' own models stay where they are.
-
         Args:
-            to_cpu: keep it on the CPU; otherwise it is on a GPU where the workers use GPUs and this
-                process has one.
+            to_cpu: whether to keep it on the CPU. Otherwise it is on a GPU, if the workers use GPUs
+                and this process has one.
 
         Raises:
             TypeError: if a model cannot be pickled; ``state_dict()["models"]`` has its weights.
@@ -195,22 +191,22 @@ class TorchTrainer(OperatorTrainer):
     def save(
         self, path: str | os.PathLike[str], blocking: bool = True, sharded: bool = False
     ) -> str:
-        """Write the state to one file, or to a folder, whole or not at all.
+        """Write the state to one file, or to a folder, completely or not at all.
 
         Args:
-            path: where to; a path, or a URL such as ``s3://bucket/state.pt``.
-            blocking: False: copy the state, and write it while training goes on. If that fails,
-                the next call of the trainer says so. One write at a time: the next save waits.
-            sharded: True: each worker writes its rows of models that are divided
-                (``register(sharding="full")``) into the folder `path`, which all of them reach.
-                No process ever has all of the state. `load` takes it on any number of workers.
+            path: a path, or a URL such as ``s3://bucket/state.pt``.
+            blocking: False to write a copy of the state during training. If that fails, the next
+                call of the trainer raises the error.
+            sharded: True: each worker writes its shards of models with ``sharding="full"`` into the
+                folder `path`, which all of them reach. No process ever has the whole state. `load`
+                takes it on any number of workers.
 
         Returns:
             The absolute path, or the URL.
 
         Raises:
-            CheckpointError: if it cannot be written there, or the write before it failed.
-            ValueError: if sharded does not go with blocking, or with what is registered.
+            CheckpointError: if it cannot be written there, or the last write failed.
+            ValueError: if `sharded` does not fit `blocking`, or the registered models.
         """
         if not sharded:
             return super().save(path, blocking)
@@ -221,19 +217,18 @@ class TorchTrainer(OperatorTrainer):
     def find_learning_rate(
         self, lowest: float = 1e-6, highest: float = 1.0, num_steps: int = 100
     ) -> LearningRates:
-        """Train some steps with a learning rate that grows, and say at which the loss fell fastest.
+        """Train some steps with a growing learning rate, and suggest the rate of the steepest loss.
 
-        It is the range test of Smith, 2015: the loss stays where the rate is too small, falls, and
-        grows where it is too large. All optimizers get the same rate. The state is put back, and no
-        callback sees it::
+        This is the range test of Smith (2015). All optimizers get the same rate. The state is
+        restored at the end, and callbacks are not called::
 
             found = trainer.find_learning_rate()
             print(found.suggestion)  # for the config of the trainer that is to train
 
         Args:
             lowest: the first rate.
-            highest: the last one.
-            num_steps: how many steps; it ends before when the loss is four times the least, or NaN.
+            highest: the last rate.
+            num_steps: number of steps. It ends early if the loss is NaN or four times the minimum.
 
         Returns:
             ``suggestion``, ``rates`` and ``losses``.

@@ -129,8 +129,8 @@ class OperatorTrainer(TrainerInfo):
 
         Returns:
             A dict with ``epoch`` (from 1), ``num_samples``, ``batch_count``, the mean and the last
-            value of what the batches returned, and with a loss scaler ``num_skipped_steps``, the
-            updates that overflowed. Without `reduce_results`, a list with a dict for each worker.
+            value of what the batches returned, and with a loss scaler ``num_skipped_steps``. Or a
+            list with a dict for each worker.
 
         Raises:
             ValueError: if `num_steps` is below 1 or `max_retries` below 0.
@@ -191,9 +191,7 @@ class OperatorTrainer(TrainerInfo):
 
     @suggests
     def test(self, loader: Any, *, info: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Evaluate on another loader, in the same way as `validate`.
-
-        Callbacks do not see the result, and `latest_metrics` does not change.
+        """Evaluate on another loader, without callbacks and without `latest_metrics`.
 
         Args:
             loader: a loader, as for ``register_data``. Or a function of the config that each worker
@@ -357,9 +355,8 @@ class OperatorTrainer(TrainerInfo):
             blocking: for older scripts. The workers always have the state on return.
 
         Raises:
-            CheckpointError: if it is no state of a trainer, or of one with other models, or if the
-                ``load_state_dict`` of the operator or of a callback raised. Nothing has changed
-                then.
+            CheckpointError: if it is no state of such a trainer, or a ``load_state_dict`` of the
+                operator or of a callback raised. Nothing has changed then.
         """
         del blocking
         self._state.load(state)
@@ -369,8 +366,8 @@ class OperatorTrainer(TrainerInfo):
 
         Args:
             path: a path, or a URL such as ``s3://bucket/state.pt``.
-            blocking: False to copy the state, and write it during training. If that fails, the
-                next call of the trainer raises the error. The next save waits for the write.
+            blocking: False to write a copy of the state during training. If that fails, the next
+                call of the trainer raises the error.
 
         Returns:
             The absolute path, or the URL.
@@ -406,13 +403,10 @@ class OperatorTrainer(TrainerInfo):
         self.load_state_dict(self._state.read(path))
 
     def load_best(self) -> str:
-        """Take over the state of the best checkpoint of ``CheckpointCallback(monitor=...)``.
+        """Load the best checkpoint of ``CheckpointCallback(monitor=...)``, and return its path.
 
-        The callback is one of the trainer, or of its newest `fit`. The first one that has a best
-        checkpoint counts. A later `fit` continues training from that state.
-
-        Returns:
-            The path of the checkpoint, or its URL.
+        The callback is one of the trainer, or of its newest `fit`; the first one that has a best
+        checkpoint. A later `fit` continues training from that state.
 
         Raises:
             CheckpointError: if there is none, or it cannot be loaded.
@@ -434,9 +428,6 @@ class OperatorTrainer(TrainerInfo):
 
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
         """Call `fn` on every worker, and return the results by rank.
-
-        Args:
-            fn: a function of no arguments. The function and its result are pickled.
 
         Raises:
             TypeError: if it cannot be called, or the function or its result cannot be pickled.
@@ -460,19 +451,17 @@ class OperatorTrainer(TrainerInfo):
         rank: int | None = None,
         deadline_s: float | None = None,
     ) -> None:
-        """Announce that a node, or one worker, is going to be taken away.
+        """Announce, from any thread, that a node or a worker is going to be taken away.
 
-        Returns immediately, and can be called from any thread. During training, or with the next
-        call, a replacement starts on another node, gets the state, and takes over at a step. If
-        there is no room, the group becomes smaller shortly before the deadline. No step is
-        repeated. You need not announce nodes that Ray drains (``ray drain-node``, the autoscaler),
-        and workers that get SIGTERM.
+        During training, or with the next call, a replacement starts on another node, gets the
+        state, and takes over at a step. If there is no room, the group becomes smaller shortly
+        before the deadline. No step is repeated. You need not announce nodes that Ray drains
+        (``ray drain-node``, the autoscaler), and workers that get SIGTERM.
 
         Args:
             node_id: the id of a node in Ray, as in the ``nodes`` of events.
             rank: the current rank of one worker instead.
-            deadline_s: seconds until it is taken away; None if unknown. Then the worker stays until
-                a replacement has taken over.
+            deadline_s: seconds until it is taken away; None to wait for a replacement.
 
         Raises:
             ValueError: unless one of `node_id` and `rank` is given, and exists; or if `deadline_s`

@@ -135,13 +135,7 @@ class Calls:
         return next(self._numbers)
 
     def make(self, call: Call, own: bool = True, moves: bool = False) -> list[Any]:
-        """Make a call, and return the answers of the workers by rank.
-
-        Args:
-            call: the call.
-            own: whether the caller may write to tensors and arrays of the answers.
-            moves: as in `check_open`.
-        """
+        """Make a call, and return the answers by rank; `own`: for a caller that changes them."""
         self.check_open(moves)
         return self._run(call, own)
 
@@ -274,18 +268,10 @@ class Calls:
         from_start: bool = False,
         loader: Any = None,
     ) -> CallResult:
-        """Make one call of validate.
+        """Make one call of validate, or of test if there is a loader.
 
         After a call that failed, workers treat the next one as the same call: it begins at the
-        same batch, also on workers that had succeeded.
-
-        Args:
-            trainer: the caller.
-            num_steps: batches on each worker; None for the rest of the loader.
-            profile: whether to measure the stages.
-            info: info for the operator.
-            from_start: whether to begin with the first batch.
-            loader: evaluated instead of the validation loader, without callbacks.
+        same batch, also on workers that had succeeded. `from_start` begins with the first batch.
         """
         number = None if from_start else self._failed_validation
         if number is None:

@@ -168,10 +168,7 @@ class FitLoop:
         validations.has_run = True
 
     def _monitored(self) -> dict[str, str]:
-        """Return the metrics that callbacks and schedulers need, by who needs them.
-
-        Return none if the operator or a callback may add metrics.
-        """
+        """Return metrics by who needs them; none if operator or callbacks may add metrics."""
         callbacks = self.calls.callback_list.callbacks
         own_epoch = getattr(self.options.training_operator_cls, "train_epoch", None)
         is_ours = getattr(own_epoch, "__module__", "raysgd.").startswith("raysgd.")
@@ -225,14 +222,9 @@ def _warn_of_nan(epoch: int, metrics: Mapping[str, Any]) -> bool:
 
 
 def _check_monitored(monitored: Mapping[str, str], metrics: Sequence[str]) -> None:
-    """Refuse a monitored metric of validation that a validation does not have.
+    """Refuse a monitored metric of validation that is not among the metrics of a validation.
 
-    Any other name can be a metric of training, which only an epoch shows. If ``val_NAME`` exists
-    this warns.
-
-    Args:
-        monitored: names of metrics, by who needs them.
-        metrics: the metrics of a validation; empty without a validation.
+    Any other name can be a metric of training, which only an epoch shows.
     """
     for given, name in monitored.items():
         if name in metrics:

@@ -61,10 +61,7 @@ class TrainerState:
         return checkpoint.save_model(self.weights(), target)
 
     def sharded(self, folder: Path) -> AbstractContextManager[dict[str, Any]]:
-        """Return a context with the state, whose tensors the workers have written into `folder`.
-
-        The tensors are deleted at the end of the context, unless they are moved.
-        """
+        """Return a context with the state, whose tensors are in `folder` until its end."""
         raise NotImplementedError(
             f"{self.options.trainer} has no models that are divided, and saves no state by workers."
         )

@@ -26,9 +26,8 @@ logger = logging.getLogger(__name__)
 class Validations:
     """Runs validations, and knows whether that of the newest epoch is missing.
 
-    The state of an epoch is saved before its validation. A run that resumes from there validates
-    first, so that callbacks see the values that they would have seen. So does a ``fit()`` after one
-    that an exception ended there.
+    An epoch is saved before its validation, and an exception may end ``fit()`` in between. The next
+    ``fit()`` validates first, so that callbacks see the values that they would have seen.
     """
 
     trainer_name: str
@@ -51,15 +50,7 @@ class Validations:
         profile: bool = False,
         from_start: bool = False,
     ) -> CallResult:
-        """Validate, and show the result to callbacks.
-
-        Args:
-            trainer: the caller.
-            info: info for the operator.
-            num_steps: batches on each worker; None for the rest of the loader.
-            profile: whether to measure the stages.
-            from_start: whether to begin with the first batch, as ``fit()`` does.
-        """
+        """Validate, and show the result to callbacks. Arguments are those of `Calls.validate`."""
         self.calls.check_open(moves=True)
         with self.calls.callback_list.calling(trainer):
             result = self.calls.validate(
@@ -106,10 +97,7 @@ class Validations:
 
     @property
     def owed(self) -> bool:
-        """Whether the validation of an earlier ``fit()``, or of a loaded state, is missing.
-
-        It is too late for that validation when training has continued.
-        """
+        """Whether that of an earlier ``fit()`` is missing, and training has not continued."""
         return self._owed_at == self._progress.global_step
 
     @property
