@@ -22,7 +22,7 @@ from raysgd.elastic.machine import Closed
 from raysgd.elastic.requests import LoadRequest
 from raysgd.loop.requests import MeasuredRequest, TrainRequest, ValidateRequest
 from raysgd.metrics import NUM_SAMPLES, Computed, merge_workers
-from raysgd.trainer.fit_options import Limits
+from raysgd.trainer.fit_options import FitOptions, Limits
 
 __all__ = ["CallResult", "Calls", "TrainCall"]
 
@@ -98,7 +98,7 @@ class Calls:
     """Step at which a call of train last began with another `info` or `dataset`."""
     _has_checked_counts: bool = False
     _failed_validation: int | None = None
-    _limits: Limits = field(default_factory=Limits)
+    _limits: Limits = field(default_factory=lambda: Limits(FitOptions(num_epochs=1)))
     _log_every: int | None = None
 
     def check_open(self, moves: bool = False) -> None:
@@ -122,13 +122,13 @@ class Calls:
         self.writer.raise_failure()
 
     @contextlib.contextmanager
-    def limited(self, limits: Limits, log_every: int | None = None) -> Iterator[None]:
+    def limited(self, limits: Limits) -> Iterator[None]:
         """Apply the limits of a ``fit()``, and its logging by the step, while it runs."""
-        self._limits, self._log_every = limits, log_every
+        before, self._limits, self._log_every = self._limits, limits, limits.options.log_every
         try:
             yield
         finally:
-            self._limits, self._log_every = Limits(), None
+            self._limits, self._log_every = before, None
 
     def next_number(self) -> int:
         """Return a number by which workers recognize a call that is repeated."""
@@ -185,9 +185,9 @@ class Calls:
         """Make one call of train."""
         request = TrainRequest(
             call=self.next_number(),
-            until_step=self._limits.max_steps,
-            limit=self._limits.train_batches,
-            repeats=self._limits.repeats,
+            until_step=self._limits.options.max_steps,
+            limit=self._limits.options.train_batches,
+            repeats=self._limits.options.overfit_batches is not None,
             logged=None if self._log_every is None else 0,  # `begin` sets it
             info=dict(info or {}),
             profile=profile,
@@ -283,7 +283,7 @@ class Calls:
             num_steps=num_steps,
             from_start=from_start,
             loader=loader,
-            limit=self._limits.val_batches if loader is None else None,
+            limit=self._limits.options.val_batches if loader is None else None,
             info=dict(info or {}),
             profile=profile,
         )

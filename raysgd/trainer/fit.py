@@ -76,11 +76,8 @@ class FitLoop:
         self.stop_reason = None
         if options.fast_dev_run:
             return self._try_all(trainer, options)
-        limits, every = options.limits(), options.validate_every
-        with (
-            callback_list.attached(trainer, own),
-            self.calls.limited(limits, options.log_every),
-        ):
+        limits, every = Limits(options), options.validate_every
+        with callback_list.attached(trainer, own), self.calls.limited(limits):
             if every and not self._can_validate():
                 logger.info("fit() does not validate: there is no validation loader.")
                 every = None
@@ -97,7 +94,8 @@ class FitLoop:
 
     def _try_all(self, trainer: OperatorTrainer, options: FitOptions) -> History:
         """Train one step and validate one, and restore the state."""
-        limits, epoch = Limits(train_batches=1, val_batches=1), self._num_completed + 1
+        one = FitOptions(num_epochs=1, limit_train_batches=1, limit_val_batches=1)
+        limits, epoch = Limits(one), self._num_completed + 1
         with self.results.trial(trainer), self.calls.limited(limits):
             validates = bool(options.validate_every) and self._can_validate()
             with self.validations.of_fit(epoch, 1 if validates else None):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.arguments import check_int, checked_dict, is_number, set_fields
@@ -62,16 +62,15 @@ class FitOptions:
         for name in ("limit_train_batches", "limit_val_batches", "overfit_batches"):
             _check_share(name, getattr(self, name))
 
-    def limits(self) -> Limits:
-        """Return the limits of a ``fit()`` that begins now."""
-        overfit = self.overfit_batches
-        return Limits(
-            train_batches=self.limit_train_batches if overfit is None else overfit,
-            val_batches=self.limit_val_batches if overfit is None else overfit,
-            repeats=overfit is not None,
-            max_steps=self.max_steps,
-            max_time_s=self.max_time_s,
-        )
+    @property
+    def train_batches(self) -> float | None:
+        """Steps of an epoch, or their share of it as a float; None for all."""
+        return self.limit_train_batches if self.overfit_batches is None else self.overfit_batches
+
+    @property
+    def val_batches(self) -> float | None:
+        """Steps of a validation, or their share of it as a float; None for all."""
+        return self.limit_val_batches if self.overfit_batches is None else self.overfit_batches
 
 
 def _check_share(name: str, given: Any) -> None:
@@ -86,41 +85,31 @@ def _check_share(name: str, given: Any) -> None:
         )
 
 
-@dataclass(kw_only=True)
 class Limits:
-    """Where a ``fit()`` ends early, and how much of the data an epoch takes."""
+    """The end of a ``fit()`` that begins now, by steps or time."""
 
-    train_batches: float | None = None
-    """Steps of an epoch, or their share of it as a float; None for all."""
-    val_batches: float | None = None
-    """Steps of a validation, or their share of it as a float; None for all."""
-    repeats: bool = False
-    """Whether each epoch has the batches of the first one."""
-    max_steps: int | None = None
-    """Steps of all training."""
-    max_time_s: float | None = None
-    _began: float = field(default_factory=time.monotonic)
-    _began_at: int | None = None
+    def __init__(self, options: FitOptions) -> None:
+        self.options = options
+        self._began = time.monotonic()
+        self._end = self._began + (options.max_time_s or math.inf)
+        self._began_at: int | None = None
 
     def reached(self, global_step: int) -> str | None:
         """Return which limit is reached; None for none."""
-        if self.max_steps is not None and global_step >= self.max_steps:
-            return f"max_steps={self.max_steps} is reached"
-        if self.max_time_s is not None and self._left_s(self.max_time_s) <= 0:
-            return f"max_time_s={self.max_time_s:g} is over"
+        options = self.options
+        if options.max_steps is not None and global_step >= options.max_steps:
+            return f"max_steps={options.max_steps} is reached"
+        if time.monotonic() >= self._end:
+            return f"max_time_s={options.max_time_s:g} is over"
         return None
 
     def next_look(self, global_step: int) -> int | None:
         """Return the step at which to look at the clock again; None without a limit of time."""
-        if self.max_time_s is None:
+        if self._end == math.inf:
             return None
         if self._began_at is None:
             self._began_at = global_step
-        step_s = (time.monotonic() - self._began) / max(1, global_step - self._began_at)
+        now, num_steps = time.monotonic(), global_step - self._began_at
         # in a second, or when the time is over
-        left_s = min(1.0, self._left_s(self.max_time_s))
-        steps = left_s / step_s if global_step > self._began_at else 1
+        steps = min(1.0, self._end - now) * num_steps / (now - self._began)
         return global_step + max(1, int(steps))
-
-    def _left_s(self, max_time_s: float) -> float:
-        return self._began + max_time_s - time.monotonic()
