@@ -20,7 +20,7 @@ __all__ = [
     "bound_function",
     "checked_size",
     "env_flag",
-    "made_folder",
+    "make_folder",
     "pickled_function",
     "run_folder",
     "worker_resources",
@@ -130,7 +130,7 @@ def run_folder(given: str | os.PathLike[str] | None, kind: str) -> Path:
     return Path(RESULTS).expanduser() / path
 
 
-def made_folder(wanted: Path) -> Path:
+def make_folder(wanted: Path) -> Path:
     """Create and return a folder for one run: `wanted`, or a numbered name if it exists."""
     wanted.parent.mkdir(parents=True, exist_ok=True)
     numbered = (wanted.with_name(f"{wanted.name}_{n:03d}") for n in itertools.count(2))

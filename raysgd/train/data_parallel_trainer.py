@@ -18,7 +18,7 @@ from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.cluster.serialization import unpicklable_key
 from raysgd.errors import CheckpointError
-from raysgd.train.arguments import bound_function, made_folder, run_folder
+from raysgd.train.arguments import bound_function, make_folder, run_folder
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks.callback_handler import CallbackHandler
 from raysgd.train.configs import checked_run, checked_scaling, strategy_of
@@ -231,7 +231,7 @@ class DataParallelTrainer:
         if storage is not None:
             folder = Path(storage).expanduser().absolute() / folder.name
         packed = self._packed()  # before the folder exists, because it may fail
-        folder = made_folder(folder)
+        folder = make_folder(folder)
         write_pickle(packed, folder / _TRAINER, Manifest())
         return folder
 

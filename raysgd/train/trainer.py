@@ -13,7 +13,7 @@ from typing import Any
 from raysgd._internal.arguments import suggests
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event
-from raysgd.train.arguments import bound_function, made_folder, run_folder
+from raysgd.train.arguments import bound_function, make_folder, run_folder
 from raysgd.train.backend import BackendConfig, checked_config
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.callbacks.callback_handler import CallbackHandler
@@ -80,7 +80,7 @@ class Trainer:
         self._iterator: weakref.ref[TrainingIterator] | None = None
         self.logdir = run_folder(logdir, "train")
         if logdir is None:
-            self.logdir = made_folder(self.logdir)  # another trainer may have the same date
+            self.logdir = make_folder(self.logdir)  # another trainer may have the same date
         else:
             self.logdir.mkdir(parents=True, exist_ok=True)
         logger.info("Runs are kept in %s.", self.logdir)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from raysgd.train.arguments import (
     bound_function,
     checked_size,
-    made_folder,
+    make_folder,
     pickled_function,
     run_folder,
     worker_resources,
@@ -175,6 +175,6 @@ def test_a_function_without_a_signature_is_to_be_wrapped():
 def test_a_folder_that_cannot_be_made_is_an_error_and_not_tried_for_ever(tmp_path):
     (tmp_path / "disk").symlink_to(tmp_path / "not mounted")
     with pytest.raises(FileExistsError):
-        made_folder(tmp_path / "disk" / "run")
-    assert made_folder(tmp_path / "deep" / "run") == tmp_path / "deep" / "run"
-    assert made_folder(tmp_path / "deep" / "run") == tmp_path / "deep" / "run_002"
+        make_folder(tmp_path / "disk" / "run")
+    assert make_folder(tmp_path / "deep" / "run") == tmp_path / "deep" / "run"
+    assert make_folder(tmp_path / "deep" / "run") == tmp_path / "deep" / "run_002"
