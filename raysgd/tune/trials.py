@@ -54,10 +54,9 @@ TuneStep = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 
 class BaseTrainable(Trainable):
-    """A trial that trains with a trainer. `trainable_class` fills in which one.
+    """A trial that trains with ``self.trainer``. `trainable_class` sets the class of the trainer.
 
-    Subclasses may override what Tune calls, and reach the trainer as ``self.trainer``. One of
-    ``BaseTorchTrainable`` or ``TFTrainable`` itself, as older scripts have it, overrides
+    Older scripts derive from ``BaseTorchTrainable`` or ``TFTrainable``, and override
     ``_create_trainer(config)`` and, for a trainer with workers, ``default_resource_request``.
     """
 
@@ -66,7 +65,7 @@ class BaseTrainable(Trainable):
         "num_cpus_per_worker": 1,
         "use_gpu": "auto",
     }
-    """The arguments of the trainer that a trial's config may set too, and its defaults for them."""
+    """The arguments of the trainer that the config of a trial may set, and their defaults."""
     trainer_cls: ClassVar[Callable[..., OperatorTrainer]]
     trainer_kwargs: ClassVar[Mapping[str, Any]]
     override_tune_step: ClassVar[TuneStep | None] = None
@@ -80,13 +79,10 @@ class BaseTrainable(Trainable):
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory | None:
-        """Return the room of a trial: a bundle for each worker, and none for its actor.
+        """Return the resources of a trial: a bundle for each worker, and none for its actor.
 
-        Runs in the process that calls ``Tuner.fit()``, and asks the cluster whether it has GPUs
-        where ``use_gpu`` is "auto".
-
-        Raises:
-            ValueError: if `config` or the trainer's arguments ask for what cannot be.
+        Runs in the process that calls ``Tuner.fit()``. If ``use_gpu`` is "auto", it asks the
+        cluster for GPUs.
         """
         if cls._makes_its_trainer():
             return super().default_resource_request(config)
@@ -98,7 +94,7 @@ class BaseTrainable(Trainable):
         return PlacementGroupFactory(bundles, strategy="PACK")
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Create the trainer, with the trial's config merged over that of the trainer."""
+        """Create the trainer, with the config of the trial merged over that of the trainer."""
         self._trainer = self._create_trainer(config)
         self._has_validation, self._options = self.look_at_operator()
 
@@ -108,18 +104,17 @@ class BaseTrainable(Trainable):
 
     def _create_trainer(self, config: dict[str, Any]) -> OperatorTrainer:
         arguments = self.trainer_arguments(config)
-        if "callbacks" in arguments:  # with reuse_actors the next trial is to have fresh ones
+        if "callbacks" in arguments:  # with reuse_actors the next trial needs fresh ones
             arguments["callbacks"] = copy.deepcopy(arguments["callbacks"])
         if arguments["use_gpu"] == "auto" and self.trial_resources is not None:
-            # decided when the room was requested: the cluster may have GPUs by now, and we not
+            # the cluster may have got GPUs since the resources of the trial were requested
             arguments["use_gpu"] = any("GPU" in b for b in self.trial_resources.bundles)
         return type(self).trainer_cls(**arguments)
 
     def step(self) -> dict[str, Any]:
-        """Train for one epoch and validate; or do what ``override_tune_step`` does.
+        """Call ``override_tune_step``, or train for one epoch and validate if there is a loader.
 
-        Without a validation loader it trains alone. Of names that both give, ``num_samples`` and
-        ``batch_count``, those of the validation are kept, as in ``trainer.latest_metrics``.
+        ``num_samples`` and ``batch_count`` are those of the validation.
         """
         override = type(self).override_tune_step
         if override is not None:
@@ -149,10 +144,7 @@ class BaseTrainable(Trainable):
             self.trainer.load_state_dict(self.with_options(state, then, self._options))
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Go on as another trial, with ``TuneConfig(reuse_actors=True)``: with a new trainer.
-
-        What is reused is the trial's own process and its room.
-        """
+        """Continue as another trial with a new trainer, for ``TuneConfig(reuse_actors=True)``."""
         self.cleanup()
         self.setup(copy.deepcopy(new_config))
         return True
@@ -164,31 +156,25 @@ class BaseTrainable(Trainable):
     # ---- what families of trainers define
 
     def look_at_operator(self) -> tuple[bool, Any]:
-        """Return what a trial needs to know of its operator.
+        """Return whether there is a validation loader, and the options of the optimizers.
 
-        Returns:
-            Whether there is a validation loader; and the options that ``setup`` gave the
-            optimizers, as JSON can hold them, or None where `with_options` cannot change them.
+        The options are JSON, or None if `with_options` cannot change them.
         """
         raise NotImplementedError
 
     def with_options(self, state: dict[str, Any], then: Any, now: Any) -> dict[str, Any]:
-        """Return a trainer's state, changed to the options that this trial's config asks for.
+        """Return the state of a trainer with other options of its optimizers.
 
         Args:
-            state: the state of a trainer that had another config.
-            then: the options that ``setup`` made of that config.
-            now: those that it makes of this trial's.
+            state: the state.
+            then: the options that ``setup`` set for the config of that trainer.
+            now: the options that it sets for the config of this trial.
         """
         raise NotImplementedError
 
     @classmethod
     def trainer_arguments(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the trainer of a trial.
-
-        Raises:
-            ValueError: if the number of workers, their CPUs or GPUs cannot be.
-        """
+        """Return the arguments of the trainer of a trial."""
         if not hasattr(cls, "trainer_kwargs"):
             raise TypeError(
                 f"{cls.__name__} does not say which trainer its trials make: give Tune what "
@@ -199,7 +185,6 @@ class BaseTrainable(Trainable):
         arguments = {name: given.get(name, default) for name, default in cls.defaults.items()}
         for name in cls.defaults.keys() & config.keys():
             value = config[name]
-            # what numpy drew is a number as well
             arguments[name] = as_int(value.item() if isinstance(value, np.generic) else value)
         _check(arguments)
         return {**given, **arguments, "config": {**(given.get("config") or {}), **config}}
@@ -208,7 +193,7 @@ class BaseTrainable(Trainable):
 class BaseTorchTrainable(BaseTrainable):
     """A trial that trains with a TorchTrainer: the base of what ``as_trainable`` returns."""
 
-    # Not among the options, which checkpoints carry: it is the same for all trials of a script.
+    # not among the options in checkpoints, because it is the same for all trials of a script
     _owners: Sequence[int | None] = ()
 
     def look_at_operator(self) -> tuple[bool, Any]:
@@ -229,10 +214,9 @@ class BaseTorchTrainable(BaseTrainable):
 class TFTrainable(BaseTrainable):
     """A trial that trains with a TFTrainer: the base of what its ``as_trainable`` returns.
 
-    Given to Tune itself, as older scripts do, it takes the trainer's arguments from the trial's
-    config: ``model_creator``, ``data_creator``, ``num_replicas``, ``use_gpu``,
-    ``num_cpus_per_worker``, ``use_local``, and as ``trainer_config`` the config of the two
-    functions.
+    Older scripts pass it to Tune. Then the config of the trial has the arguments of the trainer
+    (``model_creator``, ``data_creator``, ``num_replicas``, ``use_gpu``, ``num_cpus_per_worker``,
+    ``use_local``), and as ``trainer_config`` the config of the two functions.
     """
 
     @classmethod
@@ -280,15 +264,16 @@ def trainable_class(
     """Make a Trainable class for one trainer class and its arguments.
 
     Args:
-        base: what the trainers of the family have in common.
-        trainer_cls: creates the trainer; takes ``config`` and what `base.defaults` has as keywords.
-        override_tune_step: replaces ``step``; called with the trainer and ``{"iteration": n}``, the
-            results that were reported before.
+        base: the base class for the family of the trainer.
+        trainer_cls: creates the trainer. It takes ``config`` and the keys of `base.defaults`.
+        override_tune_step: replaces ``step``. Its arguments are the trainer and
+            ``{"iteration": n}``, the number of earlier results.
         trainer_kwargs: arguments of the trainer.
 
     Raises:
-        ValueError: if `override_tune_step` does not take two arguments, or the trainer's arguments
-            ask for what cannot be.
+        TypeError: if an argument has the wrong type.
+        ValueError: if an argument is out of its range, or `override_tune_step` does not take two
+            arguments.
     """
     name = getattr(trainer_cls, "__name__", "Trainer")
     checked_dict(name, "config", trainer_kwargs.get("config"))
