@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import cloudpickle
 
+from raysgd._internal.arguments import check_choice, check_int
 from raysgd.checkpoint.file import read_pickle
 from raysgd.errors import CheckpointError
 
@@ -52,16 +53,10 @@ class CheckpointStrategy:
     """Whether larger or smaller numbers are better."""
 
     def __post_init__(self) -> None:
-        keep = self.num_to_keep
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 0):
-            raise ValueError(
-                f"CheckpointStrategy(num_to_keep={keep!r}): must be an int of at least 0, or None."
-            )
-        if self.checkpoint_score_order not in ("max", "min"):
-            raise ValueError(
-                f"CheckpointStrategy(checkpoint_score_order={self.checkpoint_score_order!r}): "
-                'must be "max" or "min".'
-            )
+        where, order = "CheckpointStrategy", self.checkpoint_score_order
+        if self.num_to_keep is not None:
+            check_int(where, "num_to_keep", self.num_to_keep, 0)
+        check_choice(where, "checkpoint_score_order", order, ("max", "min"))
 
 
 class Checkpoint:

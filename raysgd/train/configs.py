@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from raysgd._internal.arguments import check_int
 from raysgd._internal.paths import checked_path
 from raysgd.elastic.config import ElasticConfig
 from raysgd.train.callbacks.callback import TrainingCallback
@@ -113,12 +114,7 @@ def checked_run(given: Any) -> Any:
     failure = given.failure_config
     if failure is not None:
         _check_kind("failure_config", failure, "max_failures", "a FailureConfig")
-        most = failure.max_failures
-        if isinstance(most, bool) or not isinstance(most, int) or most < -1:
-            raise ValueError(
-                f"FailureConfig(max_failures={most!r}): must be an int of at least 0, or -1 for "
-                "no end."
-            )
+        check_int("FailureConfig", "max_failures", failure.max_failures, -1)
     checkpoint = getattr(given, "checkpoint_config", None)
     if checkpoint is not None:
         _check_kind("checkpoint_config", checkpoint, "num_to_keep", "a CheckpointConfig")

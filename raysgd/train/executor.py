@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from raysgd._internal.arguments import check_hook
+from raysgd._internal.arguments import check_hook, check_int
 from raysgd.cluster import function_calls
 from raysgd.cluster import worker_group as core
 from raysgd.elastic.config import ElasticConfig
@@ -74,10 +74,7 @@ class BackendExecutor:
         placement_strategy: str | None = None,
         label_selector: Any = None,
     ) -> None:
-        if isinstance(max_retries, bool) or not isinstance(max_retries, int) or max_retries < -1:
-            raise ValueError(
-                f"max_retries={max_retries!r}: must be an int of at least 0, or -1 for no end."
-            )
+        max_retries = check_int("BackendExecutor", "max_retries", max_retries, -1)
         self.options = group_options(
             num_workers,
             num_cpus_per_worker,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raysgd._internal.arguments import is_number
 from raysgd._internal.config import env_seconds
 from raysgd.cluster import function_calls as tasks
 from raysgd.cluster import worker_group as core
@@ -206,7 +207,7 @@ def group_options(
     """Return the options of a group, from the arguments and the environment."""
     fewest, most = checked_size(num_workers)
     for name, amount in {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}.items():
-        if isinstance(amount, bool) or not isinstance(amount, int | float) or not amount >= 0:
+        if not is_number(amount) or not amount >= 0:
             raise ValueError(f"{amount!r} of {name} per worker: must be a number of at least 0.")
     options = GroupOptions(
         num_workers=most,

@@ -14,12 +14,12 @@ from raysgd.train import Checkpoint, CheckpointConfig, CheckpointStrategy
 @pytest.mark.parametrize("keep", [-1, 1.5, True])
 def test_a_wrong_number_to_keep_is_an_error(keep):
     for kind in (CheckpointStrategy, CheckpointConfig):
-        with pytest.raises(ValueError, match="num_to_keep"):
+        with pytest.raises((TypeError, ValueError), match="num_to_keep"):
             kind(num_to_keep=keep)
 
 
 def test_an_unknown_order_is_an_error():
-    with pytest.raises(ValueError, match='"max" or "min"'):
+    with pytest.raises(ValueError, match="one of 'max', 'min'"):
         CheckpointStrategy(checkpoint_score_order="largest")
 
 
