@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from raysgd._internal.context import Progress
@@ -74,8 +75,9 @@ class CallRunner:
 
     def begin(self, call: Call) -> None:
         """Note the call that the next attempts are for."""
-        self._context.call, self._reached = call, self._journal.progress
-        self._redo, self._split = None, 0
+        self._context.call, self._redo, self._split = call, None, 0
+        # committed steps count, even if a later step has left the state partial
+        self._reached = replace(self._journal.progress, partial=False)
 
     def end(self) -> None:
         """Forget the call and what the workers returned."""

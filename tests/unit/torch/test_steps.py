@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -306,6 +306,10 @@ faults = st.tuples(
 )
 
 
+RESTART = [("in the update", "error", 1, 1), ("in the update", "error", 5, 8)]
+
+
+@example(plan=RESTART, num_models=1, updates=1, averages=False)
 @given(
     plan=st.lists(faults, min_size=1, max_size=4),
     num_models=st.integers(1, 2),
@@ -323,6 +327,7 @@ def test_a_failure_anywhere_loses_and_repeats_no_step(plan, num_models, updates,
         operator = trainer.get_local_operator()
         if averages:
             operator._train_state.feature("Averaging").begin(0.5, 1)
+        trainer.train(num_steps=1)  # shows how many updates a step makes
         for point, kind, visits, num_steps in plan:
             before = copy.deepcopy(trainer.state_dict())
             operator.hook = Fault(point, kind, visits)
@@ -338,9 +343,8 @@ def test_a_failure_anywhere_loses_and_repeats_no_step(plan, num_models, updates,
             operator.hook = lambda where: None
             if operator._train_state.step.is_partial:
                 assert point == "in the update" or updates * num_models > 1
-                with pytest.raises(RuntimeError, match="Load a checkpoint"):
-                    trainer.train()
-                trainer.load_state_dict(before)
+                restore(trainer, before)
+            operator = trainer.get_local_operator()  # another one after a restart
             state = trainer.state_dict()
             assert before["global_step"] <= state["global_step"] == trainer.global_step
             assert digits(state) == {expected(trainer.global_step, updates)}
@@ -348,6 +352,18 @@ def test_a_failure_anywhere_loses_and_repeats_no_step(plan, num_models, updates,
         trainer.train(num_steps=NUM_STEPS)
         assert trainer.global_step == goal
         assert digits(trainer.state_dict()) == {expected(goal, updates)}
+
+
+def restore(trainer, state):
+    """Train on from a partly updated state, which only a loaded state or the snapshot allows."""
+    goal = trainer.global_step + 1
+    if trainer._controller.snapshots.state() is None:
+        with pytest.raises(RuntimeError, match="Load a checkpoint"):
+            trainer.train(num_steps=1)
+        trainer.load_state_dict(state)
+    else:
+        trainer.train(num_steps=1)
+        assert trainer.global_step == goal
 
 
 class Fault:
