@@ -1,1 +1,1 @@
-"""Helpers that only raysgd itself uses."""
+"""Helpers for raysgd's own use."""

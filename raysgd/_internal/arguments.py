@@ -1,4 +1,4 @@
-"""Checks of arguments. `where` is the class or the method that was called, for messages."""
+"""Checks of arguments. `where` is the class or method that messages name."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ __all__ = [
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 MOST_WORKERS = 10_000
-"""Ray takes minutes for the requests of more workers, before it reports that it has no room."""
+"""Upper limit of `num_workers`. Ray takes minutes to report that it has no room for more."""
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the most similar of the known names, or an empty text if none is similar.
+    """Return the most similar of the known names, or an empty string if none is similar.
 
     >>> closest("num_worker", ["config", "num_workers"]), closest("x", ["config"])
     ('num_workers', '')
@@ -45,7 +45,7 @@ def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def suggests(method: _Method) -> _Method:
-    """Suggest a similar argument if a call has an unknown one, and shorten tracebacks to user code.
+    """Suggest a similar name for an unknown argument, and shorten tracebacks to user code.
 
     Methods with ``**arguments`` make the suggestion themselves.
     """
@@ -59,7 +59,7 @@ def suggests(method: _Method) -> _Method:
             if name not in own and not takes_any:
                 if not is_init:
                     raise unknown_argument(f"{type(self).__name__}.{method.__name__}", name, own)
-                # a subclass that passes it on may take more
+                # a subclass may pass on its own arguments
                 known = {**own, **inspect.signature(type(self)).parameters}
                 raise unknown_argument(type(self).__name__, name, known)
         try:
@@ -85,7 +85,7 @@ def set_fields(options: Any, **values: Any) -> None:
 
 
 def as_int(value: Any) -> Any:
-    """Return a whole number, such as ``numpy.int64(3)`` or 3.0, as an int; other values as is."""
+    """Return a whole number, such as ``numpy.int64(3)`` or 3.0, as an int, else `value`."""
     is_whole = isinstance(value, numbers.Integral) or (
         isinstance(value, float) and value.is_integer()
     )
@@ -93,14 +93,14 @@ def as_int(value: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is an int or a float, and no bool."""
+    """Return whether a value is an int or a float, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_int(
     where: str, name: str, value: Any, lowest: int | None = None, highest: int | None = None
 ) -> int:
-    """Return a count as an int, if it is one and in its range."""
+    """Check that a value is an int from `lowest` to `highest`, and return it as an int."""
     value = as_int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{where}({name}={value!r}): must be an int.")
@@ -114,7 +114,7 @@ def check_int(
 def check_number(
     where: str, name: str, value: Any, lowest: float = 0.0, highest: float = math.inf
 ) -> None:
-    """Check that a value is a finite number in its range."""
+    """Check that a value is a finite number from `lowest` to `highest`."""
     if not is_number(value):
         raise TypeError(f"{where}({name}={value!r}): must be a number.")
     if not lowest <= value <= highest or value == math.inf:
@@ -123,27 +123,26 @@ def check_number(
 
 
 def check_timeout(where: str, timeout_s: Any) -> None:
-    """Check a timeout in seconds."""
+    """Check that a timeout is a positive, finite number of seconds."""
     if not is_number(timeout_s) or not 0 < timeout_s < math.inf:
         raise ValueError(f"{where}(timeout_s={timeout_s!r}): must be a positive number of seconds.")
 
 
 def check_choice(where: str, name: str, value: Any, allowed: Collection[Any]) -> None:
-    """Check that a value is one of the allowed ones."""
     if not any(value is choice or (type(value) is str and value == choice) for choice in allowed):
         choices = ", ".join(repr(choice) for choice in allowed)
         raise ValueError(f"{where}({name}={value!r}): must be one of {choices}.")
 
 
 def check_flags(where: str, **flags: Any) -> None:
-    """Check that values, by the names of the arguments, are True or False."""
+    """Check that each value is True or False."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{where}({name}={value!r}): must be True or False.")
 
 
 def checked_dict(where: str, name: str, value: Any) -> dict[str, Any]:
-    """Return a dict as a copy; an empty one for None."""
+    """Return a copy of a dict. None gives an empty dict."""
     if value is not None and not isinstance(value, Mapping):
         raise TypeError(f"{where}({name}={value!r}): must be a dict.")
     return dict(value or {})

@@ -19,14 +19,14 @@ __all__ = [
 ]
 
 BATCH_SIZE = "*batch_size"
-"""Key of the global batch size in a config. Workers see their share under the same key."""
+"""Key of the global batch size in a config. In a worker's config, the value is its share."""
 
 
 def env_seconds(name: str, default: float) -> float:
-    """Read a number of seconds from the environment variable `name`.
+    """Return the value of the environment variable `name` in seconds, or `default`.
 
     Raises:
-        ValueError: if it is set to something that is not a positive number.
+        ValueError: If the value is not a positive number.
     """
     text = os.environ.get(name)
     if text is None:
@@ -41,16 +41,16 @@ def env_seconds(name: str, default: float) -> float:
 
 
 def batch_share(global_batch_size: int, world_size: int) -> int:
-    """Return each worker's share of a global batch; a remainder is left out."""
+    """Return each worker's share of a global batch, without the remainder."""
     return global_batch_size // world_size
 
 
 def check_batch_size(config: Mapping[str, Any], num_workers: int) -> None:
-    """Check ``config[BATCH_SIZE]``, where there is one.
+    """Check ``config[BATCH_SIZE]``, if it is set.
 
     Raises:
-        TypeError: if it is not an integer.
-        ValueError: if it is smaller than `num_workers`, so that a worker would get no sample.
+        TypeError: If it is not an int.
+        ValueError: If it is smaller than `num_workers`, so a worker would have no sample.
     """
     size = config.get(BATCH_SIZE)
     if size is None:
@@ -66,7 +66,7 @@ def check_batch_size(config: Mapping[str, Any], num_workers: int) -> None:
 
 
 def rounded_config(config: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """Return `config` with the global batch that `world_size` workers can share equally."""
+    """Return `config` with the global batch size rounded down to a multiple of `world_size`."""
     size = config.get(BATCH_SIZE)
     if size is None:
         return dict(config)
@@ -74,20 +74,20 @@ def rounded_config(config: Mapping[str, Any], world_size: int) -> dict[str, Any]
 
 
 def warn_of_rounding(config: Mapping[str, Any], world_size: int) -> None:
-    """Warn where the global batch that the user gave has to be rounded down."""
+    """Warn if `rounded_config` changes the global batch size."""
     size, rounded = config.get(BATCH_SIZE), rounded_config(config, world_size).get(BATCH_SIZE)
     if rounded is not None and rounded != size:
         warnings.warn(
             f"config[BATCH_SIZE]={size} does not divide by {world_size} workers; the global "
             f"batch is {rounded} ({rounded // world_size} a worker).",
-            stacklevel=5,  # the line that makes the trainer
+            stacklevel=5,  # the line that creates the trainer
         )
 
 
 def worker_config(
     config: Mapping[str, Any], world_size: int, copies: bool = True
 ) -> dict[str, Any]:
-    """Return the config as a worker sees it: its own dict, with its share as ``BATCH_SIZE``."""
+    """Return a new dict for a worker, with its share as ``BATCH_SIZE``. `copies`: copy values."""
     own = {key: _copied(value) if copies else value for key, value in config.items()}
     if own.get(BATCH_SIZE) is not None:
         own[BATCH_SIZE] = batch_share(own[BATCH_SIZE], world_size)
@@ -95,8 +95,8 @@ def worker_config(
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy, so that a worker in the driver's process does not change the user's value."""
+    """Copy a value, so that a worker in the driver's process does not change the user's one."""
     try:
         return copy.deepcopy(value)
-    except TypeError:  # a lock or the like, which only such a worker can be given
+    except TypeError:  # for example a lock, which only a worker in this process can receive
         return value

@@ -1,7 +1,7 @@
-"""What a worker knows about its place in the group, and what it hosts.
+"""A worker's rank and progress, and the interface of what it hosts.
 
-:class:`Runner` is the seam between the execution layer, which knows no framework, and the
-families, which know no actors: a worker hosts one runner, which handles typed requests.
+:class:`Runner` separates the execution layer, which is independent of frameworks, from the
+frameworks, which are independent of Ray actors. A worker hosts one runner.
 """
 
 from __future__ import annotations
@@ -24,91 +24,91 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
-    """The place of one worker in one generation of the group.
+    """Ranks and resources of one worker in one generation.
 
-    A generation is one membership, from one rendezvous to the next.
+    A generation is the time from one rendezvous to the next, with a fixed set of workers.
     """
 
     world_rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    """Rank among the workers of the same node."""
+    """Rank among the workers on the same node."""
     local_world_size: int = 1
     """Number of workers on the same node."""
     node_rank: int = 0
     generation: int = 0
     distributed: bool = False
-    """Whether there is a process group; with ``num_workers=1`` there is none."""
+    """Whether a process group exists. With ``num_workers=1`` there is none."""
     num_cpus: float = 1
     alone: bool = False
-    """Whether the process group has this worker alone, which joins the others after its setup."""
+    """Whether the process group consists of this worker only, until it joins the others."""
     in_driver: bool = False
-    """Whether this worker lives in the driver's process (``use_local``)."""
+    """Whether this worker runs in the driver's process (``use_local``)."""
     node_ip: str = "127.0.0.1"
     visible_gpus: tuple[str, ...] = ()
-    """Ids of the GPUs of all workers of this node, in order; each worker sees them all."""
+    """IDs of the GPUs of all workers on this node, in order. Each worker sees all of them."""
     gpu_index: int | None = None
-    """Which of the visible GPUs is this worker's own; None without a GPU."""
+    """Index of this worker's GPU among `visible_gpus`, or None without a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a worker has come. Read from another thread while the worker is busy."""
+    """Progress of a worker. Another thread reads it while the worker is busy."""
 
     epoch: int = 0
-    """Epochs that are completed."""
+    """Number of completed epochs."""
     in_epoch: bool = False
-    """Whether a further epoch is part-finished."""
+    """Whether a further epoch has started."""
     global_step: int = 0
-    """Committed steps: those whose optimizer update is done."""
+    """Committed steps: their optimizer update is done."""
     num_batches: int = 0
-    """Batches finished in the segment under way."""
+    """Batches finished in the current segment."""
     total_batches: int | None = None
-    """Batches that the segment under way will take; None where that is unknown."""
+    """Batches of the current segment, or None if unknown."""
     num_samples: int = 0
-    """Samples finished in the segment under way."""
+    """Samples finished in the current segment."""
     num_covered: int | None = None
-    """Samples that all workers together, lost ones included, have trained on in the newest call;
-    None where the loader is not shared out by us."""
+    """Samples that all workers, including lost ones, have trained on in the newest call, or None if
+    raysgd does not partition the loader."""
     step_s: float = 0.0
-    """Mean seconds of a step in the segment under way; 0 where that is unknown."""
+    """Mean seconds per step in the current segment, or 0 if unknown."""
     snapshot: int | None = None
-    """Committed steps of the newest snapshot that this worker holds for the driver."""
+    """Committed steps in the newest snapshot that this worker holds for the driver."""
     split: int = 1
-    """In how many parts batches are trained, since they did not fit into memory."""
+    """Number of parts into which batches are split because they did not fit into memory."""
     compiling: bool = False
-    """Whether a model is being compiled, most likely: it was called in a way that is new."""
+    """Whether a model is probably being compiled, because it was called in a new way."""
     latest: Mapping[str, float] = field(default_factory=dict)
-    """Newest values of the first few metrics, as last read; empty before the first batch."""
+    """Newest values of the first metrics. Empty before the first batch."""
     divided: bool = False
-    """Whether each worker has a share of the state, so that a snapshot is that of all of them."""
+    """Whether each worker holds a shard of the state, so that a snapshot needs all workers."""
     is_fully_sharded: bool = False
-    """Whether that is so of the models as well."""
+    """Whether the models are sharded too."""
     lacks_shards: bool = False
-    """Whether shares of the state were lost with all workers that had them."""
+    """Whether shards of the state were lost with all workers that held them."""
     partial: bool = False
-    """Whether an optimizer raised within a step, so that the state is that of no step."""
+    """Whether an optimizer raised within a step, which leaves an inconsistent state."""
     blocked_on_driver: bool = False
-    """Whether the worker's code does nothing but wait for the driver, or has ended."""
+    """Whether the worker's code has ended or only waits for the driver."""
     terminated: bool = False
-    """Whether the worker's process was sent SIGTERM."""
+    """Whether the worker's process received SIGTERM."""
     collective: int | None = None
-    """Number of the collective in which it waits for all the others; None where it is in none, or
-    where the backend cannot tell."""
+    """Number of the collective that the worker waits in. None if there is none, or if the backend
+    does not report it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preemption:
-    """The announcement that workers of the group are going to be taken away."""
+    """An announcement that workers will be preempted."""
 
     deadline: float | None
-    """When the first of them is, in seconds since the epoch; None where no time was named."""
+    """Time of the first preemption, in seconds since the Unix epoch, or None if unknown."""
     ranks_by_node: Mapping[str, Sequence[int]]
-    """Which of them, by Ray's ids of their nodes."""
+    """Ranks of the affected workers, by Ray node ID."""
 
 
 class Request:
-    """What the driver asks of a runner. Subclasses are frozen dataclasses with the arguments."""
+    """A request of the driver to a runner. Subclasses are frozen dataclasses of the arguments."""
 
     @property
     def name(self) -> str:
@@ -122,14 +122,14 @@ class Request:
 
 
 class PausedError(Exception):
-    """Raised by a runner's method that has stopped at the step at which it was asked to."""
+    """Raised by a runner that has paused at the requested step."""
 
 
 class OutOfMemoryError(Exception):
-    """Raised by a runner's method that ran out of memory in a step, which it has taken back.
+    """Raised by a runner that ran out of memory in a step and has rolled the step back.
 
-    Its cause is the error. The method may be called again with `split`, in how many parts to train
-    each batch.
+    The ``__cause__`` is the original error. The caller can repeat the request with each batch split
+    into `split` parts.
     """
 
     def __init__(self, split: int) -> None:
@@ -138,46 +138,45 @@ class OutOfMemoryError(Exception):
 
 
 class Runner(Protocol):
-    """What a worker hosts: an operator, a Keras operator or a training function.
+    """The content of a worker: an operator, a Keras operator, or a training function.
 
-    ``setup``, ``rejoin``, ``teardown`` and ``handle`` run one at a time in the worker's *work*
-    thread. ``progress``, ``request_stop``, ``pause_at``,
-    ``announce`` and ``snapshot`` run in parallel in a *control* thread, so they only read and set
-    attributes.
+    ``setup``, ``rejoin``, ``teardown``, and ``handle`` run one at a time in the worker's *work*
+    thread. ``progress``, ``request_stop``, ``pause_at``, ``announce``, and ``snapshot`` run in
+    parallel in a *control* thread. Therefore they only read and set attributes.
     """
 
     def prepare(self, context: WorkerContext) -> None:
         """Adjust the process (threads, devices) before the process group exists."""
 
     def setup(self, context: WorkerContext) -> None:
-        """Build what the runner hosts. The process group of this generation exists."""
+        """Build the content. The process group of this generation exists."""
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
-        """Enter a new generation, whose process group exists, with the state of rank `leader`."""
+        """Enter a new generation with the state of rank `leader`. Its process group exists."""
 
     def progress(self) -> Progress:
-        """Say how far the work is."""
+        """Return the progress of the work."""
 
     def request_stop(self, requested: bool) -> None:
-        """Ask the work under way to raise at its next step; False takes the request back."""
+        """Make the current work raise at its next step. False withdraws the request."""
 
     def pause_at(self, step: int | None) -> int:
-        """Let the call under way raise PausedError once `step` steps are committed.
+        """Make the current call raise PausedError after `step` committed steps.
 
-        None takes the request back. Returns how many are committed when the request is heard.
+        None withdraws the request. Return the number of committed steps at the time of the request.
         """
 
     def announce(self, preemption: Preemption | None) -> None:
-        """Take note of which workers are going to be taken away; None: of none any more."""
+        """Record the workers that will be preempted. None withdraws an announcement."""
 
     def snapshot(self) -> dict[str, Any] | None:
-        """Return the newest snapshot, for a restart when all workers are lost."""
+        """Return the newest snapshot, for a restart after the loss of all workers."""
 
     def warm_up(self) -> None:
-        """Prepare a replacement worker, after ``setup``, for its first step in the group."""
+        """Prepare a replacement worker for its first step in the group, after ``setup``."""
 
     def handle(self, request: Request) -> Any:
-        """Do what a request asks for, and return the answer."""
+        """Execute a request and return the answer."""
 
     def teardown(self) -> None:
-        """Let go of what was built. The process may live on (``use_local``)."""
+        """Release the content. The process can continue to run (``use_local``)."""

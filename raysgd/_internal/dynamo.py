@@ -1,16 +1,14 @@
-"""``torch._dynamo`` in a worker process: loaded when somebody needs it, and not before.
+"""Lazy loading of ``torch._dynamo`` in worker processes.
 
-It takes two thirds as long to load as all the rest of torch, and nothing needs it but
-``torch.compile``. But DistributedDataParallel, every optimizer and some functions of torch ask it
-something as they run, and so would load it in each worker. Until anybody wants more of it, a module
-under its name gives them the answers that it gives where nothing is compiled. Whatever else it is
-asked for, also as ``import torch._dynamo.config``, loads the real one, which takes its place for
-good.
+``torch._dynamo`` takes two thirds as long to load as the rest of PyTorch, and only
+``torch.compile`` needs it. However, DistributedDataParallel, every optimizer, and some functions
+call it, and so would load it in each worker. Therefore a module of the same name gives them the
+answers of a process that compiles nothing. Any other access, including ``import
+torch._dynamo.config``, loads the real module, which permanently replaces this one.
 
-The questions are those of torch 2.13. One more that another torch may ask costs the time of loading
-it, and nothing else. Only workers call it, as they set up (``torch/runner.py``,
-``train/torch/config.py``), never the driver. The tests in
-``tests/unit/_internal/test_dynamo.py`` show all that it does.
+The list of calls matches PyTorch 2.13. Another version may make a further call, which loads the
+module early and has no other effect. Only workers use this, during setup (``torch/runner.py``,
+``train/torch/config.py``). ``tests/unit/_internal/test_dynamo.py`` shows the complete behavior.
 """
 
 from __future__ import annotations
@@ -31,18 +29,18 @@ __all__ = ["postpone_dynamo"]
 _NAME = "torch._dynamo"
 _swapping = threading.Lock()
 _not_disabled: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Functions that torch wanted to be kept from being compiled when nothing was."""
+"""Functions for which PyTorch disabled compilation before the real module was loaded."""
 
 
 def postpone_dynamo() -> None:
-    """Let ``torch._dynamo`` be loaded when it is needed; does nothing where it is loaded already.
+    """Load ``torch._dynamo`` on first use. Does nothing if it is already loaded.
 
-    For processes of our own alone: others may have looked at ``sys.modules`` before.
+    Only for raysgd's own processes, because other code may hold references from ``sys.modules``.
     """
     import torch
 
     spec = None if _NAME in sys.modules else importlib.util.find_spec(_NAME)
-    if spec is None:  # a torch without it needs none
+    if spec is None:  # this PyTorch has no such module
         return
     utils = _StandIn(f"{_NAME}.utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
     trace_rules = _StandIn(f"{_NAME}.trace_rules", clear_lru_cache=lambda: None)
@@ -58,7 +56,7 @@ def postpone_dynamo() -> None:
 
 
 class _StandIn(ModuleType):
-    """Stands for a module until more is wanted of it, and is as good as that afterwards."""
+    """Replaces a module until more of it is needed, then forwards to it."""
 
     def __init__(self, name: str, **answers: Any) -> None:
         super().__init__(name)
@@ -66,9 +64,9 @@ class _StandIn(ModuleType):
 
     def __getattribute__(self, name: str) -> Any:
         own = super().__getattribute__
-        if name.startswith("__reduce"):  # of a class in a script, which is pickled by value
+        if name.startswith("__reduce"):  # cloudpickle asks this when it pickles a class by value
             return own(name)
-        # asked of every module that there is, but for the path, by which its parts are imported
+        # Code that scans all modules asks for dunder names. `__path__` imports submodules.
         is_common = name.startswith("__") and name != "__path__"
         if _is_postponed() and (is_common or name in own("__dict__")):
             return own(name)
@@ -88,14 +86,14 @@ def _is_postponed() -> bool:
 
 
 def _load() -> ModuleType:
-    """Return ``torch._dynamo`` itself, loading it where nobody has."""
+    """Return the real ``torch._dynamo``, and load it if necessary."""
     import torch
 
-    with _swapping:  # not for as long as it loads: that is what the locks of modules are for
+    with _swapping:  # do not hold it while loading: the import locks do that
         if _is_postponed():
             del sys.modules[_NAME]
             vars(torch).pop("_dynamo", None)
-            for function in list(_not_disabled):  # torch keeps what it was given, by this name
+            for function in list(_not_disabled):  # PyTorch caches the result of `disable`
                 with contextlib.suppress(AttributeError):
                     del function.__dynamo_disable
             _not_disabled.clear()
@@ -103,7 +101,7 @@ def _load() -> ModuleType:
 
 
 def _disable(fn: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Return a function of torch's as it is, since nothing is compiled that could call it."""
+    """Return a PyTorch function unchanged, because no compiled code calls it yet."""
     if sys._getframe(1).f_globals.get("__name__") != "torch._compile":
         return _load().disable(fn, *args, **kwargs)
     _not_disabled.add(fn)
@@ -111,17 +109,17 @@ def _disable(fn: Any = None, *args: Any, **kwargs: Any) -> Any:
 
 
 class _PartFinder(MetaPathFinder):
-    """Finds a module in ``torch._dynamo`` that came with it, for the import that caused all that.
+    """Finds a submodule of ``torch._dynamo`` that was loaded together with it.
 
-    ``import torch._dynamo.config`` looks first whether the module is there, then asks the package
-    for its ``__path__``, which loads the package and the module with it, and then would load the
-    module once more (before Python 3.13.3).
+    ``import torch._dynamo.config`` first checks ``sys.modules``, and then asks the package for its
+    ``__path__``. That loads the package with the submodule. Before Python 3.13.3, the import would
+    then load the submodule a second time.
     """
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how to find a module that is there; a `target` is one to be loaded anew."""
+        """Return the spec of a loaded module. A `target` means an explicit reload."""
         there = sys.modules.get(name)
         if there is None or target is not None or not name.startswith(f"{_NAME}."):
             return None
@@ -130,11 +128,11 @@ class _PartFinder(MetaPathFinder):
 
 
 class _Existing(Loader):
-    """A loader of a module that is loaded."""
+    """Loads a module that is already loaded."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Let it take the place of the new one."""
+        """Put the existing module back in place of the new one."""
         sys.modules[module.__name__] = self._module

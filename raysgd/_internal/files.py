@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic replacement of files."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from typing import IO
 __all__ = ["TEMPORARY_NAME", "replacing", "sync_folder", "temporary_name"]
 
 TEMPORARY_NAME = re.compile(r"\.saving-[0-9a-f]{8}-(.+)")
-"""Of a file that is being written; in brackets the name that it gets when it is whole."""
+"""Matches the name of an unfinished file. The group is its final name."""
 
 
 def temporary_name(name: str) -> str:
-    """Return a new name for a file that is to get `name` when it is whole."""
+    """Return a unique name for a file that will be renamed to `name`."""
     return f".saving-{uuid.uuid4().hex[:8]}-{name}"
 
 
 @contextlib.contextmanager
 def replacing(target: Path) -> Iterator[IO[bytes]]:
-    """Open a file that takes the place of `target`, and its mode, when it is whole and on disk.
+    """Open a file that replaces `target`, and takes its mode, when it is complete and on disk.
 
-    Until then it has a temporary name in the same folder.
+    Until then, it has a temporary name in the same folder.
     """
     temporary = target.with_name(temporary_name(target.name))
     try:
         with temporary.open("xb+") as file:
             with contextlib.suppress(FileNotFoundError):
-                # before anything is in it that others may not read
+                # Before the file has content that others must not read.
                 os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
             yield file
             file.flush()
@@ -46,8 +46,8 @@ def replacing(target: Path) -> Iterator[IO[bytes]]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write the folder's entries to disk, so that a new name survives a power failure."""
-    with contextlib.suppress(OSError):  # some file systems cannot
+    """Sync the folder to disk, so that a new name survives a power failure."""
+    with contextlib.suppress(OSError):  # some file systems do not support it
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""State: nested containers of it, and objects that load it."""
+"""Helpers for nested state and for objects that load it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["deep_copied", "joined", "loading", "map_leaves", "unchanged"]
 
 
 def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
-    """Return `tree` with `convert` applied to what its dicts, lists and tuples hold in the end.
+    """Return `tree` with `convert` applied to the leaves of its dicts, lists, and tuples.
 
-    Dicts keep their kind and their attributes: a module's state dict has its version in one.
+    Dicts keep their type and attributes. The state dict of a module has its version in one.
 
     >>> map_leaves({"a": [1, (2,)]}, lambda leaf: -leaf)
     {'a': [-1, (-2,)]}
@@ -32,19 +32,19 @@ def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 def joined(parts: Sequence[Any], concatenate: Callable[[Sequence[Any]], Any]) -> Any:
-    """Join what there is of consecutive samples, one row for each, in one.
+    """Concatenate results for consecutive samples, with one row per sample.
 
-    Where rows differ in shape it becomes a list of them.
+    Rows of different shapes become a list.
 
     >>> joined([{"a": ["x", "y"]}, {"a": ["z"]}], list)
     {'a': ['x', 'y', 'z']}
 
     Args:
-        parts: at least one: arrays or tensors, lists, or dicts or tuples of them.
-        concatenate: joins arrays or tensors of one shape, but for their first dimension.
+        parts: At least one array, tensor, or list, or dicts or tuples of them.
+        concatenate: Function that concatenates arrays or tensors along the first dimension.
 
     Raises:
-        TypeError: if they are anything else, or have no dimension.
+        TypeError: If a part has another type or no dimension.
     """
     first = parts[0]
     if isinstance(first, dict):
@@ -64,7 +64,7 @@ def joined(parts: Sequence[Any], concatenate: Callable[[Sequence[Any]], Any]) ->
 
 
 def deep_copied(leaf: Any) -> Any:
-    """Return a copy, or as it is what has none, such as a lock: it cannot be saved either."""
+    """Return a deep copy, or `leaf` itself if it cannot be copied, such as a lock."""
     try:
         return copy.deepcopy(leaf)
     except Exception:
@@ -73,7 +73,7 @@ def deep_copied(leaf: Any) -> Any:
 
 @contextlib.contextmanager
 def unchanged(held: Any) -> Iterator[None]:
-    """Give an object back its attributes in the end, and what lists, dicts and sets of them held.
+    """Restore an object's attributes at the end, and the content of its lists, dicts, and sets.
 
     >>> from types import SimpleNamespace
     >>> counts = SimpleNamespace(total=1, seen=[1])
@@ -99,17 +99,17 @@ def unchanged(held: Any) -> Iterator[None]:
 def loading(
     held: Any, own: Any, given: Any, place: str, load: Callable[[Any], Any] | None = None
 ) -> Iterator[None]:
-    """Have an object load a state; if it cannot, or what is done within fails, it gets its own.
+    """Make an object load a state. If loading or the block fails, reload its own state.
 
     Args:
-        held: the object, which has ``load_state_dict``.
-        own: its state.
-        given: the state that it shall load.
-        place: where that is in the state of the trainer.
-        load: loads a state; None for ``held.load_state_dict``.
+        held: Object with ``load_state_dict``.
+        own: Its current state.
+        given: State to load.
+        place: Path of `given` in the state of the trainer.
+        load: Function that loads a state. None uses ``held.load_state_dict``.
 
     Raises:
-        CheckpointError: if the object cannot load it.
+        CheckpointError: If the object cannot load `given`.
     """
     load = load or held.load_state_dict
     try:

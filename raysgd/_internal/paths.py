@@ -1,4 +1,4 @@
-"""Paths and URLs that users give: what they must be, and what messages show of them."""
+"""Checks of user-supplied paths, and removal of secrets from URLs in messages."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 __all__ = ["HIDDEN", "checked_path", "shown_url", "without_secrets"]
 
 HIDDEN = "***"
-"""What stands for a secret wherever others may read."""
+"""Replacement for secrets."""
 
-# up to the last @ before the next URL of a chain: passwords may hold one
+# Up to the last @ before the next URL of a chain, because passwords can contain one.
 _PASSWORD = re.compile(r"//([^/:]*):(?!:\w+://)(?:(?!::\w+://).)*@", re.DOTALL)
 _QUERY = re.compile(r"\?.*", re.DOTALL)
-# bounded, as a text of somebody else's may be long and made of beginnings
+# Bounded, because foreign text can be long and contain many partial matches.
 _PASSWORD_IN_TEXT = re.compile(r"""//([^/:\s'"]*):(?!:\w+://)\S{0,2000}@""")
-# a name alone may be a token
+# A user name without a password can be a token.
 _USER = re.compile(r"""//[^/:@\s'"]+@""")
 _QUERY_IN_TEXT = re.compile(r"""\?[^\s'"=]{0,200}=[^\s'"]*""")
 
 
 def shown_url(url: str) -> str:
-    """Return a URL without passwords, and without its query, which may hold a signature.
+    """Return a URL without passwords or its query, which can contain a signature.
 
     >>> shown_url("simplecache::s3://me:pa@ss@host/x.pt?sig=abc")
     'simplecache::s3://me:***@host/x.pt?***'
@@ -35,7 +35,7 @@ def shown_url(url: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Return a text in which URLs have no passwords and no queries.
+    """Return a text without the passwords and queries of its URLs.
 
     >>> without_secrets("403, url='https://me:pass@host/x?sig=abc'. Is this yours?")
     "403, url='https://me:***@host/x?***'. Is this yours?"
@@ -47,16 +47,16 @@ def without_secrets(text: str) -> str:
 
 
 def checked_path(argument: str, given: Any, advice: str = "Mount what is elsewhere.") -> Path:
-    """Return a path on a disk, with the home folder in place of ``~``.
+    """Return a local path, with ``~`` expanded.
 
     Args:
-        argument: what messages call it.
-        given: what the user gave.
-        advice: what to do in place of giving a URL.
+        argument: Name of the argument, for messages.
+        given: The user's value.
+        advice: What to do instead of passing a URL.
 
     Raises:
-        TypeError: if it is no path.
-        ValueError: if it is empty, a URL, or in a home folder that is not there.
+        TypeError: If `given` is not a path.
+        ValueError: If it is empty, a URL, or in a home folder that does not exist.
     """
     text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
     if not isinstance(text, str):

@@ -14,7 +14,7 @@ __all__ = ["TimerCollection", "TimerStat"]
 class TimerStat:
     """Times a block of code: ``with timer: ...``.
 
-    Mean and throughput cover the last `window_size` blocks; ``count`` and ``total_s`` all of them.
+    Mean and throughput cover the last `window_size` blocks. ``count`` and ``total_s`` cover all.
 
     >>> timer = TimerStat()
     >>> with timer:
@@ -47,27 +47,27 @@ class TimerStat:
         self._started = None
 
     def push(self, seconds: float) -> None:
-        """Add a duration that was measured elsewhere, in seconds."""
+        """Add a duration in seconds that was measured elsewhere."""
         self._samples.append(seconds)
         self.count += 1
         self.total_s += seconds
 
     def push_units_processed(self, units: float) -> None:
-        """Say how many units (samples, say) the last block processed."""
+        """Record how many units, such as samples, the last block processed."""
         self._units.append(units)
 
     def has_units_processed(self) -> bool:
-        """Whether units were pushed."""
+        """Return whether units were recorded."""
         return bool(self._units)
 
     @property
     def mean(self) -> float:
-        """Mean duration in seconds over the window; 0 before the first block."""
+        """Mean duration in seconds over the window, or 0 before the first block."""
         return sum(self._samples) / len(self._samples) if self._samples else 0.0
 
     @property
     def median(self) -> float:
-        """Median duration in seconds over the window; 0 before the first block."""
+        """Median duration in seconds over the window, or 0 before the first block."""
         ordered = sorted(self._samples)
         return ordered[len(ordered) // 2] if ordered else 0.0
 
@@ -78,17 +78,17 @@ class TimerStat:
 
     @property
     def max(self) -> float:
-        """Longest duration in the window, in seconds; 0 before the first block."""
+        """Longest duration in the window, in seconds, or 0 before the first block."""
         return max(self._samples, default=0.0)
 
     @property
     def first(self) -> float:
-        """Oldest duration in the window, in seconds; 0 before the first block."""
+        """Oldest duration in the window, in seconds, or 0 before the first block."""
         return self._samples[0] if self._samples else 0.0
 
     @property
     def last(self) -> float:
-        """Newest duration, in seconds; 0 before the first block."""
+        """Newest duration in seconds, or 0 before the first block."""
         return self._samples[-1] if self._samples else 0.0
 
     @property
@@ -98,23 +98,23 @@ class TimerStat:
 
     @property
     def mean_units_processed(self) -> float:
-        """Mean units of a block over the window; 0 without units."""
+        """Mean units per block over the window, or 0 without units."""
         return sum(self._units) / len(self._units) if self._units else 0.0
 
     @property
     def mean_throughput(self) -> float:
-        """Units a second over the window; 0 without units or time."""
+        """Units per second over the window, or 0 without units or time."""
         return sum(self._units) / self.sum if self._units and self.sum > 0 else 0.0
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Discard all values."""
         self._samples.clear()
         self._units.clear()
         self.count, self.total_s = 0, 0.0
 
 
 class TimerCollection:
-    """Timers by name: ``with timers.record("fwd"): ...``. Disabled, it costs next to nothing."""
+    """Timers by name: ``with timers.record("fwd"): ...``. Almost free if disabled."""
 
     def __init__(self) -> None:
         self._timers: dict[str, TimerStat] = {}
@@ -127,15 +127,15 @@ class TimerCollection:
         return self._enabled
 
     def enable(self) -> None:
-        """Time blocks from now on."""
+        """Start timing blocks."""
         self._enabled = True
 
     def disable(self) -> None:
-        """Time no blocks from now on."""
+        """Stop timing blocks."""
         self._enabled = False
 
     def reset(self) -> None:
-        """Forget all timers."""
+        """Discard all timers."""
         self._timers.clear()
 
     def record(self, key: str) -> contextlib.AbstractContextManager[object]:
@@ -149,7 +149,7 @@ class TimerCollection:
         self._timers.setdefault(key, TimerStat()).push(time.perf_counter() - started)
 
     def stats(self, mean: bool = True, last: bool = False) -> dict[str, float]:
-        """Return ``mean_<key>_s`` over all blocks and with `last` ``last_<key>_s``, in seconds."""
+        """Return ``mean_<key>_s`` over all blocks, and with `last` also ``last_<key>_s``."""
         result: dict[str, float] = {}
         for key, timer in self._timers.items():
             if mean:

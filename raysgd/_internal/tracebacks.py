@@ -1,4 +1,4 @@
-"""Tracebacks as those want them who have written the script, without the frames of libraries."""
+"""Tracebacks without the frames of libraries."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)\n(?:    .*\n)*')
 _HIDDEN = re.compile(r"\((\d+) frames of libraries are hidden;")
 _PACKAGE = str(Path(__file__).parents[1])
 _MANY = 4
-"""Fewer frames than these hide nothing."""
+"""Minimal number of hidden frames. Fewer frames stay visible."""
 
 
 def is_the_users(filename: str) -> bool:
-    """Whether code is neither ours nor Python's nor of a library; cells of notebooks have names."""
+    """Return whether a file is user code: not raysgd, Python, or an installed library."""
     folders = {sysconfig.get_path("stdlib"), _PACKAGE}
     if filename.startswith(
         ("<frozen", "<string", "<eval_with_key", *(f + os.sep for f in folders))
@@ -31,14 +31,14 @@ def is_the_users(filename: str) -> bool:
 
 
 def is_wanted() -> bool:
-    """Whether tracebacks are to be shortened."""
+    """Return whether tracebacks should be shortened."""
     return os.environ.get(_SWITCH, "") in ("", "0")
 
 
 def shortened_text(text: str) -> str:
-    r"""Return a printed traceback with the frames of user code alone.
+    r"""Return a printed traceback with only the frames of user code.
 
-    ``RAYSGD_FULL_TRACEBACK=1`` in the environment leaves it whole.
+    The environment variable ``RAYSGD_FULL_TRACEBACK=1`` disables this.
 
     >>> folders = "/home/me", _PACKAGE
     >>> own, ours = (f'  File "{folder}/x.py", line 1, in f\n' for folder in folders)
@@ -63,17 +63,17 @@ def shortened_text(text: str) -> str:
 
 
 def _with_source(frame: re.Match[str]) -> str:
-    """Add the line of code where a worker did not have it, as of the cells of a notebook."""
+    """Add a source line that the worker could not read, for example of a notebook cell."""
     source = linecache.getline(frame[1], int(frame[2])).strip()
     is_bare = frame[0].count("\n") == 1
     return f"{frame[0]}    {source}\n" if is_bare and source else frame[0]
 
 
 def shortened_stacks(text: str) -> str:
-    """Return the stacks of threads as their users want them: which line of theirs each is in.
+    """Return the stacks of threads, reduced to the lines of user code.
 
-    Threads of libraries are left out where there are others, and of these what led to that code.
-    ``RAYSGD_FULL_TRACEBACK=1`` in the environment leaves all.
+    Drops the threads of libraries if other threads exist, and the callers of user code. The
+    environment variable ``RAYSGD_FULL_TRACEBACK=1`` disables this.
     """
     found = []
     for thread in re.split(r"^(?=Thread )", text, flags=re.MULTILINE):
@@ -85,10 +85,10 @@ def shortened_stacks(text: str) -> str:
 
 
 def shorten(error: BaseException) -> None:
-    """Leave the frames of user code alone in the traceback of an error that is raised on.
+    """Remove the frames of libraries from the traceback of an error and of its causes.
 
-    So it is with what led to the error. What we raise ourselves says all that there is to know, so
-    that its frames are not counted.
+    An error that raysgd raises is always shortened, even if few frames are hidden, because its
+    message explains the problem.
     """
     seen: list[BaseException] = []
     led: BaseException | None = error
@@ -104,15 +104,15 @@ def _shorten_one(error: BaseException) -> None:
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
-    if not frames:  # one that led to another, of a worker or shortened before
+    if not frames:  # a cause from a worker, or already shortened
         return
     own = [each for each in frames if is_the_users(each.tb_frame.f_code.co_filename)]
     is_ours = frames[-1].tb_frame.f_code.co_filename.startswith(_PACKAGE + os.sep)
     hidden = len(frames) - len(own)
     if not is_wanted() or (hidden < _MANY and not is_ours):
         return
-    if not is_ours and isinstance(error, Exception):  # where Ctrl-C came is no matter
-        with contextlib.suppress(Exception):  # classes of the user's may refuse
+    if not is_ours and isinstance(error, Exception):  # the place of Ctrl-C does not matter
+        with contextlib.suppress(Exception):  # user classes may refuse notes
             _note_hidden(error, hidden)
     following: TracebackType | None = None
     for each in reversed(own):
@@ -121,7 +121,7 @@ def _shorten_one(error: BaseException) -> None:
 
 
 def _note_hidden(error: BaseException, hidden: int) -> None:
-    """Say how many frames are hidden, with those that a call within this one has hidden."""
+    """Add a note with the number of hidden frames, including those of earlier notes."""
     notes = getattr(error, "__notes__", [])
     for note in [note for note in notes if _HIDDEN.match(note)]:
         notes.remove(note)
