@@ -1,6 +1,6 @@
 """Communication backends by name.
 
-A backend of your own is one class and one line::
+To add a backend, write a class and register it::
 
     from raysgd.backends import Backend, register_backend
 
@@ -27,23 +27,23 @@ _BACKENDS = {
 
 
 def register_backend(name: str, target: str) -> None:
-    """Make the class at `target`, ``"module:Class"``, available as backend `name`.
+    """Register the class at `target`, ``"module:Class"``, as backend `name`.
 
-    The class is imported when it is first used and called with ``(name, timeout_s)``.
+    raysgd imports the class on first use and calls it with ``(name, timeout_s)``.
     """
     _BACKENDS[name] = target
 
 
 def backend_names() -> list[str]:
-    """Return the names that `create_backend` takes."""
+    """Return the names that `create_backend` accepts."""
     return sorted(_BACKENDS)
 
 
 def create_backend(name: str, timeout_s: float) -> Backend:
-    """Create the backend `name`; `timeout_s` bounds each of its collectives.
+    """Create the backend `name`. `timeout_s` limits each collective, in seconds.
 
     Raises:
-        ValueError: if there is none of this name.
+        ValueError: If no backend has this name.
     """
     if name not in _BACKENDS:
         raise ValueError(f"backend={name!r}: must be one of {', '.join(backend_names())}.")

@@ -1,18 +1,18 @@
-"""The errors of raysgd, and when each one happens.
+"""The errors of raysgd.
 
 ::
 
     RaySGDError
     ├── WorkerLostError              (RuntimeError)  a worker or its node died
     ├── WorkerTimeoutError           (TimeoutError)  workers did not answer in time
-    ├── CollectiveError              (RuntimeError)  workers could not talk to each other
+        ├── CollectiveError              (RuntimeError)  communication between workers failed
     ├── InsufficientResourcesError   (RuntimeError, TimeoutError)  no room for min_workers
     ├── CheckpointError              (RuntimeError)  a checkpoint cannot be written or read
     ├── CallbackError                (RuntimeError)  a callback of the trainer raised
-    └── RemoteError                  (RuntimeError)  an exception that does not travel as itself
+        └── RemoteError                  (RuntimeError)  an exception that cannot be pickled
 
-An exception that user code raises on a worker is none of these: it reaches the caller as
-itself, with a :class:`RemoteTraceback` as its ``__cause__`` that says where it was raised.
+An exception from user code on a worker reaches the caller unchanged. Its ``__cause__`` is a
+:class:`RemoteTraceback` with the worker's traceback.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 
 class RaySGDError(Exception):
-    """Base of every error that raysgd itself raises at run time."""
+    """Base class of all errors that raysgd raises at run time."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Keep the fields when the error crosses processes."""
@@ -49,16 +49,15 @@ def _restored(kind: type[RaySGDError], args: tuple[Any, ...], fields: dict[str, 
 
 
 class WorkerLostError(RaySGDError, RuntimeError):
-    """A worker process or its node died.
+    """A worker process or its node died, and the work cannot continue without it.
 
-    Raised where the work cannot go on without it: more losses in one call than
-    ``max_retries``, fewer survivors than ``min_workers``, or a loss during a call that must
-    not be repeated (``apply_all_workers``).
+    Reasons: more losses in one call than ``max_retries``, fewer survivors than ``min_workers``, or
+    a loss during a call that must not be repeated (``apply_all_workers``).
 
     Attributes:
-        rank: world rank that the worker had.
-        node_id: Ray's id of the node that it ran on; empty if unknown.
-        cause: what Ray said about the death.
+        rank: World rank of the worker.
+        node_id: Ray node ID of the worker; empty if unknown.
+        cause: Cause of the death as Ray reports it.
     """
 
     def __init__(self, message: str, rank: int, node_id: str = "", cause: str = "") -> None:
@@ -69,11 +68,11 @@ class WorkerLostError(RaySGDError, RuntimeError):
 
 
 class WorkerTimeoutError(RaySGDError, TimeoutError):
-    """Workers did not answer within the bound of a wait.
+    """Workers did not answer before a timeout.
 
     Attributes:
-        ranks: the world ranks that did not answer.
-        waited_s: how long was waited, in seconds.
+        ranks: World ranks that did not answer.
+        waited_s: Length of the wait in seconds.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = (), waited_s: float = 0.0) -> None:
@@ -83,16 +82,16 @@ class WorkerTimeoutError(RaySGDError, TimeoutError):
 
 
 class CollectiveError(RaySGDError, RuntimeError):
-    """A collective operation failed although every worker is alive (network, timeout)."""
+    """A collective operation failed although all workers are alive (network, timeout)."""
 
 
 class InsufficientResourcesError(RaySGDError, TimeoutError, RuntimeError):
     """The cluster had no room for ``min_workers`` within the start timeout.
 
     Attributes:
-        requested: resources of one worker.
-        total: resources of the cluster.
-        available: resources that were free when the wait ended.
+        requested: Resources of one worker.
+        total: Resources of the cluster.
+        available: Free resources when the wait ended.
     """
 
     def __init__(
@@ -113,14 +112,14 @@ class CheckpointError(RaySGDError, RuntimeError):
 
 
 class CallbackError(RaySGDError, RuntimeError):
-    """A callback raised; what it raised is the ``__cause__``.
+    """A callback raised an exception, which is the ``__cause__``.
 
-    Raised when the call in which it happened is over: its steps are done, the other callbacks
-    were called, and the trainer can be used on.
+    It is raised at the end of the call: the steps are done, the other callbacks have run, and the
+    trainer remains usable.
 
     Attributes:
-        callback: name of the callback's class.
-        hook: name of the hook that raised.
+        callback: Name of the callback's class.
+        hook: Name of the hook that raised.
     """
 
     def __init__(self, message: str, callback: str = "", hook: str = "") -> None:
@@ -130,10 +129,10 @@ class CallbackError(RaySGDError, RuntimeError):
 
 
 class RemoteError(RaySGDError, RuntimeError):
-    """Stands in for an exception of a worker; names its type and text.
+    """Replaces an exception of a worker. Its message has the original type and text.
 
-    For one that cannot be pickled, for a SystemExit, and, as the cause of a CollectiveError, for
-    one that only followed from another failure.
+    It replaces exceptions that cannot be pickled, and SystemExit. As the cause of a
+    CollectiveError, it replaces an exception that is only a consequence of another failure.
     """
 
 
@@ -145,5 +144,5 @@ class RemoteTraceback(Exception):  # noqa: N818  a cause, never raised by itself
         self.text = text
 
     def __str__(self) -> str:
-        """Show the text on lines of its own, as a traceback is read."""
+        """Start the text on its own line, like a traceback."""
         return f"\n{self.text}"

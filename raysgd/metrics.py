@@ -1,12 +1,11 @@
-"""Exact metrics over batches and over workers: means, and whatever else can be merged.
+"""Exact metrics over batches and workers: means, and other values that can be merged.
 
-On its way a metric is a number or tensor of `train_batch`, an `AverageMeter` (total, weight, last
-value) in the worker, a mean with its weight in the `Summary` of a segment and of the call, and a
-number in the dict that `merge_workers` makes of the workers' summaries. So a mean over uneven
-batches and shards equals the one that a single process would have computed over the same data. What
-is no mean, such as a perplexity, stays a :class:`MergeableMetric` until the workers' are merged.
-Sums are float64. The idea of mergeable metrics with the division at the end is that of
-``clu.metrics`` and TorchMetrics.
+``train_batch`` returns a number or tensor. The worker adds it to an `AverageMeter` (total, weight,
+last value). The `Summary` of a segment and of a call holds the mean and its weight. `merge_workers`
+reduces the summaries of all workers to one dict of numbers. Therefore a mean over uneven batches
+and shards equals the mean that a single process would compute. A metric that is not a mean, such as
+a perplexity, remains a :class:`MergeableMetric` until the workers are merged. Sums are float64. The
+idea to merge first and divide last comes from ``clu.metrics`` and TorchMetrics.
 """
 
 from __future__ import annotations
@@ -38,23 +37,23 @@ __all__ = [
 ]
 
 NUM_SAMPLES = "num_samples"
-"""Key under which a batch says how many samples it held: the weight of its metrics."""
+"""Key of a batch's number of samples, which is the weight of its metrics."""
 BATCH_COUNT = "batch_count"
 """Key of the number of batches in a result."""
 NUM_SKIPPED_STEPS = "num_skipped_steps"
-"""Key of the number of updates that were skipped in a call, since float16 gradients overflowed."""
+"""Key of the number of updates in a call that were skipped because float16 gradients overflowed."""
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` can be averaged: a number, or a tensor or array of numbers."""
+    """Return whether `value` can be averaged: a number, or a tensor or array of numbers."""
     if hasattr(value, "__array__"):
-        # numpy has arrays of texts as well; torch's dtypes have no kind and are all of numbers
+        # NumPy has text arrays. PyTorch dtypes have no `kind` and are always numeric.
         return getattr(value.dtype, "kind", "f") in "biufc"
     return isinstance(value, numbers.Number)
 
 
 def _plain(value: Any) -> Any:
-    """Return a one-element tensor or array as a Python number, larger ones in float64."""
+    """Return a Python number for one element, else a float64 tensor or array."""
     if hasattr(value, "detach"):
         value = value.detach()
         return value.item() if value.numel() == 1 else value.cpu().double()
@@ -64,10 +63,10 @@ def _plain(value: Any) -> Any:
 
 
 def _summable(value: Any) -> Any:
-    """Return `value` so that sums of it are float64 and cause no wait for a device.
+    """Convert `value` for float64 sums, without waiting for a device.
 
-    A tensor on the CPU is read at once, which costs nothing; one on an accelerator stays
-    there, since reading it would stop the device at each step.
+    CPU tensors become numbers immediately. Tensors on an accelerator stay there, because reading
+    them would stop the device at each step.
     """
     device = getattr(value, "device", None)
     if hasattr(value, "detach") and getattr(device, "type", "cpu") not in ("cpu", "mps"):
@@ -90,56 +89,56 @@ class AverageMeter:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Discard all values."""
         self._last: Any = 0.0
         self._total: Any = 0.0
         self.count: float = 0
 
     def update(self, val: Any, n: float = 1) -> None:
-        """Add `val`, the mean of `n` samples: a number, or a tensor, read once at the end."""
+        """Add `val`, the mean of `n` samples. Tensors on an accelerator are read later."""
         self._last = _summable(val)
-        if n:  # the mean of no samples may be NaN, and counts for nothing
+        if n:  # the mean of no samples can be NaN
             self._total = self._total + self._last * n
             self.count += n
 
     @property
     def val(self) -> Any:
-        """The newest value."""
+        """Newest value."""
         return _plain(self._last)
 
     @property
     def sum(self) -> Any:
-        """The weighted sum."""
+        """Weighted sum."""
         return _plain(self._total)
 
     @property
     def avg(self) -> Any:
-        """The weighted mean; NaN without samples."""
+        """Weighted mean. NaN without samples."""
         return self.sum / self.count if self.count else float("nan")
 
 
 class MergeableMetric(ABC):
-    """A metric that is more than a mean of numbers: a batch returns one in place of a number.
+    """A metric that is not a mean of numbers. A batch returns one instead of a number.
 
-    Those of all batches, and then of all workers, are merged before anything is computed, so
-    that the result is that of one process over all of the data. It has to pickle.
+    raysgd merges the metrics of all batches and all workers before it computes the value. The
+    result equals that of one process over all data. The metric must be picklable.
     """
 
     @abstractmethod
     def merge(self, other: Self) -> Self:
-        """Return the metric over the data of both, and leave both as they are."""
+        """Return the metric over the data of both, without changing them."""
 
     @abstractmethod
     def compute(self) -> Any:
-        """Return the value: a number, an array of any shape, or several by the end of their names.
+        """Return the value: a number, an array of any shape, or a dict of several by name suffix.
 
-        A metric returned as ``val_f1`` that computes ``{"_cat": 0.9, "_dog": 0.8}`` is in the
-        result as ``val_f1_cat`` and ``val_f1_dog``.
+        If a metric named ``val_f1`` computes ``{"_cat": 0.9, "_dog": 0.8}``, the result contains
+        ``val_f1_cat`` and ``val_f1_dog``.
         """
 
 
 class Sums(MergeableMetric):
-    """Sums over samples, and the function that makes a number of them in the end.
+    """Sums over samples, and a function that computes the metric from them.
 
     >>> from math import sqrt
     >>> def rmse(squares, count):
@@ -148,9 +147,9 @@ class Sums(MergeableMetric):
     2.0
 
     Args:
-        function: called with the sums by name, returns what `MergeableMetric.compute` may return;
-            it has to pickle, as functions of a module do.
-        sums: numbers, or tensors or arrays of numbers. Tensors on an accelerator stay there.
+        function: Called with the sums by name. Returns the same types as `MergeableMetric.compute`.
+            Must be picklable, for example a function of a module.
+        sums: Numbers, or tensors or arrays of numbers. Tensors on an accelerator stay there.
     """
 
     def __init__(self, function: Callable[..., Any], /, **sums: Any) -> None:
@@ -159,16 +158,16 @@ class Sums(MergeableMetric):
 
     @property
     def sums(self) -> dict[str, Any]:
-        """The sums by name: float for one number, float64 on the CPU for several."""
+        """Sums by name: floats, or float64 on the CPU for arrays and tensors."""
         return {name: _plain(value) for name, value in self._sums.items()}
 
     def merge(self, other: Self) -> Self:
-        """Add the sums."""
+        """Add the sums of both."""
         added = {name: value + other._sums[name] for name, value in self._sums.items()}
         return type(self)(self.function, **added)
 
     def compute(self) -> Any:
-        """Call the function."""
+        """Call the function with the sums."""
         value = self.function(**self.sums)
         return value if isinstance(value, Mapping) else _value(value)
 
@@ -180,9 +179,9 @@ class Sums(MergeableMetric):
 
 
 def ratio(total: Any, weight: Any) -> Any:
-    """Return ``total / weight``, a mean; NaN without weight. A function for `Sums`.
+    """Return ``total / weight``, or NaN if the weight is zero. A function for `Sums`.
 
-    It weights a mean by something else than samples::
+    Use it for a mean that is not weighted by samples::
 
         return {"val_loss": Sums(ratio, total=nats, weight=num_tokens), "num_samples": len(batch)}
     """
@@ -190,21 +189,21 @@ def ratio(total: Any, weight: Any) -> Any:
 
 
 class Computed(float):
-    """A number that remembers the metric that it was computed from, so that it can be merged.
+    """A number that remembers its metric, so that it can be merged.
 
-    What is computed with it is a plain number.
+    Arithmetic with it returns plain numbers.
 
     Args:
-        value: the number.
-        metric: what it was computed from.
-        end: the end of its name, if the metric computes several.
+        value: The number.
+        metric: The metric that computed it.
+        end: Suffix of its name, if the metric computes several numbers.
     """
 
     metric: MergeableMetric
     end: str
 
     def __new__(cls, value: float, metric: MergeableMetric, end: str = "") -> Self:
-        """Make the number."""
+        """Create the number."""
         number = super().__new__(cls, value)
         number.metric, number.end = metric, end
         return number
@@ -214,20 +213,20 @@ class Computed(float):
 
 
 class ComputedArray(np.ndarray[Any, Any]):
-    """Several numbers that remember, as `Computed` does, what they were computed from.
+    """An array that remembers its metric, like `Computed`.
 
     Args:
-        value: an array or tensor.
-        metric: what it was computed from.
-        end: the end of its name, if the metric computes several.
+        value: An array or tensor.
+        metric: The metric that computed it.
+        end: Suffix of its name, if the metric computes several values.
     """
 
-    # of what is made of it, by slicing say, there is no metric
+    # Arrays derived from it, such as slices, have no metric.
     metric: MergeableMetric | None = None
     end: str = ""
 
     def __new__(cls, value: Any, metric: MergeableMetric | None, end: str = "") -> Self:
-        """Make the array."""
+        """Create the array."""
         array = np.asarray(value).astype(np.float64).view(cls)
         array.metric, array.end = metric, end
         return array
@@ -237,7 +236,7 @@ class ComputedArray(np.ndarray[Any, Any]):
 
 
 def _value(value: Any) -> Any:
-    """Return what a metric has computed as a float, or as an array or tensor of float64."""
+    """Return the value of a metric as a float, or as a float64 array or tensor."""
     plain = _plain(value if is_number(value) else np.asarray(value, dtype=np.float64))
     return float(plain) if isinstance(plain, numbers.Real) else plain
 
@@ -249,10 +248,9 @@ def _is_computed(value: Any) -> bool:
 
 
 def computed(name: str, metric: MergeableMetric) -> dict[str, Computed | ComputedArray]:
-    """Return what a worker gives as a metric: its values over this worker's part of the data.
+    """Return a metric's values over this worker's part of the data, by name.
 
-    Where that part alone is too little to compute something the value is NaN; errors are left to
-    the merged metric.
+    If the metric fails on this part alone, the value is NaN. The merged metric raises its errors.
     """
     try:
         value = metric.compute()
@@ -267,7 +265,7 @@ def computed(name: str, metric: MergeableMetric) -> dict[str, Computed | Compute
 
 
 class Summary(dict[str, Any]):
-    """A result dict that remembers the weight of each mean in it, so that it can be merged."""
+    """A result dict that remembers the weight of each mean, so that it can be merged."""
 
     def __init__(self, values: Mapping[str, Any], weights: Mapping[str, float]) -> None:
         super().__init__(values)
@@ -291,7 +289,7 @@ class AverageMeterCollection:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Discard all metrics."""
         self.batch_count = 0
         self.num_samples: float = 0
         self._meters: dict[str, AverageMeter] = {}
@@ -301,33 +299,33 @@ class AverageMeterCollection:
 
     @property
     def num_batches(self) -> int:
-        """Number of batches, also of those that are held."""
+        """Number of batches, including held ones."""
         return self.batch_count + sum(is_batch for *_, is_batch in self._held)
 
     def hold(self, metrics: Mapping[str, Any], n: float, is_batch: bool) -> None:
-        """Keep what `update` takes until `settle`; it is as if it had not been, if that is not."""
+        """Keep the arguments of `update` until `settle`. Without `settle`, they have no effect."""
         self._held.append((metrics, n, is_batch))
 
     def settle(self) -> None:
-        """Add what is held."""
+        """Add the held metrics."""
         held, self._held = self._held, []
         for each in held:
             self.update(*each)
 
     @property
     def n(self) -> float:
-        """The number of samples, as older scripts call it."""
+        """Number of samples, under the name that older scripts use."""
         return self.num_samples
 
     def update(self, metrics: Mapping[str, Any], n: float = 1, is_batch: bool = True) -> None:
         """Add the metrics of one batch of `n` samples.
 
-        Numbers are averaged, also those of dicts within, as ``outer/inner``; mergeable metrics are
-        merged; of texts and other values the newest counts. What is no batch (`is_batch`), but a
-        part of one of which others follow, is not counted as one.
+        Numbers are averaged, and numbers in nested dicts too, as ``outer/inner``. Mergeable metrics
+        are merged. Of texts and other values, the newest is kept. Pass ``is_batch=False`` for all
+        parts of a batch but the last, so that it counts once.
 
         Raises:
-            TypeError: if a metric is a list, which may be meant as anything.
+            TypeError: If a metric is a list, tuple, or set, whose meaning is ambiguous.
         """
         self.batch_count += is_batch
         n = _plain(n)
@@ -358,7 +356,7 @@ class AverageMeterCollection:
                 self._others[name] = value
 
     def latest(self, most: int = 4) -> dict[str, float]:
-        """Return the newest values of the first metrics that are one number."""
+        """Return the newest values of the first `most` metrics, without arrays."""
         names = [*self._meters, *self._mergeable][:most]
         found = {name: self.last(name) for name in names}
         return {name: float(v) for name, v in found.items() if isinstance(v, numbers.Real)}
@@ -371,9 +369,9 @@ class AverageMeterCollection:
         return None if meter is None else meter.val
 
     def summary(self) -> Summary:
-        """Return ``num_samples``, ``batch_count`` and, for each key, its mean and last value.
+        """Return ``num_samples``, ``batch_count``, and the mean and last value of each metric.
 
-        In place of its mean a mergeable metric has its value, as :class:`Computed`.
+        A mergeable metric has its value, a :class:`Computed`, instead of a mean.
         """
         values: dict[str, Any] = {NUM_SAMPLES: self.num_samples, BATCH_COUNT: self.batch_count}
         weights: dict[str, float] = {}
@@ -390,7 +388,7 @@ class AverageMeterCollection:
 
 
 def _weight(part: Mapping[str, Any], name: str) -> float:
-    """Return what a part's mean counts for: its own weight, else its samples, else 1."""
+    """Return the weight of a part's mean: its own, else its number of samples, else 1."""
     if isinstance(part, Summary) and name in part.weights:
         return part.weights[name]
     samples = part.get(NUM_SAMPLES, 1)
@@ -405,7 +403,7 @@ def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
 
 
 def _by_name(parts: Iterable[Mapping[str, Any]]) -> dict[str, tuple[list[Any], list[float]]]:
-    """Return for each name the values that parts have, and what each counts for in a mean."""
+    """Return the values of all parts, and their weights in a mean, by name."""
     found: dict[str, tuple[list[Any], list[float]]] = {}
     for part in parts:
         for name, value in part.items():
@@ -416,10 +414,10 @@ def _by_name(parts: Iterable[Mapping[str, Any]]) -> dict[str, tuple[list[Any], l
 
 
 def _merged_metrics(parts: Iterable[Mapping[str, Any]]) -> dict[str, MergeableMetric]:
-    """Merge the mergeable metrics in some results, by name."""
+    """Merge the mergeable metrics of several results, by name."""
     merged: dict[str, MergeableMetric] = {}
     for part in parts:
-        # all numbers of a metric lead to the same one, also where a part has only NaN for it
+        # All numbers of a metric refer to the same one, even if a part computed only NaN.
         own = {
             name.removesuffix(value.end): value.metric
             for name, value in part.items()
@@ -431,10 +429,10 @@ def _merged_metrics(parts: Iterable[Mapping[str, Any]]) -> dict[str, MergeableMe
 
 
 def merge_segments(parts: Sequence[Mapping[str, Any]]) -> Summary:
-    """Merge what one worker returned for consecutive segments of one call.
+    """Merge the results of one worker for consecutive segments of one call.
 
-    Samples and batches are summed, means weighted, mergeable metrics merged, and of ``last_k``
-    and of values that are not numbers the newest one counts.
+    Samples and batches are summed, means are weighted, and mergeable metrics are merged. For
+    ``last_k`` and for values that are not numbers, the newest is kept.
     """
     if len(parts) == 1 and isinstance(parts[0], Summary):
         return parts[0]
@@ -454,7 +452,7 @@ def merge_segments(parts: Sequence[Mapping[str, Any]]) -> Summary:
 
 
 def renamed(metrics: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
-    """Return metrics of a validation by names that begin with `prefix` and not with ``val``.
+    """Return the metrics of a validation with the prefix `prefix` instead of ``val``.
 
     >>> renamed({"num_samples": 4, "val_loss": 1.0, "last_val_loss": 2.0}, "val/unseen")
     {'num_samples': 4, 'val/unseen_loss': 1.0, 'last_val/unseen_loss': 2.0}
@@ -474,12 +472,12 @@ def renamed(metrics: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
 
 
 def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the results of all workers, in the order of their ranks, into one.
+    """Merge the results of all workers, in the order of their ranks.
 
-    ``num_samples`` is summed; ``batch_count`` and ``last_k`` are plain means; of
-    ``num_skipped_steps``, which workers skip together, the largest counts; mergeable metrics are
-    merged and computed; other numbers are means weighted by each worker's samples; of values that
-    are not numbers the one of the lowest rank counts. Keys are the union over the workers.
+    ``num_samples`` is summed. ``batch_count`` and ``last_k`` are plain means. For
+    ``num_skipped_steps``, the maximum is kept, because workers skip together. Mergeable metrics are
+    merged and computed. Other numbers are averaged, weighted by each worker's samples. For other
+    values, the lowest rank wins. The keys are the union over the workers.
 
     >>> merge_workers([{"num_samples": 3, "loss": 1.0}, {"num_samples": 1, "loss": 5.0}])
     {'num_samples': 4, 'loss': 2.0}
@@ -502,7 +500,7 @@ def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         try:
             value = metric.compute()
         except Exception as error:
-            with contextlib.suppress(Exception):  # classes of the user's may refuse
+            with contextlib.suppress(Exception):  # user classes may refuse notes
                 error.add_note(f"This was in the metric {name!r}, a {type(metric).__name__}.")
             raise
         for end, number in (value if isinstance(value, Mapping) else {"": value}).items():

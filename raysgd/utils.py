@@ -1,4 +1,4 @@
-"""Names that users know: the batch-size key, meters and timers."""
+"""Public helpers: the batch-size key, meters, timers, and seeds."""
 
 import importlib
 import importlib.util
@@ -29,10 +29,10 @@ _Method = TypeVar("_Method", bound=Callable[..., object])
 
 
 def override(overridden: type) -> Callable[[_Method], _Method]:
-    """Mark a method as one that overrides a method of another class, as older scripts do.
+    """Mark a method that overrides a method of `overridden`, as older scripts do.
 
     Raises:
-        AttributeError: if that class has none of the name.
+        AttributeError: If `overridden` has no attribute of this name.
     """
 
     def marked(method: _Method) -> _Method:
@@ -43,18 +43,19 @@ def override(overridden: type) -> Callable[[_Method], _Method]:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators of Python, numpy, torch and, where it is imported, TensorFlow.
+    """Seed the generators of Python, NumPy, PyTorch, and TensorFlow (if imported).
 
-    They are those of this process: call it in ``setup`` for a worker. With one seed all workers
-    draw the same dropout and noise; end `setup` with ``seed_everything(seed + self.world_rank)``
-    where they should not. (Initial weights and the order of samples are the same for all anyway.)
+    This affects the current process only, so call it in ``setup`` to seed a worker. With the same
+    seed, all workers draw the same dropout and noise. For different ones, end ``setup`` with
+    ``seed_everything(seed + self.world_rank)``. Initial weights and the order of samples are the
+    same on all workers in any case.
 
     Args:
-        seed: from 0 to 2**32 - 1.
+        seed: From 0 to 2**32 - 1.
 
     Raises:
-        TypeError: if it is no int.
-        ValueError: if it is out of that range.
+        TypeError: If `seed` is not an int.
+        ValueError: If `seed` is out of range.
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed_everything({seed!r}): must be an int.")
@@ -63,6 +64,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     if importlib.util.find_spec("torch") is not None:
-        importlib.import_module("torch").manual_seed(seed)  # and GPUs
+        importlib.import_module("torch").manual_seed(seed)  # also seeds GPUs
     if "tensorflow" in sys.modules:
         sys.modules["tensorflow"].random.set_seed(seed)
