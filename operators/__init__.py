@@ -1,4 +1,4 @@
-"""Ready-made training operators: subclass them, or just configure them.
+"""Ready-made training operators. Configure them, or derive your own from them.
 
 ::
 
@@ -14,16 +14,16 @@
 `ImageClassifier`          cross-entropy, accuracy top-1 and top-k, mixup
 `SemanticSegmenter`        a class for each pixel; exact mean intersection over union
 `GAN`                      two models and two optimizers; Fréchet distance
-`LanguageModel`            the next token; exact perplexity, tied weights
-`SequenceClassifier`       transformers models made from a config; exact macro F1
+`LanguageModel`            next-token prediction; exact perplexity, tied weights
+`SequenceClassifier`       transformers models built from a config; exact macro F1
 `Regressor`                MSE, L1 or Huber; exact R²
 `WithMetrics`              metrics of TorchMetrics for any operator, exact over workers
-`ConfiguredOperator`       what all of the above are made of
-`SupervisedOperator`       the same, for one model and a target
+`ConfiguredOperator`       base class of the operators above
+`SupervisedOperator`       base class for one model and a target
 =========================  ============================================================
 
-What they need beside torch (torchmetrics, transformers) is imported where it is used:
-``pip install "raysgd[operators]"`` brings it.
+``pip install "raysgd[operators]"`` installs their optional dependencies, torchmetrics and
+transformers.
 """
 
 from __future__ import annotations

@@ -12,18 +12,18 @@ __all__ = ["CausalTransformer"]
 class CausalTransformer(nn.Module):
     """A decoder-only Transformer.
 
-    Its blocks are those of Vaswani et al. 2017 (arXiv:1706.03762), with layer normalization
-    before each part and learned positions as in GPT-2 (Radford et al. 2019). With tied weights the
-    matrix that embeds tokens also scores them (Press and Wolf 2017, arXiv:1608.05859).
+    The blocks follow Vaswani et al. 2017 (arXiv:1706.03762). Layer normalization precedes each
+    part, and positions are learned, as in GPT-2 (Radford et al. 2019). With tied weights, the
+    embedding matrix also scores the tokens (Press and Wolf 2017, arXiv:1608.05859).
 
     Args:
-        vocab_size: number of tokens.
-        max_length: the most tokens of a sequence.
-        hidden_size: numbers that stand for a token; a multiple of `num_heads`.
-        num_layers: number of blocks.
-        num_heads: attention heads of a block.
-        dropout: share of numbers that training leaves out after each part.
-        tie_weights: whether embedding and output share their matrix.
+        vocab_size: Number of tokens.
+        max_length: Maximal number of tokens in a sequence.
+        hidden_size: Size of a token's vector, a multiple of `num_heads`.
+        num_layers: Number of blocks.
+        num_heads: Number of attention heads per block.
+        dropout: Dropout probability after each part.
+        tie_weights: Whether embedding and output share their matrix.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class CausalTransformer(nn.Module):
             self.scores.weight = self.tokens.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the scores (batch, length, vocab_size) of what follows each of the tokens.
+        """Return the scores (batch, length, vocab_size) of the token after each position.
 
         Raises:
-            ValueError: if there are more tokens in a sequence than `max_length`.
+            ValueError: If a sequence has more than `max_length` tokens.
         """
         if tokens.shape[1] > self.max_length:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What the ready-made operators have in common: options, optimizer, loaders."""
+"""The base of the ready-made operators: options, optimizer, loaders."""
 
 from __future__ import annotations
 
@@ -35,44 +35,44 @@ def _is_data(value: Any) -> bool:
 
 
 def _has_batches(value: Any) -> bool:
-    # texts, dicts and arrays can be iterated over as well, and have no batches
+    # Strings, dicts, and NumPy arrays are iterable but do not contain batches.
     return isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping | np.ndarray)
 
 
 class ConfiguredOperator(TrainingOperator):
-    """Sets itself up from a config, and lets subclasses override each part of that.
+    """Sets itself up from a config. Subclasses can override each part.
 
     ===============================  ==========  ================================================
     key                              default     meaning
     ===============================  ==========  ================================================
     ``lr``                           0.001       learning rate
     ``optimizer``                    "adamw"     "adam", "adamw" or "sgd"; or a function of
-                                                 (parameters, config) that makes one
+                                                 (parameters, config) that returns one
     ``weight_decay``                 0.0         as the optimizer defines it
     ``momentum``                     0.9         of "sgd"
-    ``scheduler``                    None        function of (optimizer, config) that makes a
-                                                 scheduler; one with an argument
-                                                 ``steps_per_epoch`` gets that as well. The trainer
-                                                 needs a ``scheduler_step_freq`` then
-    ``gradient_accumulation_steps``  1           batches that make one update together
+    ``scheduler``                    None        function of (optimizer, config) that returns a
+                                                 scheduler, with an optional third argument
+                                                 ``steps_per_epoch``. It requires a
+                                                 ``scheduler_step_freq`` of the trainer
+    ``gradient_accumulation_steps``  1           number of batches per update
     ``max_grad_norm``                None        2-norm to which gradients are clipped
     ``train_data``                   None        a Dataset, a tensor or a tuple of tensors, an
                                                  iterable of batches, or a function of the
                                                  config that returns one of them
     ``validation_data``              None        likewise
-    ``batch_size``                   32          samples of a step for each of ``num_workers``;
+    ``batch_size``                   32          samples per step and worker;
                                                  ``config[BATCH_SIZE]`` sets those of all workers
-    ``num_loader_workers``           0           processes that load data, for each worker
-    ``seed``                         None        of torch's random numbers from `setup` on; what
-                                                 training draws differs from worker to worker
+    ``num_loader_workers``           0           processes per worker that load data
+    ``seed``                         None        seed of PyTorch, set in `setup`. Training draws
+                                                 different numbers on each worker
     ===============================  ==========  ================================================
 
-    Data sets and tensors get a DataLoader, which shuffles those to train on; iterables
-    are used as they are. Other keys are for your own functions; one that looks like an option
-    with a typing error is warned of.
+    Datasets and tensors get a DataLoader, which shuffles the training data. Iterables are used as
+    they are. Other keys are for your own functions. A key that resembles an option causes a
+    warning.
 
     Raises:
-        ValueError: in `setup`, if the config has a value that is not allowed.
+        ValueError: In `setup`, if the config has an invalid value.
     """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
@@ -93,10 +93,10 @@ class ConfiguredOperator(TrainingOperator):
         "num_loader_workers": integer(0, 0),
         "seed": integer(None, 0),
     }
-    """The keys of the config, with defaults and checks. Subclasses may add theirs."""
+    """Keys of the config, with defaults and checks. Subclasses can add keys."""
 
     options: dict[str, Any]
-    """The value of each option, from `setup` on."""
+    """Value of each option, available from `setup` on."""
 
     def setup(self, config: dict[str, Any]) -> None:
         """Read the options, and register models and loaders."""
@@ -112,7 +112,7 @@ class ConfiguredOperator(TrainingOperator):
         self.check_options()
         if self.options["seed"] is not None:
             torch.manual_seed(self.options["seed"])
-        # before the models, since schedulers may ask for the steps of an epoch
+        # Before the models, because schedulers can ask for the steps of an epoch.
         self.register_data(
             train_loader=self.make_loader(self.build_train_data(config), shuffle=True),
             validation_loader=self.make_loader(self.build_validation_data(config), shuffle=False),
@@ -120,18 +120,18 @@ class ConfiguredOperator(TrainingOperator):
         self.setup_models(config)
 
     def _seed_worker(self) -> None:
-        # alike until here, for models and data; from now on no two workers may drop the same
-        # activations or draw the same noise
+        # Until here, all workers draw the same numbers, for models and data. From now on, they must
+        # not drop the same activations or draw the same noise.
         if self.options["seed"] is not None and self.world_rank > 0:
             torch.manual_seed((self.options["seed"] + self.world_rank * 65_537) % 2**63)
 
-    # ---- what users override
+    # ---- methods to override
 
     def check_options(self) -> None:
-        """Check ``self.options`` where they depend on each other.
+        """Check options in ``self.options`` that depend on each other.
 
         Raises:
-            ValueError: if they do not fit.
+            ValueError: If they do not fit together.
         """
 
     def setup_models(self, config: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ class ConfiguredOperator(TrainingOperator):
     def build_optimizer(
         self, parameters: Iterable[torch.nn.Parameter], config: dict[str, Any]
     ) -> torch.optim.Optimizer:
-        """Return the optimizer of some parameters."""
+        """Return the optimizer of `parameters`."""
         kind, lr, decay = (self.options[key] for key in ("optimizer", "lr", "weight_decay"))
         if callable(kind):
             made: torch.optim.Optimizer = kind(parameters, config)
@@ -153,7 +153,7 @@ class ConfiguredOperator(TrainingOperator):
         return cls(parameters, lr=lr, weight_decay=decay)
 
     def build_scheduler(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
-        """Return the scheduler of an optimizer, or None."""
+        """Return the scheduler of `optimizer`, or None."""
         make = self.options["scheduler"]
         if make is None:
             return None
@@ -162,15 +162,15 @@ class ConfiguredOperator(TrainingOperator):
         return make(optimizer, config)
 
     def build_train_data(self, config: dict[str, Any]) -> Any:
-        """Return what to train on, in one of the forms that ``train_data`` may have."""
+        """Return the training data, in one of the forms of ``train_data``."""
         return self._configured_data("train_data", config)
 
     def build_validation_data(self, config: dict[str, Any]) -> Any:
-        """Return what to validate on, in one of the forms that ``validation_data`` may have."""
+        """Return the validation data, in one of the forms of ``validation_data``."""
         return self._configured_data("validation_data", config)
 
     def as_dataset(self, data: Any) -> Any:
-        """Return data in a form that users like to give as a Dataset, others as they are."""
+        """Convert a tensor or a tuple of tensors to a Dataset. Return other data unchanged."""
         if isinstance(data, torch.Tensor):
             data = (data,)
         if isinstance(data, tuple):
@@ -189,20 +189,20 @@ class ConfiguredOperator(TrainingOperator):
         return data
 
     def update_metrics(self, output: torch.Tensor, target: torch.Tensor) -> None:
-        """Take note of a validation batch, see :class:`raysgd.operators.WithMetrics`."""
+        """Update metrics with a validation batch. See :class:`raysgd.operators.WithMetrics`."""
 
-    # ---- what subclasses use
+    # ---- methods for subclasses
 
     @property
     def register_options(self) -> dict[str, Any]:
-        """Arguments of `register` that the config sets."""
+        """Arguments of `register` from the config."""
         return {key: self.options[key] for key in ("gradient_accumulation_steps", "max_grad_norm")}
 
     def build_module(self, key: str, config: dict[str, Any]) -> torch.nn.Module:
-        """Return the module that the config has under a key, or that a function there makes.
+        """Return the module in the config under `key`, or call the function there.
 
         Raises:
-            ValueError: if it is no module.
+            ValueError: If the result is not a module.
         """
         given = self.options[key]
         module = given if given is None or isinstance(given, torch.nn.Module) else given(config)
@@ -216,10 +216,10 @@ class ConfiguredOperator(TrainingOperator):
         return module
 
     def make_loader(self, data: Any, *, shuffle: bool) -> Any:
-        """Return a loader of `data`; None for None.
+        """Return a loader of `data`, or None if `data` is None.
 
         Raises:
-            ValueError: if it is nothing that batches can be made of.
+            ValueError: If `data` has an unsupported type.
         """
         data = self.as_dataset(data)
         if isinstance(data, Dataset):

@@ -1,4 +1,4 @@
-"""How far two clouds of features are from each other."""
+"""The Fréchet distance of two sets of features."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ def frechet_distance(
     fake: torch.Tensor,
     fake_products: torch.Tensor,
 ) -> float:
-    """Return the Fréchet distance of the normal distributions with the moments of two clouds.
+    """Return the squared Fréchet distance of two normal distributions, given their moments.
 
     ``|m - n|² + tr(S + T - 2 (S T)^½)`` for means m, n and covariances S, T (Dowson and Landau
-    1982). With features of an Inception network it is the FID of Heusel et al. 2017, "GANs Trained
+    1982). With features of an Inception network, it is the FID of Heusel et al. 2017, "GANs Trained
     by a Two Time-Scale Update Rule", arXiv:1706.08500.
 
     Args:
-        count: samples of each cloud.
-        real: sum of the features of one cloud.
-        real_products: sum of the outer products of its features with themselves.
-        fake: sum of the features of the other.
-        fake_products: sum of its outer products.
+        count: Number of samples in each set.
+        real: Sum of the features in the first set.
+        real_products: Sum of the outer products of its features.
+        fake: Sum of the features in the second set.
+        fake_products: Sum of the outer products of its features.
 
     Returns:
-        The squared distance; NaN for fewer than two samples, and where a feature is not finite.
+        The squared distance. NaN for fewer than two samples or features that are not finite.
     """
     clouds = []
     for total, products in ((real, real_products), (fake, fake_products)):
-        # sums of one feature are plain numbers
+        # The sums of a single feature arrive as plain numbers.
         mean = torch.as_tensor(total, dtype=torch.float64).reshape(-1) / count
         moment = torch.as_tensor(products, dtype=torch.float64).reshape(len(mean), len(mean))
         if count < 2 or not bool(moment.isfinite().all()):
@@ -49,7 +49,7 @@ def frechet_distance(
 
 
 def moments(real: torch.Tensor, fake: torch.Tensor) -> Sums:
-    """Return the sums of two batches of features, (batch, ...) each, as a metric."""
+    """Return the moments of two batches of features, (batch, ...) each, as a metric."""
     sums = {}
     for name, given in (("real", real), ("fake", fake)):
         features = given.double().reshape(len(given), -1)

@@ -1,4 +1,4 @@
-"""A generator and a discriminator that train each other."""
+"""Generative adversarial networks."""
 
 from __future__ import annotations
 
@@ -20,49 +20,49 @@ __all__ = ["GAN"]
 
 
 class GAN(ConfiguredOperator):
-    """Trains a generator G, and a discriminator that tells its samples from real ones.
+    """Trains a generator G, and a discriminator that separates its samples from real ones.
 
     Goodfellow et al. 2014, "Generative Adversarial Nets", arXiv:1406.2661. The discriminator gives
-    each sample a score, whose logistic function is D(x), the probability that x is real. Each
-    batch makes one step of
+    each sample a score. Its logistic function is D(x), the probability that x is real. Each batch
+    causes two steps:
 
-    - the discriminator down ``-log D(x) - log(1 - D(G(z)))`` and one of
-    - the generator down ``-log D(G(z))``, the non-saturating loss of section 3 of that paper,
+    - The discriminator minimizes ``-log D(x) - log(1 - D(G(z)))``.
+    - The generator minimizes ``-log D(G(z))``, the non-saturating loss of section 3 of that paper.
 
-    as means over the samples x of the batch and as many z, drawn from a standard normal
-    distribution. With one-sided label smoothing s (Salimans et al. 2016, arXiv:1606.03498) the
-    first loss has ``-(1 - s) log D(x) - s log(1 - D(x))`` for x.
+    The losses are means over the samples x of the batch and as many z, drawn from a standard normal
+    distribution. With one-sided label smoothing s (Salimans et al. 2016, arXiv:1606.03498), the
+    discriminator's loss for x is ``-(1 - s) log D(x) - s log(1 - D(x))``.
 
     ==============================  ==========  ================================================
     key                             default     meaning
     ==============================  ==========  ================================================
-    ``generator``                   None        a module that makes samples of noise (batch,
-                                                latent_size), or a function of the config that
-                                                makes one; unless `build_generator` is overridden
+    ``generator``                   None        a module that maps noise (batch, latent_size) to
+                                                samples, or a function of the config that returns
+                                                one; not needed if you override `build_generator`
     ``discriminator``               None        likewise, a module that gives each sample a
                                                 score, any number
     ``latent_size``                 64          numbers in z
     ``generator_lr``                None        learning rate of G; None for ``lr``
-    ``discriminator_lr``            None        of D; None for ``lr``
+    ``discriminator_lr``            None        learning rate of D; None for ``lr``
     ``lr``                          0.0002      with ``betas`` (0.5, 0.999) for "adam" and
                                                 "adamw" as in Radford et al. 2016 (DCGAN,
                                                 arXiv:1511.06434)
     ``optimizer``                   "adam"
     ``label_smoothing``             0.0         s above, from 0 to below 0.5
-    ``features``                    None        function of a batch of samples that gives (batch,
+    ``features``                    None        function that maps a batch of samples to (batch,
                                                 features), for ``val_frechet_distance``
     ==============================  ==========  ================================================
 
-    and the other keys of :class:`ConfiguredOperator`. Batches are samples, or tuples that begin
+    It also has the keys of :class:`ConfiguredOperator`. Batches are samples, or tuples that begin
     with them.
 
-    Metrics, as ``train_`` and ``val_``: ``discriminator_loss`` and ``generator_loss`` in nats;
-    ``real_score`` and ``fake_score``, the means of D(x) and D(G(z)); in validation also
-    ``val_discriminator_accuracy``, the share of real and generated samples that are told right
-    (0.5 by guessing), and with ``features`` ``val_frechet_distance`` between real and generated
-    samples (see :func:`raysgd.operators.frechet.frechet_distance`), exact over workers.
-    The noise of a validation is the same each time. Metrics of :class:`WithMetrics` are updated
-    with (generated samples, real samples).
+    Metrics have the prefixes ``train_`` and ``val_``. ``discriminator_loss`` and ``generator_loss``
+    are in nats. ``real_score`` and ``fake_score`` are the means of D(x) and D(G(z)). In validation,
+    ``val_discriminator_accuracy`` is the fraction of real and generated samples that D classifies
+    correctly (0.5 by guessing). With ``features``, ``val_frechet_distance`` is the distance between
+    real and generated samples, exact over workers (see
+    :func:`raysgd.operators.frechet.frechet_distance`). Each validation uses the same noise.
+    :class:`WithMetrics` updates its metrics with (generated samples, real samples).
     """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
@@ -78,7 +78,7 @@ class GAN(ConfiguredOperator):
         "features": any_of(None, callable, "a function of a batch of samples, or None"),
     }
 
-    # ---- what users override
+    # ---- methods to override
 
     def build_generator(self, config: dict[str, Any]) -> torch.nn.Module:
         """Return the generator."""
@@ -124,15 +124,15 @@ class GAN(ConfiguredOperator):
         self.generator_optimizer, self.discriminator_optimizer = optimizers
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Make one step of the discriminator and one of the generator."""
+        """Train the discriminator and then the generator on a batch."""
         real = self.real_samples(self.to_device(batch))
         smoothing, count = self.options["label_smoothing"], len(real)
         with self.timers.record("fwd"), self.autocast():
             fake = self.generator(self.noise(count))
             on_real = in_full_precision(self.discriminator(real))
             loss_real = _loss(on_real, 1 - smoothing)
-        # one by one: normalization layers see real and generated samples apart, and layers that
-        # change their buffers in a forward pass have had their backward pass before the next
+        # Separate passes: normalization layers must not mix real and generated samples, and a layer
+        # that changes its buffers needs its backward pass before the next forward pass.
         num_items = self._count_items(batch, count)
         self.backward(loss_real, num_samples=num_items)
         with self.timers.record("fwd"), self.autocast():
@@ -156,7 +156,7 @@ class GAN(ConfiguredOperator):
         }
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Judge real samples and as many generated ones."""
+        """Evaluate real samples and the same number of generated ones."""
         real = self.real_samples(self.to_device(batch))
         noise = self.noise(len(real), self._validation_generator(batch_info["batch_idx"]))
         with self.timers.record("eval_fwd"), self.autocast():
@@ -181,11 +181,11 @@ class GAN(ConfiguredOperator):
         return metrics
 
     def sample(self, num_samples: int, seed: int | None = None) -> torch.Tensor:
-        """Return generated samples, on the CPU. Runs on a worker.
+        """Return generated samples on the CPU. Call it on a worker.
 
         Args:
-            num_samples: how many.
-            seed: of the noise; None for torch's random numbers.
+            num_samples: Number of samples.
+            seed: Seed of the noise. None uses PyTorch's global generator.
         """
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         model = self.unwrapped(self.generator)
@@ -203,15 +203,15 @@ class GAN(ConfiguredOperator):
 
 
 def _loss(scores: torch.Tensor, share_real: float) -> torch.Tensor:
-    """Return the mean of ``-q log D - (1 - q) log(1 - D)``, with q the share."""
-    # of D = sigmoid(s) these logarithms are softplus(-s) and softplus(s), which never overflow
+    """Return the mean of ``-q log D - (1 - q) log(1 - D)`` with q = `share_real`."""
+    # For D = sigmoid(s), the logarithms are -softplus(-s) and -softplus(s), which do not overflow.
     loss = share_real * softplus(-scores) + (1 - share_real) * softplus(scores)
     return loss.mean()
 
 
 @contextlib.contextmanager
 def _frozen(model: torch.nn.Module) -> Iterator[None]:
-    """Let gradients pass through a model, and none stay in it."""
+    """Freeze the parameters of a model, but let gradients pass through it."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""A class for each image."""
+"""Image classification."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ __all__ = ["ImageClassifier"]
 
 
 class ImageClassifier(SupervisedOperator):
-    """Classifies images, or whatever else a model gives (batch, classes) scores for.
+    """Classifies images, or other inputs of a model that returns scores (batch, classes).
 
-    The loss of a sample with scores z and class y is the cross-entropy
-    ``-log softmax(z)[y]``. With label smoothing s the target is no longer class y alone but
-    ``1 - s`` of it and ``s / K`` of each of the K classes (Szegedy et al. 2016, "Rethinking the
-    Inception Architecture for Computer Vision", arXiv:1512.00567).
+    The loss of a sample with scores z and class y is the cross-entropy ``-log softmax(z)[y]``. With
+    label smoothing s, the target is ``1 - s`` of class y plus ``s / K`` of each of the K classes
+    (Szegedy et al. 2016, "Rethinking the Inception Architecture for Computer Vision",
+    arXiv:1512.00567).
 
-    Mixup (Zhang et al. 2018, "mixup: Beyond Empirical Risk Minimization", arXiv:1710.09412)
-    trains on ``λ x + (1 - λ) x'`` with the loss ``λ L(y) + (1 - λ) L(y')``, where x' and y' are
-    the samples of the same batch in another order and λ is drawn from a Beta distribution with
-    both parameters equal, once a batch.
+    Mixup (Zhang et al. 2018, "mixup: Beyond Empirical Risk Minimization", arXiv:1710.09412) trains
+    on ``λ x + (1 - λ) x'`` with the loss ``λ L(y) + (1 - λ) L(y')``. Here x' and y' are the samples
+    of the batch in another order. Each batch draws λ from a Beta distribution with two equal
+    parameters.
 
     ==============================  ==========  ================================================
     key                             default     meaning
     ==============================  ==========  ================================================
     ``label_smoothing``             0.0         s above, from 0 to 1
-    ``mixup_alpha``                 0.0         these parameters, above 0; 0 for no mixup
-    ``top_k``                       None        with 5, ``val_top5_accuracy`` as well
+    ``mixup_alpha``                 0.0         parameter of the distribution; 0 for no mixup
+    ``top_k``                       None        k of an additional ``val_top{k}_accuracy``
     ==============================  ==========  ================================================
 
-    and the keys of :class:`SupervisedOperator`. Batches are ``(images, classes)``: images in
-    the model's shape, classes as ints (batch). The model gives scores (batch, classes), or an
-    object that has them as ``logits``, as models of transformers and some of torchvision do.
+    It also has the keys of :class:`SupervisedOperator`. Batches are ``(images, classes)``: images
+    in the model's shape, classes as ints (batch). The model returns scores (batch, classes), or an
+    object with ``logits``, like models of transformers and some of torchvision.
 
     Metrics: ``val_loss``, the cross-entropy without smoothing, in nats; ``val_accuracy``, the
-    share of samples whose class has the highest score; ``val_top{k}_accuracy``, the share whose
-    class has one of the k highest.
+    fraction of samples whose class has the highest score; ``val_top{k}_accuracy``, the fraction
+    whose class is among the k highest.
     """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
@@ -75,7 +75,7 @@ class ImageClassifier(SupervisedOperator):
         return functional.cross_entropy(output, target.long(), reduction="none")
 
     def training_pass(self, batch: Any) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """Return output, target and losses, with mixup if it is asked for."""
+        """Return output, target, and losses, with mixup if configured."""
         alpha = self.options["mixup_alpha"]
         if not alpha:
             return super().training_pass(batch)

@@ -1,4 +1,4 @@
-"""The next token of a text."""
+"""Next-token prediction."""
 
 from __future__ import annotations
 
@@ -19,38 +19,37 @@ __all__ = ["LanguageModel"]
 
 
 class LanguageModel(SupervisedOperator):
-    """Predicts each token of a sequence from those before it.
+    """Predicts each token of a sequence from the tokens before it.
 
-    The loss of a token y that the model gives the scores z is ``-log softmax(z)[y]``, in nats;
-    their mean over tokens is the cross-entropy. The perplexity is its exponential (Jelinek et al.
-    1977): exp of the mean over all tokens of all batches and workers, not a mean of
-    exponentials.
+    The loss of a token y with the scores z is ``-log softmax(z)[y]``, in nats. The mean over tokens
+    is the cross-entropy. The perplexity is its exponential (Jelinek et al. 1977). raysgd computes
+    it from the mean over all tokens of all batches and workers, and does not average exponentials.
 
     ==============================  ==========  ================================================
     key                             default     meaning
     ==============================  ==========  ================================================
     ``vocab_size``                  None        number of tokens; needed without a ``model``
-    ``sequence_length``             128         tokens that the model sees at a time, where data
-                                                are given as one long tensor of tokens
-    ``hidden_size``                 128         of the Transformer that is trained without a
-                                                ``model``: numbers a token
-    ``num_layers``                  2           of it
-    ``num_heads``                   4           of it; divides ``hidden_size``
-    ``dropout``                     0.0         of it, from 0 to below 1
+    ``sequence_length``             128         tokens per sequence, if data are one long tensor of
+                                                tokens
+    ``hidden_size``                 128         numbers per token in the Transformer that is
+                                                trained without a ``model``
+    ``num_layers``                  2           its number of blocks
+    ``num_heads``                   4           its attention heads; divides ``hidden_size``
+    ``dropout``                     0.0         its dropout, from 0 to below 1
     ``tie_weights``                 True        whether its embedding and output share a matrix
-    ``ignore_index``                -100        targets that do not count: padding
+    ``ignore_index``                -100        target of padding, which does not count
     ==============================  ==========  ================================================
 
-    and the keys of :class:`SupervisedOperator`. A ``model`` of your own gives scores (batch,
-    length, tokens), or an object that has them as ``logits``, as transformers models do. Weights
-    that it ties itself stay tied.
+    It also has the keys of :class:`SupervisedOperator`. Your own ``model`` returns scores (batch,
+    length, tokens), or an object with ``logits``, like transformers models. Weights that the model
+    ties stay tied.
 
-    Data are one long tensor of tokens, of which :class:`TokenWindows` makes sequences, or batches
-    ``(tokens,)``, in which each token is the target of those before it, or ``(tokens, targets)``,
-    all of them ints (batch, length).
+    Data can be one long tensor of tokens, which :class:`TokenWindows` cuts into sequences.
+    Otherwise batches are ``(tokens,)``, whose targets are the next tokens, or ``(tokens,
+    targets)``. All are ints (batch, length).
 
-    Metrics: ``train_loss`` and ``val_loss``, nats a token; ``train_perplexity`` and
-    ``val_perplexity``; ``val_accuracy``, the share of tokens that were given the highest score.
+    Metrics: ``train_loss`` and ``val_loss``, nats per token; ``train_perplexity`` and
+    ``val_perplexity``; ``val_accuracy``, the fraction of tokens with the highest score.
     """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
@@ -66,7 +65,7 @@ class LanguageModel(SupervisedOperator):
     }
 
     def check_options(self) -> None:
-        """Check that heads share the hidden size."""
+        """Check that ``num_heads`` divides ``hidden_size``."""
         super().check_options()
         size, heads = self.options["hidden_size"], self.options["num_heads"]
         if self.options["model"] is None and size % heads:
@@ -76,7 +75,7 @@ class LanguageModel(SupervisedOperator):
             )
 
     def build_model(self, config: dict[str, Any]) -> torch.nn.Module:
-        """Return the model; a :class:`CausalTransformer` if none is given."""
+        """Return the configured model, or a :class:`CausalTransformer`."""
         if self.options["model"] is not None:
             return super().build_model(config)
         if self.options["vocab_size"] is None:
@@ -92,7 +91,7 @@ class LanguageModel(SupervisedOperator):
         )
 
     def as_dataset(self, data: Any) -> Any:
-        """Return sequences of one long tensor of tokens, other data as they are."""
+        """Cut one long tensor of tokens into sequences. Return other data unchanged."""
         if isinstance(data, torch.Tensor) and data.dim() == 1:
             length, ignored = self.options["sequence_length"], self.options["ignore_index"]
             vocab_size = self.options["vocab_size"]
@@ -120,7 +119,7 @@ class LanguageModel(SupervisedOperator):
         )
 
     def num_items(self, batch: Any) -> torch.Tensor:
-        """Return how many tokens count."""
+        """Return the number of tokens that count."""
         _, target = _tokens_and_targets(batch)
         counts: torch.Tensor = target.long() != self.options["ignore_index"]
         return counts.sum()
@@ -143,13 +142,13 @@ class LanguageModel(SupervisedOperator):
         temperature: float = 1.0,
         seed: int | None = None,
     ) -> list[int]:
-        """Continue a text, drawing each token from what the model predicts. Runs on a worker.
+        """Continue a text with tokens that the model predicts. Call it on a worker.
 
         Args:
-            tokens: the beginning, of one token at least.
-            num_tokens: how many to add.
-            temperature: divides the scores; 0 takes the highest one each time.
-            seed: of the draws; None for torch's random numbers.
+            tokens: Beginning of the text, at least one token.
+            num_tokens: Number of tokens to add.
+            temperature: Divisor of the scores. 0 always picks the highest score.
+            seed: Seed of the draws. None uses PyTorch's global generator.
 
         Returns:
             The added tokens.
@@ -184,4 +183,4 @@ def _tokens_and_targets(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _perplexity(total: float, weight: float) -> float:
     mean = ratio(total, weight)
-    return math.inf if mean > 700 else math.exp(mean)  # exp(710) is no float any more
+    return math.inf if mean > 700 else math.exp(mean)  # exp(710) overflows

@@ -1,4 +1,4 @@
-"""What a config may hold for a ready-made operator: defaults, and checks with clear errors."""
+"""Options of the ready-made operators: defaults, and checks with clear errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
-"""The default of an option that has none."""
+"""Default of a required option."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,29 +35,29 @@ class Option:
     """One key of a config."""
 
     default: Any
-    """What counts where the config does not have the key. It needs not be `allowed`."""
+    """Value if the config lacks the key. It need not fit."""
     fits: Callable[[Any], bool]
-    """Whether a value is allowed."""
+    """Function that returns whether a value is allowed."""
     allowed: str
-    """What is allowed, in words that follow "must be"."""
+    """Description of the allowed values, to follow "must be"."""
 
 
 def number(
     default: Any, low: float = -math.inf, high: float = math.inf, *, above: bool = False
 ) -> Option:
-    """Return an option that is a finite number from `low` to `high`.
+    """Return an option for a finite number from `low` to `high`.
 
     Args:
-        default: its default. With None, None is allowed too.
-        low: the smallest allowed number.
-        high: the largest allowed number.
-        above: whether the number has to be above `low`.
+        default: Default value. If it is None, None is allowed too.
+        low: Minimum.
+        high: Maximum.
+        above: Whether `low` itself is excluded.
     """
     return _number("a number", numbers.Real, default, low, high, above)
 
 
 def integer(default: Any, low: float = -math.inf) -> Option:
-    """Return an option that is an int of at least `low`, or None if that is the default."""
+    """Return an option for an int of at least `low`. A default of None allows None too."""
     return _number("an int", numbers.Integral, default, low)
 
 
@@ -85,20 +85,20 @@ def _number(
 
 
 def choice(default: str, *names: str) -> Option:
-    """Return an option that is one of several names."""
+    """Return an option for one of several names."""
     listed = ", ".join(f'"{name}"' for name in names[:-1]) + f' or "{names[-1]}"'
     return Option(default=default, fits=lambda v: isinstance(v, str) and v in names, allowed=listed)
 
 
 def flag(default: bool) -> Option:
-    """Return an option that is True or False."""
+    """Return an option for True or False."""
     return Option(
         default=default, fits=lambda value: isinstance(value, bool), allowed="True or False"
     )
 
 
 def any_of(default: Any, fits: Callable[[Any], bool], allowed: str) -> Option:
-    """Return an option with a check of its own; its default is always allowed."""
+    """Return an option with its own check. The default is always allowed."""
     return Option(
         default=default, fits=lambda value: value is default or fits(value), allowed=allowed
     )
@@ -107,17 +107,16 @@ def any_of(default: Any, fits: Callable[[Any], bool], allowed: str) -> Option:
 def read_options(
     owner: str, options: Mapping[str, Option], config: Mapping[str, Any], warns: bool = True
 ) -> dict[str, Any]:
-    """Return the value of each option: that of `config`, or its default.
+    """Return the value of each option, from `config` or its default.
 
     Args:
-        owner: name of the operator, for errors.
-        options: the options by key.
-        config: what the user gave. Keys that are no options are the user's own business; one
-            that looks like an option with a typing error is warned of.
-        warns: whether to do so.
+        owner: Name of the operator, for messages.
+        options: Options by key.
+        config: The user's config. It can have other keys.
+        warns: Whether to log a warning about a key that resembles an option.
 
     Raises:
-        ValueError: if a value is missing or not allowed. It names key, value and what is allowed.
+        ValueError: If a value is missing or not allowed.
     """
     for key, option in options.items():
         if key in config and not option.fits(config[key]):
@@ -136,11 +135,11 @@ def read_options(
 
 
 def shown(value: Any) -> str:
-    """Return a value as an error shows it: short, however large the value is."""
+    """Return the `repr` of a value, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _plain(value: Any) -> Any:
-    """Return a number of numpy, which searches for good values like to give, as Python's."""
+    """Convert NumPy numbers, which hyperparameter searches draw, to Python numbers."""
     return value.item() if isinstance(value, numbers.Number) and hasattr(value, "item") else value

@@ -1,4 +1,4 @@
-"""Numbers for each sample."""
+"""Regression."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["R2", "Regressor"]
 
 
 class Regressor(SupervisedOperator):
-    """Predicts one number, or several, for each sample.
+    """Predicts one or more numbers for each sample.
 
-    Losses of a prediction p for the number y, as means over all numbers of all samples:
+    The loss is a mean over all numbers of all samples. For a prediction p and a target y it is:
 
     - "mse": ``(p - y)²``
     - "l1": ``|p - y|``
-    - "huber": ``(p - y)² / 2`` where ``|p - y| ≤ δ``, and ``δ (|p - y| - δ / 2)`` beyond (Huber
-      1964, "Robust Estimation of a Location Parameter")
+    - "huber": ``(p - y)² / 2`` if ``|p - y| ≤ δ``, otherwise ``δ (|p - y| - δ / 2)`` (Huber 1964,
+      "Robust Estimation of a Location Parameter")
 
     ==============================  ==========  ================================================
     key                             default     meaning
@@ -33,12 +33,12 @@ class Regressor(SupervisedOperator):
     ``huber_delta``                 1.0         δ above, in the unit of the target
     ==============================  ==========  ================================================
 
-    and the keys of :class:`SupervisedOperator`. Batches are ``(*features, target)``, the target
-    of the output's shape; an output of shape (batch, 1) fits a target of shape (batch).
+    It also has the keys of :class:`SupervisedOperator`. Batches are ``(*features, target)``. Output
+    and target have the same shape, or (batch, 1) and (batch).
 
-    Metrics: ``val_loss``; ``val_mae``, the mean absolute error, and ``val_rmse``, the root of the
-    mean squared error, in the unit of the target; ``val_r2``, the coefficient of determination
-    (see :class:`R2`), computed from sums over all batches and workers.
+    Metrics: ``val_loss``; ``val_mae``, the mean absolute error, and ``val_rmse``, the root mean
+    squared error, in the unit of the target; ``val_r2``, the coefficient of determination (see
+    :class:`R2`), computed from sums over all batches and workers.
     """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
@@ -48,18 +48,18 @@ class Regressor(SupervisedOperator):
     }
 
     def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return output and target, of one shape."""
+        """Return output and target, with the same shape."""
         output, target = super().predict(batch)
         if output.shape == (*target.shape, 1):
             output = output.squeeze(-1)
         if output.shape != target.shape:
-            # the loss would be taken between every output and every target
+            # Broadcasting would compare every output with every target.
             raise ValueError(
                 f"{type(self).__name__}: the model's output has the shape {tuple(output.shape)} "
                 f"and the target {tuple(target.shape)}; they need to be the same."
             )
         if not target.is_floating_point():
-            # not to those of 16 bits, which an output has in mixed precision
+            # At least float32, because outputs can have 16 bits in mixed precision.
             target = target.to(torch.promote_types(output.dtype, torch.float32))
         return output, target
 
@@ -74,7 +74,7 @@ class Regressor(SupervisedOperator):
         return loss(output, target, reduction="none")
 
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
-        """Return MAE, RMSE and R²."""
+        """Return MAE, RMSE, and R²."""
         output, target = output.double(), target.double()
         error = output - target
         return {
@@ -91,18 +91,17 @@ def _root(total: float, weight: float) -> float:
 class R2(MergeableMetric):
     """Coefficient of determination, ``1 - Σ (y - p)² / Σ (y - mean of y)²``.
 
-    1 for perfect predictions, 0 for those that are no better than the mean. Of several outputs it
-    is the mean over outputs. NaN where the targets do not vary.
+    1 for perfect predictions, 0 for predictions as good as the mean. For several outputs it is the
+    mean over outputs. NaN if the targets do not vary.
 
-    Squared deviations of two parts are merged by the formula of Chan, Golub and LeVeque 1979,
-    "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", which stays
-    exact where targets are large and vary little.
+    `merge` uses the formula of Chan, Golub, and LeVeque 1979, "Updating Formulae and a Pairwise
+    Algorithm for Computing Sample Variances". It stays exact for large targets that vary little.
 
     Args:
-        count: number of samples.
-        mean: mean of the targets, one an output.
-        deviations: sums of their squared deviations from it.
-        errors: sums of squared errors.
+        count: Number of samples.
+        mean: Mean of the targets, per output.
+        deviations: Sums of the targets' squared deviations from the mean.
+        errors: Sums of squared errors.
     """
 
     def __init__(
@@ -115,14 +114,14 @@ class R2(MergeableMetric):
 
     @classmethod
     def of(cls, output: torch.Tensor, target: torch.Tensor) -> Self:
-        """Return that of a batch: (batch, ...), of one shape."""
+        """Return the metric of a batch. Both arguments have the same shape (batch, ...)."""
         output, target = (t.detach().double().reshape(len(t), -1) for t in (output, target))
         mean = target.mean(dim=0)
         deviations = (target - mean).square().sum(dim=0)
         return cls(len(target), mean, deviations, (target - output).square().sum(dim=0))
 
     def merge(self, other: Self) -> Self:
-        """Return that of both parts."""
+        """Return the metric over both parts."""
         count = self.count + other.count
         distance = other.mean - self.mean
         share = other.count / count

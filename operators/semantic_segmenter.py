@@ -1,4 +1,4 @@
-"""A class for each pixel."""
+"""Semantic segmentation."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ __all__ = ["SemanticSegmenter"]
 class SemanticSegmenter(SupervisedOperator):
     """Classifies each pixel of an image.
 
-    The loss is the cross-entropy ``-log softmax(z)[y]`` of a pixel with scores z and class y, as
-    a mean over all pixels that are not marked to be ignored.
+    The loss is the cross-entropy ``-log softmax(z)[y]`` of a pixel with scores z and class y,
+    averaged over all pixels that are not ignored.
 
     ==============================  ==========  ================================================
     key                             default     meaning
     ==============================  ==========  ================================================
     ``num_classes``                 required    number of classes
-    ``ignore_index``                255         pixels of this class do not count
+    ``ignore_index``                255         class of the pixels to ignore
     ==============================  ==========  ================================================
 
-    and the keys of :class:`SupervisedOperator`. Batches are ``(images, masks)``; the masks hold
-    classes as ints (batch, height, width), and the model gives (batch, classes, height, width),
-    or a dict with that under ``"out"``, as torchvision's models do.
+    It also has the keys of :class:`SupervisedOperator`. Batches are ``(images, masks)``, with masks
+    of classes as ints (batch, height, width). The model returns (batch, classes, height, width), or
+    a dict with that under ``"out"``, like torchvision's models.
 
-    Metrics: ``val_loss`` in nats a pixel; ``val_pixel_accuracy``; ``val_mean_iou``, the mean over
-    classes of intersection over union (Long et al. 2015, arXiv:1411.4038). One confusion matrix is
-    summed over all batches and workers, so that both are those of the whole data.
+    Metrics: ``val_loss`` in nats per pixel; ``val_pixel_accuracy``; ``val_mean_iou``, the mean
+    intersection over union of the classes (Long et al. 2015, arXiv:1411.4038). Both come from one
+    confusion matrix, summed over all batches and workers.
     """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
@@ -45,7 +45,7 @@ class SemanticSegmenter(SupervisedOperator):
     }
 
     def check_options(self) -> None:
-        """Check that the class to ignore is none of those to learn by mistake."""
+        """Check that ``ignore_index`` is not accidentally one of the classes."""
         super().check_options()
         ignored, num_classes = self.options["ignore_index"], self.options["num_classes"]
         if num_classes > 255 and ignored == 255 and "ignore_index" not in self.config:
@@ -76,12 +76,12 @@ class SemanticSegmenter(SupervisedOperator):
         return functional.cross_entropy(output, target, ignore_index=ignored, reduction="none")
 
     def num_items(self, batch: Any) -> torch.Tensor:
-        """Return how many pixels count."""
+        """Return the number of pixels that count."""
         counts: torch.Tensor = batch[-1].long() != self.options["ignore_index"]
         return counts.sum()
 
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
-        """Return pixel accuracy and mean IoU, of a confusion matrix that is yet to be summed."""
+        """Return pixel accuracy and mean IoU as mergeable metrics."""
         num_classes, ignored = self.options["num_classes"], self.options["ignore_index"]
         counts = confusion_matrix(output.argmax(dim=1), target, num_classes, ignored)
         return {

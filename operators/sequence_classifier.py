@@ -1,4 +1,4 @@
-"""A class for each sequence of tokens, by a model of Hugging Face transformers."""
+"""Sequence classification with Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ __all__ = ["SequenceClassifier"]
 
 
 class SequenceClassifier(SupervisedOperator):
-    """Trains a transformers model for sequence classification, made from a config.
+    """Trains a transformers model for sequence classification, built from a config.
 
-    Nothing is downloaded: ``AutoModelForSequenceClassification.from_config`` builds the model with
-    fresh weights. The loss of a sequence with scores z and class y is the cross-entropy
-    ``-log softmax(z)[y]``, smoothed as :class:`ImageClassifier` tells.
+    ``AutoModelForSequenceClassification.from_config`` creates the model with random weights and
+    downloads nothing. The loss of a sequence with scores z and class y is the cross-entropy
+    ``-log softmax(z)[y]``, with label smoothing as in :class:`ImageClassifier`.
 
     ==============================  ==========  ================================================
     key                             default     meaning
     ==============================  ==========  ================================================
     ``num_classes``                 required    number of classes
-    ``model_type``                  "bert"      architecture, as transformers calls it:
+    ``model_type``                  "bert"      architecture in transformers:
                                                 "distilbert", "roberta", "gpt2", ...
-    ``model_config``                None        what its config class takes, such as
+    ``model_config``                None        arguments of its config class, such as
                                                 ``{"hidden_size": 64, "vocab_size": 300}``; the
                                                 names differ between architectures
     ``label_smoothing``             0.0         from 0 to 1
     ==============================  ==========  ================================================
 
-    and the keys of :class:`SupervisedOperator`. With a ``model``, or an overridden `build_model`,
-    that model is trained: any that takes ``input_ids`` and returns scores (batch, classes), or an
-    object that has them as ``logits``.
+    It also has the keys of :class:`SupervisedOperator`. A ``model``, or an overridden
+    `build_model`, replaces the transformers model. It takes ``input_ids`` and returns scores
+    (batch, classes), or an object with ``logits``.
 
-    Batches are dicts as transformers users know them, with ``input_ids`` and ``labels``, and
-    whatever else the model takes; or tuples ``(input_ids, labels)`` or ``(input_ids,
-    attention_mask, labels)``.
+    Batches are dicts as in transformers, with ``input_ids``, ``labels``, and further inputs of the
+    model. They can also be tuples ``(input_ids, labels)`` or ``(input_ids, attention_mask,
+    labels)``.
 
-    Metrics: ``val_loss`` in nats; ``val_accuracy``; ``val_f1``, the mean of the classes' F1 (macro
+    Metrics: ``val_loss`` in nats; ``val_accuracy``; ``val_f1``, the mean F1 of the classes (macro
     F1), computed from one confusion matrix over all batches and workers.
 
     Raises:
-        ImportError: in `setup`, if transformers is missing and the model is to be made by it.
-        ValueError: in `setup`, if transformers refuses ``model_type`` or ``model_config``.
+        ImportError: In `setup`, if transformers is needed but missing.
+        ValueError: In `setup`, if transformers rejects ``model_type`` or ``model_config``.
     """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
@@ -65,7 +65,7 @@ class SequenceClassifier(SupervisedOperator):
     }
 
     def build_model(self, config: dict[str, Any]) -> torch.nn.Module:
-        """Return the model, made by transformers if none is given."""
+        """Return the configured model, or build one with transformers."""
         if self.options["model"] is not None:
             return super().build_model(config)
         transformers = import_extra(type(self).__name__, "transformers", "operators")

@@ -1,4 +1,4 @@
-"""One model, one target: the training and the validation step of most operators."""
+"""Training and validation steps for one model and a target."""
 
 from __future__ import annotations
 
@@ -15,29 +15,28 @@ __all__ = ["SupervisedOperator", "in_full_precision"]
 
 
 def in_full_precision(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of 16-bit numbers in float32, others as they are."""
+    """Convert 16-bit floats to float32. Return other tensors unchanged."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 class SupervisedOperator(ConfiguredOperator):
-    """Trains one model to give a target.
+    """Trains one model to predict a target.
 
     ==============================  ==========  ================================================
     key                             default     meaning
     ==============================  ==========  ================================================
     ``model``                       None        a torch.nn.Module, or a function of the config
-                                                that makes one; unless a subclass overrides
-                                                `build_model`
-    ``train_metrics``               False       compute the metrics for training batches as
-                                                well, as ``train_...``
+                                                that returns one; not needed if a subclass
+                                                overrides `build_model`
+    ``train_metrics``               False       also compute the metrics for training batches, as
+                                                ``train_...``
     ==============================  ==========  ================================================
 
-    and the keys of :class:`ConfiguredOperator`. Batches are ``(*features, target)``.
+    It also has the keys of :class:`ConfiguredOperator`. Batches are ``(*features, target)``.
 
-    A loss is the sum of the losses of all terms (samples, pixels, tokens) divided by their
-    number, over all batches and workers: exact also if batches have different numbers of terms.
-    A subclass whose terms do not all count overrides `num_items`; the gradients are those of the
-    same mean then.
+    A loss is the sum over all terms (samples, pixels, tokens) divided by their number, over all
+    batches and workers. It is exact even if batches have different numbers of terms. If some terms
+    do not count, override `num_items`, so that gradients use the same mean.
     """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
@@ -50,7 +49,7 @@ class SupervisedOperator(ConfiguredOperator):
         "train_metrics": flag(False),
     }
 
-    # ---- what users override
+    # ---- methods to override
 
     def build_model(self, config: dict[str, Any]) -> torch.nn.Module:
         """Return the model."""
@@ -59,34 +58,34 @@ class SupervisedOperator(ConfiguredOperator):
     def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the model's output for a batch on this worker's device, and the target.
 
-        An override that reads other batches may need a `num_items` that reads them as well.
+        If you override it to read other batches, also override `num_items` if necessary.
         """
         *features, target = batch
         return self.model(*features), target
 
     def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each term; 0 for those that do not count."""
+        """Return the loss of each term. It must be 0 for terms that do not count."""
         raise NotImplementedError(f"{type(self).__name__} must override losses.")
 
     def validation_losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each term in validation; that of training unless overridden."""
+        """Return the loss of each term in validation. Default: the same as in training."""
         return self.losses(output, target)
 
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
-        """Return further metrics of a batch by name, without ``val_``.
+        """Return further metrics of a batch by name, without the prefix ``val_``.
 
-        They are means over its samples, or :class:`raysgd.metrics.MergeableMetric` objects.
+        Each is a mean over the samples, or a :class:`raysgd.metrics.MergeableMetric`.
         """
         return {}
 
     def loss_metrics(self, total: torch.Tensor, count: float | torch.Tensor) -> dict[str, Any]:
-        """Return ``loss``, and what follows from it, of the sum of the losses of a batch."""
+        """Return ``loss`` and derived metrics, from the sum of the losses of a batch."""
         return {"loss": Sums(ratio, total=total, weight=count)}
 
     # ---- the steps
 
     def setup_models(self, config: dict[str, Any]) -> None:
-        """Register the model, its optimizer and its scheduler."""
+        """Register the model, its optimizer, and its scheduler."""
         model = self.build_model(config)
         optimizer = self.build_optimizer(model.parameters(), config)
         scheduler = self.build_scheduler(optimizer, config)
@@ -98,7 +97,7 @@ class SupervisedOperator(ConfiguredOperator):
         """Train on one batch.
 
         Returns:
-            ``train_loss`` and ``num_samples``; with ``train_metrics`` also ``train_...``.
+            ``train_loss`` and ``num_samples``. With ``train_metrics`` also ``train_...``.
         """
         batch = self.to_device(batch)
         with self.timers.record("fwd"), self.autocast():
@@ -120,15 +119,15 @@ class SupervisedOperator(ConfiguredOperator):
         return metrics
 
     def training_pass(self, batch: Any) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """Return output, target and losses; None for an output that metrics mean nothing for."""
+        """Return output, target, and losses. An output of None disables ``train_metrics``."""
         output, target = self.predict(batch)
         return output, target, self.losses(in_full_precision(output), target)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch; the output is in ``batch_info["output"]`` afterwards.
+        """Evaluate one batch, and store the output in ``batch_info["output"]``.
 
         Returns:
-            ``val_loss``, ``num_samples``, and `metrics` as ``val_...``.
+            ``val_loss``, ``num_samples``, and the `metrics` as ``val_...``.
         """
         batch = self.to_device(batch)
         with self.timers.record("eval_fwd"), self.autocast():

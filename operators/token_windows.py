@@ -1,4 +1,4 @@
-"""A long text as a data set of sequences."""
+"""A dataset that cuts a long text into sequences."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ __all__ = ["TokenWindows"]
 
 
 class TokenWindows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Cuts a text into sequences so that each of its tokens but the first is a target once.
+    """Cuts a text into sequences. Each token except the first is a target once.
 
-    Samples are ``(tokens, targets)``. The last sequence is filled up with targets that do not
-    count.
+    Samples are ``(tokens, targets)``. The last sequence is padded with targets that do not count.
 
     >>> [sample[1].tolist() for sample in TokenWindows(torch.arange(6), length=3)]
     [[1, 2, 3], [4, 5, -100]]
 
     Args:
-        tokens: the text, ints of one dimension, two tokens at least.
-        length: tokens of a sequence.
-        ignore_index: the target that does not count.
+        tokens: One-dimensional tensor of ints, with at least two tokens.
+        length: Tokens per sequence.
+        ignore_index: Target of padding.
 
     Raises:
-        ValueError: if there are too few tokens, or they are no ints.
+        ValueError: If there are too few tokens, or they are not ints.
     """
 
     def __init__(self, tokens: torch.Tensor, length: int, ignore_index: int = -100) -> None:

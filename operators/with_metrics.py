@@ -35,25 +35,25 @@ class WithMetrics(TrainingOperator):
     ==============================  ==========  ================================================
     ``metrics``                     required    a dict of torchmetrics.Metric objects by name, a
                                                 MetricCollection, one Metric, or a function of
-                                                the config that returns one of them; unless
-                                                `build_metrics` is overridden
+                                                the config that returns one of them; not needed
+                                                if you override `build_metrics`
     ==============================  ==========  ================================================
 
-    A metric named ``f1`` is in the result as ``val_f1``. One that computes a vector or a dict gives
-    a number for each entry: ``val_f1_0``, or ``val_f1_key``.
+    The result of a metric named ``f1`` is ``val_f1``. A vector or dict gives one number per entry:
+    ``val_f1_0``, or ``val_f1_key``.
 
-    TorchMetrics' own exchange between processes is off: it would wait for workers that have no
-    further batch. Their states go to the driver with the result instead, and are merged there by
-    each state's own rule before anything is computed. So the result is that of one process over
-    all of the data, for any number of workers. Metrics that keep all predictions (AUROC without
-    ``thresholds``, say) send all of them.
+    TorchMetrics does not synchronize its metrics here, because a worker without a further batch
+    would block the others. Instead, the workers send the states to the driver with the result. The
+    driver merges them by the rule of each state and then computes the metric. The result equals
+    that of one process over all data, for any number of workers. Metrics that keep all predictions,
+    such as AUROC without ``thresholds``, send all of them.
 
-    The default ``validate_batch``, and those of the operators of this package, feed the metrics. A
-    ``validate_batch`` of your own calls ``self.update_metrics(output, target)``.
+    The default ``validate_batch`` and those of this package's operators update the metrics. In your
+    own ``validate_batch``, call ``self.update_metrics(output, target)``.
 
     Raises:
-        ImportError: if torchmetrics is missing.
-        TypeError: in `setup`, if there are no metrics, or they are something else.
+        ImportError: If torchmetrics is missing.
+        TypeError: In `setup`, if the metrics are missing or have another type.
     """
 
     def setup(self, config: dict[str, Any]) -> None:
@@ -62,22 +62,22 @@ class WithMetrics(TrainingOperator):
         self._prepare_metrics()
 
     def build_metrics(self, config: dict[str, Any]) -> Any:
-        """Return the metrics, in one of the forms that ``config["metrics"]`` may have."""
+        """Return the metrics, in one of the forms of ``config["metrics"]``."""
         given = config.get("metrics")
-        # a metric can be called as well
+        # A metric is callable too.
         if callable(given) and not isinstance(given, torch.nn.Module):
             return given(config)
         return given
 
     @property
     def validation_metrics(self) -> dict[str, Metric]:
-        """The metrics by name; each validation starts them anew."""
+        """The metrics by name. Each validation resets them."""
         return self._prepare_metrics()
 
     def update_metrics(self, output: Any, target: Any) -> None:
         """Update each metric with a validation batch: ``metric.update(output, target)``.
 
-        Override it where they need something else, such as probabilities or labels.
+        Override it if the metrics need other inputs, such as probabilities or labels.
         """
         if isinstance(output, torch.Tensor):
             output = in_full_precision(output)
@@ -101,13 +101,13 @@ class WithMetrics(TrainingOperator):
         for name, metric in metrics.items():
             if _updated(metric):  # a worker may have had no batch
                 with warnings.catch_warnings():
-                    # that this worker's part alone lacks something says nothing
+                    # Warnings about this worker's part alone are misleading.
                     warnings.simplefilter("ignore")
                     result.update(computed(f"val_{name}", MergedStates.of(metric)))
         return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch; the default one updates no metrics."""
+        """Evaluate one batch. Update the metrics after the default `validate_batch`."""
         method = super().validate_batch
         found = method(batch, batch_info)
         if getattr(method, "__func__", None) is TrainingOperator.validate_batch:
@@ -117,7 +117,7 @@ class WithMetrics(TrainingOperator):
     _metrics: dict[str, Metric] | None = None
 
     def _prepare_metrics(self) -> dict[str, Metric]:
-        # not in setup alone: that of a user's own class may not call the one of here
+        # Not only in setup, because a user's setup may not call super().setup().
         if self._metrics is None:
             given = _by_name(type(self).__name__, self.build_metrics(self.config))
             self._metrics = {name: _alone(metric).to(self.device) for name, metric in given.items()}
@@ -125,14 +125,14 @@ class WithMetrics(TrainingOperator):
 
 
 class MergedStates(MergeableMetric):
-    """A torchmetrics.Metric with the states of all parts of the data.
+    """A torchmetrics.Metric with the states of several parts of the data.
 
-    They are kept apart until something is computed, and then reduced all at once: that is what
-    TorchMetrics does with the states of its processes, and some metrics count on it.
+    The states stay separate until `compute`, which reduces them together. TorchMetrics treats the
+    states of its processes the same way, and some metrics rely on it.
 
     Args:
-        metric: the metric, without any data.
-        parts: for each part the states of the metric and of those inside of it.
+        metric: The metric without data.
+        parts: States of the metric and of its inner metrics, for each part of the data.
     """
 
     def __init__(self, metric: Metric, parts: Sequence[list[dict[str, Any]]]) -> None:
@@ -141,7 +141,7 @@ class MergedStates(MergeableMetric):
 
     @classmethod
     def of(cls, metric: Metric) -> Self:
-        """Return the states that a metric has now."""
+        """Return the current states of a metric."""
         part = [
             {name: _on_cpu(value) for name, value in each.metric_state.items()}
             for each in _members(metric)
@@ -155,7 +155,7 @@ class MergedStates(MergeableMetric):
         return type(self)(self.metric, [*self.parts, *other.parts])
 
     def compute(self) -> Any:
-        """Return what the metric computes."""
+        """Return the value of the metric."""
         metric = copy.deepcopy(self.metric)
         for index, member in enumerate(_members(metric)):
             held = [part[index] for part in self.parts]
@@ -167,19 +167,19 @@ class MergedStates(MergeableMetric):
 
 
 def _reduced(states: list[Any], reduce: Any) -> Any:
-    """Merge the states of several parts as TorchMetrics merges those of processes."""
+    """Merge the states of several parts like TorchMetrics merges those of processes."""
     if len(states) == 1:
-        # a copy: some metrics change their states as they compute
+        # A copy, because some metrics change their states in compute().
         return list(states[0]) if isinstance(states[0], list) else states[0].clone()
     if isinstance(states[0], list):
-        # a list of batches stays one, in which those of all parts are
+        # Lists of batches are concatenated.
         return [batch for state in states for batch in state]
     stacked = torch.stack(states)
     return stacked if reduce is None else reduce(stacked)
 
 
 def _numbers(owner: str, value: Any) -> dict[str, Any]:
-    """Return the numbers that a metric computed, by the end of their names; matrices as such."""
+    """Return the numbers that a metric computed, by name suffix. Matrices stay tensors."""
     if isinstance(value, Mapping):
         found = {}
         for key, entry in value.items():
@@ -203,7 +203,7 @@ def _by_name(owner: str, given: Any) -> dict[str, Metric]:
     metric_cls = import_extra(owner, "torchmetrics", "operators").Metric
     if isinstance(given, metric_cls):
         return {type(given).__name__: given}
-    # of a MetricCollection the names with its prefix, and metrics that share no states
+    # The items of a MetricCollection have its prefix, and do not share states.
     items = given.items() if hasattr(given, "items") else ()
     found = dict(items)
     if not found or not all(isinstance(metric, metric_cls) for metric in found.values()):
@@ -216,7 +216,7 @@ def _by_name(owner: str, given: Any) -> dict[str, Metric]:
 
 
 def _alone(metric: Metric) -> Metric:
-    """Return a copy of a metric that never talks to other processes."""
+    """Return a copy of a metric that never communicates."""
     own = copy.deepcopy(metric)
     for member in _members(own):
         member.distributed_available_fn = _not_available
@@ -239,5 +239,5 @@ def _updated(metric: Metric) -> bool:
 
 
 def _on_cpu(state: Any) -> Any:
-    """Return a copy of a state, since `reset` empties lists in place."""
+    """Copy a state to the CPU, because `reset` empties lists in place."""
     return [batch.cpu() for batch in state] if isinstance(state, list) else state.cpu().clone()
