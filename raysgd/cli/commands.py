@@ -43,7 +43,7 @@ _PACKAGES = {
 }
 _PEERS = ("lightning", "accelerate")
 _NEEDS = {"all": (*_PEERS, "matplotlib"), "epoch": _PEERS, "start": _PEERS}
-"""What benchmarks need beside raysgd."""
+"""Packages that benchmarks need in addition to raysgd."""
 _DISTRIBUTIONS = {
     "mlflow": ("mlflow", "mlflow-skinny"),
     "tensorflow": ("tensorflow", "tensorflow-cpu"),
@@ -57,7 +57,7 @@ _LISTENERS = (
     ("driver", "stores of NCCL and Horovod", "for everybody who reaches them"),
     ("each worker", "TensorFlow's server", "on all interfaces; training functions only"),
 )
-"""What listens where, and for whom."""
+"""Where raysgd listens, for what purpose, and who can connect."""
 
 
 @app.callback(invoke_without_command=True)
@@ -74,7 +74,7 @@ def main(
 def report(
     rundir: Annotated[Path, typer.Argument(help="Folder of the run: TorchTrainer(logdir=...).")],
 ) -> None:
-    """Make report.html of a run again, from its logs."""
+    """Rebuild report.html of a run from its logs."""
     from raysgd.callbacks.report import make_report
 
     try:
@@ -108,7 +108,7 @@ def fit(
         typer.Option(help="trainer.logdir=..., the run folder; runs/OPERATOR without."),
     ] = None,
 ) -> None:
-    """Train an operator; the same command again goes on from its newest checkpoint."""
+    """Train an operator. Run the same command again to resume from the newest checkpoint."""
     from raysgd.cli import fit as fit_command
 
     try:
@@ -137,7 +137,7 @@ def doctor(
         ),
     ] = None,
 ) -> None:
-    """Show what this machine, and a cluster, offer, and what is missing for what."""
+    """Show the packages and resources of this machine and of a cluster."""
     rows = [("Python", platform.python_version(), ""), ("raysgd", raysgd.__version__, "")]
     rows += [(name, _version(name) or "missing", use) for name, use in _PACKAGES.items()]
     memory = psutil.virtual_memory()
@@ -169,7 +169,7 @@ def bench(
         str, typer.Argument(help="all, or one of them; options that follow are passed on to it.")
     ] = "all",
 ) -> None:
-    """Run a benchmark: raysgd and its peers side by side. Needs a clone of the repository."""
+    """Run a benchmark of raysgd and its peers. Needs a clone of the repository."""
     folder = Path(raysgd.__file__).resolve().parent.parent / "examples" / "benchmarks"
     there_are = sorted(path.stem for path in folder.glob("[!_]*.py"))
     if not there_are:
@@ -200,7 +200,7 @@ def _show(rows: Sequence[tuple[str, str, str]]) -> None:
 
 
 def _version(name: str) -> str | None:
-    """Return the version of a package, without importing it; None where it is missing."""
+    """Return the version of a package without importing it, or None if it is missing."""
     if importlib.util.find_spec(name) is None:
         return None
     for distribution in _DISTRIBUTIONS.get(name, (name,)):

@@ -1,4 +1,4 @@
-"""The command ``raysgd fit``: an operator, its config, and a trainer that goes on where it was."""
+"""The command ``raysgd fit``: train an operator, or resume its training."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 def load_operator(place: str) -> type[Any]:
-    """Import a class, from ``package.module:Class`` or ``path/to/file.py:Class``.
+    """Import a class from ``package.module:Class`` or ``path/to/file.py:Class``.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: If the class does not exist.
     """
     module, _, name = place.rpartition(":")
     if not module or not name.isidentifier():
@@ -48,7 +48,7 @@ def load_operator(place: str) -> type[Any]:
         if not file.is_file():
             near = _meant(file.name, [each.name for each in folder.glob("*.py")])
             raise ValueError(f"{place!r}: there is no file {file.name} in {folder}.{near}")
-    # workers on this machine look for it where this process does
+    # Workers on this machine must find the module too.
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
@@ -57,7 +57,7 @@ def load_operator(place: str) -> type[Any]:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # one that it imports itself
+            raise  # a missing import of the module itself
         near = _meant(error.name, [each.stem for each in folder.glob("*.py")])
         raise ValueError(
             f"{place!r}: there is no module {error.name!r} in {folder}.{near}"
@@ -75,24 +75,24 @@ def load_operator(place: str) -> type[Any]:
 
 
 def _meant(given: str, known: Collection[str], before: str = "") -> str:
-    """Return the question whether another name is meant; nothing where none is near."""
+    """Return a question with a similar name, or an empty string."""
     close = closest(given, known)
     return f" Did you mean {before}{close}?" if close else ""
 
 
 def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Read the arguments of all that has some from a file, and change them one by one.
+    """Read the settings of all sections from a file, and apply overrides.
 
     >>> found = read_settings(None, ["config.lr=1e-3", "config.net.depth=2", "fit.max_steps=5"])
     >>> found["config"], found["fit"]
     ({'lr': 0.001, 'net': {'depth': 2}}, {'max_steps': 5})
 
     Args:
-        path: of YAML or JSON, with the keys ``config``, ``trainer``, ``fit`` and ``checkpoint``.
-        overrides: such as ``config.lr=0.1``; what is no YAML is a text.
+        path: YAML or JSON file with the keys ``config``, ``trainer``, ``fit``, and ``checkpoint``.
+        overrides: For example ``config.lr=0.1``. Values that are not valid YAML are strings.
 
     Raises:
-        ValueError: if one of them is something else.
+        ValueError: If the file or an override is invalid.
     """
     import yaml
 
@@ -144,7 +144,7 @@ def _warn_of_near(place: str, keys: Sequence[str], in_file: Any) -> None:
         if not isinstance(in_file, dict) or not in_file:
             return
         if key not in in_file:
-            # case counts for nothing; names such as beta and gamma shall not
+            # Ignore case, but do not confuse names such as beta and gamma.
             lower = {str(each).lower(): each for each in in_file}
             if close := closest(key.lower(), lower, cutoff=0.8):
                 meant = ".".join(["config", *keys[:depth], str(lower[close])])
@@ -156,15 +156,15 @@ def _warn_of_near(place: str, keys: Sequence[str], in_file: Any) -> None:
 
 
 def _number(leaf: Any) -> Any:
-    """Return what YAML takes for a text, and everybody else for a number, as one."""
+    """Convert exponents such as 1e-3, which YAML reads as strings, to floats."""
     return float(leaf) if isinstance(leaf, str) and _EXPONENT.fullmatch(leaf) else leaf
 
 
 def trainer_of(operator_cls: type[Any], settings: dict[str, dict[str, Any]]) -> type[Any]:
-    """Return the trainer of an operator.
+    """Return the trainer class of an operator.
 
     Raises:
-        ValueError: if the settings have an argument that trainer, ``fit`` or checkpoints lack.
+        ValueError: If a section has an argument that the trainer, ``fit``, or checkpoints lack.
     """
     from raysgd.tf.operator import TrainingOperator as KerasOperator
 
@@ -189,7 +189,7 @@ def trainer_of(operator_cls: type[Any], settings: dict[str, dict[str, Any]]) -> 
 def fit(
     trainer_cls: type[Any], operator_cls: type[Any], settings: dict[str, dict[str, Any]]
 ) -> History:
-    """Train an operator, with checkpoints in the run folder, from the newest of them on."""
+    """Train an operator with checkpoints in the run folder. Resume from the newest one."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     arguments = {"logdir": f"runs/{operator_cls.__name__}", **settings["trainer"]}
     if "runtime_resources" in Path(arguments["logdir"]).absolute().parts:
@@ -212,7 +212,7 @@ def fit(
 
 
 def _measured_before(logdir: Path) -> dict[str, Any]:
-    """Return what the last epoch of an earlier start measured; nothing where no log says it."""
+    """Return the metrics of the last epoch in the log of an earlier run, or an empty dict."""
     try:
         log = RunLog.read(logdir)
     except (OSError, ValueError):
@@ -229,9 +229,9 @@ def _measured_before(logdir: Path) -> dict[str, Any]:
 
 
 def told(error: Exception) -> tuple[str, int]:
-    """Return what the command says of an error, and its exit status.
+    """Return the message and the exit status for an error.
 
-    A value that is refused is a sentence; what user code raised has the frames of the user.
+    A refused value gives one sentence. An error in user code gives a traceback of user code.
     """
     if not is_wanted():
         return "".join(traceback.format_exception(error)), 1
@@ -242,12 +242,12 @@ def told(error: Exception) -> tuple[str, int]:
         isinstance(error, OSError | TypeError | ValueError)
         and not isinstance(error, RaySGDError)
         and not isinstance(error.__cause__, RemoteTraceback)
-        and not getattr(error, "__notes__", ())  # which training, once begun, leaves
+        and not getattr(error, "__notes__", ())  # training adds notes
         and not any(is_the_users(each.filename) for each in traceback.extract_tb(trace))
     )
     if is_refused:
         return str(error), 2
-    # the command's own two frames tell nothing
+    # Skip the two frames of the command itself.
     inner = trace.tb_next.tb_next if trace and trace.tb_next else trace
     text = "".join(traceback.format_exception(type(error), error, inner))
     return shortened_text(text).rstrip(), 1
