@@ -138,7 +138,7 @@ def scaled_optimizer(keras: Any, optimizer: Any, use_fp16: bool | str) -> Any:
 
 
 def variables_of(thing: Any) -> list[Any]:
-    """Return all variables of a model or an optimizer, its learning rate among them."""
+    """Return all variables of a model or an optimizer, including its learning rate."""
     if is_keras_model(thing):
         return list(thing.weights)
     variables = list(thing.variables)
@@ -150,6 +150,6 @@ def variables_of(thing: Any) -> list[Any]:
 
 
 def loss_scale_of(optimizer: Any) -> list[Any]:
-    """Return the variables of float16's scale that tf_keras does not list among the optimizer's."""
+    """Return the variables of the loss scale that tf_keras does not list for the optimizer."""
     scale: Any = getattr(optimizer, "_loss_scale", None)
     return [scale.current_loss_scale, scale.counter] if hasattr(scale, "counter") else []

@@ -239,7 +239,7 @@ class DatasetSource(BatchSource):
         return sum(self._sizes.get(index, 0) for index in range(start, stop))
 
     def agree_on_order(self, epoch: int, offset: int, train_state: Any) -> None:
-        """See that all workers read one order: some may have begun more iterations than others."""
+        """Make all workers read one order, because some may have started more iterations."""
         order = -train_state.minimum(-self._next_order(epoch, offset))
         self._iterate(order, epoch)
 

@@ -244,14 +244,14 @@ class ShardedLoader(PartitionedSource):
         return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") % 2**62
 
     def agree_on_order(self, epoch: int, offset: int, train_state: TorchTrainState) -> None:
-        """See that all workers share out one order: a user's sampler or generator may differ.
+        """Make all workers use one order, because a user's sampler or generator may differ.
 
         Raises:
-            RuntimeError: if their orders differ, and have done so from the beginning.
+            RuntimeError: if the orders have differed from the beginning.
         """
         rank, size = train_state.context.world_rank, train_state.context.world_size
         if size == 1:
-            self._orders_agreed = True  # with who joins later, whose sampler begins anew
+            self._orders_agreed = True  # also for workers that join later with new samplers
             return
         was_drawn = self._has_order(epoch)
         digest = self.order_digest(epoch)
@@ -260,14 +260,13 @@ class ShardedLoader(PartitionedSource):
         if train_state.minimum(digest) != -train_state.minimum(-digest):
             if train_state.minimum(-int(self._orders_agreed)) == 0:
                 raise orders_differ(epoch, self.order_sampler, "the trainer")
-            # the orders were the same before: the sampler of a worker that has joined since has
-            # drawn less often
+            # a worker has joined since, and its sampler has drawn less often
             leader = train_state.minimum(rank if was_drawn else size) % size
             order = train_state.from_rank(lambda: self._order_of(epoch), leader)
             self._order = (self._seed, epoch), order
         self._orders_agreed = True
 
-    # ---- for messages, and to compare
+    # ---- for messages and comparisons
 
     def fingerprint(self) -> str:
         shard = self.shard

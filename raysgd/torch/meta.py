@@ -185,7 +185,7 @@ def _checked(module: torch.nn.Module, name: str, empty: torch.Tensor | None, fou
 
 
 def make_whole(models: Sequence[torch.nn.Module], init: Init, device: torch.device) -> None:
-    """Give models all of their content; the parameters stay the same objects."""
+    """Initialize models completely. The parameters remain the same objects."""
     for parameter, content in list(materialize(models, init, device)):
         whole = torch.nn.Parameter(content.to(device), parameter.requires_grad)
         torch.utils.swap_tensors(parameter, whole)

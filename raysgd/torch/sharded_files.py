@@ -1,6 +1,6 @@
-"""The tensors of a state in one file, though no process holds all of them.
+"""Write the tensors of a sharded state into one file, although no process holds all of them.
 
-A distributed checkpoint of torch lets each worker write its rows, and joins them in one
+Each worker writes its rows into a distributed checkpoint of PyTorch, which consolidates them in one
 ``.safetensors`` file. Loading maps that file into memory and runs no code.
 """
 
@@ -30,10 +30,10 @@ __all__ = ["with_tensors", "write", "write_state", "write_weights"]
 
 
 def write_state(train_state: TorchTrainState, state: dict[str, Any], folder: str) -> str:
-    """Write the tensors of this worker's state to a file, and take them out of it.
+    """Move the tensors of this worker's state to a file.
 
     Returns:
-        On rank 0 the hash of the file.
+        The hash of the file on rank 0; an empty text on other ranks.
     """
     if train_state.sharding != "full":
         raise ValueError(
@@ -55,11 +55,11 @@ def write_state(train_state: TorchTrainState, state: dict[str, Any], folder: str
 def write_weights(
     train_state: TorchTrainState, folder: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Write the parameters of the models that were given, which are divided, to a file.
+    """Write the parameters of the sharded models to a file.
 
     Returns:
-        What else the models' states have, and for names of parameters that are not in the file
-        those that the same ones have there.
+        The other values of the models' states. In addition, for each parameter name that is not in
+        the file, the name of the same parameter in the file.
     """
     full, count = train_state.feature("FullyShardedModel"), len(train_state.given_models)
     prefixes = [""] if count == 1 else [f"{index}." for index in range(count)]
@@ -86,19 +86,19 @@ _SHARE = (
 
 
 def write(tensors: Mapping[str, Any], folder: str) -> None:
-    """Write tensors, or rows of `DTensor`, into one file. All ranks must call it.
+    """Write tensors, or rows of `DTensor`, into one file. All ranks must call this.
 
     Args:
-        tensors: by their names in the file.
-        folder: it is made, and must not exist on any host.
+        tensors: tensors by their names in the file.
+        folder: folder to create. It must not exist on any host.
 
     Raises:
-        CheckpointError: if they cannot be written.
+        CheckpointError: if writing fails.
     """
     path = Path(folder)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     with _reporting(folder):
-        if is_first:  # it exists if an attempt before lost a worker
+        if is_first:  # the folder exists if an earlier attempt lost a worker
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir()
         if dist.is_initialized():
@@ -119,7 +119,7 @@ def _hash_in(folder: str) -> str:
     """Return the hash of the file in a folder on rank 0, and an empty text on other ranks.
 
     Raises:
-        CheckpointError: if it cannot be read.
+        CheckpointError: if reading fails.
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         return ""
@@ -128,7 +128,7 @@ def _hash_in(folder: str) -> str:
 
 
 def _check_shared(path: Path) -> None:
-    """Refuse a folder that rank 0 has made and other ranks do not see."""
+    """Reject a folder that rank 0 created and other ranks do not see."""
     dist.barrier()
     seen = [False] * dist.get_world_size()
     dist.all_gather_object(seen, path.is_dir())
@@ -159,7 +159,7 @@ def _reporting(folder: str) -> Iterator[None]:
 
 
 def _named_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Remove the tensors from a whole state, and return them by their names in the file."""
+    """Remove the tensors from an unsharded state, and return them by their names in the file."""
     found: dict[str, torch.Tensor] = {}
     for index, model in enumerate(state["models"]):
         for name in [name for name, value in model.items() if _is_large(value)]:
@@ -184,11 +184,11 @@ def with_tensors(state: Mapping[str, Any], copy: bool) -> dict[str, Any]:
     """Return a state with its tensors, which may be in a file.
 
     Args:
-        state: as it was read from the folder.
-        copy: whether to copy the tensors; else they are read from the file when they are used.
+        state: the state from the folder.
+        copy: whether to copy the tensors; otherwise access reads them from the file.
 
     Raises:
-        CheckpointError: if the file cannot be read.
+        CheckpointError: if reading the file fails.
     """
     if "tensors" not in state:
         return dict(state)

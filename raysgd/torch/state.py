@@ -153,14 +153,14 @@ def model_state(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def renamed_states(models: Sequence[torch.nn.Module], saved: Any) -> Any:
-    """Return the saved states of models by the names of these, if there is one for each."""
+    """Return the saved states with the names of `models`, if there is one state per model."""
     if not isinstance(saved, list | tuple) or len(saved) != len(models):
         return saved
     return [_renamed(each, like=model) for model, each in zip(models, saved, strict=True)]
 
 
 def _renamed(state: Any, like: torch.nn.Module) -> Any:
-    """Return the state of a model by the names that `like` has for what it holds."""
+    """Return the state of a model with the names that `like` uses."""
     if not isinstance(state, Mapping) or state.keys() == like.state_dict().keys():
         return state
     own = {saved_name(name): name for name in like.state_dict()}

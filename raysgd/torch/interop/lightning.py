@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from raysgd.torch.operator import TrainingOperator
 
     _Base = TrainingOperator
-else:  # which imports this module
+else:  # operator.py imports this module
     _Base = object
 
 __all__ = ["LightningMethods", "lightning_operator"]
@@ -58,7 +58,7 @@ _REFUSED = {
 
 
 class LightningMethods(_Base):
-    """Trains a LightningModule: `training_step`, `validation_step` and the hooks that map.
+    """Trains a LightningModule: `training_step`, `validation_step` and supported hooks.
 
     Values that the module logs become metrics over all batches and workers: means weighted by the
     samples of each batch, unless ``reduce_fx`` says otherwise. The loss becomes ``train_loss`` and
@@ -195,7 +195,7 @@ class LightningMethods(_Base):
         num_steps: int | None = None,
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
-        """Train as the default does, with the module's hooks."""
+        """Train like the default method, with the module's hooks."""
         module, begins = self.module, self._train_state.offset == 0
         with self._surrounded(training=True) as surroundings:
             self.train_mode(True)
@@ -356,7 +356,7 @@ class _Surroundings:
 
     @property
     def current_epoch(self) -> int:
-        """Epochs that are completed."""
+        """Number of completed epochs."""
         return self._operator._train_state.epoch
 
     @property
@@ -433,7 +433,7 @@ class _Optimizer:
         self.optimizer = optimizer
 
     def step(self) -> None:
-        """Update, and zero the gradients that were used."""
+        """Update, and zero the gradients."""
         if self._operator._train_state.step.place.is_last:
             self._operator.module.on_before_optimizer_step(self.optimizer)
         self._operator.optimizer_step(self.optimizer)
@@ -450,7 +450,7 @@ def lightning_operator(
     data_creator: Any,
     datamodule: Any,
 ) -> type[TrainingOperator]:
-    """Make a subclass of `base` that trains a module, see ``TrainingOperator.from_ptl``."""
+    """Return a subclass of `base` that trains a module, see ``TrainingOperator.from_ptl``."""
     if not isinstance(module_cls, type) or _base_of(module_cls) is None:
         raise TypeError(
             f"from_ptl(lightning_module_cls={module_cls!r}): must be a subclass of LightningModule "

@@ -15,16 +15,16 @@ __all__ = ["Precision"]
 
 
 class Precision(StepFeature):
-    """Decides in which number format a step computes, and what that asks of its update.
+    """Controls the number format of a step, and its effects on the update.
 
-    This one computes as plain torch does; others override what they do differently.
+    This class computes in full precision. Subclasses override what they change.
 
-    A step calls, in this order: `autocast` round the forward pass and the loss, `backward` (once
-    or more often), then for each optimizer `unscale` where gradients are looked at and `step`,
-    and in the end `commit`, or `roll_back` if the step failed.
+    A step calls `autocast` around the forward pass and the loss, then `backward` (once or more
+    often). For each optimizer it calls `unscale`, if gradients are inspected, and `step`. Finally
+    it calls `commit`, or `roll_back` if the step failed.
 
     Args:
-        device: where the models are.
+        device: device of the models.
         dtype: the trainer's ``amp_dtype``.
     """
 
@@ -54,7 +54,7 @@ class Precision(StepFeature):
         return models
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which a forward pass computes in this precision."""
+        """Return a context for forward passes in this precision."""
         return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
@@ -78,14 +78,14 @@ class Precision(StepFeature):
         optimizer.step()
 
     def scale_state(self) -> dict[str, Any]:
-        """Return what is saved under `state_key`: numbers alone."""
+        """Return the numbers that are saved under `state_key`."""
         return {}
 
     def load_scale_state(self, state: Mapping[str, Any]) -> None:
-        """Load what `scale_state` returned."""
+        """Load the result of `scale_state`."""
 
     def scale_problem(self, state: Any) -> str:
-        """Say why `load_scale_state` cannot take a state; nothing if it can."""
+        """Return why `load_scale_state` cannot load a state; an empty text if it can."""
         return "" if isinstance(state, Mapping) else f"it is {type(state).__name__}, not a dict"
 
     def state_dict(self) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class NativeAmp(Precision):
 
     @property
     def num_skipped(self) -> int | None:
-        """Waits for the device."""
+        """The number of skipped steps. Waits for the device."""
         return int(self._committed_skipped.item()) if self.scales else None
 
     def prepare(
@@ -97,7 +97,7 @@ class NativeAmp(Precision):
         self._committed_skipped = self._num_skipped
 
     def roll_back(self) -> None:
-        """Forget which gradients were looked at; the scale is left as it is."""
+        """Discard the results of overflow checks. The scale does not change."""
         self._num_skipped = self._committed_skipped
         if self._checked and self.scaler is not None:
             state = self.scaler.state_dict()
