@@ -122,7 +122,7 @@ def run_folder(given: str | os.PathLike[str] | None, kind: str) -> Path:
     """Return the absolute path of the folder for runs.
 
     Raises:
-        TypeError: if `given` is no path.
+        TypeError: if `given` is not a path.
         ValueError: if it is empty or a URL.
     """
     date = f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"

@@ -52,7 +52,7 @@ class Turn:
 
     @property
     def metrics(self) -> Any:
-        """A copy of what was reported.
+        """A copy of the report.
 
         Raises:
             TypeError: if this process cannot unpickle it.

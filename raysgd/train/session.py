@@ -190,7 +190,7 @@ class Session:
         """Whether the calling thread is older than the session, such as one of an earlier run."""
         return threading.current_thread() in self._older_threads
 
-    # ---- what it calls
+    # ---- calls of the function
 
     def report(
         self,
