@@ -13,6 +13,7 @@ EXTRAS = {
     "operators": ["torchmetrics", "transformers"],
     "callbacks": ["mlflow-skinny", "plotly", "tensorboard", "wandb"],
     "lightning": ["lightning>=2.6"],
+    "huggingface": ["accelerate", "transformers"],
     "examples": ["scikit-learn"],
     "bench": ["accelerate", "lightning", "matplotlib", "pytest"],
     "test": [

@@ -113,7 +113,16 @@ _HOMES = {
     "ValidationTaskConfig": "validation",
 }
 """The module of each name. Names that are missing here live in `api`."""
-_PARTS = ("backend", "callbacks", "constants", "horovod", "session", "tensorflow", "torch")
+_PARTS = (
+    "backend",
+    "callbacks",
+    "constants",
+    "horovod",
+    "lightning",
+    "session",
+    "tensorflow",
+    "torch",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -230,6 +230,19 @@ SURFACE = {
         "TUNE_CHECKPOINT_FILE_NAME",
     ],
     "raysgd.train.checkpoint": ["Checkpoint", "CheckpointStrategy", "load_checkpoint_from_path"],
+    "raysgd.train.huggingface.transformers": [
+        "RayTrainReportCallback",
+        "get_checkpoint_path",
+        "prepare_trainer",
+    ],
+    "raysgd.train.lightning": [
+        "RayDDPStrategy",
+        "RayFSDPStrategy",
+        "RayLightningEnvironment",
+        "RayTrainReportCallback",
+        "get_checkpoint_path",
+        "prepare_trainer",
+    ],
     "raysgd.train.torch": [
         "TorchAccelerator",
         "TorchBackend",
@@ -299,15 +312,25 @@ ELASTIC_FIELDS = {
 }
 
 
-HAS_TENSORFLOW = importlib.util.find_spec("tensorflow") is not None
-OF_TENSORFLOW = "raysgd.tf"
+NEEDED = {
+    "raysgd.tf": ("tensorflow",),
+    "raysgd.train.huggingface.transformers": ("accelerate", "transformers"),
+    "raysgd.train.lightning": ("lightning",),
+}
+"""Packages that a module needs, or a folder of modules."""
+
+
+def missing(module):
+    """Return the packages that a module needs and that are not installed."""
+    needed = [p for home, packages in NEEDED.items() if module.startswith(home) for p in packages]
+    return [package for package in needed if importlib.util.find_spec(package) is None]
 
 
 def modules():
-    """Every module of the library that has code in it; without TensorFlow, of those besides."""
+    """Return every module of the library that can be imported here."""
     found = [raysgd]
     for info in pkgutil.walk_packages(raysgd.__path__, "raysgd.", onerror=lambda name: None):
-        if HAS_TENSORFLOW or not info.name.startswith(OF_TENSORFLOW):
+        if not missing(info.name):
             found.append(importlib.import_module(info.name))
     return found
 
@@ -318,8 +341,8 @@ by_module = pytest.mark.parametrize("module", MODULES, ids=lambda module: module
 
 @pytest.mark.parametrize("name", SURFACE)
 def test_a_public_module_offers_exactly_these_names(name):
-    if name.startswith(OF_TENSORFLOW) and not HAS_TENSORFLOW:
-        pytest.skip("TensorFlow is not installed")
+    if missing(name):
+        pytest.skip(f"{' and '.join(missing(name))} not installed")
     module = importlib.import_module(name)
     assert sorted(module.__all__) == sorted(SURFACE[name])
     for attribute in module.__all__:

@@ -1,0 +1,54 @@
+"""What the helpers for Lightning and for Transformers have in common."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+
+from raysgd.train.api import get_checkpoint, world_rank, world_size
+from raysgd.train.session import current, worker_context
+
+__all__ = ["check_place", "newest_checkpoint_path"]
+
+
+def newest_checkpoint_path(name: str) -> str | None:
+    """Return the path of a file or folder in the newest checkpoint; None without a checkpoint.
+
+    The files are a temporary copy. They are removed after the run, when the process starts another
+    one or ends.
+
+    Args:
+        name: of the file or folder in the checkpoint.
+
+    Raises:
+        FileNotFoundError: if the checkpoint has nothing of that name.
+    """
+    checkpoint = get_checkpoint()
+    if checkpoint is None:
+        return None
+    folder = tempfile.mkdtemp(prefix="checkpoint_")
+    weakref.finalize(current(), shutil.rmtree, folder, ignore_errors=True)
+    checkpoint.to_directory(folder)
+    path = Path(folder, name)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"get_checkpoint_path(): the newest checkpoint contains no {name!r}. It must come from "
+            "the RayTrainReportCallback of the same module. Read other checkpoints with "
+            "raysgd.train.get_checkpoint()."
+        )
+    return str(path)
+
+
+def check_place(rank: int, size: int, advice: str) -> None:
+    """Check the rank and the world size that another library has found.
+
+    Raises:
+        RuntimeError: if they are not those of this worker.
+    """
+    if worker_context() is not None and (rank, size) != (world_rank(), world_size()):
+        raise RuntimeError(
+            f"prepare_trainer(): this is worker {world_rank()} of {world_size()}, but the trainer "
+            f"takes it for worker {rank} of {size}. {advice}"
+        )

@@ -1,0 +1,1 @@
+"""Libraries of Hugging Face in training functions; see `raysgd.train.huggingface.transformers`."""

@@ -1,0 +1,122 @@
+"""The Trainer of Transformers in training functions, with the names of Ray Train.
+
+The Trainer forms one world of all workers without any of them::
+
+    def train_func():
+        trainer = transformers.Trainer(model, arguments, train_dataset=dataset)
+        trainer.add_callback(RayTrainReportCallback())
+        trainer.train(resume_from_checkpoint=get_checkpoint_path())
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+from raysgd._internal.imports import import_extra
+from raysgd.train.api import report, world_rank
+from raysgd.train.checkpoint import Checkpoint
+from raysgd.train.external import check_place, newest_checkpoint_path
+
+for _module in ("transformers", "accelerate"):
+    import_extra("raysgd.train.huggingface.transformers", _module, "huggingface")
+
+from transformers import TrainerCallback  # noqa: E402
+
+__all__ = ["RayTrainReportCallback", "get_checkpoint_path", "prepare_trainer"]
+
+
+class RayTrainReportCallback(TrainerCallback):  # type: ignore[misc]
+    """Reports metrics and a checkpoint each time that the Trainer saves.
+
+    The metrics are the newest of each name in ``trainer.state.log_history``. The checkpoint is a
+    folder with the Trainer's own ``checkpoint-<step>`` in the folder `CHECKPOINT_NAME`. It has the
+    files that are in ``output_dir`` on the node of worker 0. ``save_strategy`` and ``save_steps``
+    decide when the Trainer saves.
+    """
+
+    CHECKPOINT_NAME = "checkpoint"
+
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Report."""
+        metrics = {name: value for log in state.log_history for name, value in log.items()}
+        if dist.is_initialized():
+            dist.barrier()  # each worker writes files of its own into the folder
+        if world_rank() != 0:
+            report(metrics)
+            return
+        saved = Path(args.output_dir, f"checkpoint-{state.global_step}").absolute()
+        with tempfile.TemporaryDirectory() as folder:
+            # links to files, which `report` reads as these
+            shutil.copytree(saved, Path(folder, self.CHECKPOINT_NAME), copy_function=os.symlink)
+            report(metrics, checkpoint=Checkpoint.from_directory(folder))
+
+
+def get_checkpoint_path() -> str | None:
+    """Return the newest checkpoint, for ``trainer.train(resume_from_checkpoint=...)``.
+
+    It is that of :class:`RayTrainReportCallback`, or None if there is none yet. The path is a
+    temporary copy on this node.
+
+    Raises:
+        FileNotFoundError: if the run's newest checkpoint comes from something else.
+    """
+    return newest_checkpoint_path(RayTrainReportCallback.CHECKPOINT_NAME)
+
+
+class _Batches(IterableDataset[Any]):
+    """Batches that come from an iterable, such as ``shard.iter_torch_batches()`` of Ray Data."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+def prepare_trainer(trainer: Any) -> Any:
+    """Return the trainer, which can read batches of Ray Data; check that it sees all workers.
+
+    Its ``train_dataset`` and ``eval_dataset`` may be what ``get_dataset_shard().
+    iter_torch_batches()`` returns. Its batches are used as they are, and set the batch size.
+
+    Raises:
+        RuntimeError: if this worker has another rank or world size in Transformers.
+    """
+    check_place(
+        trainer.args.process_index,
+        trainer.args.world_size,
+        "Create TrainingArguments in the training function, and leave TorchConfig(init_method="
+        '"env") as it is by default.',
+    )
+    train_dataloader, eval_dataloader = trainer.get_train_dataloader, trainer.get_eval_dataloader
+
+    def get_train_dataloader() -> Any:
+        data = trainer.train_dataset
+        return _loader(data) if _is_batches(data) else train_dataloader()
+
+    def get_eval_dataloader(eval_dataset: Any = None) -> Any:
+        data = trainer.eval_dataset if eval_dataset is None else eval_dataset
+        data = trainer.eval_dataset[data] if isinstance(data, str) else data
+        return _loader(data) if _is_batches(data) else eval_dataloader(eval_dataset)
+
+    trainer.get_train_dataloader = get_train_dataloader
+    trainer.get_eval_dataloader = get_eval_dataloader
+    return trainer
+
+
+def _is_batches(data: Any) -> bool:
+    """Whether it is an iterable and no data set."""
+    is_dataset = isinstance(data, IterableDataset) or hasattr(data, "__getitem__")
+    return hasattr(data, "__iter__") and not is_dataset
+
+
+def _loader(data: Any) -> DataLoader[Any]:
+    return DataLoader(_Batches(data), batch_size=None)

@@ -1,0 +1,88 @@
+"""Scripts for other libraries: a killed worker changes nothing, and torchrun gives the same."""
+
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raysgd import ElasticConfig
+from raysgd.train import Trainer
+from raysgd.train.callbacks import TrainingCallback
+from tests.distributed import framework_scripts
+from tests.distributed.framework_scripts import KILLED_IN, NUM_EPOCHS, SCRIPTS
+
+MISSING = {
+    name
+    for name in ("accelerate", "lightning", "transformers")
+    if not importlib.util.find_spec(name)
+}
+if "accelerate" in MISSING:
+    MISSING.add("transformers")  # whose Trainer needs it
+
+
+class Reports(TrainingCallback):
+    """Keeps what the workers reported."""
+
+    def __init__(self):
+        self.results = []
+
+    def handle_result(self, results, **info):
+        self.results.append(results)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """What each script returns on two processes that torchrun started."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    names = sorted(SCRIPTS.keys() - MISSING)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {
+        "ACCELERATE_USE_CPU": "true",
+        "PL_TRAINER_ACCELERATOR": "cpu",
+        "PL_TRAINER_DEVICES": "2",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    done = subprocess.run(
+        [sys.executable, *launch, framework_scripts.__file__, str(folder), *names],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
+
+
+@pytest.fixture(scope="module")
+def trainer(module_cluster, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    elastic = ElasticConfig(initial_s=0.1)
+    trainer = Trainer("torch", num_workers=2, logdir=folder, max_retries=1, elastic=elastic)
+    trainer.start()
+    yield trainer
+    trainer.shutdown()
+
+
+@pytest.mark.slow("processes import Transformers and Lightning, some again after a kill")
+@pytest.mark.parametrize("name", sorted(SCRIPTS))
+def test_a_killed_worker_does_not_change_the_result(name, expected, trainer, tmp_path):
+    if name in MISSING:
+        pytest.skip(f"{name} is not installed, or Accelerate is not")
+    reports, mark = Reports(), tmp_path / "killed"
+    function = functools.partial(SCRIPTS[name], str(tmp_path), str(mark))
+    first, second = trainer.run(function, callbacks=[reports])
+    assert mark.exists()
+    assert expected[name][1:] == [0, 2]
+    assert [first[1:], second[1:]] == [(KILLED_IN, 2), (KILLED_IN, 2)]
+    assert first[0] == second[0]
+    assert first[0] == [pytest.approx(expected[name][0][0], rel=1e-6)]
+    assert len(reports.results) == NUM_EPOCHS
+    assert all("loss" in metrics and "epoch" in metrics for metrics in reports.results[-1])
+    kinds = [event.kind for event in trainer.events]
+    assert kinds[-2:] == ["lost", "restarted"]
