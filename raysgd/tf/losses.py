@@ -24,6 +24,7 @@ __all__ = [
     "batch_metric",
     "loss_function",
     "widened",
+    "without_means",
 ]
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,15 @@ def loss_function(
 
 _BY_SHAPE = ("crossentropy", "ce")
 """Names of losses that Keras selects by the shapes of target and output."""
+
+
+def without_means(criterion: Any) -> list[str]:
+    """Return the losses that are no means over samples, as text."""
+    return [
+        f"{type(loss).__name__}(reduction={loss.reduction!r})"
+        for loss in tf.nest.flatten(criterion)
+        if getattr(loss, "reduction", None) in ("sum", "mean_with_sample_weight")
+    ]
 
 
 def _compiled(keras: Any, model: Any, **arguments: Any) -> Any:

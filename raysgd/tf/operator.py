@@ -109,6 +109,7 @@ class TrainingOperator(OperatorBase):
         self._criterion()
         parts = self._train_state.unpacked(batch, training=True)
         loss, output, masks = self.minimize(self._loss_and_output, *parts)
+        self._train_state.check_masks(masks)
         _, target, weights = parts
         return {
             "train_loss": loss,

@@ -13,7 +13,7 @@ from raysgd.tf.batches import unpack
 from raysgd.tf.communication import Communication
 from raysgd.tf.keras import flavor_of, is_keras_model, policy_name, scaled_optimizer, set_policy
 from raysgd.tf.loading import spec_of
-from raysgd.tf.losses import BatchMetrics, loss_function
+from raysgd.tf.losses import BatchMetrics, loss_function, without_means
 from raysgd.tf.train_state import KerasTrainState, TFSettings
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ def register(
         # no public attribute has the weights
         weights = getattr(held, "_user_loss_weights", None)
         state.criterion = loss_function(state.keras, criterion, model, weights, as_compiled=True)
+    for loss in without_means(criterion):
+        state.warn_of_loss(f"The loss {loss} is not a mean over samples.")
     if class_weight is not None and not isinstance(class_weight, Mapping):
         raise TypeError(
             "register(class_weight=...) must be a dict of weights by class, but it is "

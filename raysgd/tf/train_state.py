@@ -116,6 +116,23 @@ class KerasTrainState(TrainState):
         found = {**parts, **self.metrics.measure(target, output, weights)}
         return {f"{prefix}_{name}": value for name, value in found.items()}
 
+    def check_masks(self, masks: Any) -> None:
+        """Warn if losses are means over the steps that a mask leaves."""
+        if any(mask is not None for mask in tf.nest.flatten(masks)):
+            self.warn_of_loss("The model masks its output, and Keras losses skip masked steps.")
+
+    def warn_of_loss(self, what: str) -> None:
+        """Warn once that several workers do not train as one worker does."""
+        size = self.communication.size
+        if size > 1:
+            self.say(
+                "loss",
+                "%s %d workers average their losses weighted by samples, so their updates may "
+                "differ from those of one worker. Use a loss that is a mean over samples.",
+                what,
+                size,
+            )
+
     # ---- the other workers
 
     def minimum(self, value: int) -> int:

@@ -18,8 +18,8 @@ def build():
     from raysgd.tf.registration import build_operator
     from raysgd.tf.train_state import TFSettings
 
-    def make(operator_cls, config=None, seed=3, **options):
+    def make(operator_cls, config=None, seed=3, workers=1, **options):
         settings = TFSettings(options=TFOptions(**options), context=WorkerContext(in_driver=True))
-        return build_operator(operator_cls, config or {}, settings, Communication(), seed)
+        return build_operator(operator_cls, config or {}, settings, Communication(workers), seed)
 
     return make

@@ -185,6 +185,34 @@ def test_masked_steps_are_left_out_of_metrics(build, keras):
     assert found["val_mae"] == pytest.approx(expected["mae"], rel=1e-5)
 
 
+@both
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("kind", ["sum", "masks", "mean"])
+def test_several_workers_warn_of_losses_that_are_no_means_over_samples(
+    build, keras, workers, kind, caplog
+):
+    module = keras_of({"keras": keras})
+    reduction = "sum" if kind == "sum" else "sum_over_batch_size"
+
+    def make():
+        layers = [
+            module.layers.Embedding(5, 2, mask_zero=kind == "masks"),
+            module.layers.Dense(1),
+        ]
+        model = module.Sequential([module.Input((6,)), *layers])
+        loss = module.losses.MeanSquaredError(reduction=reduction)
+        model.compile(module.optimizers.SGD(0.1), [loss])
+        return model
+
+    operator = build(Compiled, {"make": make}, workers=workers)
+    for _ in range(2):
+        operator.train_batch((np.ones((3, 6)), np.ones((3, 6, 1), "float32")), {})
+    warnings = [message for message in caplog.messages if "2 workers average" in message]
+    assert len(warnings) == (workers == 2 and kind != "mean")
+    said = "(reduction='sum') is not a mean" if kind == "sum" else "The model masks its output"
+    assert all(said in warning for warning in warnings)
+
+
 @pytest.mark.parametrize("step", ["train_step", "test_step", "compute_metrics"])
 @both
 def test_a_step_of_the_model_is_refused_unless_the_operator_has_its_own(build, keras, step):
