@@ -94,6 +94,11 @@ def targets(num_outputs, make):
     return BITS, CLASSES
 
 
+def computed_numbers(summary):
+    merged = merge_workers([summary])
+    return {name: value for name, value in merged.items() if name.startswith("val_")}
+
+
 def in_batches(data, size=SIZE):
     return tf.data.Dataset.from_tensor_slices(data).batch(size)
 
@@ -132,6 +137,36 @@ def test_an_epoch_is_that_of_fit(build, keras, num_outputs, arguments, weights):
 
     data = (FEATURES, targets(num_outputs, arguments))
     compared(build, make, (*data, WEIGHTS) if weights else data)
+
+
+class Given(TrainingOperator):
+    """Registers the same, one by one."""
+
+    def setup(self, config):
+        self.register(config["make"](), "sgd", config["loss"], config["metrics"])
+
+
+@both
+@pytest.mark.parametrize("kind", ["lists", "dicts"])
+def test_losses_and_metrics_of_several_outputs_need_no_compile(build, keras, kind):
+    module = keras_of({"keras": keras})
+    loss, metrics = ["mse", "sparse_categorical_crossentropy"], [["mae"], ["acc"]]
+    if kind == "dicts":
+        loss, metrics = (dict(zip("ab", each, strict=True)) for each in (loss, metrics))
+
+    def make():
+        return network(module, 2)
+
+    def make_compiled():
+        model = make()
+        model.compile("sgd", loss, metrics=metrics)
+        return model
+
+    config = {"make": make, "loss": loss, "metrics": metrics}
+    batches = list(in_batches((FEATURES, (BITS, CLASSES))))
+    found = build(Given, config).validate(iter(batches))
+    expected = build(Compiled, {"make": make_compiled}).validate(iter(batches))
+    assert computed_numbers(found) == pytest.approx(computed_numbers(expected))
 
 
 @both
