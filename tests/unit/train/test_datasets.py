@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raysgd.train import DataParallelTrainer, RunConfig
 from raysgd.train.datasets import Datasets
 
 
@@ -62,6 +63,20 @@ def test_a_data_set_can_be_read_before_the_workers_start(caplog):
     assert "'train' is read once" in warning
     datasets.shared_out(["a", "b"])
     assert (data.looks, whole.looks) == (1, 0)
+
+
+def test_fit_reads_data_sets_before_it_starts_workers(monkeypatch, tmp_path):
+    data = Rows(6)
+
+    class Executor:
+        def start(self):
+            raise InterruptedError(data.looks)
+
+    config = RunConfig(storage_path=str(tmp_path))
+    trainer = DataParallelTrainer(print, datasets={"train": data}, run_config=config)
+    monkeypatch.setattr(DataParallelTrainer, "executor", lambda self: Executor())
+    with pytest.raises(InterruptedError, match="1"):
+        trainer.fit()
 
 
 class MaterializedDataset(Rows):
