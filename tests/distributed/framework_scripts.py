@@ -33,8 +33,8 @@ def line():
 
 
 def die_once(mark, epoch, rank):
-    """Kill this process if it is rank 1 in the middle of `KILLED_IN`; the first time only."""
-    if mark is not None and (epoch, rank) == (KILLED_IN, 1) and not Path(mark).exists():
+    """Kill this process if it is rank 0 in the middle of `KILLED_IN`; the first time only."""
+    if mark is not None and (epoch, rank) == (KILLED_IN, 0) and not Path(mark).exists():
         Path(mark).touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
