@@ -95,14 +95,8 @@ class RayLightningEnvironment(LightningEnvironment):
         """Return the rank of this node among those that have workers."""
         return get_context().get_node_rank()
 
-    def set_world_size(self, size: int) -> None:
-        """Do nothing: raysgd decides."""
-
-    def set_global_rank(self, rank: int) -> None:
-        """Do nothing: raysgd decides."""
-
     def teardown(self) -> None:
-        """Do nothing: the process group stays."""
+        """Do nothing, because the process group stays."""
 
 
 class RayTrainReportCallback(Callback):

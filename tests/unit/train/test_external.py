@@ -33,7 +33,8 @@ def lightning_trainer(**arguments):
     return Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **quiet, **arguments)
 
 
-def test_lightning_takes_its_place_from_the_worker(run, helpers):
+def test_lightning_takes_its_place_from_the_worker(run, helpers, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
     run(rank=1)
     trainer = lightning_trainer(
         strategy=helpers.RayDDPStrategy(), plugins=[helpers.RayLightningEnvironment()]
@@ -44,6 +45,8 @@ def test_lightning_takes_its_place_from_the_worker(run, helpers):
     assert strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": 1}
     assert strategy.root_device == torch.device("cpu")
     assert strategy.cluster_environment.creates_processes_externally
+    strategy.cluster_environment.teardown()
+    assert os.environ["WORLD_SIZE"] == "2"
     with pytest.raises(RuntimeError, match=r"worker 1 of 2, but .* worker 0 of 1\. Leave devices"):
         helpers.prepare_trainer(lightning_trainer())
 
