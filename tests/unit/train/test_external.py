@@ -107,14 +107,18 @@ def transformers():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_transformers_reports_its_log_and_the_folder_of_worker_0(run, transformers, tmp_path, rank):
+def test_transformers_reports_its_log_and_the_folder_of_worker_0(
+    run, transformers, tmp_path, rank, monkeypatch
+):
     taken = run(rank=rank)
+    monkeypatch.chdir(tmp_path)
     for step, content in ((20, b"this"), (30, b"of a run before")):
-        (tmp_path / f"checkpoint-{step}" / "deep").mkdir(parents=True)
-        (tmp_path / f"checkpoint-{step}" / "deep" / "weights").write_bytes(content)
+        folder = tmp_path / "output" / f"checkpoint-{step}" / "deep"
+        folder.mkdir(parents=True)
+        (folder / "weights").write_bytes(content)
     log = [{"loss": 2.0, "step": 10}, {"eval_loss": 3.0}, {"loss": 1.0, "step": 20}]
     state = SimpleNamespace(global_step=20, log_history=log)
-    arguments = SimpleNamespace(output_dir=os.path.relpath(tmp_path))
+    arguments = SimpleNamespace(output_dir="output")
     transformers.RayTrainReportCallback().on_save(arguments, state, None)
     (turn,) = taken.turns
     assert turn.metrics.items() >= {"loss": 1.0, "step": 20, "eval_loss": 3.0}.items()
