@@ -73,7 +73,7 @@ class Controller:
         self.state: State = machine.New()
         self._is_shut_down = False
         self._next: Event | None = None
-        """What the newest action came to."""
+        """The event that the newest action returned."""
         self._pid = os.getpid()
         self._group = group
         self._backend = backend
@@ -90,7 +90,7 @@ class Controller:
             may_grow=elastic.grow and not group.options.inline,
             keeps_snapshots=elastic.snapshot_every is not None,
         )
-        # pickled now: what cannot be sent is found before a worker starts
+        # pickled here, so that an error comes before a worker starts
         created: tuple[Any, ...] = (hook, runner, backend, sys.path)
         if not group.options.inline:
             created = (
@@ -221,9 +221,9 @@ class Controller:
     # ---- the loop
 
     def _steps(self, event: Event | None) -> Iterator[Callable[[], Event | None]]:
-        """Yield what executes each action that follows from an event, and from what comes of it.
+        """Yield a function for each action that follows from an event and its results.
 
-        The caller keeps the result of each step in `_next`. So a call has no frame of this.
+        The caller stores each result in `_next`. So a call has no frame of this method.
         """
         while event is not None:
             self._next = None
@@ -237,7 +237,7 @@ class Controller:
             self._handler(action)()
 
     def _feed(self, event: Event) -> Sequence[machine.Action]:
-        """Take the next state; return the actions that follow."""
+        """Enter the next state; return its actions."""
         self._check_open()
         self.state, actions = transition(self.state, event, self._policy)
         if self._is_shut_down:  # by another thread, just now
@@ -265,9 +265,9 @@ class Controller:
         """Make a call, or a further part of it, and return the outcomes.
 
         Raises:
-            WorkerLostError: more losses than ``max_losses``, or not enough workers to be had.
+            WorkerLostError: more losses than ``max_losses``, or too few workers.
             CollectiveError: workers could not communicate though all are alive.
-            BaseException: what user code raised first, with the worker's traceback.
+            BaseException: the first exception of user code, with the worker's traceback.
         """
         self._check_open()
         if isinstance(self.state, machine.Running | machine.Starting):
@@ -285,7 +285,7 @@ class Controller:
         try:
             with self._supervised():
                 if len(self.members) < min_workers:
-                    self._scale_up.try_again()  # once a call: there their number has an end
+                    self._scale_up.try_again()  # once per call, so that tries are bounded
                 for step in self._steps(machine.CallRequested(budget=budget)):
                     self._next = step()
                 return self._calls.outcomes
@@ -293,12 +293,11 @@ class Controller:
             self._calls.end()
 
     def _survey(self) -> Event:
-        """Look at who is there, who can join, and who has to leave."""
         if self.journal.lost and self.members:
             size = len(self.members)
-            logger.warning("Going on with %d of %d workers.", size, self.max_workers)
+            logger.warning("Continuing with %d of %d workers.", size, self.max_workers)
         elif self.journal.lost:
-            logger.warning("Starting all workers anew.")
+            logger.warning("Restarting all workers.")
         self.journal.lost = {}
         for feature in self._context.features:
             feature.poll({})
@@ -319,8 +318,7 @@ class Controller:
     def stop(self, request: Request) -> None:
         """Interrupt what the workers do in addition to calls; the next call forms a generation.
 
-        Args:
-            request: what each idle worker answers when nothing runs there any more.
+        Each idle worker answers `request` when nothing runs there.
         """
         if not isinstance(self.state, machine.Closed):
             self._apply(machine.StopRequested())
@@ -329,7 +327,6 @@ class Controller:
     # ---- losses
 
     def _remove_lost(self) -> None:
-        """Take lost workers out of the group."""
         for member, error in self.journal.lost.items():
             rank, said = self.journal.ranks.get(member, -1), cause_of(member, error)
             since = self._context.call.metrics_start_step.get(member, self.progress.global_step)
@@ -347,7 +344,6 @@ class Controller:
         self._scale_up.resized()
 
     def _fail(self, action: machine.Fail) -> None:
-        """Raise the error of a call that cannot continue."""
         if action.is_communication:
             raise CollectiveError(action.why)
         member, error = next(iter(self.journal.lost.items()), (None, None))
@@ -361,12 +357,10 @@ class Controller:
         raise error
 
     def _rescue_state(self) -> Event:
-        """Take the state over from the workers that are left."""
         self._calls.rescue_state()
         return machine.StateRescued(can_restart=self._can_restart() or bool(self._context.leaving))
 
     def _give_up_state(self, why: str) -> None:
-        """End all members, because none has the newest state."""
         logger.warning("All workers restart from the snapshot: %s.", why)
         self._context.discard_members()
 
@@ -378,12 +372,9 @@ class Controller:
     # ---- for trainers
 
     def grow(self) -> bool:
-        """Restart with more workers, from what `snapshots` holds, if there is room for them now.
+        """Restart from the snapshot with more workers if there is room; return whether it did.
 
-        Or without those that are going to be taken away, if enough are left or have room.
-
-        Returns:
-            Whether it did.
+        Restart without the workers that will be taken away if enough are left or have room.
         """
         with self._supervised():
             if self._group.drains.is_ray_silent:
@@ -400,7 +391,7 @@ class Controller:
                 self._next = step()
         return True
 
-    # ---- what is known
+    # ---- properties
 
     @property
     def members(self) -> list[WorkerHandle]:
@@ -437,6 +428,6 @@ class Controller:
         return self._commands.ask_progress()
 
     def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:
-        """Note that a node, or a worker, is going to be taken away; in any thread."""
+        """Accept the notice that a node or a worker will be taken away, in any thread."""
         self._check_open()
         self._preemption.drain(node_id, rank, deadline_s)

@@ -138,9 +138,9 @@ class GroupForming:
         self._journal.record(kind, concerned, cause=left, seconds=seconds)
         if joining:
             who = f"Worker{'s' * (len(joining) > 1)} {self._journal.listed(joining)}"
-            logger.info("%s joined: going on with %d of %d.", who, size, full_size)
+            logger.info("%s joined: continuing with %d of %d.", who, size, full_size)
         elif left:
-            logger.warning("Going on with %d of %d.", size, full_size)
+            logger.warning("Continuing with %d of %d.", size, full_size)
 
     def _forming_failed(
         self, attempt: Attempt, joining: Mapping[WorkerHandle, Replacement]

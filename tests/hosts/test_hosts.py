@@ -178,7 +178,7 @@ def test_silent_hosts_cost_five_seconds_and_their_workers_end(run):
     cause = rf"its host {where} has not answered the driver for \d\.\d s"
     assert re.search(cause, str(events))
     assert re.search(rf"Lost worker \d on node \w+ \({where}\): process \d+: {cause}", said)
-    assert "Going on with 1 of 3 workers." in said
+    assert "Continuing with 1 of 3 workers." in said
     assert "is cut off" not in said
 
 

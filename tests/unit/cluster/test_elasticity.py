@@ -98,9 +98,9 @@ def test_a_lost_worker_is_replaced_while_the_others_train(world, caplog):
     said = [(r.levelname, r.message) for r in caplog.records if re.search("orkers? 1", r.message)]
     assert [(level, message.partition(" on ")[0]) for level, message in said] == [
         ("WARNING", "Lost worker 1"),  # once
-        ("INFO", "Worker 1 joined: going"),
+        ("INFO", "Worker 1 joined: continuing with 3 of 3."),
     ]
-    assert "Going on with 2 of 3 workers." in caplog.messages
+    assert "Continuing with 2 of 3 workers." in caplog.messages
 
 
 def test_survivors_train_on_before_the_replacement_is_ready(world):

@@ -23,7 +23,7 @@ def test_a_loss_starts_all_anew_with_the_state_of_those_that_are_left(world, cap
     assert not set(first) & set(controller.members)
     assert controller.events[-1].step == 17  # not the 10 of the snapshot
     assert [event.num_workers for event in controller.events] == [3, 0, 3]
-    assert "Starting all workers anew." in caplog.text
+    assert "Restarting all workers." in caplog.text
     assert world.trained == list(range(1, 41))
 
 
