@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,6 @@ from raysgd.elastic.requests import (
 )
 from raysgd.loop.generators import Generators
 from raysgd.loop.loop import Loop
-from raysgd.loop.loss_reader import LossReader
 from raysgd.loop.options import Options
 from raysgd.loop.requests import (
     ApplyOperatorRequest,
@@ -43,10 +43,14 @@ from raysgd.loop.requests import (
 from raysgd.loop.signal import Signal
 from raysgd.loop.state import check_position, compare_steps
 from raysgd.loop.train_state import TrainState
+from raysgd.metrics import AverageMeterCollection
 
-__all__ = ["OperatorRunner"]
+__all__ = ["LossReader", "OperatorRunner"]
 
 logger = logging.getLogger(__name__)
+
+_LOSS_WAIT_S = 0.02
+"""How long an answer waits for a loss; one that is in memory is there at once."""
 
 
 class OperatorRunner(ABC):
@@ -379,3 +383,27 @@ class OperatorRunner(ABC):
             "indivisible": train_state.parts.why_not,
             "partial": train_state.step.is_partial,
         }
+
+
+class LossReader:
+    """Reads the newest metrics, for the thread that answers the driver.
+
+    A GPU gives a number when it has done all before it, and that may be a collective with a worker
+    that is gone. So another thread waits for it, and until then they are those before.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, float] = {}
+        self._thread: threading.Thread | None = None
+
+    def read(self, meters: AverageMeterCollection) -> dict[str, float]:
+        """Return the newest values that are known; none before there are some."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._wait, args=(meters,), daemon=True)
+            self._thread.start()
+        self._thread.join(_LOSS_WAIT_S)
+        return self._values
+
+    def _wait(self, meters: AverageMeterCollection) -> None:
+        with contextlib.suppress(Exception):  # of the GPU, which the thread that trains has too
+            self._values = meters.latest()

@@ -135,7 +135,7 @@ def register(
     if not any(each.is_fully_sharded for each in sharded):
         replication = [_replicate(state, ddp_args or {}, horovod_args or {})]
         watched = state.optimizers, state.models
-    state.buffers = BufferCopies(state.models, state.from_rank)
+    state.buffers = BufferCopies(state.models, state)
     # shards roll back first, since Rollback restores the optimizers; and what fails last, last
     state.features = [
         *sharded,

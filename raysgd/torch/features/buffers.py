@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from raysgd.loop.feature import StepFeature
+
+if TYPE_CHECKING:
+    from raysgd.torch.train_state import TorchTrainState
 
 __all__ = ["BufferCopies"]
 
@@ -19,11 +22,9 @@ class BufferCopies(StepFeature):
     """
 
     def __init__(
-        self,
-        models: Iterable[torch.nn.Module] = (),
-        from_rank: Callable[[Callable[[], Any], int], Any] | None = None,
+        self, models: Iterable[torch.nn.Module] = (), state: TorchTrainState | None = None
     ) -> None:
-        self._from_rank = from_rank
+        self._state = state
         self._slots = [
             (module, name)
             for model in models
@@ -65,8 +66,8 @@ class BufferCopies(StepFeature):
         self.commit()
 
     def receive(self, leader: int) -> Callable[[], None]:
-        assert self._from_rank is not None
-        values = self._from_rank(self.tensors, leader)
+        assert self._state is not None
+        values = self._state.from_rank(self.tensors, leader)
         return lambda: self.set(values)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

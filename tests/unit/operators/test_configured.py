@@ -159,8 +159,9 @@ def test_what_training_draws_differs_from_worker_to_worker(monkeypatch):
 
 
 def test_accumulation_and_clipping_come_from_the_config():
-    optimization = build(gradient_accumulation_steps=3, max_grad_norm=0.5)._train_state.optimization
-    assert (optimization.accumulation_steps, optimization.max_grad_norm) == (3, 0.5)
+    state = build(gradient_accumulation_steps=3, max_grad_norm=0.5)._train_state
+    assert state.accumulation_steps == 3
+    assert state.feature("Clipping").needs_helper == "max_grad_norm=0.5"
 
 
 def test_a_base_class_says_what_to_override():

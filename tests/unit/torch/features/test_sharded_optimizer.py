@@ -655,10 +655,10 @@ def test_what_shows_after_register_alone_is_refused_when_it_does(is_fully_sharde
         train_state.check_trained()
     model[0].weight.requires_grad_(True)
     optimization = train_state.optimization
-    optimization.begin_batch(train_state.models, MicroBatch(0, 2, is_last=False))
+    optimization.begin_batch(MicroBatch(0, 2, is_last=False))
     optimization.group.samples = 3  # as the default loop counts them
     is_fully_sharded.backward(model(torch.ones(3, 8)).sum())
-    optimization.begin_batch(train_state.models, MicroBatch(1, 2))
+    optimization.begin_batch(MicroBatch(1, 2))
     optimization.group.samples = 2
     with pytest.raises(RuntimeError, match="are summed over the workers already"):
         is_fully_sharded.backward(model(torch.ones(2, 8)).sum())
