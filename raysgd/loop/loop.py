@@ -6,7 +6,12 @@ The life of a step, whose state `raysgd.loop.step.Step` holds::
         for feature in features:              # RUNNING
             feature.begin_batch(place)
         operator.train_batch(batch)           # UPDATED: every optimizer has made its updates
+            # In each optimizer_step():
+            feature.before_update(optimizer)
+            optimizer.step()
+            feature.after_update(optimizer)
         # The loop asks for the next batch, or returns:
+        feature.before_commit()
         step.commit()                         # COMMITTED: the step counts
         for feature in features:
             feature.commit()
