@@ -44,7 +44,9 @@ class Evaluation:
         if self.start is None or self.start[0] != call:
             start = 0 if request.from_start else train_state.validation_offset
             self.start = call, start
-        sources = train_state.data.validation_sources() if loader is None else self._given(loader)
+        sources = (
+            train_state.data.validation_sources() if loader is None else self._sources_of(loader)
+        )
         with train_state.evaluating():
             for name, source in sources.items():
                 source.limit(request.limit)
@@ -65,8 +67,8 @@ class Evaluation:
         operator = self._loop.operator
         source.agree_on_order(0, offset, self._loop.train_state)
         while left is None or left > 0:
-            ahead = source.steps_left(offset)
-            limit = min((n for n in (left, ahead) if n is not None), default=None)
+            num_left = source.steps_left(offset)
+            limit = min((n for n in (left, num_left) if n is not None), default=None)
             taken_from = source.batches(0, offset, limit)
             batches = self.batches = _Counted(taken_from, self._loop.signal)
             self.total, self._loop.train_state.meters = limit, None
@@ -83,19 +85,19 @@ class Evaluation:
             metrics = renamed(metrics, f"val/{name}") if name else metrics
             self._loop.results.append((self._loop.train_state.global_step, metrics))
             # sized loader: count the group's steps, not this rank's batches
-            taken = batches.count if ahead is None or limit is None else limit
-            if offset == 0 and (ahead == 0 or (batches.exhausted and taken == 0)):
+            taken = batches.count if num_left is None or limit is None else limit
+            if offset == 0 and (num_left == 0 or (batches.exhausted and taken == 0)):
                 context = self._loop.train_state.context
                 own = not source.sharded and context.world_size > 1
                 raise no_batch("validation", source, context.world_rank if own else None)
-            is_end = limit is None or taken < limit or taken == ahead
+            is_end = limit is None or taken < limit or taken == num_left
             offset = 0 if is_end else source.offset_after(offset, taken)
             if left is None or (taken == 0 and not batches.exhausted):
                 break
             left -= taken
         return offset
 
-    def _given(self, loader: Any) -> dict[str, BatchSource]:
+    def _sources_of(self, loader: Any) -> dict[str, BatchSource]:
         """Return what to read of a loader that was given with a call, or of what makes one."""
         makes_one = callable(loader) and not isinstance(loader, Iterable)
         made = loader(self._loop.operator.config) if makes_one else loader
@@ -107,7 +109,7 @@ class Evaluation:
         Places grow in the order of the loader, over all workers.
         """
         train_state, operator = self._loop.train_state, self._loop.operator
-        sources = self._given(loader)
+        sources = self._sources_of(loader)
         if [*sources] != [""]:
             raise TypeError(f"predict() takes one loader, not {len(sources)}: call it for each.")
         source = sources[""]

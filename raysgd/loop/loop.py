@@ -316,7 +316,7 @@ class Loop:
         on_commit = None
         if self.snapshots.each_step:
             on_commit = partial(self.snapshots.maybe_take, self.state_with_call)
-        batches = self._drawn(source, self._ordered_as, train_state.offset)
+        batches = self._draw(source, self._ordered_as, train_state.offset)
         return StepIterator(
             train_state, source, batches, limit, left, go_on, self.signal, on_commit
         )
@@ -326,7 +326,7 @@ class Loop:
         """The epoch whose order the one under way has."""
         return 0 if self._repeats else self.train_state.epoch
 
-    def _drawn(self, source: BatchSource, epoch: int, offset: int) -> Iterator[Any]:
+    def _draw(self, source: BatchSource, epoch: int, offset: int) -> Iterator[Any]:
         """Yield what is left of an iteration, which begins when the first batch is asked for.
 
         Until then it is open whether the loop takes batches in parts.

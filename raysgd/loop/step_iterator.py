@@ -69,7 +69,7 @@ class StepIterator:
         """The batch under way, all parts of it."""
         self._places: Sequence[MicroBatch] | None = None
         train_state.parts.in_use = False
-        self._ahead = _NOTHING
+        self._next_batch = _NOTHING
         self._exhausted = False
         self._ended = False
         self._timers = train_state.timers if train_state.timers.enabled else None
@@ -144,7 +144,7 @@ class StepIterator:
         if not self._step.batches and self._is_at_end():
             self._ended = True
             raise StopIteration
-        batch, self._ahead = self._ahead, _NOTHING
+        batch, self._next_batch = self._next_batch, _NOTHING
         if batch is _NOTHING:
             batch = self._take()
         if batch is _NOTHING:
@@ -197,8 +197,8 @@ class StepIterator:
 
     def _give_up(self) -> list[Any]:
         """Give up the group in flight; return its batches, and one that was taken ahead."""
-        lost = self._step.batches + ([] if self._ahead is _NOTHING else [self._ahead])
-        self._ahead = _NOTHING
+        lost = self._step.batches + ([] if self._next_batch is _NOTHING else [self._next_batch])
+        self._next_batch = _NOTHING
         self._forget_batch()
         self._train_state.roll_back()
         return lost
@@ -221,8 +221,8 @@ class StepIterator:
         is_last = position + 1 == self._planned
         if not is_last and not self._source.sharded:
             # the end of such a loader is known when it is met, whatever length it claims
-            self._ahead = self._take()
-            is_last = self._ahead is _NOTHING
+            self._next_batch = self._take()
+            is_last = self._next_batch is _NOTHING
         return MicroBatch(position, self._planned, is_last, step=position)
 
     def _take(self) -> Any:
@@ -237,10 +237,10 @@ class StepIterator:
             self.loader_failed = True
             raise
         if self._go_on is not None:
-            self._ahead = batch  # it is there again where a worker is lost as all are asked
+            self._next_batch = batch  # it is there again where a worker is lost as all are asked
             if not self._go_on(batch is not _NOTHING):
                 batch = _NOTHING
-            self._ahead = _NOTHING
+            self._next_batch = _NOTHING
         if batch is _NOTHING:
             self._exhausted = True
             self._check_length()

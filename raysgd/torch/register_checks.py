@@ -172,19 +172,19 @@ def checked(name: str, given: Any, kind: type | None) -> list[Any]:
             expected = f"torch {kind.__name__} objects" if kind else "learning-rate schedulers"
             raise TypeError(
                 f"register({name}=...) must be one or a list of {expected}, but got "
-                f"{_told(member)}."
+                f"{_format(member)}."
             )
     if not members:
         raise ValueError(f"register({name}=...) is empty; at least one is needed.")
     return members
 
 
-def _told(given: Any) -> str:
+def _format(given: Any) -> str:
     """Return a ``repr`` in which networks and optimizers, which are long, are their types alone."""
     if isinstance(given, Mapping):
-        return f"{{{', '.join(f'{key!r}: {_told(value)}' for key, value in given.items())}}}"
+        return f"{{{', '.join(f'{key!r}: {_format(value)}' for key, value in given.items())}}}"
     if isinstance(given, list | tuple):
-        return f"[{', '.join(map(_told, given))}]"
+        return f"[{', '.join(map(_format, given))}]"
     is_long = isinstance(given, torch.nn.Module | torch.optim.Optimizer)
     return f"a {type(given).__name__}" if is_long else repr(given)
 

@@ -76,11 +76,8 @@ def register(
     check_arguments(ddp_args=ddp_args, apex_args=apex_args, horovod_args=horovod_args)
     modules = checked("models", models, torch.nn.Module)
     state.optimizers = checked("optimizers", optimizers, torch.optim.Optimizer)
-    options, device, distributed = (
-        state.settings.options,
-        state.settings.device,
-        state.context.distributed,
-    )
+    options, device = state.settings.options, state.settings.device
+    distributed = state.context.distributed
     sharding_args = checked_sharding(sharding, sharding_args, options, state.optimizers)
     warn_of_strangers(state.optimizers, [*modules, *criteria])
     trained = [each for each in criteria if is_trained(each, state.optimizers, modules)]

@@ -25,7 +25,7 @@ from raysgd.torch.meta import Init, materialize
 from raysgd.torch.sharding.fsdp import ShardedModels
 from raysgd.torch.sharding.layout import RowLayout
 from raysgd.torch.sharding.merge import PARAMETER
-from raysgd.torch.sharding.pieces import Piece, copy_all, is_divided, placed
+from raysgd.torch.sharding.pieces import Piece, copy_all, is_divided, slot_view
 from raysgd.torch.state import copied_to_cpu, model_state, renamed_states
 
 if TYPE_CHECKING:
@@ -100,14 +100,14 @@ class FullyShardedModel(ShardedOptimizer):
         room = layout.room(rank, device)
         for slot in layout.slots[rank][0]:
             if (gradient := self.models.gradient(slot.which)) is not None:
-                placed(room, slot, slot, gradient.dtype).copy_(gradient)
+                slot_view(room, slot, slot, gradient.dtype).copy_(gradient)
         sent = []
         for each in range(1, layout.num_copies(size) + 1):
             to, source = (rank + each) % size, (rank - each) % size
             received = layout.room(source, device)
             for slot in layout.slots[source][0]:
                 dtype = self._parameters[slot.which].dtype
-                self._received[source, slot.which] = placed(received, slot, slot, dtype)
+                self._received[source, slot.which] = slot_view(received, slot, slot, dtype)
             if len(room):
                 sent.append(dist.P2POp(dist.isend, room, to))
             if len(received):
@@ -140,7 +140,7 @@ class FullyShardedModel(ShardedOptimizer):
             collectives.minimum(self._version, self._parameters[0].device)
 
     def roll_back(self) -> None:
-        """Do so, also with what the models have under way."""
+        """Also reset a forward or backward pass that failed."""
         super().roll_back()
         self._received = {}
         self.models.reset()
@@ -188,7 +188,7 @@ class FullyShardedModel(ShardedOptimizer):
         self.optimizer.__setstate__(held)  # as it loads one, where it changes those of older files
         self.take_state()
 
-    def _taken(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
+    def _convert(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if name == "step":  # on the CPU, but for kernels that count by themselves
@@ -200,7 +200,7 @@ class FullyShardedModel(ShardedOptimizer):
         return value.to(self._device, dtype)
 
     def take_state(self) -> None:
-        """Do so, and put it in its place."""
+        """Take the shards of models as well."""
         if self._lacks_content and not self._is_alone:
             self._make(source=0)
         super().take_state()
@@ -210,7 +210,7 @@ class FullyShardedModel(ShardedOptimizer):
             self._place()
 
     def reshard(self, leader: int) -> None:
-        """Do so, and divide the models over the group that there is."""
+        """Divide models and optimizer over the group."""
         if self._init is not None:
             told = self._lacks_content, self._token
             lacks_content, token = collectives.broadcast_object(told, leader)
@@ -224,13 +224,13 @@ class FullyShardedModel(ShardedOptimizer):
             self._place()
 
     def import_replica(self, replica: Any) -> None:
-        """Do so, if it is of the same step."""
+        """Hold a replica of the same step. Ignore another."""
         version, content = replica
         if version == self._version:
             super().import_replica(content)
 
     def export_replica(self) -> Any:
-        """Return it with the step that it is of."""
+        """Return the replica with its step."""
         return self._version, super().export_replica()
 
     def model_shards(self) -> list[list[tuple[Any, ...]]]:
@@ -316,7 +316,7 @@ class FullyShardedModel(ShardedOptimizer):
     def _held_shares(self) -> list[int]:
         return [] if self._lacks_content else super()._held_shares()
 
-    def _given(self, index: int, start: int, stop: int) -> torch.Tensor | None:
+    def _elements_of(self, index: int, start: int, stop: int) -> torch.Tensor | None:
         if (rows := self._made.get((index, start, stop))) is not None:
             return rows
         parameter = self._parameters[index]

@@ -34,7 +34,7 @@ from raysgd.torch.sharding.pieces import (
     cut_value,
     flat,
     move_content,
-    placed,
+    slot_view,
 )
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class ShardedOptimizer(ShardedFeature):
         group_of = [number for number, group in groups for _ in group["params"]]
         layout, shares = self._layout, self._shares()
         self._buffers = {share: layout.room(share, self._device) for share, _ in shares}
-        into, content, ahead = [], [], []
+        into, content, uncommitted = [], [], []
         for share, blocks in shares:
             room = self._buffers[share]
             places = {slot.which: slot for slot in layout.slots[share][0]}
@@ -132,11 +132,11 @@ class ShardedOptimizer(ShardedFeature):
                     if (number := self._numbers[piece.which]) is None:
                         continue
                     dtype = self._parameters[piece.which].dtype
-                    view = placed(room, places[piece.which], piece, dtype)
+                    view = slot_view(room, places[piece.which], piece, dtype)
                     into.append(view)
                     if block.version > self._version:
                         content.append(piece.stepped)
-                        ahead.append((piece, view))
+                        uncommitted.append((piece, view))
                         continue
                     content.append(self._now(piece))
                     piece.stepped.grad = None
@@ -144,7 +144,7 @@ class ShardedOptimizer(ShardedFeature):
                     piece.stepped.grad = self._gradient(share, piece)
                     params[group_of[number]].append(piece.stepped)
         copy_all(into, content)
-        for piece, view in ahead:  # only now: what fails before leaves them as they are
+        for piece, view in uncommitted:  # only now: what fails before leaves them as they are
             if piece.stepped in self._state:
                 self._state[view] = self._state.pop(piece.stepped)
             piece.stepped = view
@@ -183,14 +183,14 @@ class ShardedOptimizer(ShardedFeature):
     def _put_in_place(self) -> None:
         """Let the parameters have the updates of all, once these are made."""
         into, content = [], []
-        for share, room in self._exchanged().items():
+        for share, room in self._exchange().items():
             for slot in self._layout.slots[share][0]:
                 parameter = self._parameters[slot.which]
                 into.append(flat(parameter)[slot.start : slot.stop])
-                content.append(placed(room, slot, slot, parameter.dtype))
+                content.append(slot_view(room, slot, slot, parameter.dtype))
         copy_all(into, content)
 
-    def _exchanged(self) -> dict[int, torch.Tensor]:
+    def _exchange(self) -> dict[int, torch.Tensor]:
         """Return the updated elements of all shares, once all of them have come.
 
         Each is broadcast by itself, which sends as much as gathering them: that would take the
@@ -223,7 +223,7 @@ class ShardedOptimizer(ShardedFeature):
                 piece.stepped.grad = None
 
     def commit(self) -> None:
-        """Let an update stay."""
+        """Keep an update."""
         self._committed = self._version
         self._buffers = {}
         self.ranks_in_sync = True
@@ -280,17 +280,17 @@ class ShardedOptimizer(ShardedFeature):
             for index, first, end in layout.cuts(start, stop):
                 parameter = self._parameters[index]
                 state = {
-                    name: self._taken(name, cut_like(value, parameter, first, end), parameter)
+                    name: self._convert(name, cut_like(value, parameter, first, end), parameter)
                     for name, value in whole.get(parameter, {}).items()
                     if parameter in updated
                 }
-                base = self._given(index, first, end)
+                base = self._elements_of(index, first, end)
                 contents.append(Content(index, first, end, None, state, base))
             self._add(self._state, self._blocks, start, stop, self._version, contents)
         self._token = self._token[0], self._token[1] + 1
         self.ranks_in_sync, self.lacks_shards = True, False
 
-    def _taken(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
+    def _convert(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
         """Return a value of the state, for elements of a parameter, as the optimizer needs it."""
         return value
 
@@ -316,7 +316,7 @@ class ShardedOptimizer(ShardedFeature):
             if piece.stepped in self._state
         ]
 
-    def _given(self, index: int, start: int, stop: int) -> torch.Tensor | None:
+    def _elements_of(self, index: int, start: int, stop: int) -> torch.Tensor | None:
         """Return elements of a parameter for a piece to hold, where parameters are divided."""
         return None
 
@@ -332,8 +332,8 @@ class ShardedOptimizer(ShardedFeature):
         if token != self._token:
             return
         for start, stop, version, contents in blocks:
-            placed = [move_content(Content(*each), self._device) for each in contents]
-            self._add(self._state, self._blocks, start, stop, version, placed)
+            on_device = [move_content(Content(*each), self._device) for each in contents]
+            self._add(self._state, self._blocks, start, stop, version, on_device)
 
     def receive(self, leader: int) -> Callable[[], None]:
         """Divide the state again among the workers of the group.
@@ -345,7 +345,7 @@ class ShardedOptimizer(ShardedFeature):
         return super().receive(leader)
 
     def reshard(self, leader: int) -> None:
-        """Do so. Every rank must call it."""
+        """Exchange shards until each rank has its own and its copies. Every rank must call it."""
         rank, size = dist.get_rank(), dist.get_world_size()
         own = [(block.start, block.stop, block.version) for block in self._blocks]
         holdings: list[Any] = [None] * size
@@ -365,7 +365,7 @@ class ShardedOptimizer(ShardedFeature):
         blocks: list[Block] = []
         for (source, to), of_it in messages.items():
             if to != (source,):
-                found = self._sent(of_it, version, source, to)
+                found = self._transfer(of_it, version, source, to)
             elif rank == source:
                 found = [self._contents(start, stop, version) for start, stop, *_ in of_it]
             if rank in to:
@@ -377,7 +377,7 @@ class ShardedOptimizer(ShardedFeature):
         layout.lay_out()
         self.ranks_in_sync = all(each.version == version for each in planned)
 
-    def _sent(
+    def _transfer(
         self,
         planned: Sequence[Transfer],
         version: int,

@@ -76,7 +76,7 @@ class LightningMethods(_Base):
     def setup(self, config: dict[str, Any]) -> None:
         """Create the module, its data and its optimizers, and register them."""
         unused = set() if self._data_creator is not None else set(config)
-        module = self.module = _made(self._module_cls, config, unused)
+        module = self.module = _make(self._module_cls, config, unused)
         _check_hooks(module)
         self._surroundings = _Surroundings(self)
         self._has_started = False
@@ -111,7 +111,7 @@ class LightningMethods(_Base):
         with lock_of_node():  # one worker per node at a time, because they may download
             if data is not None:
                 # a copy, because other trainers may use the same object
-                data = self._surroundings.datamodule = copy.copy(_made(data, config, unused))
+                data = self._surroundings.datamodule = copy.copy(_make(data, config, unused))
                 data.trainer = self._surroundings
                 data.prepare_data()
                 data.setup("fit")
@@ -512,7 +512,7 @@ def _check_hooks(module: Any) -> None:
         )
 
 
-def _made(given: Any, config: dict[str, Any], unused: set[str]) -> Any:
+def _make(given: Any, config: dict[str, Any], unused: set[str]) -> Any:
     """Create a module with the config, or with the keys that its constructor takes.
 
     Args:

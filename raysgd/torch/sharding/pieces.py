@@ -19,7 +19,7 @@ __all__ = [
     "is_dense",
     "is_divided",
     "move_content",
-    "placed",
+    "slot_view",
 ]
 
 
@@ -95,7 +95,7 @@ def flat(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def placed(room: torch.Tensor, slot: Slot, part: Any, dtype: torch.dtype) -> torch.Tensor:
+def slot_view(room: torch.Tensor, slot: Slot, part: Any, dtype: torch.dtype) -> torch.Tensor:
     """Return the elements of a part of a slot in a buffer."""
     first = slot.place + (part.start - slot.start) * dtype.itemsize
     return room[first : first + (part.stop - part.start) * dtype.itemsize].view(dtype)

@@ -334,7 +334,7 @@ class Player:
             setattr(kind, name, watched)
 
         watch(ShardedOptimizer, "_meet", "barrier", "passed")
-        watch(ShardedOptimizer, "_exchanged", "update", "gathered")
+        watch(ShardedOptimizer, "_exchange", "update", "gathered")
         watch(FullyShardedModel, "_wait_for_updates", "update", "gathered")
 
     def at(self, moment):
