@@ -129,6 +129,7 @@ def check_timeout(where: str, timeout_s: Any) -> None:
 
 
 def check_choice(where: str, name: str, value: Any, allowed: Collection[Any]) -> None:
+    """Check that a value is one of `allowed`."""
     if not any(value is choice or (type(value) is str and value == choice) for choice in allowed):
         choices = ", ".join(repr(choice) for choice in allowed)
         raise ValueError(f"{where}({name}={value!r}): must be one of {choices}.")
