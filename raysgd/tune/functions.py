@@ -1,9 +1,9 @@
 """Training functions as trials of Ray Tune.
 
-A trial is an actor of Tune's, in the first bundle of its placement group; the function's workers
-are in the others. One step of the trial is one report of worker 0; where a checkpoint came with
-it, or before it, Tune is asked to keep that. It is asked as well by a last step, which gives the
-last report once more, where a checkpoint came after that.
+A trial is a Tune actor in the first bundle of its placement group. The function's workers are in
+the other bundles. Each report of worker 0 is one step of the trial. If a checkpoint came with the
+report or before it, the step asks Tune to save it. If a checkpoint came after the last report, a
+final step repeats that report and asks Tune to save the checkpoint.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _NOTHING = pickle.dumps(None)
 
 
 class FunctionTrainable(Trainable):
-    """A trial that runs a training function. `trainer_trainable` fills in which one."""
+    """A trial that runs a training function. `trainer_trainable` sets `trainer`."""
 
     trainer: ClassVar[DataParallelTrainer]
 
     @classmethod
     def trial_trainer(cls, config: Mapping[str, Any]) -> DataParallelTrainer:
-        """Return the trainer with a trial's config."""
+        """Return the trainer with the config of a trial."""
         trainer = cls.trainer.with_config(config.get("train_loop_config", {}))
         if (scaling := config.get("scaling_config")) is not None:
             trainer.scaling_config = checked_scaling(scaling)
         return trainer
 
-    # ---- what Tune calls
+    # ---- methods that Tune calls
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory:
-        """Return the room of a trial: its workers, and a CPU for its own process."""
+        """Return the resources of a trial: its workers, and one CPU for its own process."""
         workers = cls.trial_trainer(config).executor().options
         bundles: list[dict[str, float]] = [{"CPU": 1}, *([workers.bundle] * workers.num_workers)]
         if not workers.label_selectors:
@@ -58,7 +58,7 @@ class FunctionTrainable(Trainable):
         return PlacementGroupFactory(bundles, strategy="PACK", bundle_label_selector=labels)
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Start the workers; the function starts with the first step, when it is loaded."""
+        """Start the workers. The function starts in the first `step`, after a possible load."""
         self._own = self.trial_trainer(config)
         self._own.setup()
         self._start: Any = None
@@ -73,7 +73,7 @@ class FunctionTrainable(Trainable):
         self._callbacks = contextlib.ExitStack()
 
     def step(self) -> dict[str, Any]:
-        """Wait for the next report, and return worker 0's."""
+        """Wait for the next reports, and return that of worker 0."""
         try:
             return self._step()
         except BaseException:
@@ -104,8 +104,8 @@ class FunctionTrainable(Trainable):
         if results is None:
             self._executor.finish_training()
             self._callbacks.close()
-            # Tune does not look whether a result that stands for the one before has a checkpoint;
-            # where nothing was reported there is none before
+            # Tune ignores the checkpoint of a result that is marked as a duplicate. Without any
+            # report, there is no result to duplicate.
             is_new = saved or not self._reported
             return {**(self._last if is_new else {RESULT_DUPLICATE: True}), DONE: True, **saved}
         self._handler.handle(results)
@@ -114,7 +114,6 @@ class FunctionTrainable(Trainable):
         return {**self._last, **saved}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Save the function's newest checkpoint."""
         blob = None if self._checkpoints is None else self._checkpoints.blob
         if blob is None:
             blob = packed_checkpoint(self._start)
@@ -122,22 +121,22 @@ class FunctionTrainable(Trainable):
         write_pickle(blob or _NOTHING, Path(checkpoint_dir) / TUNE_CHECKPOINT_FILE_NAME, manifest)
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Start the function, in the next step, from what `save_checkpoint` wrote."""
+        """Make the next step start the function from the output of `save_checkpoint`."""
         blob, manifest = read_pickle(Path(checkpoint, TUNE_CHECKPOINT_FILE_NAME))
         self._reported = 0 if manifest is None else manifest.global_step
         self._start = None if blob == _NOTHING else Checkpoint(blob=blob)
-        if self._checkpoints is not None:  # a trial that takes over another's state
+        if self._checkpoints is not None:  # the trial takes over the state of another
             self.cleanup()
             self._start_workers()
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Go on as another trial, with new workers in the same room."""
+        """Become another trial, with new workers in the same placement group."""
         self.cleanup()
         self.setup(new_config)
         return True
 
     def cleanup(self) -> None:
-        """End the workers, and tell the callbacks."""
+        """Stop the workers, and end the run for the callbacks."""
         try:
             self._callbacks.close()
         finally:
@@ -145,8 +144,8 @@ class FunctionTrainable(Trainable):
 
 
 def trainer_trainable(trainer: DataParallelTrainer) -> type[FunctionTrainable]:
-    """Make a Trainable class for a trainer."""
-    # Tune names folders and trials after it, and finds it again by its name on Tuner.restore
+    """Create the Trainable class of a trainer."""
+    # Tune names folders and trials after the class, and Tuner.restore looks it up by name.
     return type(type(trainer).__name__, (FunctionTrainable,), {"trainer": trainer})
 
 
@@ -157,9 +156,9 @@ def function_trainable(
     train_func: Callable[..., Any],
     dataset: Any,
 ) -> type[FunctionTrainable]:
-    """Make a Trainable class for a Trainer and a function; the older API.
+    """Create the Trainable class of a function, for the older API.
 
-    All of a trial's config is the function's.
+    The trial's config is the function's config.
     """
     named = dataset if isinstance(dataset, Mapping) else {"": dataset}
     trainer = DataParallelTrainer(
@@ -175,7 +174,7 @@ def function_trainable(
 
 
 class _OldStyleTrainable(FunctionTrainable):
-    """A trial of which all of the config is the function's."""
+    """A trial whose config is the function's config."""
 
     @classmethod
     def trial_trainer(cls, config: Mapping[str, Any]) -> DataParallelTrainer:

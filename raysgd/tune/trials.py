@@ -197,7 +197,6 @@ class BaseTorchTrainable(BaseTrainable):
     _owners: Sequence[int | None] = ()
 
     def look_at_operator(self) -> tuple[bool, Any]:
-        """See :meth:`BaseTrainable.look_at_operator`."""
         from raysgd.torch import optimizer_options
 
         inspected = self.trainer.apply_all_operators(optimizer_options.inspect)[0]
@@ -221,7 +220,6 @@ class TFTrainable(BaseTrainable):
 
     @classmethod
     def trainer_arguments(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """See :meth:`BaseTrainable.trainer_arguments`."""
         if hasattr(cls, "trainer_kwargs"):
             return super().trainer_arguments(config)
         names = ("model_creator", "data_creator", "use_gpu", "num_cpus_per_worker", "use_local")
@@ -242,7 +240,6 @@ class TFTrainable(BaseTrainable):
         return TFTrainer(**arguments)
 
     def look_at_operator(self) -> tuple[bool, Any]:
-        """See :meth:`BaseTrainable.look_at_operator`."""
         from raysgd.tf import optimizer_options
 
         found: tuple[bool, Any] = self.trainer.apply_all_operators(optimizer_options.inspect)[0]
