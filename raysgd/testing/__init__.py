@@ -1,4 +1,4 @@
-"""Help for testing: operators in this process, and faults in running trainers (``chaos``)."""
+"""Test helpers: operators in this process, and faults in running trainers (``chaos``)."""
 
 from raysgd.testing.operators import run_operator
 

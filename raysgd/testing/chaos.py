@@ -1,6 +1,6 @@
-"""Faults on purpose, to prove that a training run of yours survives them.
+"""Fault injection, to prove that a training run survives failures.
 
-Nothing here is simulated: processes are killed and stopped by signals, on whatever node they run::
+Nothing is simulated: signals kill or stop worker processes, on any node::
 
     from raysgd.testing.chaos import Chaos, schedule
 
@@ -31,69 +31,69 @@ _POLL_S = 0.02
 
 
 def kill(trainer: OperatorTrainer, rank: int) -> int:
-    """Kill the process of a worker (SIGKILL), and return its process id.
+    """Kill the process of a worker (SIGKILL), and return its process ID.
 
     Call it from another thread while ``train()`` runs, or between two calls.
 
     Args:
-        trainer: a trainer with workers in processes of their own.
-        rank: world rank of the worker, as it is now.
+        trainer: A trainer whose workers have their own processes.
+        rank: Current world rank of the worker.
 
     Raises:
-        TypeError: if `rank` is not an int.
-        ValueError: if no worker has that rank, or it lives in the driver's process.
-        ProcessLookupError: if its process has ended already.
+        TypeError: If `rank` is not an int.
+        ValueError: If no worker has that rank, or it runs in the driver's process.
+        ProcessLookupError: If its process has already ended.
     """
     return _signal(trainer, rank, signal.SIGKILL)
 
 
 def hang(trainer: OperatorTrainer, rank: int) -> int:
-    """Stop the process of a worker (SIGSTOP), and return its process id.
+    """Stop the process of a worker (SIGSTOP), and return its process ID.
 
-    It stays, with all that it holds, and does nothing; the others wait for it. Training goes on
-    after `resume`, or without it where ``ElasticConfig(hang_timeout_s=...)`` says so.
+    The process keeps its resources, and the other workers wait for it. Training continues after
+    `resume`, or without the worker after ``ElasticConfig(hang_timeout_s=...)``.
 
     Args:
-        trainer: a trainer with workers in processes of their own.
-        rank: world rank of the worker, as it is now.
+        trainer: A trainer whose workers have their own processes.
+        rank: Current world rank of the worker.
 
     Raises:
-        TypeError: if `rank` is not an int.
-        ValueError: if no worker has that rank, or it lives in the driver's process.
-        ProcessLookupError: if its process has ended already.
+        TypeError: If `rank` is not an int.
+        ValueError: If no worker has that rank, or it runs in the driver's process.
+        ProcessLookupError: If its process has already ended.
     """
     return _signal(trainer, rank, signal.SIGSTOP)
 
 
 def resume(trainer: OperatorTrainer, rank: int) -> int:
-    """Let a worker that `hang` stopped go on (SIGCONT), and return its process id.
+    """Continue a worker that `hang` stopped (SIGCONT), and return its process ID.
 
     Args:
-        trainer: the trainer.
-        rank: world rank of the worker, as it is now.
+        trainer: The trainer.
+        rank: Current world rank of the worker.
 
     Raises:
-        TypeError: if `rank` is not an int.
-        ValueError: if no worker has that rank, or it lives in the driver's process.
-        ProcessLookupError: if its process has ended already.
+        TypeError: If `rank` is not an int.
+        ValueError: If no worker has that rank, or it runs in the driver's process.
+        ProcessLookupError: If its process has already ended.
     """
     return _signal(trainer, rank, signal.SIGCONT)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault to come: to whom, what, and when.
+    """One planned fault.
 
     Raises:
-        ValueError: unless exactly one of `step` and `after_s` is given.
+        ValueError: Unless exactly one of `step` and `after_s` is given.
     """
 
     rank: int
-    """World rank that the worker has at that moment."""
+    """World rank of the worker at the time of the fault."""
     step: int | None = None
-    """It comes once so many steps of the trainer are done."""
+    """Number of steps after which it happens."""
     after_s: float | None = None
-    """It comes so many seconds after the start of the injections."""
+    """Seconds after the start of the injections when it happens."""
     kind: Literal["kill", "hang"] = "kill"
 
     def __post_init__(self) -> None:
@@ -103,15 +103,15 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Injection:
-    """One fault that has come."""
+    """One injected fault."""
 
     fault: Fault
     pid: int
-    """The process that was hit."""
+    """ID of the affected process."""
     step: int
-    """Steps that were done, as last heard from the workers."""
+    """Number of finished steps, as last reported by the workers."""
     time: float
-    """When, in seconds since the epoch."""
+    """Time in seconds since the Unix epoch."""
 
 
 def schedule(
@@ -123,22 +123,22 @@ def schedule(
     seconds: float | None = None,
     num_hangs: int = 0,
 ) -> list[Fault]:
-    """Draw faults at random; the same arguments give the same faults.
+    """Draw random faults. The same arguments give the same faults.
 
     Args:
-        seed: of the random numbers.
-        num_kills: how many workers to kill.
-        num_workers: ranks are drawn below it.
-        num_steps: spread the faults over so many steps, at most one a step.
-        seconds: spread them over so many seconds instead.
-        num_hangs: how many workers to stop besides; needs ``hang_timeout_s``.
+        seed: Seed of the random numbers.
+        num_kills: Number of workers to kill.
+        num_workers: Exclusive upper bound of the ranks.
+        num_steps: Spread the faults over this many steps, at most one per step.
+        seconds: Spread the faults over this many seconds instead.
+        num_hangs: Number of additional workers to stop. Requires ``hang_timeout_s``.
 
     Returns:
-        The faults, in the order in which they come.
+        The faults in the order of their times.
 
     Raises:
-        ValueError: unless exactly one of `num_steps` and `seconds` is given, or if a count is out
-            of its range.
+        ValueError: Unless exactly one of `num_steps` and `seconds` is given, or if a count is out
+            of range.
 
     >>> [(fault.step, fault.rank) for fault in schedule(0, 3, 4, num_steps=100)]
     [(39, 0), (52, 2), (62, 3)]
@@ -177,26 +177,26 @@ def schedule(
 
 
 class Chaos:
-    """Injects faults while the caller trains, from a thread of its own.
+    """Injects faults from its own thread while the caller trains.
 
     Use it as a context manager::
 
         with Chaos(trainer, schedule(1, num_kills=3, num_workers=4, num_steps=500)) as chaos:
             trainer.train()
 
-    A fault whose moment has come waits until there is a worker of its rank that has not been hit
-    before, and until `spare` others are left. Those that are still to come at the end of the
-    block do not come at all. Workers that were stopped, and are there still, go on then.
+    When a fault is due, it waits for a worker of its rank that was not hit before, and for `spare`
+    further workers. At the end of the block, remaining faults are dropped, and stopped workers
+    continue.
 
     Args:
-        trainer: the trainer whose workers are hit.
-        faults: what to inject; `schedule` draws some.
-        spare: how many workers to leave alone at any time. With 0 all may be lost at once, so
-            that training restarts from a snapshot.
+        trainer: The trainer whose workers to hit.
+        faults: Faults to inject, for example from `schedule`.
+        spare: Number of workers to leave unharmed at any time. With 0, all workers can be lost
+            together, so that training restarts from a snapshot.
 
     Raises:
-        ValueError: if the trainer can never have a worker of one of the ranks, or `spare` leaves
-            none to hit.
+        ValueError: If the trainer can never have a worker with one of the ranks, or `spare` leaves
+            no worker to hit.
     """
 
     def __init__(self, trainer: OperatorTrainer, faults: Sequence[Fault], spare: int = 1) -> None:
@@ -216,12 +216,12 @@ class Chaos:
 
     @property
     def injected(self) -> list[Injection]:
-        """The faults that have come, oldest first."""
+        """The injected faults, oldest first."""
         return list(self._injected)
 
     @property
     def pending(self) -> list[Fault]:
-        """The faults that have not come yet."""
+        """The faults that remain."""
         return list(self._pending)
 
     def __enter__(self) -> Self:
@@ -238,7 +238,7 @@ class Chaos:
         self._thread.join()
         for member in self._trainer._controller.members:
             if member in self._hit and member.remote:
-                member.signal(signal.SIGCONT)  # does nothing to one that was killed
+                member.signal(signal.SIGCONT)  # no effect on a killed one
         if self._error is not None and error is None:
             raise self._error
 
@@ -267,7 +267,7 @@ class Chaos:
             now = time.time()
             _check_signalled(member, fault.rank)
             if not member.signal(number):
-                continue  # it has died by itself, and another will have the rank
+                continue  # it has died, and a replacement will get the rank
             self._hit.add(member)
             self._pending.remove(fault)
             self._injected.append(

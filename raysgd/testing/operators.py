@@ -19,24 +19,25 @@ def run_operator(
     use_fp16: bool | str = False,
     amp_dtype: torch.dtype | None = None,
 ) -> Any:
-    """Create an operator in this process, on CPU, and run its ``setup``; no Ray, no process group.
+    """Create an operator in this process, on the CPU, and run its ``setup``.
 
-    Its methods can then be called and debugged like those of any object::
+    This needs no Ray and no process group. You can call and debug its methods like those of any
+    object::
 
         operator = run_operator(Classifier, {"lr": 0.1})
         batch = next(iter(operator.train_loader))
         print(operator.train_batch(batch, {"batch_idx": 0}))
         print(operator.validate(iter(operator.validation_loader)))
 
-    Args:
-        operator_cls: the class; a subclass of ``raysgd.TrainingOperator`` or of
-            ``raysgd.tf.TrainingOperator``.
-        config: handed to the operator.
-        scheduler_step_freq: as for the trainer; needed where setup registers schedulers.
-        use_fp16: as for the trainer.
-        amp_dtype: as for the trainer.
+    Each batch is its own accumulation group, unlike in ``trainer.train()``.
 
-    Outside of ``trainer.train()`` each batch is an accumulation group of its own.
+    Args:
+        operator_cls: A subclass of ``raysgd.TrainingOperator`` or
+            ``raysgd.tf.TrainingOperator``.
+        config: Config of the operator.
+        scheduler_step_freq: As for the trainer. Required if setup registers schedulers.
+        use_fp16: As for the trainer.
+        amp_dtype: As for the trainer.
     """
     from raysgd.tf.operator import TrainingOperator as KerasOperator
 
