@@ -1,11 +1,11 @@
-"""Train with callbacks: logs, checkpoints to go on from, early stopping, and one written here.
+"""Train with callbacks: logs, checkpoints, early stopping, and a custom one.
 
     python examples/callbacks.py
-    python examples/callbacks.py --logdir runs/digits     # twice: the second one goes on
-    tensorboard --logdir runs/digits                       # what it shows
+    python examples/callbacks.py --logdir runs/digits     # run it twice: the second run resumes
+    tensorboard --logdir runs/digits
 
-Everything goes into one run folder. The first run is cut off in the middle of its third epoch, as
-if the machine had failed; the second one finds the newest checkpoint and ends what was begun.
+One run folder has all files. The first run ends in its third epoch, as if the machine had failed.
+The second one resumes from the newest checkpoint.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from raysgd.utils import BATCH_SIZE
 
 
 class DigitClassifier(TrainingOperator):
-    """A small net for images of handwritten digits, whose learning rate goes down."""
+    """A small network for images of handwritten digits, with a decaying learning rate."""
 
     def setup(self, config):
         torch.manual_seed(0)
@@ -69,7 +69,7 @@ class DigitClassifier(TrainingOperator):
 
 
 class Table(Callback):
-    """Prints a line an epoch: a callback of one's own is a class with the hooks that it needs."""
+    """Prints a line per epoch. A custom callback overrides the hooks that it needs."""
 
     def on_train_start(self, trainer):
         print(f"  starting at epoch {trainer.epoch}, step {trainer.global_step}")
@@ -90,7 +90,7 @@ class Table(Callback):
 
 
 class PowerCut(Callback):
-    """Ends the run in mid-epoch, as a machine that fails would."""
+    """Ends the run within an epoch, as if the machine had failed."""
 
     def next_pause(self, global_step):
         return 55 if global_step < 55 else None
@@ -101,8 +101,8 @@ class PowerCut(Callback):
 
 def train(args, logdir, *more):
     callbacks = [
-        CheckpointCallback(every=10, keep=2, monitor="val_loss"),  # also in mid-epoch
-        EMA(0.9),  # what is validated, and saved with the weights
+        CheckpointCallback(every=10, keep=2, monitor="val_loss"),  # also within epochs
+        EMA(0.9),  # used for validation, and saved with the weights
         TerminateOnNaN(),
         ModelSummary(),
         EarlyStopping("val_loss", patience=4),
@@ -114,12 +114,12 @@ def train(args, logdir, *more):
     if importlib.util.find_spec("tensorboard"):
         callbacks.append(TensorBoardLogger())
     if args.progress:
-        callbacks.insert(0, ProgressBar())  # first, so that its line is done when others print
+        callbacks.insert(0, ProgressBar())  # first, so that its line ends before others print
     with TorchTrainer(
         training_operator_cls=DigitClassifier,
         config={"lr": 5e-3, BATCH_SIZE: 64},
         num_workers=args.num_workers,
-        use_local=args.num_workers == 1,  # then it needs no Ray
+        use_local=args.num_workers == 1,  # needs no Ray
         use_gpu=args.use_gpu,
         scheduler_step_freq="epoch",
         callbacks=callbacks,

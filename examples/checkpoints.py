@@ -1,10 +1,10 @@
-"""Save in the middle of an epoch, go on with another number of workers, and survive damage.
+"""Save within an epoch, resume with another number of workers, and survive a damaged file.
 
     python examples/checkpoints.py
     python examples/checkpoints.py --num-workers 3 --num-workers-after 2
 
-The model is a ledger: one parameter a sample, which starts at 0 and to which training on that
-sample adds 1. After one epoch every parameter has to be 1, however often the run was interrupted.
+The model is a ledger with one parameter per sample. It starts at 0, and training on the sample adds
+1. After one epoch, every parameter must be 1, regardless of interruptions.
 """
 
 import argparse
@@ -23,7 +23,7 @@ NUM_SAMPLES = 600
 
 
 class Ids(Dataset):
-    """Samples that are nothing but their own number."""
+    """Samples that are their own index."""
 
     def __len__(self):
         return NUM_SAMPLES
@@ -33,7 +33,7 @@ class Ids(Dataset):
 
 
 class Counts(torch.nn.Module):
-    """One parameter a sample."""
+    """One parameter per sample."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class Counts(torch.nn.Module):
 
 
 class Ledger(TrainingOperator):
-    """Adds 1 to the parameter of each sample that it trains on."""
+    """Adds 1 to the parameter of each sample."""
 
     def setup(self, config):
         model = Counts()
@@ -54,7 +54,7 @@ class Ledger(TrainingOperator):
         self.register_data(train_loader=DataLoader(Ids(), batch_size=10, shuffle=True))
 
     def train_batch(self, batch, batch_info):
-        # the gradients of the workers are averaged, and their sum is wanted
+        # Gradients are averaged over the workers, but this needs their sum.
         (-self.model(batch).sum() * self.world_size).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -76,11 +76,11 @@ def main():
         with TorchTrainer(
             training_operator_cls=Ledger,
             num_workers=args.num_workers,
-            use_local=args.num_workers == 1,  # then it needs no Ray
+            use_local=args.num_workers == 1,  # needs no Ray
             use_gpu=args.use_gpu,
         ) as trainer:
             trainer.train(num_steps=5)
-            trainer.save(first, blocking=False)  # written while training goes on
+            trainer.save(first, blocking=False)  # written during training
             for _ in range(2):
                 trainer.train(num_steps=5)
                 store.save(trainer.state_dict(), world_size=trainer.num_workers)

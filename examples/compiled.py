@@ -1,9 +1,9 @@
-"""Train a model that torch compiles, lose a worker on the way, and see who compiles when.
+"""Train a compiled model, lose a worker, and print which worker compiles when.
 
     python examples/compiled.py
     python examples/compiled.py --num-workers 1 --backend aot_eager --smoke-test
 
-torch's own compiler for CPUs needs a C++ compiler such as g++; ``aot_eager`` needs none, and makes
+PyTorch's compiler for CPUs needs a C++ compiler such as g++. ``aot_eager`` does not, but makes
 nothing faster.
 """
 
@@ -28,7 +28,7 @@ class Block(torch.nn.Module):
 
 
 class Deep(torch.nn.Module):
-    """Blocks of one kind, of which torch compiles one for all."""
+    """Blocks of the same kind, which PyTorch compiles once."""
 
     def __init__(self, width=128, depth=6):
         super().__init__()
@@ -70,7 +70,7 @@ def main():
             "backend": "aot_eager" if args.smoke_test else args.backend,
         },
         num_workers=args.num_workers,
-        use_local=args.num_workers == 1,  # then it needs no Ray
+        use_local=args.num_workers == 1,  # needs no Ray
     ) as trainer:
         for epoch in range(1, 2 if args.smoke_test else 5):
             if epoch == 3 and args.num_workers > 1:

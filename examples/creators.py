@@ -1,4 +1,4 @@
-"""Run functions that were written for the creators of the old RaySGD.
+"""Run functions that were written for the creators of the original RaySGD.
 
 python examples/creators.py
 python examples/creators.py --num-workers 3
@@ -32,7 +32,7 @@ def scheduler_creator(optimizer, config):
 
 
 def data_creator(config):
-    """Return a loader to train on and one to validate on: 442 patients, ten figures of each."""
+    """Return loaders for training and validation: 442 patients with ten numbers each."""
     data = load_diabetes()
     features = torch.tensor(data.data, dtype=torch.float32) * 20
     target = torch.tensor(data.target, dtype=torch.float32).unsqueeze(1) / 100
@@ -68,7 +68,7 @@ def main():
         scheduler_step_freq="epoch",
         config={"lr": 1e-2, "hidden_size": 32},
         num_workers=args.num_workers,
-        use_local=args.num_workers == 1,  # then it needs no Ray
+        use_local=args.num_workers == 1,  # needs no Ray
         use_gpu=args.use_gpu,
     ) as trainer:
         for _ in range(num_epochs):

@@ -1,11 +1,11 @@
-"""Write the loop over an epoch yourself, and keep everything else.
+"""Write your own training loop over an epoch.
 
     python examples/custom_loop.py
     python examples/custom_loop.py --num-workers 3 --float16
 
-The loop mixes two kinds of batches: of every second one the pixels are disturbed. What it draws
-from its iterator is counted, shared out and never lost; `self.autocast`, `self.backward` and
-`self.optimizer_step` bring mixed precision, accumulation and clipping to it.
+The loop adds noise to the pixels of every second batch. raysgd still counts and partitions the
+batches that the loop takes from its iterator. `self.autocast`, `self.backward`, and
+`self.optimizer_step` add mixed precision, accumulation, and clipping.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from raysgd import TorchTrainer, TrainingOperator
 
 
 class Robust(TrainingOperator):
-    """Trains on clean and on noisy images, and measures both."""
+    """Trains on clean and on noisy images, and reports metrics for both."""
 
     def setup(self, config):
         torch.manual_seed(0)
@@ -78,7 +78,7 @@ def main():
         training_operator_cls=Robust,
         config={"lr": 3e-3},
         num_workers=args.num_workers,
-        use_local=args.num_workers == 1,  # then it needs no Ray
+        use_local=args.num_workers == 1,  # needs no Ray
         use_gpu=args.use_gpu,
         use_fp16=args.float16,
         amp_dtype=torch.float16 if args.float16 else None,

@@ -1,9 +1,9 @@
-"""Train a small convolutional net on handwritten digits with two workers.
+"""Train a small convolutional network on handwritten digits with two workers.
 
     python examples/digits.py
     python examples/digits.py --num-workers 1 --smoke-test
 
-The 1,797 images of 8x8 pixels come with scikit-learn, so that nothing is downloaded.
+scikit-learn contains the 1,797 images of 8x8 pixels, so nothing is downloaded.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from raysgd.utils import BATCH_SIZE
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """Return the images, as (1, 8, 8) floats in 0..1, and their digits: 1,440 and 357 of them."""
+    """Return 1,440 and 357 images, as (1, 8, 8) floats from 0 to 1, with their digits."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(data.target)
@@ -70,9 +70,9 @@ def main():
     started = time.perf_counter()
     with TorchTrainer(
         training_operator_cls=DigitClassifier,
-        config={"lr": 2e-3, BATCH_SIZE: 64},  # the global batch: each worker gets its share
+        config={"lr": 2e-3, BATCH_SIZE: 64},  # the global batch, which the workers share
         num_workers=args.num_workers,
-        use_local=args.num_workers == 1,  # then it needs no Ray
+        use_local=args.num_workers == 1,  # needs no Ray
         use_gpu=args.use_gpu,
     ) as trainer:
         print(f"{trainer.num_workers} workers ready after {time.perf_counter() - started:.1f} s")

@@ -1,12 +1,11 @@
-"""Train with workers that are killed on the way, and show that not one sample is lost or repeated.
+"""Kill workers during training, and check that no sample is lost or repeated.
 
     python examples/elastic.py
     python examples/elastic.py --num-workers 4 --num-epochs 4 --num-kills 6 --seed 2
 
-The model is a ledger. It has one parameter for each sample, which starts at 0 and to which
-training on that sample adds 1; so after three epochs every parameter has to be 3, whatever
-happened on the way. What happens is that workers are killed (SIGKILL), at random steps: the
-others go on, and a replacement worker takes the place of the one that was lost.
+The model is a ledger with one parameter per sample. It starts at 0, and training on the sample adds
+1. After three epochs, every parameter must be 3. Meanwhile, workers are killed (SIGKILL) at random
+steps. The others continue, and a replacement worker joins.
 """
 
 import argparse
@@ -38,7 +37,7 @@ TELLS = {
 
 
 class Ids(Dataset):
-    """Samples that are nothing but their own number."""
+    """Samples that are their own index."""
 
     def __init__(self, num_samples):
         self.num_samples = num_samples
@@ -51,7 +50,7 @@ class Ids(Dataset):
 
 
 class Counts(torch.nn.Module):
-    """One parameter a sample."""
+    """One parameter per sample."""
 
     def __init__(self, num_samples):
         super().__init__()
@@ -62,7 +61,7 @@ class Counts(torch.nn.Module):
 
 
 class Ledger(TrainingOperator):
-    """Adds 1 to the parameter of each sample that it is trained on."""
+    """Adds 1 to the parameter of each sample."""
 
     def setup(self, config):
         model = Counts(config["num_samples"])
@@ -75,8 +74,8 @@ class Ledger(TrainingOperator):
         )
 
     def train_batch(self, batch, batch_info):
-        time.sleep(self.config["step_s"])  # stands for the work of a larger model
-        # gradients are averaged over the workers, and each worker has samples of its own
+        time.sleep(self.config["step_s"])  # simulates a larger model
+        # Gradients are averaged over the workers, but this needs their sum.
         loss = -self.model(batch).sum() * self.world_size
         self.optimizer.zero_grad()
         loss.backward()
@@ -85,7 +84,7 @@ class Ledger(TrainingOperator):
 
 
 def fingerprint(operator):
-    """Return a hash of every bit of the model, as one worker holds it."""
+    """Return a hash of a worker's model."""
     digest = hashlib.sha256()
     for tensor in operator.model.state_dict().values():
         digest.update(tensor.cpu().numpy().tobytes())
@@ -93,7 +92,7 @@ def fingerprint(operator):
 
 
 class Teller(threading.Thread):
-    """Prints the events of a trainer as they come."""
+    """Prints the events of a trainer as they occur."""
 
     def __init__(self, trainer, started):
         super().__init__(daemon=True)
@@ -103,7 +102,7 @@ class Teller(threading.Thread):
     def run(self):
         num_told, over = 0, False
         while not over:
-            over = self.over.wait(0.05)  # once more after the end: the last ones are told too
+            over = self.over.wait(0.05)  # one more pass after the end, for the last events
             for event in self.trainer.events[num_told:]:
                 num_told += 1
                 cause = event.cause if len(event.cause) <= 60 else event.cause[:57] + "..."
@@ -135,11 +134,11 @@ def main():
     num_epochs, num_kills = (2, 2) if args.smoke_test else (args.num_epochs, args.num_kills)
     num_steps = 250 if args.smoke_test else 500
 
-    # a batch that any number of the workers can share, so that the epoch has no uneven end
+    # Any number of the workers can share this batch, so the epoch has no uneven end.
     batch_size = 8 * math.lcm(*range(1, args.num_workers + 1))
     num_samples = num_steps * batch_size
     if "RAY_ADDRESS" not in os.environ and not ray.is_initialized():
-        # workers that mostly sleep need no core each
+        # The workers mostly sleep and do not need a CPU each.
         ray.init("local", num_cpus=max(args.num_workers, os.cpu_count()), log_to_driver=False)
     kills = schedule(args.seed, num_kills, args.num_workers, num_steps=num_epochs * num_steps)
     print("to be killed:", ", ".join(f"worker {k.rank} at step {k.step}" for k in kills))

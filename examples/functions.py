@@ -3,9 +3,9 @@
     python examples/functions.py
     python examples/functions.py --num-workers 4 --num-epochs 20
 
-The function learns scikit-learn's handwritten digits and saves a checkpoint after each epoch. In
-the midst of the run a worker is killed: all workers restart, and the function goes on from the
-newest checkpoint.
+The function trains on scikit-learn's handwritten digits and saves a checkpoint after each epoch. A
+worker is killed during the run. Then all workers restart, and the function resumes from the newest
+checkpoint.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def train_digits(config):
         model.load_state_dict(state["model"])
     first = 0 if state is None else state["epoch"] + 1
     prepared = train.torch.prepare_model(model)
-    if state is not None:  # once the model is on its GPU, where the optimizer's state has to be
+    if state is not None:  # after the model is on its GPU, where the optimizer state must be
         optimizer.load_state_dict(state["optimizer"])
     batch_size = config["batch_size"] // train.world_size()
     loader = DataLoader(digits(), batch_size=batch_size, shuffle=True)

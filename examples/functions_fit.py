@@ -1,9 +1,9 @@
-"""A training function by today's API: fit(), its result, and the best checkpoints.
+"""Run a training function with fit(), and show the result and the best checkpoints.
 
     python examples/functions_fit.py
     python examples/functions_fit.py --num-workers 4
 
-Run it again with --storage and the same --name after it was stopped, and it goes on where it was.
+Stop it and run it again with --storage and the same --name to resume.
 """
 
 import argparse

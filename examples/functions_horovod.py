@@ -1,10 +1,10 @@
-"""A training function that communicates by Horovod, run on two workers.
+"""Run a training function with Horovod on two workers.
 
     python examples/functions_horovod.py
     python examples/functions_horovod.py --num-workers 1 --smoke-test
 
-The function is a Horovod script as it would be run by horovodrun; reports, checkpoints and restarts
-are raysgd's. Needs Horovod; docs/horovod.md says how to get it.
+The function is a Horovod script as for horovodrun. raysgd provides reports, checkpoints, and
+restarts. docs/horovod.md describes how to install Horovod.
 """
 
 import argparse

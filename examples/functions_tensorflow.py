@@ -3,9 +3,9 @@
     python examples/functions_tensorflow.py
     python examples/functions_tensorflow.py --num-workers 1 --smoke-test
 
-Needs TensorFlow: pip install "raysgd[tensorflow]". The function makes a strategy and takes its own
-steps, which is how Keras 3 trains on several workers; reports, checkpoints and restarts are
-raysgd's.
+Needs TensorFlow: pip install "raysgd[tensorflow]". The function creates a strategy and makes its
+own steps, because fit() of Keras 3 does not support several workers. raysgd provides reports,
+checkpoints, and restarts.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def train_func(config):
 
     def replica_step(x, y):
         with tf.GradientTape() as tape:
-            # gradients are added up over the workers: each contributes its part of the mean
+            # Gradients are summed over the workers, so each contributes its part of the mean.
             loss = criterion(y, model(x, training=True)) / size
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
@@ -69,7 +69,7 @@ def train_func(config):
 
 
 class Table(train.TrainingCallback):
-    """Prints a line an epoch."""
+    """Prints a line per epoch."""
 
     def handle_result(self, results, **info):
         print(f"epoch {results[0]['epoch'] + 1:2d}   accuracy {results[0]['accuracy']:.2%}")

@@ -1,11 +1,11 @@
-"""Let two models train each other until one of them writes digits, with two workers.
+"""Train a GAN to write digits, with two workers.
 
     python examples/gan.py
     python examples/gan.py --num-workers 1 --smoke-test
 
-The real digits are the 1,797 images of 8x8 pixels that come with scikit-learn, so that nothing is
-downloaded. Besides the losses, which tell little about a GAN, watch the Fréchet distance between
-the real and the generated images: two halves of the real ones are about 0.02 apart.
+scikit-learn contains the 1,797 real images of 8x8 pixels, so nothing is downloaded. The losses of a
+GAN say little. Watch the Fréchet distance between real and generated images. It is about 0.02
+between two halves of the real ones.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def digits(config):
 
 
 class DigitGAN(GAN):
-    """Both models have convolutions; the config holds the rest."""
+    """Both models are convolutional. The config contains the rest."""
 
     def build_generator(self, config):
         return nn.Sequential(
@@ -59,12 +59,12 @@ class DigitGAN(GAN):
 
 
 def features(images):
-    """Return the means of 2x2 pixels: 16 numbers an image, by which images are compared."""
+    """Return 16 numbers per image, the means of 2x2 pixels, to compare images."""
     return nn.functional.avg_pool2d(images, 2).flatten(1)
 
 
 def shown(images):
-    """Return images as text, side by side."""
+    """Return images as text, next to each other."""
     levels = ((images[:, 0] + 1) / 2 * (len(SHADES) - 1)).round().long()
     return "\n".join(
         "   ".join("".join(2 * SHADES[level] for level in image[row]) for image in levels)
@@ -96,7 +96,7 @@ def main():
         training_operator_cls=DigitGAN,
         config=config,
         num_workers=args.num_workers,
-        use_local=args.num_workers == 1,  # then it needs no Ray
+        use_local=args.num_workers == 1,  # needs no Ray
         use_gpu=args.use_gpu,
     ) as trainer:
         print(f"{trainer.num_workers} workers ready after {time.perf_counter() - started:.1f} s")

@@ -1,9 +1,9 @@
-"""Train a PyTorch model with Horovod in place of DistributedDataParallel, on two workers.
+"""Train a PyTorch model with Horovod instead of DistributedDataParallel, on two workers.
 
     python examples/horovod_digits.py
     python examples/horovod_digits.py --num-workers 1 --smoke-test
 
-Needs Horovod; docs/horovod.md says how to get it.
+docs/horovod.md describes how to install Horovod.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from raysgd.utils import BATCH_SIZE
 
 
 class DigitClassifier(TrainingOperator):
-    """Two linear layers; gradients travel as float16."""
+    """Two linear layers. Gradients travel as float16."""
 
     def setup(self, config):
         import horovod.torch as hvd
@@ -57,7 +57,7 @@ def main():
         training_operator_cls=DigitClassifier,
         config={"lr": 3e-3, BATCH_SIZE: 64},
         num_workers=args.num_workers,
-        use_local=args.num_workers == 1,  # then it needs no Ray
+        use_local=args.num_workers == 1,  # needs no Ray
         backend="horovod",
     ) as trainer:
         for _ in range(2 if args.smoke_test else args.num_epochs):

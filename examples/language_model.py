@@ -1,10 +1,10 @@
-"""Train a character model on the sources of Python's own library, and let it write some.
+"""Train a character model on Python's standard library, and generate text.
 
     python examples/language_model.py
     python examples/language_model.py --num-workers 1 --smoke-test
 
-The perplexity is that of all held-out characters together, whatever the number of workers: the
-operator sums nats and characters over batches and workers, and takes the exponential last.
+The perplexity covers all held-out characters, for any number of workers. The operator sums nats and
+characters over batches and workers before it takes the exponential.
 """
 
 import argparse
@@ -25,12 +25,12 @@ NUMBERS = {character: number for number, character in enumerate(CHARACTERS)}
 
 
 def encoded(text):
-    """Return the numbers of the characters; those that are not in ASCII become question marks."""
+    """Return the ASCII codes of the characters. Other characters become question marks."""
     return [NUMBERS.get(character, NUMBERS["?"]) for character in text]
 
 
 def library(config, held_out):
-    """Return the text of modules of Python's library, as one long tensor of characters."""
+    """Return the text of standard library modules as a tensor of characters."""
     folder = Path(sysconfig.get_path("stdlib"))
     paths = [folder / HELD_OUT] if held_out else sorted(set(folder.glob("*.py")))
     text = ""
@@ -67,7 +67,7 @@ def main():
         training_operator_cls=LanguageModel,
         config=config,
         num_workers=args.num_workers,
-        use_local=args.num_workers == 1,  # then it needs no Ray
+        use_local=args.num_workers == 1,  # needs no Ray
         use_gpu=args.use_gpu,
     ) as trainer:
         print(f"{trainer.num_workers} workers ready after {time.perf_counter() - started:.1f} s")

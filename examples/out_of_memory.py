@@ -1,9 +1,9 @@
-"""Train with batches that do not fit into memory: the step that fails is done again in parts.
+"""Train with batches that do not fit into memory: raysgd repeats a failed step in parts.
 
     python examples/out_of_memory.py
     python examples/out_of_memory.py --num-workers 1 --smoke-test
 
-A limit of address space, which Linux knows, stands for memory that others have used up.
+A Linux limit of the address space simulates a shortage of memory.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import TorchTrainer, TrainingOperator
 
 ROOM = 100 * 2**20
-"""Bytes that a worker may take for a step; the activations of a whole batch are twice as many."""
+"""Bytes that a step may use. The activations of a whole batch need twice as much."""
 
 
 class Wide(TrainingOperator):
-    """A net whose activations take most of the memory."""
+    """A network whose activations need most of the memory."""
 
     def setup(self, config):
         torch.manual_seed(0)
@@ -43,14 +43,14 @@ class Wide(TrainingOperator):
 
 
 def limit(room):
-    """Let this process take no more memory than it has, and `room` bytes."""
+    """Limit this process to its current memory plus `room` bytes."""
     status = Path("/proc/self/status").read_text()
     held = int(status.partition("VmSize:")[2].split()[0]) * 1024
     resource.setrlimit(resource.RLIMIT_AS, (held + room, resource.RLIM_INFINITY))
 
 
 def train(args, room=None):
-    """Train, after the first step with no more memory than that; return what was learnt."""
+    """Train, with limited memory after the first step. Return the trained weights."""
     with TorchTrainer(
         training_operator_cls=Wide,
         num_workers=args.num_workers,

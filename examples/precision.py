@@ -1,11 +1,11 @@
-"""Train on handwritten digits in full and in mixed precision, with small batches that accumulate.
+"""Train on handwritten digits in full and mixed precision, with gradient accumulation.
 
     python examples/precision.py
     python examples/precision.py --dtype float16 --num-workers 1 --smoke-test
 
-Every run sees the same data in the same order from the same weights. What mixed precision saves
-in time depends on the machine: on GPUs much, on CPUs something where they have instructions for
-it, and else nothing. This shows that the result is the same.
+Every run sees the same data in the same order and starts from the same weights. This shows that the
+results match. The speedup of mixed precision depends on the machine: large on GPUs, small on CPUs
+with suitable instructions, and none otherwise.
 """
 
 import argparse
@@ -26,7 +26,7 @@ PRECISIONS = {
 
 
 class DigitClassifier(TrainingOperator):
-    """Two convolutions and a linear layer, with a train_batch of its own."""
+    """Two convolutions and a linear layer, with its own train_batch."""
 
     def setup(self, config):
         torch.manual_seed(0)
@@ -43,7 +43,7 @@ class DigitClassifier(TrainingOperator):
             models=model,
             optimizers=torch.optim.Adam(model.parameters(), lr=2e-3),
             criterion=torch.nn.CrossEntropyLoss(),
-            gradient_accumulation_steps=2,  # each update is that of a batch twice as large
+            gradient_accumulation_steps=2,  # each update covers two batches
             max_grad_norm=5.0,
         )
         digits = load_digits()
@@ -80,7 +80,7 @@ def train(name, args):
         config={BATCH_SIZE: 32},
         num_workers=args.num_workers,
         use_gpu=args.use_gpu,
-        use_local=args.num_workers == 1,  # then it needs no Ray
+        use_local=args.num_workers == 1,  # needs no Ray
         **PRECISIONS[name],
     ) as trainer:
         started, num_skipped = time.perf_counter(), 0

@@ -1,11 +1,11 @@
-"""Train on a Ray Dataset: read and prepare it in parallel, and give each worker its part.
+"""Train on a Ray Dataset: read it in parallel, and give each worker its part.
 
     python examples/ray_data.py
     python examples/ray_data.py --num-workers 1 --smoke-test
 
-The handwritten digits of scikit-learn are written as Parquet files, for there to be something to
-read. Ray Data reads them, scales the pixels and splits the rows before the trainer starts: its
-tasks need CPUs too, and would wait for ever for those that the workers have reserved.
+The script writes scikit-learn's handwritten digits to Parquet files. Ray Data reads them, scales
+the pixels, and splits the rows before the trainer starts. Its tasks need CPUs and would wait
+forever for those that the workers have reserved.
 """
 
 import argparse
@@ -27,7 +27,7 @@ BATCH = 32
 
 
 class Batches:
-    """A loader over the parts of a Ray Dataset that are this worker's."""
+    """A loader over this worker's parts of a Ray Dataset."""
 
     def __init__(self, operator, parts, shuffle):
         self.operator = operator
@@ -36,7 +36,7 @@ class Batches:
         self.epoch = 0
 
     def __iter__(self):
-        # asked anew each epoch: where workers were lost, those that are left share all parts
+        # Evaluated in each epoch: after a loss, the remaining workers share all parts.
         mine = self.parts[self.operator.world_rank :: self.operator.world_size]
         self.epoch += 1
         for part in mine:
@@ -51,7 +51,7 @@ class Batches:
 
 
 class DigitClassifier(TrainingOperator):
-    """A small net for images of handwritten digits."""
+    """A small network for images of handwritten digits."""
 
     def setup(self, config):
         torch.manual_seed(0)
@@ -70,7 +70,7 @@ class DigitClassifier(TrainingOperator):
 
 
 def write_files(folder):
-    """Write the digits into eight Parquet files of rows with 64 pixels and a digit."""
+    """Write the digits to eight Parquet files of rows with 64 pixels and a digit."""
     digits = load_digits()
     rows = pandas.DataFrame({"pixels": list(digits.data), "digit": digits.target})
     rows = rows.sample(frac=1, random_state=0)
@@ -79,16 +79,16 @@ def write_files(folder):
 
 
 def scale(columns):
-    """Bring pixels from 0..16 to 0..1, a batch of rows at a time, in a task of Ray Data."""
+    """Scale pixels from 0..16 to 0..1, in a Ray Data task per batch of rows."""
     columns["pixels"] = columns["pixels"] / 16
     return columns
 
 
 def read(folder, num_parts):
-    """Return a part for each worker, to train on and to validate on.
+    """Return training and validation parts for each worker.
 
-    Parts to train on are of equal length, since the workers take their steps together; those to
-    validate on hold every row.
+    Training parts have equal length, because the workers make their steps together. Validation
+    parts contain every row.
     """
     rows = ray.data.read_parquet(str(folder)).map_batches(scale)
     train, validation = rows.train_test_split(0.2, shuffle=True, seed=0)
@@ -106,7 +106,7 @@ def main():
     started = time.monotonic()
     num_epochs = 2 if args.smoke_test else args.num_epochs
     if not ray.is_initialized():
-        # not what was last started here, which may be gone, and be waited for
+        # Do not connect to an earlier cluster, which may have ended.
         address = None if "RAY_ADDRESS" in os.environ else "local"
         ray.init(
             address, include_dashboard=False, logging_level=logging.WARNING, log_to_driver=False

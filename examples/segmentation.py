@@ -1,9 +1,9 @@
-"""Find discs, squares and crosses in noisy images, pixel by pixel, with two workers.
+"""Find discs, squares, and crosses in noisy images, pixel by pixel, with two workers.
 
     python examples/segmentation.py
     python examples/segmentation.py --num-workers 1 --smoke-test
 
-The images are drawn here. Mean intersection over union is that of all held-out pixels together:
+The script draws the images. The mean intersection over union covers all held-out pixels, because
 the operator sums one confusion matrix over batches and workers.
 """
 
@@ -18,11 +18,11 @@ from raysgd.operators import SemanticSegmenter
 from raysgd.utils import BATCH_SIZE
 
 SIZE = 24
-MARKS = ".osx"  # of nothing, disc, square and cross
+MARKS = ".osx"  # background, disc, square, cross
 
 
 def shapes(num_images, seed):
-    """Return images (1, SIZE, SIZE) with three shapes each on noise, and their masks."""
+    """Return noisy images (1, SIZE, SIZE) with three shapes each, and their masks."""
     draw = torch.Generator().manual_seed(seed)
     images = 0.3 * torch.randn(num_images, 1, SIZE, SIZE, generator=draw)
     masks = torch.zeros(num_images, SIZE, SIZE, dtype=torch.long)
@@ -42,7 +42,7 @@ def shapes(num_images, seed):
 
 
 class Finder(SemanticSegmenter):
-    """Convolutions that see further and further, at full size."""
+    """Dilated convolutions at full resolution."""
 
     def build_model(self, config):
         layers, width = [], 1
@@ -83,7 +83,7 @@ def main():
         training_operator_cls=Finder,
         config=config,
         num_workers=args.num_workers,
-        use_local=args.num_workers == 1,  # then it needs no Ray
+        use_local=args.num_workers == 1,  # needs no Ray
         use_gpu=args.use_gpu,
     ) as trainer:
         print(f"{trainer.num_workers} workers ready after {time.perf_counter() - started:.1f} s")

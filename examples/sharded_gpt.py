@@ -1,13 +1,13 @@
-"""Train a small GPT that is divided over three workers, lose one, go on, and load it elsewhere.
+"""Shard a small GPT over three workers, lose one, continue, and load the model elsewhere.
 
     python examples/sharded_gpt.py
     python examples/sharded_gpt.py --num-workers 1 --smoke-test
 
-The model is one of transformers, made on torch's meta device: each worker makes its rows alone. It
-learns to write Python from files of the Python distribution, character by character. Worker 1 is
-killed; the others divide its rows among them. After each epoch every worker writes its rows into a
-folder, from which a single process goes on. In the end the weights are saved as safetensors, and
-transformers reads them. (Needs ``pip install "raysgd[operators]"``.)
+The model comes from transformers. It is created on the meta device, and each worker creates its own
+rows only. It learns to write Python code, character by character. Worker 1 is killed, and the
+others take over its rows. After each epoch, every worker writes its rows to a folder. A single
+process resumes from there. Finally, the weights are saved as safetensors and loaded with
+transformers. (Needs ``pip install "raysgd[operators]"``.)
 """
 
 import argparse
@@ -45,7 +45,7 @@ def gpt_config(width):
 
 
 def sequences(count):
-    """Return characters of a module of Python's, in rows."""
+    """Return characters of a standard library module, in rows."""
     text = Path(json.decoder.__file__).read_text() + Path(argparse.__file__).read_text()
     codes = torch.tensor([min(ord(character), 127) for character in text])
     return codes[: count * LENGTH].view(count, LENGTH)
@@ -98,7 +98,7 @@ def main():
         training_operator_cls=Writer,
         config=config,
         num_workers=args.num_workers,
-        use_local=args.num_workers == 1,  # then it needs no Ray
+        use_local=args.num_workers == 1,  # needs no Ray
         callbacks=[CheckpointCallback(saved.name, keep=1)],
     ) as trainer:
         for epoch in range(args.num_epochs):

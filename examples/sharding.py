@@ -1,14 +1,14 @@
-"""Divide an optimizer's state, or the model, over the workers, lose one of them, and go on.
+"""Shard the optimizer state or the model over the workers, lose a worker, and continue.
 
     python examples/sharding.py
     python examples/sharding.py --sharding full
     python examples/sharding.py --num-workers 4 --copies 0 --num-floats 25000000
     python examples/sharding.py --num-workers 1 --smoke-test
 
-Each worker updates its share of the model, with AdamW's state for that alone. With a copy the next
-worker updates it too, so that nothing is lost with one: here worker 1 is killed, and the rest
-divide its share among them. With ``--sharding full`` parameters and gradients are divided as well.
-The memory that is printed is the most that a worker has held, in its setup as well.
+Each worker updates its shard of the model and holds AdamW's state for it. With one replica, the
+next worker updates the shard too, so that one lost worker loses no state. Here worker 1 is killed,
+and the others take over its shard. ``--sharding full`` shards parameters and gradients too. The
+printed memory is the peak of a worker, including its setup.
 """
 
 import argparse
@@ -26,7 +26,7 @@ NUM_LAYERS = 4
 
 
 class Wide(TrainingOperator):
-    """Layers of equal size, of as many floats together as the config says."""
+    """Layers of equal size, with `num_floats` parameters in total."""
 
     def setup(self, config):
         torch.manual_seed(0)
@@ -49,12 +49,12 @@ class Wide(TrainingOperator):
 
 
 def memory():
-    """Return the most memory that this process has held, in MiB."""
+    """Return the peak memory of this process in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def report(trainer):
-    """Print how large AdamW's state is in all, and the memory of each worker."""
+    """Print the total size of AdamW's state, and the memory of each worker."""
     loss = trainer.train(num_steps=4)["train_loss"]
     state = trainer.state_dict()["optimizers"][0]["state"]
     num_bytes = sum(value.nbytes for held in state.values() for value in held.values())
@@ -82,7 +82,7 @@ def main():
             "sharding": args.sharding,
         },
         num_workers=args.num_workers,
-        use_local=args.num_workers == 1,  # then it needs no Ray
+        use_local=args.num_workers == 1,  # needs no Ray
     ) as trainer:
         report(trainer)
         if args.num_workers > 1:

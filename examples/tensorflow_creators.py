@@ -1,4 +1,4 @@
-"""Train a compiled Keras model from functions, as scripts for the oldest TFTrainer do.
+"""Train a compiled Keras model with creator functions, as in scripts for the oldest TFTrainer.
 
     python examples/tensorflow_creators.py
     python examples/tensorflow_creators.py --num-workers 1 --smoke-test
@@ -37,7 +37,7 @@ def model_creator(config):
 
 
 def data_creator(config):
-    """Return what to train and to validate on; a batch is one of all workers together."""
+    """Return training and validation data with global batches."""
     import tensorflow as tf
 
     data = load_digits()
@@ -67,7 +67,7 @@ def main():
         data_creator,
         config=config,
         num_replicas=args.num_workers,
-        use_local=args.num_workers == 1,  # then it needs no Ray
+        use_local=args.num_workers == 1,  # needs no Ray
     ) as trainer:
         for _ in range(2):
             print(trainer.train())

@@ -4,8 +4,8 @@
     python examples/tensorflow_digits.py --keras tf_keras
     python examples/tensorflow_digits.py --num-workers 1 --smoke-test
 
-Needs TensorFlow: pip install "raysgd[tensorflow]". Images come with scikit-learn. The operator's
-own step trains Keras 3 models on several workers, which fit() cannot.
+Needs TensorFlow: pip install "raysgd[tensorflow]". scikit-learn contains the images. The operator
+has its own step, because fit() of Keras 3 does not support several workers.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from raysgd.utils import BATCH_SIZE
 
 
 def digits():
-    """Return images, as (8, 8, 1) floats in 0..1, and their digits: 1,440 and 357 of them."""
+    """Return 1,440 and 357 images, as (8, 8, 1) floats from 0 to 1, with their digits."""
     data = load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))
     images = (data.images[order, :, :, None] / 16).astype("float32")
@@ -71,7 +71,7 @@ def main():
         training_operator_cls=DigitClassifier,
         config={"lr": 2e-3, "keras": args.keras, BATCH_SIZE: 64},
         num_workers=args.num_workers,
-        use_local=args.num_workers == 1,  # then it needs no Ray
+        use_local=args.num_workers == 1,  # needs no Ray
         backend=args.backend,
     ) as trainer:
         print(f"{trainer.num_workers} workers ready after {time.perf_counter() - started:.1f} s")

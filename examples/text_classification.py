@@ -1,11 +1,10 @@
-"""Train a transformers model, made from a config, to tell comments from code.
+"""Train a transformers model, built from a config, to distinguish comments from code.
 
     python examples/text_classification.py
     python examples/text_classification.py --num-workers 1 --smoke-test
 
-The lines come from Python's own library, without the mark that begins a comment and all
-indentation. The model is a small DistilBERT over characters with fresh weights; nothing is
-downloaded.
+The lines come from Python's standard library, without indentation and comment marks. The model is a
+small DistilBERT over characters with random weights. Nothing is downloaded.
 """
 
 import argparse
@@ -32,13 +31,13 @@ EXAMPLES = [
 
 
 def encoded(text):
-    """Return the numbers of the characters, filled up with zeros."""
+    """Return the codes of the characters, padded with zeros."""
     numbers = [min(ord(character), 127) for character in text[:WIDTH]]
     return numbers + [0] * (WIDTH - len(numbers))
 
 
 def lines(num_lines):
-    """Return so many lines, half of them comments, in an order that is always the same."""
+    """Return `num_lines` lines in a fixed order. Half of them are comments."""
     found = {kind: [] for kind in KINDS}
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -53,7 +52,7 @@ def lines(num_lines):
 
 
 class Lines(torch.utils.data.Dataset):
-    """Dicts, as transformers users know them."""
+    """Samples as dicts, as in transformers."""
 
     def __init__(self, chosen):
         self.chosen = chosen
@@ -82,7 +81,7 @@ class LineClassifier(SequenceClassifier):
 
 
 def to_judge():
-    """Return a loader of the examples; their labels do not matter."""
+    """Return a loader of the examples. Their labels are not used."""
     tokens = torch.tensor([encoded(text) for text in EXAMPLES])
     labels = torch.zeros(len(tokens), dtype=torch.long)
     data = torch.utils.data.TensorDataset(tokens, (tokens != 0).long(), labels)
@@ -120,7 +119,7 @@ def main():
         training_operator_cls=LineClassifier,
         config=config,
         num_workers=args.num_workers,
-        use_local=args.num_workers == 1,  # then it needs no Ray
+        use_local=args.num_workers == 1,  # needs no Ray
         use_gpu=args.use_gpu,
     ) as trainer:
         print(f"{trainer.num_workers} workers ready after {time.perf_counter() - started:.1f} s")
@@ -133,7 +132,7 @@ def main():
                 f"val_f1 {validation['val_f1']:.1%}"
             )
         chances = trainer.predict(to_judge()).softmax(dim=1)
-        with tempfile.TemporaryDirectory() as folder:  # what transformers load, and the Hub takes
+        with tempfile.TemporaryDirectory() as folder:  # for transformers and the Hub
             trainer.get_model(to_cpu=True).save_pretrained(folder)
             print("saved for others:", *sorted(path.name for path in Path(folder).iterdir()))
     for text, row in zip(EXAMPLES, chances, strict=True):

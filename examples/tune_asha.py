@@ -1,11 +1,11 @@
-"""Search for good hyperparameters with Ray Tune, and stop the bad trials early (ASHA).
+"""Search for good hyperparameters with Ray Tune, and stop bad trials early (ASHA).
 
     python examples/tune_asha.py
     python examples/tune_asha.py --num-workers 2 --smoke-test
 
-Each trial trains a small network on scikit-learn's handwritten digits with a learning rate and a
-width of its own. After 1, 3 and 9 epochs ASHA stops those trials that are not among the better
-third of all that have come so far: most of the time goes into the good ones.
+Each trial trains a small network on scikit-learn's handwritten digits, with its own learning rate
+and width. After 1, 3, and 9 epochs, ASHA stops a trial that is not in the best third so far.
+Therefore good trials get most of the time.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from raysgd.utils import BATCH_SIZE
 
 
 class DigitClassifier(TrainingOperator):
-    """One hidden layer; its width and the learning rate are what is searched for."""
+    """A network with one hidden layer. The search varies its width and the learning rate."""
 
     def setup(self, config):
         torch.manual_seed(0)
@@ -51,7 +51,7 @@ class DigitClassifier(TrainingOperator):
 
 
 class Log(tune.Callback):
-    """Prints a line when a trial has ended."""
+    """Prints a line when a trial ends."""
 
     def __init__(self):
         self.begun = False
@@ -82,15 +82,15 @@ def main():
         own = {"address": "local", "num_cpus": max(args.num_workers, os.cpu_count())}
         ray.init(log_to_driver=False, **({} if "RAY_ADDRESS" in os.environ else own))
     num_cpus_per_worker = 1
-    if args.smoke_test:  # each trial takes all CPUs, so that all take turns in one process
+    if args.smoke_test:  # each trial takes all CPUs, so that all run one by one in one process
         num_cpus_per_worker = int(ray.cluster_resources()["CPU"]) // args.num_workers
     trainable = TorchTrainer.as_trainable(
         training_operator_cls=DigitClassifier,
-        config={BATCH_SIZE: 64},  # a trial's own config is merged over this
+        config={BATCH_SIZE: 64},  # the trial's config is merged over this
         num_workers=args.num_workers,
         num_cpus_per_worker=num_cpus_per_worker,
         use_gpu=args.use_gpu,
-        use_local=True,  # worker 0 lives in the trial's own process
+        use_local=True,  # worker 0 runs in the trial's process
     )
     with tempfile.TemporaryDirectory() as folder:
         tuner = tune.Tuner(
@@ -102,7 +102,7 @@ def main():
                 num_samples=num_trials,
                 scheduler=ASHAScheduler(max_t=num_epochs, grace_period=1, reduction_factor=3),
                 search_alg=tune.search.BasicVariantGenerator(random_state=0),
-                reuse_actors=True,  # the next trial need not wait for a process to start
+                reuse_actors=True,  # the next trial reuses the process
             ),
             run_config=tune.RunConfig(storage_path=folder, callbacks=[Log()], verbose=0),
         )

@@ -1,11 +1,11 @@
-"""Let a population of trials find a schedule for the learning rate (population based training).
+"""Let a population of trials find a learning-rate schedule (population based training).
 
     python examples/tune_pbt.py
     python examples/tune_pbt.py --num-workers 2 --smoke-test
 
-Each trial trains a small network on scikit-learn's handwritten digits, and begins with a learning
-rate that is far too low or far too high. Every other epoch the worse trials take over weights and
-optimizer state of better ones, and go on with options near theirs.
+Each trial trains a small network on scikit-learn's handwritten digits. The initial learning rates
+are far too low or far too high. Every other epoch, worse trials copy the weights and optimizer
+state of better ones. They continue with options close to theirs.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from raysgd.utils import BATCH_SIZE
 
 
 class DigitClassifier(TrainingOperator):
-    """One hidden layer; learning rate and momentum are what changes on the way."""
+    """A network with one hidden layer. PBT changes its learning rate and momentum."""
 
     def setup(self, config):
         torch.manual_seed(0)
@@ -50,13 +50,13 @@ class DigitClassifier(TrainingOperator):
         )
 
     def train_batch(self, batch, batch_info):
-        # what the optimizer really has, to show that a copied trial trains with its new rate
+        # The actual rate of the optimizer shows that a copied trial uses its new rate.
         lr = self.optimizer.param_groups[0]["lr"]
         return {**super().train_batch(batch, batch_info), "optimizer_lr": lr}
 
 
 class History(tune.Callback):
-    """Keeps the results of each trial."""
+    """Stores the results of each trial."""
 
     def __init__(self):
         self.results = {}
@@ -80,15 +80,15 @@ def main():
         own = {"address": "local", "num_cpus": max(args.num_workers, os.cpu_count())}
         ray.init(log_to_driver=False, **({} if "RAY_ADDRESS" in os.environ else own))
     num_cpus_per_worker = 1
-    if args.smoke_test:  # each trial takes all CPUs, so that all take turns in one process
+    if args.smoke_test:  # each trial takes all CPUs, so that all run one by one in one process
         num_cpus_per_worker = int(ray.cluster_resources()["CPU"]) // args.num_workers
     trainable = TorchTrainer.as_trainable(
         training_operator_cls=DigitClassifier,
-        config={BATCH_SIZE: 64},  # a trial's own config is merged over this
+        config={BATCH_SIZE: 64},  # the trial's config is merged over this
         num_workers=args.num_workers,
         num_cpus_per_worker=num_cpus_per_worker,
         use_gpu=args.use_gpu,
-        use_local=True,  # worker 0 lives in the trial's own process
+        use_local=True,  # worker 0 runs in the trial's process
     )
     first_rates = [1e-5, 0.3, 1e-4, 10.0]
     scheduler = PopulationBasedTraining(

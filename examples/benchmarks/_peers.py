@@ -1,7 +1,7 @@
-"""raysgd and what people use instead, each with two workers that train an epoch when told to.
+"""raysgd and its alternatives. Each has two workers that train an epoch on request.
 
-Every side gets the same first weights, the same data and the same order of it, and has to end each
-epoch with the same loss. All are written as the documentation of their library shows it.
+All sides start with the same weights and read the same data in the same order. Their losses must
+agree after each epoch. Each follows the documentation of its library.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ def raw_worker(rank, name, num_steps, pipe, compiled=False):
 
 
 class SharedOrder(Sampler):
-    """The order that DistributedSampler shares out, for who shares it out by themselves."""
+    """The order of DistributedSampler, for libraries that partition the data themselves."""
 
     def __init__(self, data):
         self.data = data
@@ -94,7 +94,7 @@ def accelerate_worker(rank, name, num_steps, pipe):
 
 
 def lightning_worker(rank, name, num_steps, pipe):
-    """Train with a LightningModule; the epochs of its fit wait for the word to begin."""
+    """Train with a LightningModule whose epochs wait for a request."""
     import lightning
 
     class Module(lightning.LightningModule):
@@ -117,7 +117,7 @@ def lightning_worker(rank, name, num_steps, pipe):
 
 
 def fit_on_demand(module, loader, pipe, strategy):
-    """Let a trainer of Lightning's wait before each epoch until it is told to go on."""
+    """Make a Lightning trainer wait for a request before each epoch."""
     import lightning
 
     for logger in ("lightning", "lightning.pytorch", "lightning.fabric"):
@@ -151,7 +151,7 @@ def fit_on_demand(module, loader, pipe, strategy):
 
 
 class Processes:
-    """Two processes with one thread each, started as torchrun starts its own."""
+    """Two processes with one thread each, started like those of torchrun."""
 
     def __init__(self, worker, name, num_steps):
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -167,7 +167,7 @@ class Processes:
         for pipe in self.pipes:
             waited = time.monotonic()
             while not pipe.poll(0.5):
-                self.context.join(timeout=0)  # raises what a process raised
+                self.context.join(timeout=0)  # raises the error of a process
                 if time.monotonic() - waited > PATIENCE_S:
                     raise SystemExit(f"A worker has not answered for {PATIENCE_S} s.")
             answers.append(pipe.recv())
@@ -198,7 +198,7 @@ def _run(rank, worker, name, num_steps, port, pipes):
 
 @ray.remote(num_cpus=0, max_concurrency=8)
 class Gate:
-    """Lets the workers of Ray Train begin an epoch, and the driver know of its end."""
+    """Starts epochs of Ray Train workers, and notifies the driver of their end."""
 
     def __init__(self):
         self.epochs = [threading.Event() for _ in range(1000)]
@@ -225,7 +225,7 @@ class Gate:
 
 
 def ray_train_worker(config):
-    """Train as the guide of Ray Train does, with a report after each epoch."""
+    """Train like the guide of Ray Train, with a report after each epoch."""
     import ray.train
     import ray.train.torch
 
@@ -316,7 +316,7 @@ PEERS = {
     "Accelerate": lambda name, num_steps, num_epochs: Processes(accelerate_worker, name, num_steps),
     "Ray Train": RayTrain,
 }
-"""Each starts its workers and is ready, or will wait in its first epoch until it is."""
+"""Each starts its workers and returns when they are ready or wait in their first epoch."""
 
 COMPILED_PEERS = {
     "raw DDP": lambda name, num_steps, num_epochs: Processes(
@@ -324,4 +324,4 @@ COMPILED_PEERS = {
     ),
     "raysgd": lambda name, num_steps, num_epochs: Raysgd(name, num_steps, compiled=True),
 }
-"""The same, with models compiled by torch."""
+"""The same with compiled models."""

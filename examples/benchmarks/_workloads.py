@@ -1,4 +1,4 @@
-"""What all sides of a benchmark train: two models, their data, and how figures are summed up."""
+"""Models, data, and statistics that the benchmarks share."""
 
 import importlib.metadata
 import os
@@ -35,7 +35,7 @@ class Residual(torch.nn.Module):
 
 
 def make_model(name):
-    """Return *mlp*, where overhead is all there is, or *resnet*, where arithmetic is."""
+    """Return *mlp*, which measures overhead, or *resnet*, which measures arithmetic."""
     torch.manual_seed(0)
     if name == "mlp":
         return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
@@ -54,7 +54,7 @@ def make_optimizer(model):
 
 
 def make_data(name, num_steps):
-    """Return what all workers together train on in so many steps."""
+    """Return the data of all workers for `num_steps` steps."""
     size = (32,) if name == "mlp" else (3, 32, 32)
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(num_steps * BATCH_SIZE * NUM_WORKERS, *size, generator=generator)
@@ -62,7 +62,7 @@ def make_data(name, num_steps):
 
 
 class Floats(TrainingOperator):
-    """A model of so many floats; its step is cheap."""
+    """A model with a given number of floats and a cheap step."""
 
     def setup(self, config):
         model = self.make_model(config["floats"])
@@ -82,7 +82,7 @@ class Floats(TrainingOperator):
 
 
 def spread(values):
-    """Return the median of some figures, and how far they spread."""
+    """Return the median and the spread of some figures."""
     return {
         "median": statistics.median(values),
         "min": min(values),
@@ -92,12 +92,12 @@ def spread(values):
 
 
 def in_turn(runs, sides, warm_up=1):
-    """Call each side once a run, in turn, and return what each call returned after warming up.
+    """Call all sides in turn in each run, and return their results after the warm-up.
 
     Args:
-        runs: counted runs.
-        sides: by name, a function of the number of the run.
-        warm_up: runs before these that do not count.
+        runs: Number of counted runs.
+        sides: Functions of the run's number, by name.
+        warm_up: Number of earlier runs that do not count.
     """
     measured = {name: [] for name in sides}
     for run in range(warm_up + runs):
@@ -109,7 +109,7 @@ def in_turn(runs, sides, warm_up=1):
 
 
 def machine():
-    """Say where the figures come from."""
+    """Describe the machine."""
     return {
         "cpus": os.cpu_count(),
         "load": os.getloadavg()[0],

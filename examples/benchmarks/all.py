@@ -1,13 +1,13 @@
-"""Run all benchmarks, one after the other, and write what they show into one folder.
+"""Run all benchmarks one after the other, and write their results to a folder.
 
     python examples/benchmarks/all.py
     python examples/benchmarks/all.py --folder results --only epoch start
     python examples/benchmarks/all.py --smoke-test
 
-``--only`` runs some anew; of the others the table has what the folder has from an earlier run. The
-folder gets a JSON file a benchmark, ``results.md``, the table of the documentation, and its
-drawings: ``peers.svg``, the epochs and starts of all sides, and ``scale.svg``. Let nothing else run
-meanwhile: the load of the machine before and after is in the table.
+``--only`` runs some benchmarks again and takes the other results from the folder. The folder gets a
+JSON file per benchmark, the table of the documentation (``results.md``), and drawings:
+``peers.svg`` (epochs and starts of all sides) and ``scale.svg``. Use an idle machine. The table
+contains the load before and after.
 """
 
 import argparse
@@ -30,7 +30,7 @@ OURS, OTHERS = "#e4572e", "#8da0b3"
 
 
 def run(name, folder, smoke_test):
-    """Run a benchmark, which writes its result into the folder."""
+    """Run a benchmark that writes its result to the folder."""
     path = _result_of(name, folder)
     command = [sys.executable, str(FOLDER / f"{name}.py"), "--json", str(path)]
     print(f"\n==== {name}", flush=True)
@@ -146,7 +146,7 @@ ROWS = PEERS | OWN
 
 
 def table(results, load):
-    """Return the results as a page of Markdown: all sides, and what raysgd alone is timed in."""
+    """Return the results as a Markdown page."""
     head = (
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, Python "
         f"{platform.python_version()}, {time.strftime('%Y-%m-%d')}; load {load[0]:.1f} before and "
@@ -170,7 +170,7 @@ def _rows(results, kinds):
 
 
 def _grid(head, rows):
-    """Return the lines of a table, whose first column is text and whose others are figures."""
+    """Return the lines of a table. The first column is text, the others are figures."""
     return [_line(head), _line(["---"] + ["---:"] * (len(head) - 1)), *map(_line, rows)]
 
 
@@ -179,7 +179,7 @@ def _line(cells):
 
 
 def draw_peers(epochs, starts, path):
-    """Draw a bar a side, for epochs and for starts."""
+    """Draw epochs and starts, with one bar per side."""
     panels = {f"epoch of {name}": sides for name, sides in epochs["epoch"].items()}
     if starts is not None:
         panels["start to first step"] = starts["start"]
@@ -201,7 +201,7 @@ def draw_peers(epochs, starts, path):
 
 
 def draw_scale(result, path):
-    """Draw what a call, a resumption and a join cost over the number of workers."""
+    """Draw the time of a call, a resume, and a join over the number of workers."""
     rows = {int(number): row for number, row in result["workers"].items()}
     groups = [number for number in rows if number > 1]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4))

@@ -1,11 +1,11 @@
-"""Time what a call of the trainer costs by the size of the model, which shall be nothing.
+"""Measure the overhead of a trainer call for models of different sizes.
 
     python examples/benchmarks/calls.py
 
-What ``train(num_steps=1)`` takes beyond the step itself, for models of a thousand floats to
-25 million: nothing of the model may travel. What it takes, its step included, where the floats are
-in a buffer, which each step copies. What a call costs by the number of
-workers: ``scale.py``.
+The first figure is the time of ``train(num_steps=1)`` without the step itself, for models of 1,000
+to 25 million floats. It should not depend on the size, because the model does not travel. The
+second is the whole time if the floats are in a buffer, which each step copies. ``scale.py``
+measures calls by the number of workers.
 """
 
 import argparse
@@ -24,7 +24,7 @@ WARM_UP = 3
 
 
 class Buffered(Floats):
-    """A model of one parameter, and a buffer of so many floats beside it."""
+    """A model with one parameter and a buffer of a given number of floats."""
 
     def make_model(self, floats):
         model = torch.nn.Linear(1, 1, bias=False)
@@ -36,7 +36,7 @@ class Buffered(Floats):
 
 
 def time_calls(operator_cls, floats, runs):
-    """Return the seconds that a call of one step takes: whole, and beyond the worker's own loop."""
+    """Return the seconds of a call with one step: in total, and outside the worker's loop."""
     whole, beyond = [], []
     with TorchTrainer(
         training_operator_cls=operator_cls,

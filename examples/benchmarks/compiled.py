@@ -1,12 +1,12 @@
-"""Time for how long others stand still when a replacement worker joins, compiled and eager.
+"""Measure how long other workers pause when a replacement joins, with and without compilation.
 
     python examples/benchmarks/compiled.py
     python examples/benchmarks/compiled.py --runs 20 --json compiled.json
 
-Two workers train a residual network. One is killed again and again, and replaced. Each process has
-an empty folder for what torch's compiler keeps, as on a host of its own. *Standstill* is the
-longest time between two steps of the other worker, from the tenth before its group has two members
-again to the tenth after; *full size* is the time from the SIGKILL to the first step of both.
+Two workers train a residual network. One of them is killed and replaced in each run. Each process
+has an empty folder for the compiler cache, as on its own host. *Standstill* is the longest time
+between two steps of the other worker, from ten steps before the group is complete again to ten
+steps after. *Full size* is the time from the SIGKILL to the first step of both.
 """
 
 import argparse
@@ -30,7 +30,7 @@ GIVE_UP_S = 300.0
 
 
 class Timed(Regression):
-    """Writes down when each of its steps is done."""
+    """Records the time of each step."""
 
     def setup(self, config):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(dir=config["folder"])
@@ -44,7 +44,7 @@ class Timed(Regression):
 
 
 class Job:
-    """A trainer, and a thread that trains until it is told to stop."""
+    """A trainer, and a thread that trains until it is stopped."""
 
     def __init__(self, compiled):
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -78,7 +78,7 @@ class Job:
         self._folder.cleanup()
 
     def await_steps(self, num_steps, begin=0.0):
-        """Wait for so many steps of two workers since `begin`; return all of the one that stays."""
+        """Wait for `num_steps` steps of two workers since `begin`. Return the survivor's steps."""
         path = Path(self._folder.name) / f"{self.stays}.txt"
         deadline = time.monotonic() + GIVE_UP_S
         while time.monotonic() < deadline:

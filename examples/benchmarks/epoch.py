@@ -1,13 +1,13 @@
-"""Time an epoch of raysgd beside plain DDP, Lightning, Accelerate and Ray Train, in turn.
+"""Time an epoch of raysgd, plain DDP, Lightning, Accelerate, and Ray Train in turn.
 
     python examples/benchmarks/epoch.py
     python examples/benchmarks/epoch.py --runs 3 --peers "raw DDP" raysgd
     python examples/benchmarks/epoch.py --compiled
 
-All sides have two workers with one thread each, stay alive for the whole run, and take their
-epochs in turn. Their losses have to agree after each epoch. *mlp* is a net so small that overhead
-is all there is; in *resnet* arithmetic is. With ``--compiled`` there are two sides, raysgd and
-plain DDP, whose models torch compiles in the epochs that warm up.
+Each side has two workers with one thread each, which stay alive for the whole run. The sides take
+turns, and their losses must agree after each epoch. *mlp* is a tiny network that measures overhead.
+*resnet* measures arithmetic. ``--compiled`` compares raysgd and plain DDP with compiled models,
+which compile in the warm-up epochs.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from _workloads import NUM_STEPS, NUM_WORKERS, in_turn, machine, spread
 
 WARM_UP = 2
 TOLERANCE = {"mlp": 1e-5, "resnet": 0.1}
-"""How far losses may differ. The samples of a step are the same everywhere, but not all libraries
-give the same half of them to the same worker, on which batch normalization depends."""
+"""Tolerance of the losses. All sides use the same samples per step. However, not all assign the
+same half to the same worker, which affects batch normalization."""
 
 
 def time_epochs(name, num_steps, runs, peers):
-    """Return the seconds of an epoch of each side, and their ratios to the first one's."""
+    """Return the seconds per epoch of each side, and their ratios to those of the first."""
     sides = {peer: start(name, num_steps, runs + WARM_UP) for peer, start in peers.items()}
     peers = list(peers)
     losses = {}
@@ -70,7 +70,7 @@ def main():
     known = COMPILED_PEERS if args.compiled else PEERS
     peers = {peer: known[peer] for peer in args.peers if peer in known}
     os.environ["OMP_NUM_THREADS"] = "1"
-    # twice as many CPUs as there may be: the workers of two libraries are alive, one pair works
+    # Enough CPUs for the idle workers of the other side.
     ray.init("local", num_cpus=2 * NUM_WORKERS, include_dashboard=False, log_to_driver=False)
     result = {"machine": machine(), "epoch": {}}
     for name, num_steps in NUM_STEPS.items():

@@ -1,11 +1,11 @@
-"""Time an epoch of three workers that were four beside one of four.
+"""Compare an epoch of three workers that were four with an epoch of four.
 
     python examples/benchmarks/fidelity.py
     python examples/benchmarks/fidelity.py --runs 3
 
-Both have the same steps and train on the same samples; three take larger batches, in parts. Where
-each worker has a processor of its own an epoch of three takes 4/3 of the time, and what is beyond
-that is the price of the parts; with fewer processors than workers it takes less.
+Both make the same steps on the same samples. The three workers split larger batches into parts. If
+each worker has its own processor, an epoch of three takes 4/3 of the time. Any excess is the cost
+of the parts. With fewer processors, it takes less.
 """
 
 import argparse
@@ -28,7 +28,7 @@ GOAL = 1.05 * NUM_WORKERS / (NUM_WORKERS - 1)
 def make_trainer(num_steps):
     return TorchTrainer(
         training_operator_cls=Regression,
-        # the data are made for two workers
+        # The data are sized for two workers.
         config={"name": "resnet", "num_steps": 2 * num_steps},
         num_workers=NUM_WORKERS,
         elastic=ElasticConfig(grow=False),
@@ -44,7 +44,7 @@ def main():
     runs = 3 if args.smoke_test else args.runs
     num_steps = 2 if args.smoke_test else NUM_STEPS["resnet"]
     os.environ["OMP_NUM_THREADS"] = "1"
-    # twice as many CPUs as there may be: both groups are alive, one works
+    # Enough CPUs for the idle workers of the other group.
     ray.init("local", num_cpus=2 * NUM_WORKERS, include_dashboard=False, log_to_driver=False)
     with make_trainer(num_steps) as four, make_trainer(num_steps) as three:
         three.train(num_steps=1)

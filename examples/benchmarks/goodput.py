@@ -1,18 +1,18 @@
-"""What is left of the time for training when workers are lost all the time: simulated.
+"""Simulate the goodput of training with frequent worker failures.
 
     python examples/benchmarks/goodput.py
     python examples/benchmarks/goodput.py --num-workers 100 --mean-s 1 10 --draw goodput.svg
 
-The driver's code runs as it is, on the simulated cluster of the tests, in which a second takes no
-time. Workers are lost one by one at random, those that start as well as those that train, with a
-mean time between two losses of `--mean-s`. Goodput is the time of the steps that were done, not
-counting those done again, as a share of all time from then on that the first start has ended.
+The real driver code runs on the simulated cluster of the tests, in simulated time. Workers fail at
+random, including those that start. `--mean-s` is the mean time between two failures. Goodput is the
+time of all steps, without repeated ones, divided by the time since the end of the first start.
 
-- *in place*: what raysgd does.
-- *restart all*: every loss ends all processes, and they go on from the newest snapshot
-  (``ElasticConfig(in_place=False)``). Those that come up stay, so that a loss meanwhile costs one.
-- *all or nothing*: a loss during a restart begins it anew as well, as in most libraries; by the
-  formula, ``exp(-restart / mean)``, for which nothing is redone.
+- *in place*: raysgd's default.
+- *restart all*: each failure ends all processes, which resume from the newest snapshot
+  (``ElasticConfig(in_place=False)``). Workers that have started stay, so a failure meanwhile costs
+  one.
+- *all or nothing*: a failure during a restart also repeats the restart, as in most libraries. The
+  formula is ``exp(-restart / mean)``, without repeated steps.
 """
 
 import argparse
@@ -35,14 +35,14 @@ MODES = ("in place", "restart all")
 
 
 def simulate(mode, num_workers, mean_s, length_s, given, seed=0):
-    """Return the goodput of a run of so many seconds."""
+    """Return the goodput of a run of `length_s` seconds."""
     draw = random.Random(seed)
     world = simulation.World(room=num_workers)
     world.snapshot_every, world.step_s = SNAPSHOT_EVERY, given["step_s"]
     world.join_s = given["join_ms_per_worker"] * num_workers / 1000
 
     def prepare(member):
-        # some take longer than others
+        # Start times vary.
         member.start_s = given["start_s"] * draw.uniform(0.8, 1.2)
         member.setup_s = given["setup_s"] * draw.uniform(0.8, 1.2)
         world.workers[:] = [worker for worker in world.workers if not worker.dead]
@@ -64,7 +64,7 @@ def simulate(mode, num_workers, mean_s, length_s, given, seed=0):
     )
 
     class OverError(Exception):
-        """The simulated time is over."""
+        """The simulated time has ended."""
 
     def end():
         raise OverError
@@ -76,7 +76,7 @@ def simulate(mode, num_workers, mean_s, length_s, given, seed=0):
 
 
 def measure(args):
-    """Return the goodput of each mode by the mean time between losses."""
+    """Return the goodput of each mode by the mean time between failures."""
     given = {
         "start_s": args.start_s,
         "setup_s": args.setup_s,
@@ -101,7 +101,7 @@ def measure(args):
 
 
 def draw(result, path):
-    """Draw the goodput of each mode over the mean time between losses."""
+    """Draw the goodput of each mode over the mean time between failures."""
     import matplotlib
 
     matplotlib.use("svg")

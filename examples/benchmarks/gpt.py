@@ -1,15 +1,17 @@
-"""Time training of a small GPT that is divided over two workers: raysgd beside FSDP2 by hand.
+"""Compare training of a small sharded GPT in raysgd and with FSDP2 by hand.
 
     python examples/benchmarks/gpt.py
     python examples/benchmarks/gpt.py --runs 5 --floats 10000000 --sides "FSDP2 by hand" "full"
 
-All sides have two workers with one thread each, stay alive for the whole run, and take their
-epochs in turn, so that the load of the machine is the same for all. Their losses have to agree.
-*by hand* is torch's ``fully_shard`` in the loop that its tutorial has, *Lightning* the same by its
-``ModelParallelStrategy`` (left out where Lightning is not installed); *full* and *optimizer* are
-``register(sharding=...)`` of raysgd, with no copy of a share and with one; *DDP* is raysgd's too.
-raysgd takes a snapshot after each epoch, which the loop by hand does not: ``--steps`` says how long
-an epoch is, and ``--no-snapshots`` leaves them out. (Accelerate 1.15 leaves models on CPUs whole.)
+Each side has two workers with one thread each, which stay alive for the whole run. The sides take
+turns, so that the load of the machine is the same for all. Their losses must agree.
+
+*By hand* uses PyTorch's ``fully_shard`` in the loop of its tutorial. *Lightning* uses its
+``ModelParallelStrategy`` (left out if it is not installed). *Full* and *optimizer* are
+``register(sharding=...)`` of raysgd, without and with one replica of each shard. *DDP* is raysgd's
+too. raysgd takes a snapshot after each epoch, unlike the loop by hand. ``--steps`` sets the length
+of an epoch, and ``--no-snapshots`` disables snapshots. (Accelerate 1.15 does not shard models on
+CPUs.)
 """
 
 import argparse
@@ -35,7 +37,7 @@ TOLERANCE = 1e-4
 
 
 class Block(torch.nn.Module):
-    """Attention to what came before, and two layers, each with a norm and a shortcut."""
+    """Causal attention and two layers, each with a norm and a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -61,11 +63,11 @@ class Block(torch.nn.Module):
 
 
 class GPT(torch.nn.Module):
-    """A model of about so many floats that foretells the next token."""
+    """A next-token model with about `floats` parameters."""
 
     def __init__(self, floats: int) -> None:
         super().__init__()
-        # a block has 12 times the square of the width, and tokens are looked up and foretold
+        # A block has 12 times the square of the width. The embedding and the output come on top.
         width = math.isqrt(VOCABULARY**2 // NUM_BLOCKS**2 // 144 + floats // (12 * NUM_BLOCKS))
         width = max(8, (width - VOCABULARY // (12 * NUM_BLOCKS)) // 8 * 8)
         self.tokens = torch.nn.Embedding(VOCABULARY, width)
@@ -91,7 +93,7 @@ def make_adamw(model):
 
 
 def make_texts(num_steps):
-    """Return tokens, and what follows each, for so many steps of all workers."""
+    """Return input and target tokens for `num_steps` steps of all workers."""
     generator = torch.Generator().manual_seed(1)
     texts = torch.randint(
         VOCABULARY, (num_steps * BATCH_SIZE * NUM_WORKERS, LENGTH + 1), generator=generator
@@ -104,7 +106,7 @@ def loss_of(outputs, target):
 
 
 def by_hand(rank, floats, num_steps, pipe):
-    """Train as PyTorch's FSDP2 tutorial does."""
+    """Train like PyTorch's FSDP2 tutorial."""
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo", rank=rank, world_size=NUM_WORKERS)
@@ -133,7 +135,7 @@ def by_hand(rank, floats, num_steps, pipe):
 
 
 def by_lightning(rank, floats, num_steps, pipe):
-    """Train as the page of Lightning on FSDP2 does."""
+    """Train like Lightning's page on FSDP2."""
     import lightning
     from lightning.pytorch.strategies import ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
@@ -212,7 +214,7 @@ SIDES = {
 
 
 def time_epochs(floats, num_steps, runs, names):
-    """Return of each side the tokens a second, and the ratio of its epochs to the first one's."""
+    """Return the tokens per second of each side, and its epochs relative to the first side."""
     sides = {name: SIDES[name](floats, num_steps) for name in names}
     losses = {}
 

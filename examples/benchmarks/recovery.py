@@ -1,30 +1,29 @@
-"""Time what a lost worker costs, and what it costs to grow, to the millisecond.
+"""Measure the cost of worker failures and of growth, to the millisecond.
 
     python examples/benchmarks/recovery.py
     python examples/benchmarks/recovery.py --num-workers 3 --runs 9 --json recovery.json
 
-Each worker appends a line to a file of its own when the update of a step is done: the time, the
-step and the number of workers. All figures follow from these lines and from the moment of the
-SIGKILL, by the one monotonic clock of the machine; nothing is taken from what raysgd says of
-itself. The model is a ledger, with one parameter a sample: at the end it has to show that each
-sample was trained on exactly once an epoch.
+Each worker appends a line to its own file after each update: time, step, and number of workers. All
+figures come from these lines and the time of the SIGKILL, on the machine's monotonic clock. They do
+not use any report of raysgd. The model is a ledger with one parameter per sample. At the end, it
+must show that each sample was used exactly once per epoch.
 
-Failures are timed twice: *settled*, some time after the group had its full size, as in most of a
-long run; and *at once*, right after a start.
+Failures are timed in two situations: *settled*, some time after the group had its full size, as in
+a long run, and *at once*, right after a start.
 
 - *next step*: from the SIGKILL to the first step that the survivors finish as a smaller group.
-- *full size*: from the SIGKILL, or from the moment at which room appears, to the first step that
-  all workers finish together again.
-- *growth pause*: from the last step of the smaller group to the first one of the larger group.
-- *redone*: steps that any worker had finished and that were trained again.
+- *full size*: from the SIGKILL, or from the time when resources appear, to the first step that all
+  workers finish together again.
+- *growth pause*: from the last step of the smaller group to the first step of the larger group.
+- *redone*: steps that a worker had finished and that were trained again.
 
-A worker that is announced to go, by ``trainer.drain``, moves while there is room for another:
+A worker whose preemption is announced with ``trainer.drain`` moves if there are free resources:
 
-- *moved*: from the announcement to the first step with its successor.
+- *moved*: from the announcement to the first step with its replacement.
 - *pause*: the longest time without a step until then.
 
-As root on Linux, hosts of their own, which are network namespaces, lose their power, and are
-drained, beside Ray Train in the same run (`tests/hosts/measure.py`).
+As root on Linux, it also compares raysgd with Ray Train on separate hosts (network namespaces) that
+lose power or are drained (`tests/hosts/measure.py`).
 """
 
 import argparse
@@ -49,10 +48,10 @@ from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
 from raysgd.testing import chaos
 from raysgd.utils import BATCH_SIZE
 
-GLOBAL_BATCH = 48  # 2, 3 and 4 workers can share it
-NUM_STEPS = 500  # of an epoch
+GLOBAL_BATCH = 48  # divisible by 2, 3, and 4 workers
+NUM_STEPS = 500  # per epoch
 GIVE_UP_S = 120.0
-MOST_HOSTS = 3  # runs of each side: Ray takes a minute to notice a host without power
+MOST_HOSTS = 3  # runs per side: Ray takes a minute to detect a host without power
 
 
 class Ids(Dataset):
@@ -76,7 +75,7 @@ class Counts(torch.nn.Module):
 
 
 class Recorder(TrainingOperator):
-    """Trains a ledger, and writes down when each of its steps is done."""
+    """Trains a ledger, and records the time of each step."""
 
     def setup(self, config):
         model = Counts(config["num_samples"])
@@ -100,7 +99,7 @@ class Recorder(TrainingOperator):
 
 
 class Records:
-    """What the workers have written down so far; reads each line once."""
+    """The steps that the workers have recorded. Reads each line once."""
 
     def __init__(self, folder):
         self._folder = Path(folder)
@@ -108,12 +107,12 @@ class Records:
         self._steps = []
 
     def steps(self):
-        """Return all steps of all workers, as (time, step, number of workers), in order of time."""
+        """Return all steps of all workers as (time, step, number of workers), sorted by time."""
         for path in self._folder.iterdir():
             with path.open() as file:
                 file.seek(self._read.get(path, 0))
                 text = file.read()
-            # what follows the last line break is a line that is being written
+            # The last line may be incomplete.
             whole = text[: text.rfind("\n") + 1]
             self._read[path] = self._read.get(path, 0) + len(whole)
             for line in whole.splitlines():
@@ -124,9 +123,9 @@ class Records:
 
 
 def change(steps, begin, before, after):
-    """Return the last step of `before` workers since `begin`, and the first one of `after`.
+    """Return the last step of `before` workers since `begin`, and the first step of `after`.
 
-    Either is None where there is none.
+    Each is None if there is no such step.
     """
     first = next((s for s in steps if s[0] >= begin and s[2] == after), None)
     until = math.inf if first is None else first[0]
@@ -135,12 +134,12 @@ def change(steps, begin, before, after):
 
 
 def redone(steps, first):
-    """Return how many steps had been done already when a generation began with step `first`."""
+    """Return the number of steps that a generation starting with step `first` repeated."""
     return max([0, *(s[1] for s in steps if s[0] < first[0])]) + 1 - first[1]
 
 
 class Job:
-    """A trainer, its records, and a thread that trains until it is told to stop."""
+    """A trainer, its records, and a thread that trains until it is stopped."""
 
     def __init__(self, num_workers, step_s):
         self._folder = tempfile.TemporaryDirectory()
@@ -170,7 +169,7 @@ class Job:
             self.error = error
 
     def await_steps(self, world_size, num_steps, begin=0.0):
-        """Wait until a group of that size has done so many steps since `begin`; return all."""
+        """Wait for `num_steps` steps of a group of that size since `begin`. Return all steps."""
         deadline = time.monotonic() + GIVE_UP_S
         while True:
             steps = self._records.steps()
@@ -183,7 +182,7 @@ class Job:
             time.sleep(0.1)  # the workers need the processor
 
     def await_event(self, kind, number):
-        """Wait until so many events of a kind have come."""
+        """Wait for `number` events of a kind."""
         deadline = time.monotonic() + GIVE_UP_S
         while sum(event.kind == kind for event in self.trainer.events) < number:
             if self.error is not None:
@@ -213,12 +212,12 @@ class Job:
 
 
 def time_losses(num_workers, runs, step_s, settle_s):
-    """Kill one worker after the other, and return the figures of each loss."""
+    """Kill one worker per run, and return the figures of each failure."""
     figures = []
     with Job(num_workers, step_s) as job:
         for run in range(runs):
             job.await_steps(num_workers, 50, time.monotonic() + settle_s)
-            rank = (num_workers - 1, 0)[run % 2]  # the last one, and the one that leads
+            rank = (num_workers - 1, 0)[run % 2]  # the last rank, and the leader
             killed = time.monotonic()
             chaos.kill(job.trainer, rank)
             smaller = num_workers - 1
@@ -238,7 +237,7 @@ def time_losses(num_workers, runs, step_s, settle_s):
 
 
 def time_growths(num_workers, runs, step_s):
-    """Start with one worker less, give the missing CPU back, and return the figures of each."""
+    """Start without one worker, release its CPU, and return the figures of each growth."""
     figures = []
     for _ in range(runs):
         taken = placement_group([{"CPU": ray.cluster_resources()["CPU"] - num_workers + 1}])
@@ -260,7 +259,7 @@ def time_growths(num_workers, runs, step_s):
 
 
 def time_moves(num_workers, runs, step_s):
-    """Announce that one worker after the other is to go, and return the figures of each."""
+    """Announce a preemption per run, and return the figures of each move."""
     figures = []
     with Job(num_workers, step_s) as job:
         for run in range(runs):
@@ -283,9 +282,9 @@ def time_moves(num_workers, runs, step_s):
 
 
 def time_hosts(runs):
-    """Take hosts away from raysgd and from Ray Train; return the figures by side and by fault.
+    """Remove hosts from raysgd and from Ray Train. Return the figures by side and fault.
 
-    There are none where there can be no such hosts, which is said.
+    If such hosts are impossible, print the reason and return nothing.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "hosts.json"
@@ -319,7 +318,7 @@ def main():
     sizes, runs = ((2,), 1) if args.smoke_test else (args.num_workers, args.runs)
     moments = {"at once": 0.0} if args.smoke_test else {"settled": args.settle_s, "at once": 0.0}
 
-    # more CPUs than there are, perhaps: the workers mostly sleep
+    # There may be fewer CPUs, but the workers mostly sleep.
     ray.init("local", num_cpus=max(5, os.cpu_count()), include_dashboard=False, log_to_driver=False)
     result = {
         "machine": machine(),

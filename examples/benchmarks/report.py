@@ -1,10 +1,10 @@
-"""What a report of a training function costs beyond the work of the slowest worker.
+"""Measure the cost of a report of a training function.
 
     python examples/benchmarks/report.py
     python examples/benchmarks/report.py --num-workers 4 --num-reports 10000
 
-Each worker works for some milliseconds, in a sleep, and reports a kilobyte. The run's time less
-that of the same work without reports, by the number of reports, is what one costs.
+Each worker sleeps for some milliseconds and reports a kilobyte. The cost is the difference to a run
+without reports, divided by the number of reports.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from raysgd.train.backend import BackendConfig
 
 
 def work(config):
-    """Return the seconds of all, and of each report."""
+    """Return the total seconds, and the seconds of each report."""
     text, spent = "x" * 1000, []
     began = time.perf_counter()
     for n in range(config["num_reports"]):

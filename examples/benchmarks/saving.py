@@ -1,12 +1,12 @@
-"""Time what saving costs a run: segments of training with and without a save, side by side.
+"""Measure the cost of saving by pairs of training segments with and without a save.
 
     python examples/benchmarks/saving.py
     python examples/benchmarks/saving.py --num-steps 100 --pairs 8 --json saving.json
 
-One trainer trains a model of 25 million floats in segments of equal length. Before every second
-one it is told to ``save(blocking=False)``: the state is copied to the driver, and written while
-training goes on. The time of such a segment includes the call of ``save``, and the write competes
-with it for the processor. Which of a pair comes first changes from pair to pair.
+A trainer trains a model of 25 million floats in segments of equal length. One segment of each pair
+begins with ``save(blocking=False)``, which copies the state to the driver and writes it during
+training. The time of the segment includes the call of ``save``, and the write competes for the
+processor. The order within the pairs alternates.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Wide(TrainingOperator):
 
 
 def segment(trainer, num_steps, path):
-    """Train so many steps, with a save before them where there is a path; return the seconds."""
+    """Train `num_steps` steps, after a save if there is a path. Return the seconds."""
     started = time.perf_counter()
     saved = 0.0
     if path is not None:
@@ -73,7 +73,7 @@ def main():
         TorchTrainer(training_operator_cls=Wide, num_workers=args.num_workers) as trainer,
     ):
         path = Path(folder) / "state.pt"
-        segment(trainer, num_steps, path)  # a first one warms up
+        segment(trainer, num_steps, path)  # warm-up
         for pair in range(pairs):
             times = {}
             for saving in (pair % 2 == 0, pair % 2 == 1):

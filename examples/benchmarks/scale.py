@@ -1,18 +1,18 @@
-"""Time what the number of workers costs the driver and the group: start, call, loss and join.
+"""Measure the cost of start, call, failure, and join by the number of workers.
 
     python examples/benchmarks/scale.py
     python examples/benchmarks/scale.py --num-workers 2 4
 
-The operator has a model and does nothing with it, so that 16 workers fit on a machine with a few
-CPUs, which they share. For each number of workers, in a group of its own:
+The operator does not use its model, so that 16 workers can share a few CPUs. Each number of workers
+has its own group:
 
-- *start*: from the constructor to the first finished step. On few CPUs most of it is the import of
-  torch, once a worker.
-- *call*: ``train(num_steps=1)``, beside one call each of as many Ray actors that do nothing: what
-  Ray and the processors ask of any call.
-- *resume*: after a SIGKILL, from when the driver begins to make a new generation of the survivors
-  until all are in it with the state of the furthest. Twice, with a small and a large model.
-- *join*: the same for a generation with a replacement worker, to which the state is sent.
+- *start*: from the constructor to the first finished step. On few CPUs, most of it is the import of
+  PyTorch in each worker.
+- *call*: ``train(num_steps=1)``, compared with one call each of as many empty Ray actors.
+- *resume*: after a SIGKILL, the time that the driver takes to form a new generation of survivors
+with
+  the newest state. Measured with a small and a large model.
+- *join*: the same for a generation with a replacement worker, which receives the state.
 """
 
 import argparse
@@ -36,7 +36,7 @@ GIVE_UP_S = 300.0
 
 
 class Nothing(Floats):
-    """Has a model, and trains it no more than by counting a batch."""
+    """Has a model, but only counts batches."""
 
     def samples(self, config):
         return TensorDataset(torch.zeros(100_000, 1))
@@ -52,7 +52,7 @@ class Actor:
 
 
 def time_calls(trainer, runs):
-    """Return the seconds of a call of the trainer, and of as many Ray calls, in turn."""
+    """Return the seconds of a trainer call and of as many Ray calls, in turn."""
     actors = [Actor.remote() for _ in range(trainer.num_workers)]
     ray.get([actor.answer.remote() for actor in actors])
     sides = {
@@ -60,7 +60,7 @@ def time_calls(trainer, runs):
         "ray": lambda: ray.get([actor.answer.remote() for actor in actors]),
     }
     seconds = {side: [] for side in sides}
-    # several at a time: after each other's call, both would find all processors' caches cold
+    # Several at a time, because alternating single calls would always find cold caches.
     for _ in range(math.ceil(runs / IN_TURN)):
         for side, call in sides.items():
             for number in range(WARM_UP + IN_TURN):
@@ -74,7 +74,7 @@ def time_calls(trainer, runs):
 
 
 def time_losses(trainer, runs):
-    """Kill the last worker and let another join, `runs` times; return the seconds of both."""
+    """Kill and replace the last worker `runs` times. Return the seconds of both."""
     seconds = {"resumed": [], "grown": []}
     for _ in range(runs):
         seen = len(trainer.events)
@@ -91,7 +91,7 @@ def time_losses(trainer, runs):
 
 
 def time_group(num_workers, floats, calls, losses):
-    """Return the figures of one group."""
+    """Return the figures of a group."""
     started = time.perf_counter()
     with TorchTrainer(
         training_operator_cls=Nothing,

@@ -1,15 +1,15 @@
-"""Time what dividing costs and saves: epochs, memory, and the step after a loss.
+"""Measure the cost and benefit of sharding: epochs, memory, and the step after a failure.
 
     python examples/benchmarks/sharding.py
     python examples/benchmarks/sharding.py --sharding full --epochs-alone
     python examples/benchmarks/sharding.py --num-workers 4 --runs 9 --json sharding.json
 
-The optimizer is divided, or with ``--sharding full`` the model as well.
+The optimizer is sharded, and with ``--sharding full`` the model too.
 
-- *epoch*: of resnet by AdamW, with no copy of a share and with one, beside one that is not divided.
-  The trainers take turns.
-- *memory*: the most that a worker has held, with AdamW and a model of so many floats; and of what
-  it holds between steps the part that is AdamW's state: what it holds beyond plain SGD.
+- *epoch*: resnet with AdamW, without and with one replica of each shard, compared with an unsharded
+  trainer. The trainers take turns.
+- *memory*: peak memory of a worker with AdamW, and the memory of AdamW's state between steps (the
+  excess over plain SGD).
 - *next step*: from the SIGKILL of a worker to the first step that the survivors finish.
 """
 
@@ -42,12 +42,12 @@ from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
 from raysgd.testing import chaos
 
 SIDES = {"not divided": None, "no copy": 0, "one copy": 1}
-"""How many copies of a share there are."""
+"""Number of replicas of each shard."""
 NUM_LAYERS = 8
 
 
 class Timed(TrainingOperator):
-    """Trains resnet, or layers of so many floats, and notes when each of its steps is done."""
+    """Trains resnet, or layers of a given size, and records the time of each step."""
 
     def setup(self, config):
         torch.manual_seed(0)
@@ -65,7 +65,7 @@ class Timed(TrainingOperator):
             criterion=torch.nn.MSELoss(),
             **config["register"],
         )
-        # resnet has the batches of two workers, which those there are share
+        # The data of resnet are sized for two workers.
         size = BATCH_SIZE * NUM_WORKERS // self.world_size if floats is None else 2
         self.register_data(train_loader=DataLoader(data, batch_size=size, shuffle=True))
         self.steps = []
@@ -89,7 +89,7 @@ def make_trainer(num_workers, sharding, side, floats, optimizer="AdamW"):
 
 
 def epochs(make, runs):
-    """Return for each side the ratio of its epochs to those not divided, and what a copy costs."""
+    """Return the epochs of each side relative to unsharded ones, and the cost of a replica."""
     trainers = {side: make(side, None) for side in SIDES}
     try:
 
@@ -111,13 +111,13 @@ def epochs(make, runs):
 
 
 def memory_of_process():
-    """Return the most bytes of memory that this process has held, and what it holds now."""
+    """Return the peak and the current memory of this process in bytes."""
     held = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, held
 
 
 def memory(make, floats):
-    """Return for each side the most bytes that the workers have held, and those of the state."""
+    """Return the peak memory of the workers and the size of the state for each side."""
     most, held = {}, {}
     for side, optimizer in [("not divided", "SGD"), *((side, "AdamW") for side in SIDES)]:
         with make(side, floats, optimizer) as trainer:
@@ -131,8 +131,8 @@ def memory(make, floats):
 
 
 def next_step(make, num_workers, floats, runs):
-    """Return for each side the seconds from a kill to the next step."""
-    seconds = {side: [] for side in SIDES if side != "no copy"}  # which would start anew
+    """Return the seconds from a kill to the next step for each side."""
+    seconds = {side: [] for side in SIDES if side != "no copy"}  # which would restart
     for _ in range(runs):
         for side, measured in seconds.items():
             with make(side, floats) as trainer:

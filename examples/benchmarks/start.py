@@ -1,10 +1,10 @@
-"""Time what a run takes from nothing to its first finished step, raysgd beside its peers, in turn.
+"""Measure the time to the first finished step of raysgd and its peers, in turn.
 
     python examples/benchmarks/start.py
     python examples/benchmarks/start.py --runs 3 --peers "raw DDP" raysgd
 
-Ray is up before; the script has imported what it needs. From there on, each side starts two
-workers, which import torch, meet, make model and data, and train one epoch of one step.
+Ray is running, and the script has imported its libraries. Then each side starts two workers, which
+import PyTorch, connect, create model and data, and train an epoch of one step.
 """
 
 import argparse
