@@ -8,8 +8,8 @@ figures come from these lines and the time of the SIGKILL, on the machine's mono
 not use any report of raysgd. The model is a ledger with one parameter per sample. At the end, it
 must show that each sample was used exactly once per epoch.
 
-Failures are timed in two situations: *settled*, some time after the group had its full size, as in
-a long run, and *at once*, right after a start.
+Failures are timed in two situations: ``settled``, some time after the group had its full size, as
+in a long run, and ``at once``, right after a start.
 
 - *next step*: from the SIGKILL to the first step that the survivors finish as a smaller group.
 - *full size*: from the SIGKILL, or from the time when resources appear, to the first step that all

@@ -87,7 +87,7 @@ def warn_of_rounding(config: Mapping[str, Any], world_size: int) -> None:
 def worker_config(
     config: Mapping[str, Any], world_size: int, copies: bool = True
 ) -> dict[str, Any]:
-    """Return a new dict for a worker, with its share as ``BATCH_SIZE``. `copies`: copy values."""
+    """Return a new dict for a worker with its share as ``BATCH_SIZE``. `copies` deep-copies."""
     own = {key: _copied(value) if copies else value for key, value in config.items()}
     if own.get(BATCH_SIZE) is not None:
         own[BATCH_SIZE] = batch_share(own[BATCH_SIZE], world_size)
