@@ -42,8 +42,6 @@ def shapes(num_images, seed):
 
 
 class Finder(SemanticSegmenter):
-    """Dilated convolutions at full resolution."""
-
     def build_model(self, config):
         layers, width = [], 1
         for dilation in (1, 2, 4, 1):

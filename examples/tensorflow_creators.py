@@ -18,7 +18,6 @@ from raysgd import TFTrainer
 
 
 def model_creator(config):
-    """Return a compiled model."""
     import keras
 
     model = keras.Sequential(

@@ -27,7 +27,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
-"""Default of a required option."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,7 +109,6 @@ def in_turn(runs, sides, warm_up=1):
 
 
 def machine():
-    """Describe the machine."""
     return {
         "cpus": os.cpu_count(),
         "load": os.getloadavg()[0],

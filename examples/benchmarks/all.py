@@ -30,7 +30,6 @@ OURS, OTHERS = "#e4572e", "#8da0b3"
 
 
 def run(name, folder, smoke_test):
-    """Run a benchmark that writes its result to the folder."""
     path = _result_of(name, folder)
     command = [sys.executable, str(FOLDER / f"{name}.py"), "--json", str(path)]
     print(f"\n==== {name}", flush=True)

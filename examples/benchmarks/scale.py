@@ -91,7 +91,6 @@ def time_losses(trainer, runs):
 
 
 def time_group(num_workers, floats, calls, losses):
-    """Return the figures of a group."""
     started = time.perf_counter()
     with TorchTrainer(
         training_operator_cls=Nothing,

@@ -128,8 +128,6 @@ class _PartFinder(MetaPathFinder):
 
 
 class _Existing(Loader):
-    """Loads a module that is already loaded."""
-
     def __init__(self, module: ModuleType) -> None:
         self._module = module
 

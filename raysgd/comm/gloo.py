@@ -463,8 +463,6 @@ def _in_backward_pass() -> bool:
 
 
 class _SmallReduction(Work):
-    """A reduction through the mesh."""
-
     def __init__(
         self,
         running: _Running,

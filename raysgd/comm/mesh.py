@@ -155,7 +155,6 @@ class _Peer:
 
     @property
     def events(self) -> int:
-        """Events to poll for."""
         return select.POLLIN * bool(self.awaited) | select.POLLOUT * bool(self.unsent)
 
 

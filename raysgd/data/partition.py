@@ -27,7 +27,6 @@ class EpochPartition:
     """
 
     total: int
-    """Number of samples in the epoch."""
     batch_size: int
     """Samples per worker and batch in a group of full size."""
     world_size: int
@@ -41,7 +40,6 @@ class EpochPartition:
     global_batch: int | None = None
     """Samples per step, if they are not a multiple of `batch_size`."""
     max_steps: int | None = None
-    """Maximal number of steps in the epoch."""
 
     @property
     def stride(self) -> int:
