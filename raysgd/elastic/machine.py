@@ -13,6 +13,44 @@ from enum import Enum
 from raysgd._internal.context import Progress
 from raysgd.elastic.policies import Recovery, choose_leader
 
+__all__ = [
+    "Aborted",
+    "Action",
+    "Broken",
+    "Budget",
+    "CallBlocked",
+    "CallFailed",
+    "CallRequested",
+    "CallReturned",
+    "Closed",
+    "Do",
+    "Event",
+    "Fail",
+    "FormGroup",
+    "FormingFailed",
+    "GiveUpState",
+    "GroupFormed",
+    "New",
+    "Next",
+    "Policy",
+    "ProgressKnown",
+    "Ready",
+    "RunCall",
+    "Running",
+    "ShutDown",
+    "StartRequested",
+    "Starting",
+    "State",
+    "StateLost",
+    "StateRescued",
+    "StopRequested",
+    "Surveyed",
+    "WorkersHung",
+    "WorkersLost",
+    "WorkersReady",
+    "transition",
+]
+
 _MAX_FAILED_REJOINS = 2
 """How often workers that are all alive may fail to form a process group before it is an error."""
 

@@ -243,8 +243,8 @@ class TrainingOperator(OperatorBase):
             ``val_loss``, ``num_samples``, and ``val_accuracy`` if the output is
             (batch, classes, ...) and the target holds class indices, integers of shape (batch, ...)
             or (batch, 1, ...): the share of positions at which the index of the largest entry along
-            dimension 1 equals the target. Otherwise the first result of `validate` has the reason
-            as ``no_val_accuracy``.
+            dimension 1 equals the target. If the target is not floating-point and does
+            not fit, the first result of `validate` has the reason as ``no_val_accuracy``.
         """
         model, batch = self._default("model"), self.to_device(batch)
         given = read_batch(batch, model)
@@ -259,7 +259,7 @@ class TrainingOperator(OperatorBase):
         accuracy = _accuracy(output, target)
         if accuracy is not None:
             metrics["val_accuracy"] = accuracy
-        elif self._no_accuracy is not None:
+        elif self._no_accuracy is not None and not _is_floating(target):
             self._no_accuracy = (
                 "val_accuracy compares an output (batch, classes, ...) with a target (batch, ...) "
                 f"of class indices, but these are {shapes_of(output)} and {shapes_of(target)}. "
@@ -614,6 +614,10 @@ class CreatorOperator(CreatorMethods, TrainingOperator):
     ``TrainingOperator.from_creators`` makes a subclass of it with the functions filled in; a
     subclass may override ``train_batch`` and the like.
     """
+
+
+def _is_floating(target: Any) -> bool:
+    return isinstance(target, torch.Tensor) and target.is_floating_point()
 
 
 def _accuracy(output: Any, target: Any) -> torch.Tensor | None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from raysgd._internal.context import Preemption, Progress, Request, WorkerContext
+from raysgd._internal.context import Preemption, Progress, Request, Runner, WorkerContext
 from raysgd.elastic.requests import LoadRequest
 from raysgd.train import session
 from raysgd.train.arguments import env_flag
@@ -19,7 +19,7 @@ from raysgd.train.validation import Reported
 __all__ = ["FunctionRunner"]
 
 
-class FunctionRunner:
+class FunctionRunner(Runner):
     """Runs one training function. `Runner` documents which thread calls which method.
 
     The function starts with a `BeginRequest`, and after a restart with the next request. The driver

@@ -1232,7 +1232,7 @@ def test_a_loop_that_scales_its_loss_itself_is_told_the_way():
         train_alone(Operator)
 
 
-def test_validation_of_a_regression_says_why_it_has_no_accuracy():
+def test_validation_of_a_regression_has_no_accuracy():
     class Operator(HabitOperator):
         def setup(self, config):
             super().setup(config)
@@ -1241,8 +1241,7 @@ def test_validation_of_a_regression_says_why_it_has_no_accuracy():
 
     trainer = TorchTrainer(training_operator_cls=Operator, use_local=True)
     result = trainer.validate()
-    assert "val_accuracy" not in result
-    assert "of class indices, but these are" in result["no_val_accuracy"]
+    assert not {"val_accuracy", "no_val_accuracy"} & set(result)
 
 
 def test_a_scheduler_that_is_kept_nowhere_and_stepped_is_told_of(caplog):

@@ -129,7 +129,7 @@ SURFACE = {
     "raysgd.torch.trainer": ["TorchTrainer"],
     "raysgd.torch.torch_trainer": ["TorchTrainer"],
     "raysgd.torch.training_operator": ["CreatorOperator", "TrainingOperator"],
-    "raysgd.torch.operator": ["TrainingOperator"],
+    "raysgd.torch.operator": ["CreatorOperator", "TrainingOperator"],
     "raysgd.train": [
         "BackendConfig",
         "Checkpoint",

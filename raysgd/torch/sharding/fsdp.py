@@ -28,20 +28,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from raysgd.torch.features.compilation import repeated_blocks
 
-__all__ = ["SEEN_IN", "ShardedModels", "rows_of"]
+__all__ = ["SEEN_IN", "ShardedModels"]
 
 SEEN_IN = ("2.13",)
 """Releases of torch that had the private names below, and in which the tests passed."""
-
-
-def rows_of(num_rows: int, size: int, rank: int) -> tuple[int, int]:
-    """Return the rows of a parameter that ``fully_shard`` gives a rank.
-
-    >>> [rows_of(10, 4, rank) for rank in range(4)]
-    [(0, 3), (3, 6), (6, 9), (9, 10)]
-    """
-    chunk = -(-num_rows // size)
-    return min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows)
 
 
 @dataclass(eq=False)

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from raysgd.torch.sharding.fsdp import rows_of
-from raysgd.torch.sharding.pieces import Slot
+from raysgd.torch.sharding.pieces import Slot, rows_of
 
 __all__ = ["Layout", "RowLayout", "Transfer", "share_of", "transfers"]
 

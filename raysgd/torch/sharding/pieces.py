@@ -19,8 +19,19 @@ __all__ = [
     "is_dense",
     "is_divided",
     "move_content",
+    "rows_of",
     "slot_view",
 ]
+
+
+def rows_of(num_rows: int, size: int, rank: int) -> tuple[int, int]:
+    """Return the rows of a parameter that ``fully_shard`` gives a rank.
+
+    >>> [rows_of(10, 4, rank) for rank in range(4)]
+    [(0, 3), (3, 6), (6, 9), (9, 10)]
+    """
+    chunk = -(-num_rows // size)
+    return min(rank * chunk, num_rows), min((rank + 1) * chunk, num_rows)
 
 
 @dataclass(eq=False)
