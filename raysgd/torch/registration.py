@@ -96,25 +96,8 @@ def register(
     state.sharding = sharding
     sharded: list[Any] = []
     if sharding is not None:
-        check_divisible(sharding, state.optimizers, state.models)
-    if sharding == "full":
-        check_shardable(
-            state.models,
-            state.optimizers,
-            compile=compile_args is not None,
-            ddp_args=bool(ddp_args),
-            scales=precision.scales,
-        )
-        if distributed:
-            sharded = [_shard_fully(state, sharding_args, init)]
-        elif init is not None:
-            make_whole(state.models, init, device)
-    elif sharding is not None and distributed:
-        sharded = [
-            ShardedOptimizer(each, sharding_args.get("copies"), state)
-            for each in state.optimizers
-            if any(p.requires_grad for g in each.param_groups for p in g["params"])
-        ]
+        has_compile = compile_args is not None
+        sharded = _shard(state, sharding_args, init, compile=has_compile, ddp_args=bool(ddp_args))
     if schedulers is not None:
         state.schedulers = checked("schedulers", schedulers, None)
         check_step_freq(state.schedulers, options.scheduler_step_freq, options.monitor)
@@ -169,6 +152,28 @@ def register(
         + ([shaped_like(criterion, criteria)] if criterion is not None else [])
         + ([schedulers] if schedulers is not None else [])
     )
+
+
+def _shard(
+    state: TorchTrainState, arguments: dict[str, Any], init: Init | None, **others: bool
+) -> list[Any]:
+    """Check that what is registered can be sharded; shard it if there are several workers."""
+    precision, sharding = state.optimization.precision, str(state.sharding)
+    distributed = state.context.distributed
+    check_divisible(sharding, state.optimizers, state.models)
+    if sharding == "full":
+        check_shardable(state.models, state.optimizers, scales=precision.scales, **others)
+        if distributed:
+            return [_shard_fully(state, arguments, init)]
+        if init is not None:
+            make_whole(state.models, init, state.settings.device)
+    elif distributed:
+        return [
+            ShardedOptimizer(each, arguments.get("copies"), state)
+            for each in state.optimizers
+            if any(p.requires_grad for g in each.param_groups for p in g["params"])
+        ]
+    return []
 
 
 def _replicate(
