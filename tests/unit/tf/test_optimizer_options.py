@@ -32,7 +32,7 @@ def test_a_trial_reserves_what_its_config_asks_for():
     trainable = TFTrainer.as_trainable(training_operator_cls=Digits, use_gpu=False)
     assert trainable.__name__ == "TFTrainable"
     request = trainable.default_resource_request({"num_workers": 2, "num_cpus_per_worker": 3})
-    assert request.bundles == [{"CPU": 1}, {"CPU": 3}, {"CPU": 3}]
+    assert request.bundles == [{"CPU": 3}, {"CPU": 3}]
     with pytest.raises(TypeError, match="'batch'"):
         TFTrainer.as_trainable(batch=3)
 
@@ -80,7 +80,7 @@ def test_older_scripts_give_tune_the_trainable_itself(monkeypatch, tmp_path):
         "trainer_config": {"fit_config": {"steps_per_epoch": 2}, "evaluate_config": {"steps": 1}},
     }
     room = TFTrainable.default_resource_request({**config, "num_replicas": 2})
-    assert room.bundles == [{"CPU": 1}] * 3
+    assert room.bundles == [{"CPU": 1}] * 2
     trial = TFTrainable(config={**config, "num_replicas": 1, "use_local": True})
     try:
         result = trial.train()
