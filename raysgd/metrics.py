@@ -33,7 +33,7 @@ __all__ = [
     "merge_segments",
     "merge_workers",
     "ratio",
-    "renamed",
+    "rename_metrics",
 ]
 
 NUM_SAMPLES = "num_samples"
@@ -451,10 +451,10 @@ def merge_segments(parts: Sequence[Mapping[str, Any]]) -> Summary:
     return Summary(merged, weights)
 
 
-def renamed(metrics: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+def rename_metrics(metrics: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
     """Return the metrics of a validation with the prefix `prefix` instead of ``val``.
 
-    >>> renamed({"num_samples": 4, "val_loss": 1.0, "last_val_loss": 2.0}, "val/unseen")
+    >>> rename_metrics({"num_samples": 4, "val_loss": 1.0, "last_val_loss": 2.0}, "val/unseen")
     {'num_samples': 4, 'val/unseen_loss': 1.0, 'last_val/unseen_loss': 2.0}
     """
 

@@ -10,7 +10,7 @@ from typing import Any
 from raysgd._internal.paths import without_secrets
 from raysgd.errors import CheckpointError
 
-__all__ = ["deep_copied", "joined", "loading", "map_leaves", "unchanged"]
+__all__ = ["deep_copied", "join_outputs", "loading", "map_leaves", "unchanged"]
 
 
 def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
@@ -31,12 +31,12 @@ def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
     return convert(tree)
 
 
-def joined(parts: Sequence[Any], concatenate: Callable[[Sequence[Any]], Any]) -> Any:
+def join_outputs(parts: Sequence[Any], concatenate: Callable[[Sequence[Any]], Any]) -> Any:
     """Concatenate results for consecutive samples, with one row per sample.
 
     Rows of different shapes become a list.
 
-    >>> joined([{"a": ["x", "y"]}, {"a": ["z"]}], list)
+    >>> join_outputs([{"a": ["x", "y"]}, {"a": ["z"]}], list)
     {'a': ['x', 'y', 'z']}
 
     Args:
@@ -48,9 +48,9 @@ def joined(parts: Sequence[Any], concatenate: Callable[[Sequence[Any]], Any]) ->
     """
     first = parts[0]
     if isinstance(first, dict):
-        return {key: joined([part[key] for part in parts], concatenate) for key in first}
+        return {key: join_outputs([part[key] for part in parts], concatenate) for key in first}
     if type(first) is tuple:
-        return tuple(joined(column, concatenate) for column in zip(*parts, strict=True))
+        return tuple(join_outputs(column, concatenate) for column in zip(*parts, strict=True))
     shapes = [tuple(part.shape) for part in parts if hasattr(part, "shape")]
     if shapes and all(shapes):
         alike = len({shape[1:] for shape in shapes}) == 1

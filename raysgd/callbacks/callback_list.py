@@ -259,7 +259,9 @@ class CallbackList:
         if hook == "on_train_start":
             return  # raised at once
         # said now, since it may take long until it can be raised; the traceback comes with that
-        logger.error("The callback %s failed in %s: %s", failure.callback, hook, _said(error))
+        logger.error(
+            "The callback %s failed in %s: %s", failure.callback, hook, _format_error(error)
+        )
 
     def raise_failures(self) -> None:
         """Raise what callbacks raised, the first of them with the others as its notes.
@@ -428,7 +430,7 @@ def _failure(entry: _Entry, hook: str, error: Exception) -> CallbackError:
     untrained = ("on_train_start", "state_dict", "load_state_dict")
     trained = "" if hook in untrained else "What was trained is trained. "
     failure = CallbackError(
-        f"The callback {name} failed in {hook}: {_said(error)}. {trained}"
+        f"The callback {name} failed in {hook}: {_format_error(error)}. {trained}"
         "The trainer can be used on.",
         callback=name,
         hook=hook,
@@ -437,5 +439,5 @@ def _failure(entry: _Entry, hook: str, error: Exception) -> CallbackError:
     return failure
 
 
-def _said(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return without_secrets(repr(error))  # a service may have repeated the URL that it was given

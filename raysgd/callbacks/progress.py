@@ -64,7 +64,7 @@ class ProgressBar(EpochLines):
         if num_samples < self._num_samples:
             self._samples_before += self._num_samples
         self._num_samples = num_samples
-        shown = self._told(trainer, self._samples_before + num_samples, latest)
+        shown = self._format(trainer, self._samples_before + num_samples, latest)
         assert self._display is not None
         if trainer.num_epochs is not None and kind == "train":
             self._label = place_of(trainer, first.epoch + 1)
@@ -116,11 +116,11 @@ class ProgressBar(EpochLines):
             steps = trainer.global_step - self._first_step if self._kind == "train" else None
             counted = metrics.get(BATCH_COUNT, steps)
             num_batches = None if counted is None else round(counted)
-            shown = self._told(trainer, metrics.get(NUM_SAMPLES), means_in(metrics))
+            shown = self._format(trainer, metrics.get(NUM_SAMPLES), means_in(metrics))
             self._display.finish(label, num_batches, shown)
         self._close(is_done=True)
 
-    def _told(
+    def _format(
         self, trainer: Trainer, num_samples: float | None, means: Mapping[str, float]
     ) -> dict[str, str]:
         elapsed_s = max(time.perf_counter() - self._started, 1e-9)

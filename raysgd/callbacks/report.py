@@ -165,7 +165,11 @@ def _tiles(log: RunLog) -> Iterator[tuple[str, str, str]]:
         ]
         if values and kept:
             best, epoch = best_of(kept, key=lambda pair: pair[0])
-            yield key, _shown(values[-1]), f"{label}, last; best {_shown(best)}, epoch {epoch}"
+            yield (
+                key,
+                _format_number(values[-1]),
+                f"{label}, last; best {_format_number(best)}, epoch {epoch}",
+            )
 
 
 def _tile(key: str, value: str, label: str) -> str:
@@ -394,10 +398,10 @@ def _number(value: Any) -> float | None:
 def _cell(value: Any) -> str:
     if value is None:
         return ""
-    return _shown(value) if isinstance(value, int | float) else html.escape(str(value))
+    return _format_number(value) if isinstance(value, int | float) else html.escape(str(value))
 
 
-def _shown(value: float) -> str:
+def _format_number(value: float) -> str:
     """Return a number as all of the page are shown: with four digits that count."""
     if isinstance(value, int) or not _LARGE <= abs(value) < _HUGE:
         return str(value) if isinstance(value, int) else f"{value:.4g}"

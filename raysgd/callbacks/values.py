@@ -55,19 +55,19 @@ def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
     shown = {}
     for name, value in config.items():
         with contextlib.suppress(RecursionError):  # one that holds itself has no end to show
-            shown[name] = _shown(value, str(name))
+            shown[name] = _to_plain(value, str(name))
     return shown
 
 
-def _shown(value: Any, name: str) -> Any:
+def _to_plain(value: Any, name: str) -> Any:
     is_plain = value is None or isinstance(value, numbers.Number)
     if _SECRET.search(name) or (not is_plain and _MAYBE_SECRET.search(name)):
         return HIDDEN
     if isinstance(value, str):
         return without_secrets(value)
     if isinstance(value, Mapping):
-        return {key: _shown(held, str(key)) for key, held in value.items()}
-    return [_shown(held, "") for held in value] if isinstance(value, list | tuple) else value
+        return {key: _to_plain(held, str(key)) for key, held in value.items()}
+    return [_to_plain(held, "") for held in value] if isinstance(value, list | tuple) else value
 
 
 def shown_repr(value: Any) -> str:

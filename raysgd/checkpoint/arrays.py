@@ -24,13 +24,13 @@ from raysgd.checkpoint.location import Location, first_line
 from raysgd.checkpoint.manifest import is_archive
 from raysgd.errors import CheckpointError
 
-__all__ = ["check_loadable", "read", "write", "wrote"]
+__all__ = ["check_loadable", "is_ours", "read", "write"]
 
 _STRUCTURE = "raysgd-state/structure.json"
 _ARRAY = "raysgd-state/arrays/{}"
 
 
-def wrote(file: IO[bytes]) -> bool:
+def is_ours(file: IO[bytes]) -> bool:
     """Return whether a file, which has been checked, is what `write` made."""
     if not is_archive(file):
         return False

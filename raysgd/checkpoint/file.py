@@ -141,7 +141,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manif
     with source.open() as file:
         manifest = verify(file, source.shown)
         # load from the open file, because the name may lead to another file by now
-        archive = arrays if arrays.wrote(file) else _tensors()
+        archive = arrays if arrays.is_ours(file) else _tensors()
         file.seek(0)
         state = archive.read(source, file)
     missing = [

@@ -37,7 +37,7 @@ def read(source: Location, file: IO[bytes]) -> Any:
         if "weights_only" in str(error) and "GLOBAL" in str(error):
             raise CheckpointError(
                 f"Cannot load {source.shown}: it holds objects of a type that is not allowed, and "
-                f"loading never runs code from a file. {_ALLOW}\n{_refused(error)}"
+                f"loading never runs code from a file. {_ALLOW}\n{_refused_type(error)}"
             ) from error
         # errors of torch that name weights_only advise to load without protection
         text = "" if "weights_only" in str(error) else f": {first_line(error)}"
@@ -60,11 +60,11 @@ def check_loadable(owner: str, user_state: Any, target: Location) -> None:
         whose = f"{owner}'" if owner.endswith("s") else f"{owner}'s"
         raise CheckpointError(
             f"Cannot save to {target.shown}: what the {whose} state_dict() returned could not be "
-            f"loaded again. {_ALLOW}\n{_refused(error)}"
+            f"loaded again. {_ALLOW}\n{_refused_type(error)}"
         ) from error
 
 
-def _refused(error: BaseException) -> str:
+def _refused_type(error: BaseException) -> str:
     """Return the type that torch refuses, without the advice of torch."""
     found = re.search(r"GLOBAL (\S+)", str(error))
     return first_line(error) if found is None else f"It is {found[1]}."

@@ -122,7 +122,7 @@ def fit(
             raise ValueError("raysgd fit: say for how long, by --num-epochs or fit.max_steps=….")
         fit_command.fit(trainer_cls, operator_cls, settings)
     except Exception as error:
-        text, code = fit_command.told(error)
+        text, code = fit_command.message_of(error)
         typer.echo(text, err=True)
         raise typer.Exit(code) from error
 

@@ -24,7 +24,7 @@ from raysgd.callbacks.run_log import RunLog
 from raysgd.callbacks.values import json_dict
 from raysgd.errors import CallbackError, CheckpointError, RaySGDError, RemoteTraceback
 
-__all__ = ["fit", "load_operator", "read_settings", "told", "trainer_of"]
+__all__ = ["fit", "load_operator", "message_of", "read_settings", "trainer_of"]
 
 _logger = logging.getLogger(__name__)
 _SECTIONS = ("config", "trainer", "fit", "checkpoint")
@@ -46,7 +46,7 @@ def load_operator(place: str) -> type[Any]:
         file = Path(module).absolute()
         folder, module = file.parent, file.stem
         if not file.is_file():
-            near = _meant(file.name, [each.name for each in folder.glob("*.py")])
+            near = _suggestion(file.name, [each.name for each in folder.glob("*.py")])
             raise ValueError(f"{place!r}: there is no file {file.name} in {folder}.{near}")
     # Workers on this machine must find the module too.
     os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -58,13 +58,13 @@ def load_operator(place: str) -> type[Any]:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # a missing import of the module itself
-        near = _meant(error.name, [each.stem for each in folder.glob("*.py")])
+        near = _suggestion(error.name, [each.stem for each in folder.glob("*.py")])
         raise ValueError(
             f"{place!r}: there is no module {error.name!r} in {folder}.{near}"
         ) from error
     found = getattr(imported, name, None)
     if not isinstance(found, type):
-        near = _meant(name, [key for key, v in vars(imported).items() if isinstance(v, type)])
+        near = _suggestion(name, [key for key, v in vars(imported).items() if isinstance(v, type)])
         if found is None:
             raise ValueError(f"{place!r}: {module} has no class {name}.{near}")
         raise ValueError(
@@ -74,7 +74,7 @@ def load_operator(place: str) -> type[Any]:
     return found
 
 
-def _meant(given: str, known: Collection[str], before: str = "") -> str:
+def _suggestion(given: str, known: Collection[str], before: str = "") -> str:
     """Return a question with a similar name, or an empty string."""
     close = closest(given, known)
     return f" Did you mean {before}{close}?" if close else ""
@@ -181,7 +181,7 @@ def trainer_of(operator_cls: type[Any], settings: dict[str, dict[str, Any]]) -> 
             if given not in known:
                 raise ValueError(
                     f"{section}.{given}: there is no such argument."
-                    + _meant(given, known, f"{section}.")
+                    + _suggestion(given, known, f"{section}.")
                 )
     return trainer_cls
 
@@ -228,7 +228,7 @@ def _measured_before(logdir: Path) -> dict[str, Any]:
     return {**found, **newest["metrics"]}
 
 
-def told(error: Exception) -> tuple[str, int]:
+def message_of(error: Exception) -> tuple[str, int]:
     """Return the message and the exit status for an error.
 
     A refused value gives one sentence. An error in user code gives a traceback of user code.

@@ -120,7 +120,7 @@ class TorchBackend(Backend):
         # Wait here until all workers are present: the driver can end this wait by closing the
         # store, and this wait knows which ranks are missing.
         address = None if self._mesh is None else self._mesh.address
-        mesh_addresses = _exchanged(store, "here", context, address)
+        mesh_addresses = _exchange(store, "here", context, address)
         before = listeners()
         self._made = True
         # Ranks meet under the number of the group. PyTorch also counts groups that failed to
@@ -139,7 +139,7 @@ class TorchBackend(Backend):
         dist.distributed_c10d._set_pg_timeout(self._timeout)
         # gloo connects when its group is created. Only its listeners appear in this window, and
         # each of its connections has one of them at one end.
-        told = _exchanged(store, "listening", context, sorted(listeners() - before))
+        told = _exchange(store, "listening", context, sorted(listeners() - before))
         self._listening = {tuple(own) for each in told for own in each}
 
     def interrupt(self) -> None:
@@ -203,7 +203,7 @@ class TorchBackend(Backend):
         self._tcp_store = None
 
 
-def _exchanged(store: Any, purpose: str, context: WorkerContext, value: Any) -> list[Any]:
+def _exchange(store: Any, purpose: str, context: WorkerContext, value: Any) -> list[Any]:
     """Publish a value, and return the values of all workers by rank when all are present."""
     keys = [f"{purpose}/{rank}" for rank in range(context.world_size)]
     store.set(keys[context.world_rank], json.dumps(value))

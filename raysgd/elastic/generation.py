@@ -118,7 +118,7 @@ class GroupForming:
             return self._forming_failed(attempt, joining)
         self._group.members[:] = entering
         journal.number(entering)
-        self._scale_up.joined(list(joining.values()))
+        self._scale_up.forget_joined(list(joining.values()))
         call.metrics_start_step |= dict.fromkeys(joining, newest)
         seconds = self._clock.monotonic() - self._began
         departed = [member for member in before if member not in entering]
@@ -192,7 +192,7 @@ class GroupForming:
             self._abort_forming(joining, failure)
             event = FormingFailed(by_newcomer=True)
         else:
-            self._scale_up.joined(ready)
+            self._scale_up.forget_joined(ready)
         self._scale_up.set_up_alone(self._journal.generation)
         return event
 

@@ -290,7 +290,7 @@ class ScaleUp(Feature):
             for replacement in self._replacements:
                 replacement.set_up_alone(generation)
 
-    def joined(self, replacements: Sequence[Replacement]) -> None:
+    def forget_joined(self, replacements: Sequence[Replacement]) -> None:
         """Forget replacement workers that are members now."""
         for replacement in replacements:
             self._replacements.remove(replacement)

@@ -10,7 +10,7 @@ from raysgd.data.source import BatchSource, PartitionedSource
 from raysgd.loop.operator_base import checked_result
 from raysgd.loop.requests import RehearseRequest, ValidateRequest
 from raysgd.loop.signal import Signal
-from raysgd.metrics import NUM_SAMPLES, Summary, renamed
+from raysgd.metrics import NUM_SAMPLES, Summary, rename_metrics
 
 if TYPE_CHECKING:
     from raysgd.loop.loop import Loop
@@ -82,7 +82,7 @@ class Evaluation:
             # that of a worker without any batch counts for nothing
             weight = batches.count or not batches.exhausted
             metrics = weighted(metrics, weight)
-            metrics = renamed(metrics, f"val/{name}") if name else metrics
+            metrics = rename_metrics(metrics, f"val/{name}") if name else metrics
             self._loop.results.append((self._loop.train_state.global_step, metrics))
             # sized loader: count the group's steps, not this rank's batches
             taken = batches.count if num_left is None or limit is None else limit

@@ -10,7 +10,7 @@ from raysgd._internal.arguments import as_int
 from raysgd.loop.operator_base import class_from_creators, created_loaders
 from raysgd.tf.operator import TrainingOperator
 
-__all__ = ["CreatorOperator", "FitPlan", "creator_operator", "fit_plan", "renamed"]
+__all__ = ["CreatorOperator", "FitPlan", "creator_operator", "fit_plan", "with_old_names"]
 
 _FIT = ("epochs", "steps_per_epoch", "callbacks", "class_weight", "verbose")
 _EVALUATE = ("steps", "verbose")
@@ -128,7 +128,7 @@ def creator_operator(model_creator: Any, data_creator: Any) -> type[CreatorOpera
     return made
 
 
-def renamed(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def with_old_names(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics of a validation with the names that older scripts use.
 
     Those scripts read the loss of a model without metrics as ``loss``.

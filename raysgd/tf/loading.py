@@ -315,7 +315,7 @@ class DatasetSource(BatchSource):
         """Return this worker's part of a step; None if it has none."""
         if len(group) == self._world_size and len(set(map(_num_rows, group))) == 1:
             return group[self._rank]
-        rows = group[0] if len(group) == 1 else tf.nest.map_structure(_joined, *group)
+        rows = group[0] if len(group) == 1 else tf.nest.map_structure(_join, *group)
         total = _num_rows(rows)
         if not self._training and self._rank >= total:
             return None
@@ -390,7 +390,7 @@ class _Iteration:
         threading.Thread(target=tf.raw_ops.StageClear, kwargs=clear, daemon=True).start()
 
 
-def _joined(*columns: Any) -> Any:
+def _join(*columns: Any) -> Any:
     return tf.concat(columns, 0)
 
 

@@ -31,7 +31,7 @@ from raysgd.tf.optimization import Optimization
 from raysgd.tf.options import TFOptions
 from raysgd.tf.sources import KerasSources
 
-__all__ = ["KerasTrainState", "TFSettings", "copied_leaf"]
+__all__ = ["KerasTrainState", "TFSettings", "copy_leaf_to_arrays"]
 
 _NUMBERS = "biufcV"
 """Kinds of NumPy's types that a variable can take; the last is that of bfloat16."""
@@ -149,10 +149,10 @@ class KerasTrainState(TrainState):
     # ---- state
 
     def copy_leaf(self, leaf: Any) -> Any:
-        return copied_leaf(leaf)
+        return copy_leaf_to_arrays(leaf)
 
     def to_cpu(self, state: Any) -> Any:
-        return map_leaves(state, copied_leaf)
+        return map_leaves(state, copy_leaf_to_arrays)
 
     def settable(self) -> Any:
         return [str(optimizer.get_config()) for optimizer in self.optimizers]
@@ -207,7 +207,7 @@ def _misfit(variables: list[Any], arrays: Mapping[str, Any]) -> str:
     return ""
 
 
-def copied_leaf(leaf: Any) -> Any:
+def copy_leaf_to_arrays(leaf: Any) -> Any:
     """Return a copy of what a state holds; tensors and variables become arrays."""
     if hasattr(leaf, "__array__") and not isinstance(leaf, np.ndarray | np.generic):
         # NumPy warns of what TensorFlow's variables do when it is asked for a copy

@@ -17,7 +17,7 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
 from raysgd.loop.operator_base import check_operator
 from raysgd.loop.requests import ApplyOperatorRequest
-from raysgd.tf.creators import CreatorOperator, creator_operator, fit_plan, renamed
+from raysgd.tf.creators import CreatorOperator, creator_operator, fit_plan, with_old_names
 from raysgd.tf.operator import TrainingOperator
 from raysgd.tf.options import TFOptions
 from raysgd.tf.runner import TFRunner, weights
@@ -184,7 +184,9 @@ class TFTrainer(OperatorTrainer):
             return super().validate(num_steps, profile, reduce_results, info)
         steps = self._plan.evaluate_steps if num_steps is None else num_steps
         result = super().validate(steps, profile, reduce_results, info)
-        return renamed(result) if reduce_results else [renamed(each) for each in result]
+        return (
+            with_old_names(result) if reduce_results else [with_old_names(each) for each in result]
+        )
 
     def get_model(self, to_cpu: bool = False) -> Any:
         """Return a copy of the model, or of the list of models, in this process.

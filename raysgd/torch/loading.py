@@ -376,7 +376,7 @@ def wrap_loader(
             "all of them."
         )
     if isinstance(loader, ItemDataset):
-        loader = DataLoader(loader, loader.batch_size, collate_fn=_joined)  # type: ignore[arg-type]
+        loader = DataLoader(loader, loader.batch_size, collate_fn=_join_samples)  # type: ignore[arg-type]
     undivided, splits_itself = loader, own_split(loader) is not None
     if isinstance(loader, DataLoader):
         _check_data_set(loader)
@@ -626,7 +626,7 @@ def orders_differ(epoch: int, sampler: Any, sharing: str) -> RuntimeError:
 # ---- data sets of items
 
 
-def _joined(samples: list[Any]) -> Any:
+def _join_samples(samples: list[Any]) -> Any:
     """Join samples, which may be small batches, into one batch."""
     if not isinstance(samples[0], tuple | list):
         return _column(samples)

@@ -58,7 +58,7 @@ def with_options(
         for group, old, new in zip(groups, groups_then, groups_now, strict=True):
             for name in old.keys() & new.keys() & group.keys():
                 if old[name] != new[name]:
-                    group[name] = _moved(group[name], old[name], new[name])
+                    group[name] = _move(group[name], old[name], new[name])
         rates.append(
             [
                 ([g.get(name) for g in before], [g.get(name) for g in groups])
@@ -86,10 +86,10 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _moved(value: Any, old: Any, new: Any) -> Any:
+def _move(value: Any, old: Any, new: Any) -> Any:
     """Return `value`, which began as `old`, as it would be had it begun as `new`."""
     if isinstance(new, list):
-        return type(value)(map(_moved, value, old, new))
+        return type(value)(map(_move, value, old, new))
     if isinstance(new, bool) or value == old or not old:
         return new
     return value / old * new

@@ -18,8 +18,8 @@ from raysgd._internal.nested import deep_copied, map_leaves
 from raysgd.torch.optimizer_dry_run import step_problem
 
 __all__ = [
-    "copied",
-    "copied_to_cpu",
+    "copy_leaf",
+    "copy_to_cpu",
     "is_like",
     "load_optimizer",
     "model_state",
@@ -37,13 +37,13 @@ def to_cpu(tree: Any) -> Any:
     The copy does not change as training continues. Values of other types are copied as well.
     """
 
-    def copied(leaf: Any) -> Any:
+    def copy_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return deep_copied(leaf)
         leaf = leaf.detach()
         return leaf.clone() if leaf.device.type == "cpu" else leaf.cpu()
 
-    return map_leaves(tree, copied)
+    return map_leaves(tree, copy_leaf)
 
 
 def on_cpu(tree: Any) -> Any:
@@ -51,7 +51,7 @@ def on_cpu(tree: Any) -> Any:
     return map_leaves(tree, lambda x: x.detach().cpu() if isinstance(x, torch.Tensor) else x)
 
 
-def copied(leaf: Any) -> Any:
+def copy_leaf(leaf: Any) -> Any:
     """Return a copy of a tensor on its device, or of other data."""
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().clone()
@@ -60,7 +60,7 @@ def copied(leaf: Any) -> Any:
     return deep_copied(leaf) if is_data else leaf
 
 
-def copied_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
+def copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
     """Return a copy of `model` on the CPU, without a second copy on its device.
 
     The copy can be pickled, even with parametrizations (``torch.nn.utils.parametrize``).
@@ -156,10 +156,10 @@ def renamed_states(models: Sequence[torch.nn.Module], saved: Any) -> Any:
     """Return the saved states with the names of `models`, if there is one state per model."""
     if not isinstance(saved, list | tuple) or len(saved) != len(models):
         return saved
-    return [_renamed(each, like=model) for model, each in zip(models, saved, strict=True)]
+    return [_rename(each, like=model) for model, each in zip(models, saved, strict=True)]
 
 
-def _renamed(state: Any, like: torch.nn.Module) -> Any:
+def _rename(state: Any, like: torch.nn.Module) -> Any:
     """Return the state of a model with the names that `like` uses."""
     if not isinstance(state, Mapping) or state.keys() == like.state_dict().keys():
         return state

@@ -24,8 +24,8 @@ from raysgd.torch.options import TorchOptions
 from raysgd.torch.precision import create_precision
 from raysgd.torch.sources import TorchSources
 from raysgd.torch.state import (
-    copied,
-    copied_to_cpu,
+    copy_leaf,
+    copy_to_cpu,
     load_optimizer,
     model_state,
     on_cpu,
@@ -155,10 +155,10 @@ class TorchTrainState(TrainState):
         if self.sharded and self.context.world_rank != 0:
             return []
         with self.evaluating():
-            return [copied_to_cpu(ddp.plain(model)) for model in self.given_models]
+            return [copy_to_cpu(ddp.plain(model)) for model in self.given_models]
 
     def copy_leaf(self, leaf: Any) -> Any:
-        return copied(leaf)
+        return copy_leaf(leaf)
 
     def to_cpu(self, state: Any) -> Any:
         """Return a state on CPU; a copy, but where it is pickled for the driver anyway."""

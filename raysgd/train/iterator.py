@@ -39,7 +39,7 @@ class TrainingIterator:
             )
         if self.is_finished():
             raise StopIteration
-        results: list[dict[str, Any]] | None = self._tried(self._executor.fetch_next_result)
+        results: list[dict[str, Any]] | None = self._run(self._executor.fetch_next_result)
         if results is None:
             self.get_final_results(force=True)
             raise StopIteration
@@ -56,7 +56,7 @@ class TrainingIterator:
             force: whether to finish the run now and skip further reports.
         """
         if force and not self.is_finished():
-            self._results = self._tried(self._executor.finish_training)
+            self._results = self._run(self._executor.finish_training)
         return self._results
 
     def abandon(self) -> bool:
@@ -73,7 +73,7 @@ class TrainingIterator:
         self._executor.abort()
         return True
 
-    def _tried(self, function: Callable[[], Any]) -> Any:
+    def _run(self, function: Callable[[], Any]) -> Any:
         self._thread = threading.current_thread()
         try:
             return function()

@@ -23,7 +23,7 @@ from raysgd._internal.arguments import (
 )
 from raysgd._internal.config import BATCH_SIZE, env_seconds, warn_of_rounding
 from raysgd._internal.context import Runner
-from raysgd._internal.nested import joined
+from raysgd._internal.nested import join_outputs
 from raysgd.callbacks.base import Callback, History
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.callbacks.run_folder import checked_logdir, trainer_callbacks
@@ -42,7 +42,7 @@ from raysgd.loop.requests import (
     KeepsGlobalBatchRequest,
     PredictRequest,
 )
-from raysgd.metrics import renamed
+from raysgd.metrics import rename_metrics
 from raysgd.trainer.calls import Calls
 from raysgd.trainer.fit import FitLoop
 from raysgd.trainer.fit_options import FitOptions
@@ -209,7 +209,7 @@ class OperatorTrainer(TrainerInfo):
         result = self._calls.validate(
             self, None, profile=False, info=info, from_start=True, loader=loader
         )
-        found = renamed(result.merged, "test")
+        found = rename_metrics(result.merged, "test")
         return {name: value for name, value in found.items() if not name.startswith("last_")}
 
     @suggests
@@ -233,7 +233,7 @@ class OperatorTrainer(TrainerInfo):
         call = Call(request=PredictRequest(loader=loader), max_losses=3, has_batches=True)
         parts = itertools.chain.from_iterable(self._calls.make(call, moves=True))
         in_order = sorted(parts, key=operator.itemgetter(0))
-        return joined([output for _, output in in_order], self._concatenate)
+        return join_outputs([output for _, output in in_order], self._concatenate)
 
     @staticmethod
     def _concatenate(parts: Sequence[Any]) -> Any:

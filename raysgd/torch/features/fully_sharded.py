@@ -26,7 +26,7 @@ from raysgd.torch.sharding.fsdp import ShardedModels
 from raysgd.torch.sharding.layout import RowLayout
 from raysgd.torch.sharding.merge import PARAMETER
 from raysgd.torch.sharding.pieces import Piece, copy_all, is_divided, slot_view
-from raysgd.torch.state import copied_to_cpu, model_state, renamed_states
+from raysgd.torch.state import copy_to_cpu, model_state, renamed_states
 
 if TYPE_CHECKING:
     import contextlib
@@ -381,7 +381,7 @@ class FullyShardedModel(ShardedOptimizer):
             return []
         try:
             self.models.put_whole(values)
-            return [copied_to_cpu(model) for model in self.models.models[:count]]
+            return [copy_to_cpu(model) for model in self.models.models[:count]]
         finally:
             self._place()
 

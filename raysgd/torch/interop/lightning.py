@@ -213,7 +213,7 @@ class LightningMethods(_Base):
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Run ``training_step``, and update with the loss that it returns."""
         module, index = self.module, batch_info["batch_idx"]
-        batch, num_samples = self._moved(batch)
+        batch, num_samples = self._move_to_device(batch)
         if module.on_train_batch_start(batch, index) == -1:
             raise RuntimeError(
                 f"{type(module).__name__}.on_train_batch_start returned -1, to skip the rest of an "
@@ -269,7 +269,7 @@ class LightningMethods(_Base):
         finally:
             vars(module).pop("forward", None)
 
-    def _moved(self, batch: Any) -> tuple[Any, int]:
+    def _move_to_device(self, batch: Any) -> tuple[Any, int]:
         """Return a batch on this worker's device, and its number of samples."""
         module = self.module
         batch = module.on_before_batch_transfer(batch, 0)
@@ -298,7 +298,7 @@ class LightningMethods(_Base):
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Run ``validation_step``."""
         module, index = self.module, batch_info["batch_idx"]
-        batch, num_samples = self._moved(batch)
+        batch, num_samples = self._move_to_device(batch)
         module.on_validation_batch_start(batch, index)
         with self.timers.record("eval_fwd"), self.autocast():
             output = self._step(module.validation_step, batch, index)
@@ -313,7 +313,7 @@ class LightningMethods(_Base):
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         """Run ``predict_step``."""
-        batch, _ = self._moved(batch)
+        batch, _ = self._move_to_device(batch)
         with self._surrounded(), self.autocast():
             return self._step(self.module.predict_step, batch, batch_info["batch_idx"])
 

@@ -277,7 +277,7 @@ def test_a_start_waits_for_late_workers_a_minute_and_a_restart_a_moment(make, cl
         assert not scale_up.are_enough(2)
         clock.now += 0.2
         assert scale_up.are_enough(2)
-        scale_up.joined([first, second])
+        scale_up.forget_joined([first, second])
         scale_up.stop()
 
 
@@ -321,7 +321,7 @@ def test_failures_count_in_a_row(make, clock):
         assert waits_until_the_next(scale_up, clock) == pytest.approx(1, abs=0.25)
         replacements()[-1].get_ready()
         group.take(replacements()[-1])
-        scale_up.joined([replacements()[-1]])
+        scale_up.forget_joined([replacements()[-1]])
         group.members.pop()
         group.taken.pop()
 
@@ -338,7 +338,7 @@ def test_a_replacement_that_joins_ends_the_wait_that_the_failures_of_another_beg
     assert len(replacements()) == 3  # given up
     good.get_ready()
     group.take(good)
-    scale_up.joined([good])
+    scale_up.forget_joined([good])
     clock.now += 1000
     scale_up.tick(1)
     assert len(replacements()) == 4
@@ -420,7 +420,7 @@ def test_a_place_that_was_filled_again_is_no_lost_one_any_more(make, clock):
     scale_up.tick(1)
     replacements()[0].get_ready()
     group.take(replacements()[0])
-    scale_up.joined([replacements()[0]])
+    scale_up.forget_joined([replacements()[0]])
     assert not scale_up.under_way
     assert scale_up.ready() == []
     # it goes again, this time not as a loss
@@ -441,7 +441,7 @@ def test_those_that_did_not_join_stay_on_their_way(make, clock):
     one, other = replacements()
     one.get_ready()
     group.take(one)
-    scale_up.joined([one])
+    scale_up.forget_joined([one])
     assert scale_up.under_way
     other.get_ready()
     clock.now += 100

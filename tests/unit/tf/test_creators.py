@@ -2,7 +2,7 @@
 
 import pytest
 
-from raysgd.tf.creators import FitPlan, creator_operator, fit_plan, renamed
+from raysgd.tf.creators import FitPlan, creator_operator, fit_plan, with_old_names
 from tests.tf_operators import digits, keras_of, make_model
 
 
@@ -26,7 +26,7 @@ def test_what_cannot_be_is_refused(config, error, text):
 
 
 def test_metrics_have_the_names_of_older_scripts():
-    assert renamed({"val_loss": 1, "last_val_loss": 2, "num_samples": 3}) == {
+    assert with_old_names({"val_loss": 1, "last_val_loss": 2, "num_samples": 3}) == {
         "validation_loss": 1,
         "loss": 1,
         "last_val_loss": 2,

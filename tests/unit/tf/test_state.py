@@ -8,13 +8,13 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 
 from raysgd._internal.nested import map_leaves  # noqa: E402
-from raysgd.tf.train_state import copied_leaf  # noqa: E402
+from raysgd.tf.train_state import copy_leaf_to_arrays  # noqa: E402
 
 
 def test_a_copy_stays_as_it_was_and_has_no_tensors():
     variable, array = tf.Variable([1.0, 2.0]), np.ones(2)
     tree = {"a": [variable, (array, {1})], "constant": tf.constant(3), "text": "x"}
-    copied = map_leaves(tree, copied_leaf)
+    copied = map_leaves(tree, copy_leaf_to_arrays)
     variable.assign([0.0, 0.0])
     array[:] = 0
     tree["a"][1][1].add(2)
@@ -26,10 +26,10 @@ def test_a_copy_stays_as_it_was_and_has_no_tensors():
 
 
 def test_numbers_of_numpy_keep_their_types():
-    found = map_leaves([np.float32(0.5), np.array(3)], copied_leaf)
+    found = map_leaves([np.float32(0.5), np.array(3)], copy_leaf_to_arrays)
     assert [type(each) for each in found] == [np.float32, np.ndarray]
 
 
 def test_what_cannot_be_copied_is_left_to_the_file_to_refuse():
     lock = threading.Lock()
-    assert map_leaves({"lock": lock}, copied_leaf)["lock"] is lock
+    assert map_leaves({"lock": lock}, copy_leaf_to_arrays)["lock"] is lock

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
-from raysgd.torch.state import copied_to_cpu, to_cpu
+from raysgd.torch.state import copy_to_cpu, to_cpu
 
 RUNNER = TorchRunner(TorchOptions())
 
@@ -88,7 +88,7 @@ def test_a_copied_model_is_the_same_and_apart():
     model[0].bias.requires_grad_(False)
     model(torch.ones(3, 2)).sum().backward()
     model.eval()
-    twin = copied_to_cpu(model)
+    twin = copy_to_cpu(model)
     assert not twin.training
     assert [p.requires_grad for p in twin.parameters()] == [
         p.requires_grad for p in model.parameters()
@@ -107,7 +107,7 @@ def test_a_copied_model_is_the_same_and_apart():
 def test_shared_parameters_stay_shared_in_the_copy():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[1].weight = model[0].weight
-    twin = copied_to_cpu(model)
+    twin = copy_to_cpu(model)
     assert twin[1].weight is twin[0].weight
     assert twin[0].weight is not model[0].weight
 
@@ -130,7 +130,7 @@ class Remembering(torch.nn.Module):
 def test_a_copy_has_what_a_forward_pass_left_without_its_graph():
     model = Remembering()
     model(torch.ones(3, 2)).backward()
-    twin = copied_to_cpu(model)
+    twin = copy_to_cpu(model)
     assert torch.equal(twin.hidden, model.hidden)
     assert not twin.hidden.requires_grad
     assert torch.equal(twin.seen["all"][0], model.seen["all"][0])
@@ -142,7 +142,7 @@ def test_an_attribute_that_cannot_be_copied_is_named():
     model = torch.nn.Sequential(torch.nn.Linear(1, 1))
     model[0].lock = threading.Lock()
     with pytest.raises(TypeError, match=r"^Sequential\.0\.lock cannot be copied: .*the weights al"):
-        copied_to_cpu(model)
+        copy_to_cpu(model)
 
 
 def test_a_copy_with_parametrizations_can_be_sent_to_another_process():
@@ -152,7 +152,7 @@ def test_a_copy_with_parametrizations_can_be_sent_to_another_process():
     )
     model(torch.ones(4, 3)).sum().backward()
     model.eval()
-    twin = pickle.loads(cloudpickle.dumps(copied_to_cpu(model)))
+    twin = pickle.loads(cloudpickle.dumps(copy_to_cpu(model)))
     assert list(twin.state_dict()) == list(model.state_dict())
     x = torch.ones(1, 3)
     assert torch.equal(twin(x), model(x))
