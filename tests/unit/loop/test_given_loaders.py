@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from raysgd._internal.nested import joined
+from raysgd._internal.nested import join_outputs
 from raysgd.testing import run_operator
 from raysgd.torch.loading import wrap_loader
 from tests.operators import Classifier, make_data
@@ -121,7 +121,7 @@ def test_a_prediction_without_a_row_for_each_sample_is_refused(make_trainer):
 
 def test_rows_of_different_shapes_become_a_list():
     parts = [np.zeros((2, 3)), np.zeros((1, 4))]
-    assert [row.shape for row in joined(parts, np.concatenate)] == [(3,), (3,), (4,)]
+    assert [row.shape for row in join_outputs(parts, np.concatenate)] == [(3,), (3,), (4,)]
 
 
 class Endless(IterableDataset):
