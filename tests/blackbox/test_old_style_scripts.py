@@ -1303,13 +1303,7 @@ def test_results_that_are_no_dicts_are_refused_also_by_worker():
         trainer.validate(reduce_results=False)
 
 
-def test_a_parallel_iterator_and_its_shards_are_told_the_way():
-    class ParallelIterator:
-        def gather_sync(self):
-            return iter(range(3))
-
-    with pytest.raises(TypeError, match="Pass a list of its items"):
-        ItemDataset(ParallelIterator())
+def test_methods_that_shard_a_dataset_explain_that_it_shards_itself():
     for name in ("set_num_shards", "get_shard"):
         with pytest.raises(AttributeError, match="shares the items out over the workers by itself"):
             getattr(ItemDataset([1, 2]), name)
