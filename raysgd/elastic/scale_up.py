@@ -29,7 +29,7 @@ _GRACE_S = COME_UP_S
 _SHORT_GRACE_S = 0.5
 """The same if late workers can join later, in a restart or if all of them replace lost workers."""
 _MAX_SETUP_CRASHES = 3
-"""How many crashes in a row in the ``setup`` of one slot are an error."""
+"""How many crashes in the ``setup`` of one slot are an error, if no other worker finished it."""
 
 
 @dataclass(eq=False)
@@ -167,7 +167,10 @@ class ScaleUp(Feature):
         for replacement in list(replacements):
             if (waits := replacement.member is None) and missing <= 0:
                 continue  # another was the first to have room
+            was_ready = replacement.is_ready
             replacement.advance()
+            if replacement.is_ready and not was_ready and replacement.goal == "setup":
+                self._forget_setup_crashes(of_others_than=replacement.slot)
             missing -= waits and self._is_sure(replacement)
             if replacement.error is not None:
                 self.fail(replacement)
@@ -261,8 +264,15 @@ class ScaleUp(Feature):
         """Prepare for a start, in which the workers that come up become the group."""
         self.try_again()
         self._enough_at = None
-        # those while others trained were no reason to end a call
-        self._crashes = {slot: c for slot, c in self._crashes.items() if c[0] != "set up"}
+        self._forget_setup_crashes()  # crashes while others trained do not end a call
+
+    def _forget_setup_crashes(self, of_others_than: Any = None) -> None:
+        """Forget crashes in ``setup``, because another worker has finished it."""
+        self._crashes = {
+            slot: (step, count)
+            for slot, (step, count) in self._crashes.items()
+            if step != "set up" or slot is of_others_than
+        }
 
     def are_enough(self, min_workers: int) -> bool:
         """Return whether there are enough members and workers that may join.
