@@ -49,7 +49,7 @@ class Replacement:
     """The context that its process was prepared for; None before that."""
     member: WorkerHandle | None = None
     step: Step = "come up"
-    """Its current step, or the one in which it failed."""
+    """Its current step, or the step that failed."""
     is_ready: bool = False
     error: BaseException | None = None
 

@@ -267,7 +267,7 @@ class ScaleUp(Feature):
         return sum(map(self._is_sure, self._replacements))
 
     def begin(self) -> None:
-        """Prepare for a start, in which the workers that come up become the group."""
+        """Prepare for a start. The workers that come up become the group."""
         self.try_again()
         self._enough_at = None
         # crashes while others trained do not end a call

@@ -63,7 +63,7 @@ class Evaluation:
     def _evaluate(
         self, name: str, source: BatchSource, offset: int, left: int | None, info: Any
     ) -> int:
-        """Evaluate what is left of a loader, or so many steps; return the offset behind them."""
+        """Evaluate the rest of a loader, or some steps, and return the offset after them."""
         operator = self._loop.operator
         source.agree_on_order(0, offset, self._loop.train_state)
         while left is None or left > 0:
@@ -144,7 +144,7 @@ class Evaluation:
         return found
 
     def _close(self, sources: Mapping[str, BatchSource]) -> None:
-        """Let go of the processes of loaders that were given with a call."""
+        """End the worker processes of loaders that a call was given."""
         for source in sources.values():
             source.close_workers()
 

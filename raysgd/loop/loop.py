@@ -211,7 +211,7 @@ class Loop:
                 self.results, self.num_covered = [], 0
                 left = request.start_step - train_state.global_step or left
             elif logged is not None and train_state.global_step < logged:
-                left = logged - train_state.global_step  # what is done again is kept apart
+                left = logged - train_state.global_step  # repeated steps are counted apart
             self._train_segment(source, left, request.info)
         if source.sharded and train_state.offset and source.steps_left(train_state.offset) == 0:
             # it failed just before it ended the epoch

@@ -130,7 +130,7 @@ class Options(ABC):
         """Say whether this process has GPUs."""
 
     def transport(self) -> Backend:
-        """Return the backend by which several workers communicate."""
+        """Return the backend that several workers communicate with."""
         return create_backend(self.backend, self.timeout_s)
 
     # ---- what workers get

@@ -91,7 +91,7 @@ class DataSources(ABC):
         return self._sources[name] if name in self._sources else self.validation_sources()
 
     def readable(self, name: str) -> BatchSource:
-        """Return the same; where there is none, one that raises as soon as a loop reads it."""
+        """Return the source, or one that raises as soon as a loop reads it."""
         return self._sources[name] if name in self._sources else BatchSource(_Missing(name))
 
     def validation_sources(self) -> dict[str, BatchSource]:
@@ -227,7 +227,7 @@ class DataSources(ABC):
         return source is not None and source.keeps_step and source.global_batch == given
 
     def release(self) -> None:
-        """Let go of the loaders' worker processes."""
+        """End the worker processes of the loaders."""
         for source in self._sources.values():
             source.close_workers()
 

@@ -100,7 +100,7 @@ def checked_scaling(given: Any) -> Any:
     if isinstance(given, Mapping):
         given = ScalingConfig(**given)
     _check_kind("scaling_config", given, "num_workers", "a ScalingConfig, or a dict of its fields")
-    if given.num_workers is None:  # the default of Ray's class
+    if given.num_workers is None:  # the default of the Ray class
         given = copy.copy(given)
         given.num_workers = 1
     return given

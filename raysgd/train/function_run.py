@@ -55,7 +55,7 @@ class FunctionRun:
     _causes: list[str] = field(default_factory=list)
 
     def start(self, max_attempts: int) -> None:
-        """Start the function on all workers, of which so many may be lost before it begins."""
+        """Start the function on all workers. Some of them may be lost before it begins."""
         with self._as_training_errors():
             self.controller.snapshots.set({"plan": self.plan})
             repair(self.controller, max_attempts)

@@ -131,7 +131,7 @@ class Calls:
             self._limits, self._log_every = before, None
 
     def next_number(self) -> int:
-        """Return a number by which workers recognize a call that is repeated."""
+        """Return a number that lets workers recognize a repeated call."""
         return next(self._numbers)
 
     def make(self, call: Call, own: bool = True, moves: bool = False) -> list[Any]:

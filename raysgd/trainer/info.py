@@ -87,7 +87,7 @@ class TrainerInfo:
 
     @property
     def backend(self) -> str:
-        """The backend by which several workers communicate."""
+        """Name of the backend that several workers communicate with."""
         return self._options.backend
 
     @property

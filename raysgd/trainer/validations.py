@@ -34,7 +34,7 @@ class Validations:
     calls: Calls
     results: Results
     monitor: str | None
-    """The metric by which ``fit()`` steps schedulers; None if it steps none."""
+    """Metric that ``fit()`` steps schedulers with; None if it steps none."""
     has_run: bool = False
     """Whether a validation has succeeded."""
     _owed_at: int | None = None

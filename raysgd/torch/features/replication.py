@@ -29,7 +29,7 @@ class Replication(StepFeature):
 
     def __init__(self, state: TorchTrainState, wraps: bool) -> None:
         self._state, self._wraps = state, wraps
-        # now, since setup may go on to freeze some
+        # now, because setup may freeze some later
         self._required = {
             id(model): ddp.required_gradients(ddp.unwrap(model)) for model in state.models
         }

@@ -109,7 +109,7 @@ class ShardedOptimizer(ShardedFeature):
         optimizer.register_step_post_hook(self._end_step)
 
     def begin(self) -> None:
-        """Divide the steps from now on; whoever looks at a step ahead has asked for that by now."""
+        """Shard the steps from now on. Code that inspects a step has registered before."""
         self.optimizer.register_step_pre_hook(self._begin_step)
 
     # ---- a step
@@ -154,7 +154,7 @@ class ShardedOptimizer(ShardedFeature):
         optimizer.state = self._state
 
     def _meet(self) -> None:
-        """Wait until all have the gradients: if one raises before this, nobody has updated."""
+        """Wait until all workers have the gradients, so that all or none of them update."""
         if self._layout.size > 1:
             collectives.minimum(self._version, self._device)
 
@@ -371,7 +371,7 @@ class ShardedOptimizer(ShardedFeature):
             if rank in to:
                 for (start, stop, newest, *_), contents in zip(of_it, found, strict=True):
                     self._add(state, blocks, start, stop, newest, contents)
-        collectives.minimum(0, self._device)  # from now on nobody needs what the others had
+        collectives.minimum(0, self._device)  # from now on no worker needs the old shards
         self._state, self._blocks, self._buffers = state, blocks, {}
         self._token, self._version, self._committed = token, version, version
         layout.lay_out()

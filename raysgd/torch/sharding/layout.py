@@ -135,7 +135,7 @@ class Layout:
         return [(self.rank - n) % self.size for n in range(self.num_copies(self.size) + 1)]
 
     def cuts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield which elements of which parameters some elements of the row are."""
+        """Yield the parameters, and their elements, that a range of the row holds."""
         index = bisect.bisect_right(self.starts, start) - 1
         while start < stop:
             first, end = self.starts[index], min(self.starts[index + 1], stop)

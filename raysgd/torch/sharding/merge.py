@@ -44,7 +44,7 @@ def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(found: Mapping[tuple[str, ...], Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return the parameters of a model by their names, of which a tied one has several."""
+    """Return the parameters of a model by name. A tied parameter has several names."""
     return {name: values[PARAMETER] for names, values in found.items() for name in names}
 
 
