@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,7 @@ _GRACE_S = COME_UP_S
 _SHORT_GRACE_S = 0.5
 """The same if late workers can join later, in a restart or if all of them replace lost workers."""
 _MAX_SETUP_CRASHES = 3
-"""Crashes in the ``setup`` of one slot that are an error, if no other worker finishes it."""
+"""How many crashes in a row in the ``setup`` of one slot are an error."""
 
 
 @dataclass(eq=False)
@@ -60,10 +59,8 @@ class ScaleUp(Feature):
     def __post_init__(self) -> None:
         self._replacements: list[Replacement] = []
         self._lost_slots: list[Any] = []
-        self._num_finished: Counter[Step] = Counter()
-        """Replacements that have finished a step."""
-        self._crashes: dict[Any, tuple[Step, int, int]] = {}
-        """By slot: the step of its last crashes, their number, and `_num_finished` before them."""
+        self._crashes: dict[Any, tuple[Step, int]] = {}
+        """The step in which the last workers of a slot were lost, and how many in a row."""
         self._failures = 0
         self._retry_at: dict[Any, float] = {}
         self._resized_at = self.group.clock.monotonic()
@@ -170,10 +167,7 @@ class ScaleUp(Feature):
         for replacement in list(replacements):
             if (waits := replacement.member is None) and missing <= 0:
                 continue  # another was the first to have room
-            step = replacement.step
             replacement.advance()
-            if replacement.step != step:
-                self._num_finished[step] += 1
             missing -= waits and self._is_sure(replacement)
             if replacement.error is not None:
                 self.fail(replacement)
@@ -218,15 +212,12 @@ class ScaleUp(Feature):
         slot, step = replacement.slot, replacement.step
         if is_loss(error):
             self._lost_slots.append(slot)
-            before, count, num_finished = self._crashes.get(slot, (None, 0, 0))
-            if step != before:
-                count, num_finished = 0, self._num_finished[step]
-            count += 1
-            self._crashes[slot] = step, count, num_finished
+            before, count = self._crashes.get(slot, (step, 0))
+            count = count + 1 if step == before else 1
+            self._crashes[slot] = step, count
             if count < (_MAX_SETUP_CRASHES if step == "set up" else self.config.max_attempts):
                 return
-            # user code runs in these steps; if another worker finished it, chance is more likely
-            if step in ("start", "set up") and num_finished == self._num_finished[step]:
+            if step in ("start", "set up"):  # where the user's code runs
                 self.error = _died_in_a_row(replacement, error, count)
         elif self._is_first or not isinstance(error, WorkerTimeoutError):
             self.error = error  # what took too long may have been stopped by chance
@@ -270,7 +261,7 @@ class ScaleUp(Feature):
         """Prepare for a start. The workers that come up become the group."""
         self.try_again()
         self._enough_at = None
-        # crashes while others trained do not end a call
+        # those while others trained were no reason to end a call
         self._crashes = {slot: c for slot, c in self._crashes.items() if c[0] != "set up"}
 
     def are_enough(self, min_workers: int) -> bool:

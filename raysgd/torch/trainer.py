@@ -273,7 +273,7 @@ def _without_old(arguments: dict[str, Any]) -> dict[str, Any]:
     left = {
         n: value for n, value in arguments.items() if n not in _OLD_ARGUMENTS or value is not None
     }
-    for name in _OLD_ARGUMENTS.keys() & left.keys():
+    for name in (name for name in _OLD_ARGUMENTS if name in left):
         raise DeprecationWarning(
             f"TorchTrainer({name}=...) is no longer supported. Use {_OLD_ARGUMENTS[name]} instead."
         )

@@ -90,7 +90,7 @@ SURFACE = {
         "merge_segments",
         "merge_workers",
         "ratio",
-        "renamed",
+        "rename_metrics",
     ],
     "raysgd.operators": [
         "GAN",

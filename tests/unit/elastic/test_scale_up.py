@@ -262,22 +262,6 @@ def test_a_slot_whose_workers_are_lost_in_the_same_step_again_and_again_waits(
     assert (scale_up.error is not None) == (step in ("set up", "start"))
 
 
-@pytest.mark.parametrize("others_finish", [False, True])
-@pytest.mark.parametrize("step", ["start", "set up"])
-def test_crashes_in_a_step_are_no_error_if_another_worker_finishes_it(make, step, others_finish):
-    scale_up, _ = make(num_workers=3, present=1, max_attempts=3)
-    scale_up.tick(1)
-    other, failing = replacements()
-    other.step = step
-    for num_crashes in range(1, 4):
-        failing.step, failing.error = step, LostError("killed")
-        if others_finish and num_crashes == 2:
-            other.advance = lambda: setattr(other, "step", "join")
-        scale_up.tick(1)
-        failing = replacements()[-1]
-    assert (scale_up.error is None) == others_finish
-
-
 def test_a_start_waits_for_late_workers_a_minute_and_a_restart_a_moment(make, clock):
     scale_up, _ = make(num_workers=3, present=0)
     for grace_s in (60.0, 0.5):
