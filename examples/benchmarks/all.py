@@ -11,6 +11,7 @@ contains the load before and after.
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -27,6 +28,7 @@ from matplotlib import pyplot
 
 FOLDER = Path(__file__).parent
 OURS, OTHERS = "#e4572e", "#8da0b3"
+FIGURE = "figure"
 
 
 def run(name, folder, smoke_test):
@@ -40,99 +42,121 @@ def _result_of(name, folder):
     return folder / f"{name}.json"
 
 
+def spread(figure, scale=1.0, digits=2):
+    """Return the median, and the range around it."""
+    middle, low, high = (f"{scale * figure[part]:.{digits}f}" for part in ("median", "min", "max"))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
 def ms(figure):
-    return [f"{1e3 * figure[part]:.1f}" for part in ("median", "min", "max")]
-
-
-def ratio(figure):
-    return f"{figure['median']:.2f} ({figure['min']:.2f} to {figure['max']:.2f})"
+    return spread(figure, 1e3, 1)
 
 
 def epoch_rows(result):
     for workload, sides in result["epoch"].items():
-        yield f"epoch of {workload}", {side: ratio(row["ratio"]) for side, row in sides.items()}
+        yield f"epoch of {workload}", {side: spread(row["ratio"]) for side, row in sides.items()}
 
 
 def start_rows(result):
     sides = result["start"]
-    yield "start to first step", {side: ratio(row["ratio"]) for side, row in sides.items()}
+    yield "start to first step", {side: spread(row["ratio"]) for side, row in sides.items()}
 
 
 def calls_rows(result):
-    for floats, row in result["floats"].items():
-        yield f"`train(num_steps=1)` beyond its step, {int(floats):,} floats, ms", ms(row)
-    for floats, row in result.get("buffers", {}).items():
-        yield f"`train(num_steps=1)` with its step, {int(floats):,} floats in a buffer, ms", ms(row)
+    for key, what in (
+        ("floats", "`train(num_steps=1)` beyond its step, ms"),
+        ("buffers", "the same with its step, floats in a buffer, ms"),
+    ):
+        rows = result.get(key, {})
+        if rows:
+            yield what, {f"{int(floats):,} floats": ms(row) for floats, row in rows.items()}
 
 
 def scale_rows(result):
-    for workers, row in result["workers"].items():
-        yield f"a call that does nothing, {workers} workers, ms", ms(row["call"])
-        yield f"the same of as many empty Ray actors, {workers} workers, ms", ms(row["ray"])
-    for workers, row in result["workers"].items():
-        for size, part in (("small", row), ("large", row.get("large", {}))):
-            if "join" in part:
-                floats = f"{result['floats'][size]:,} floats"
-                yield (
-                    f"a replacement worker joins, {workers} workers, {floats}, ms",
-                    ms(part["join"]),
-                )
+    rows = result["workers"]
+    for key, what in (
+        ("call", "a call that does nothing, ms"),
+        ("ray", "as many calls of empty Ray actors, ms"),
+    ):
+        yield what, {_workers(number): ms(row[key]) for number, row in rows.items()}
+    for size in ("small", "large"):
+        parts = {
+            number: row if size == "small" else row.get("large", {}) for number, row in rows.items()
+        }
+        what = f"a replacement joins, {result['floats'][size]:,} floats, ms"
+        yield (
+            what,
+            {_workers(n): ms(part["join"]) if "join" in part else "" for n, part in parts.items()},
+        )
+
+
+def _workers(number):
+    return "1 worker" if int(number) == 1 else f"{number} workers"
 
 
 def recovery_rows(result):
     for moment, sizes in result["loss"].items():
-        for size, row in sizes.items():
-            yield f"loss of one of {size} ({moment}) to the next step, ms", ms(row["next_step_s"])
-            yield f"loss of one of {size} ({moment}) to full size, ms", ms(row["full_size_s"])
-            redone = [str(row["redone"][part]) for part in ("median", "min", "max")]
-            yield f"loss of one of {size} ({moment}), steps redone", redone
-    for size, row in result["growth"].items():
-        yield f"growth to {size}, pause, ms", ms(row["growth_pause_s"])
-    for size, row in result.get("move", {}).items():
-        yield f"one of {size} moves, pause, ms", ms(row["pause_s"])
+        for key, what in (("next_step_s", "to the next step"), ("full_size_s", "to full size")):
+            figures = {_workers(size): ms(row[key]) for size, row in sizes.items()}
+            yield f"loss of one ({moment}) {what}, ms", figures
+        figures = {_workers(size): spread(row["redone"], digits=0) for size, row in sizes.items()}
+        yield f"loss of one ({moment}), steps repeated", figures
+    for key, part, what in (
+        ("growth", "growth_pause_s", "growth by one, pause, ms"),
+        ("move", "pause_s", "move of one, pause, ms"),
+    ):
+        sizes = result.get(key, {})
+        if sizes:
+            yield what, {_workers(size): ms(row[part]) for size, row in sizes.items()}
     for side, faults in result.get("hosts", {}).items():
         for fault, row in faults.items():
-            yield f"a host: {fault}, standstill, {side}, ms", ms(row["standstill_s"])
-            redone = [str(row["redone"][part]) for part in ("median", "min", "max")]
-            yield f"a host: {fault}, steps redone, {side}", redone
+            figures = {
+                "pause, ms": ms(row["standstill_s"]),
+                "steps repeated": spread(row["redone"], digits=0),
+            }
+            yield f"a host: {fault}, {side}", figures
 
 
 def saving_rows(result):
     added = sorted(100 * (pair["ratio"] - 1) for pair in result["pairs"])
-    figures = (statistics.median(added), added[0], added[-1])
-    cells = [f"{figure:.1f}" for figure in figures]
-    yield "a save that does not block, time added to training, %", cells
+    figure = {"median": statistics.median(added), "min": added[0], "max": added[-1]}
+    yield "a save that does not block, time added to training, %", {FIGURE: spread(figure, 1, 1)}
 
 
 def fidelity_rows(result):
-    cells = [f"{result['ratio'][part]:.2f}" for part in ("median", "min", "max")]
-    yield "epoch of resnet on three workers that were four, four = 1", cells
+    figure = spread(result["ratio"])
+    yield "epoch of resnet on three workers that were four, four = 1", {FIGURE: figure}
 
 
 def report_rows(result):
-    yield "`raysgd.train.report()` beyond the slowest worker's work, ms", ms(result["report"])
+    what = "`raysgd.train.report()` beyond the slowest worker's work, ms"
+    yield what, {FIGURE: ms(result["report"])}
 
 
 def sharding_rows(result):
-    workers = result["workers"]
+    workers, floats = result["workers"], result["floats"]
     for side, row in result["epoch"].items():
-        what = f"epoch of resnet by AdamW, {workers} workers, {side}, not divided = 1"
-        yield what, [f"{row[part]:.2f}" for part in ("median", "min", "max")]
-    what, row = f"the same, {workers} workers, one copy, no copy = 1", result["copy"]
-    yield what, [f"{row[part]:.2f}" for part in ("median", "min", "max")]
-    for side, row in result["memory"].items():
-        what = f"most memory of a worker, {result['floats']['memory']:,} floats, {side}, MiB"
-        yield what, [f"{row[part] / 2**20:.0f}" for part in ("median", "min", "max")]
-    for side, row in result["state"].items():
-        what = f"AdamW's state on a worker, {result['floats']['memory']:,} floats, {side}, MiB"
-        yield what, [f"{row[part] / 2**20:.0f}" for part in ("median", "min", "max")]
+        what = f"epoch of resnet by AdamW, {workers} workers, {side}, not sharded = 1"
+        yield what, {FIGURE: spread(row)}
+    what = f"the same, {workers} workers, one copy, no copy = 1"
+    yield what, {FIGURE: spread(result["copy"])}
+    for key, text in (
+        ("memory", "most memory of a worker"),
+        ("state", "AdamW's state on a worker"),
+    ):
+        for side, row in result[key].items():
+            what = f"{text}, {floats['memory']:,} floats, {side}, MiB"
+            yield what, {FIGURE: spread(row, 1 / 2**20, 0)}
     for side, row in result["next_step_s"].items():
-        what = f"loss to the next step, {result['floats']['next_step']:,} floats, {side}, ms"
-        yield what, ms(row)
+        yield (
+            f"loss to the next step, {floats['next_step']:,} floats, {side}, ms",
+            {FIGURE: ms(row)},
+        )
 
 
-PEERS = {"epoch": epoch_rows, "start": start_rows}
-OWN = {
+ROWS = {
+    "epoch": epoch_rows,
+    "start": start_rows,
     "calls": calls_rows,
     "scale": scale_rows,
     "recovery": recovery_rows,
@@ -141,36 +165,21 @@ OWN = {
     "report": report_rows,
     "sharding": sharding_rows,
 }
-ROWS = PEERS | OWN
 
 
-def table(results, load):
-    """Return the results as a Markdown page."""
+def page_of(results, load):
+    """Return the results as Markdown: one table for consecutive rows with the same columns."""
     head = (
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, Python "
         f"{platform.python_version()}, {time.strftime('%Y-%m-%d')}; load {load[0]:.1f} before and "
-        f"{load[1]:.1f} after."
+        f"{load[1]:.1f} after. Figures are medians, with the range in parentheses."
     )
     lines = [head]
-    peers = _rows(results, PEERS)
-    if peers:
-        sides = list(peers[0][1])
-        lines += ["", "Raw DDP = 1: median (fastest to slowest).", ""]
-        lines += _grid(["", *sides], [[what, *map(row.get, sides)] for what, row in peers])
-    own = _rows(results, OWN)
-    if own:
-        figures = [[what, *row] for what, row in own]
-        lines += ["", *_grid(["", "median", "fastest", "slowest"], figures)]
+    rows = [row for name in ROWS if name in results for row in ROWS[name](results[name])]
+    for columns, group in itertools.groupby(rows, key=lambda row: tuple(row[1])):
+        lines += ["", _line(["", *columns]), _line(["---"] + ["---:"] * len(columns))]
+        lines += [_line([what, *figures.values()]) for what, figures in group]
     return "\n".join(lines) + "\n"
-
-
-def _rows(results, kinds):
-    return [row for name in kinds if name in results for row in kinds[name](results[name])]
-
-
-def _grid(head, rows):
-    """Return the lines of a table. The first column is text, the others are figures."""
-    return [_line(head), _line(["---"] + ["---:"] * (len(head) - 1)), *map(_line, rows)]
 
 
 def _line(cells):
@@ -245,7 +254,7 @@ def main():
         run(name, args.folder, args.smoke_test)
     there = [name for name in ROWS if _result_of(name, args.folder).exists()]
     results = {name: json.loads(_result_of(name, args.folder).read_text()) for name in there}
-    page = table(results, (before, os.getloadavg()[0]))
+    page = page_of(results, (before, os.getloadavg()[0]))
     (args.folder / "results.md").write_text(page)
     if "epoch" in results:
         draw_peers(results["epoch"], results.get("start"), args.folder / "peers.svg")
