@@ -1,4 +1,4 @@
-"""What a callback of a training function can do."""
+"""The base classes of callbacks for training functions."""
 
 from __future__ import annotations
 
@@ -16,17 +16,11 @@ from raysgd.train.callbacks.preprocessors import (
 from raysgd.train.constants import ALL_RESERVED_KEYS
 from raysgd.train.result import REPORTS, read_reports
 
-__all__ = ["FileCallback", "TrainingCallback", "visible"]
-
-
-def visible(callback: Any, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return results without the reserved metrics that the callback does not ask for."""
-    hidden = ALL_RESERVED_KEYS.difference(getattr(callback, "RESERVED_KEYS", ()))
-    return ExcludedKeysResultsPreprocessor(hidden).preprocess(results)
+__all__ = ["FileCallback", "TrainingCallback"]
 
 
 class TrainingCallback:
-    """Sees what the workers report. Runs on the driver; override what you need."""
+    """Receives what the workers report. Runs on the driver; override what you need."""
 
     results_preprocessor: ResultsPreprocessor | None = None
     """Applied to results before `handle_result` gets them."""
@@ -36,43 +30,44 @@ class TrainingCallback:
     def start_training(
         self, logdir: str | os.PathLike[str], config: dict[str, Any] | None = None, **info: Any
     ) -> None:
-        """Called as a run begins.
+        """Prepare for a run.
 
         Args:
             logdir: folder of the run.
-            config: what the function is given.
-            info: for what may be added later.
+            config: config of the training function.
+            info: reserved.
         """
 
     def process_results(self, results: list[dict[str, Any]], **info: Any) -> None:
-        """Called with what the workers reported, by rank; hands it, preprocessed, on."""
-        results = visible(self, results)
+        """Preprocess the reports of all workers, by rank, and call `handle_result`."""
+        hidden = ALL_RESERVED_KEYS.difference(self.RESERVED_KEYS)
+        results = ExcludedKeysResultsPreprocessor(hidden).preprocess(results)
         if self.results_preprocessor is not None:
             results = self.results_preprocessor.preprocess(results)
         self.handle_result(results, **info)
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        """Called with what the workers reported, by rank, after preprocessing."""
+        """Handle preprocessed reports."""
 
     def finish_training(self, error: bool = False, **info: Any) -> None:
-        """Called when a run has ended.
+        """Handle the end of a run.
 
         Args:
-            error: whether it has failed.
-            info: for what may be added later.
+            error: whether the run failed.
+            info: reserved.
         """
 
 
 class FileCallback(TrainingCallback):
-    """A callback that writes into a folder.
+    """Writes into a folder.
 
     Args:
-        logdir: the folder; None for that of the run.
+        logdir: the folder; None for the folder of the run.
         workers: ranks of the workers whose results it gets; None for all.
     """
 
     _subfolder = ""
-    """Where it writes in the folder of the run."""
+    """Default folder, relative to the folder of the run."""
 
     def __init__(
         self, logdir: str | os.PathLike[str] | None, workers: int | list[int] | None
@@ -85,22 +80,21 @@ class FileCallback(TrainingCallback):
     def start_training(
         self, logdir: str | os.PathLike[str], config: dict[str, Any] | None = None, **info: Any
     ) -> None:
-        """Make the folder, and begin."""
         self._folder = checked_path("logdir", self._given or Path(logdir, self._subfolder))
         self._folder.mkdir(parents=True, exist_ok=True)
         self._is_restored = bool(read_reports(Path(logdir, REPORTS)))
         self._begin(config or {})
 
     def _begin(self, config: dict[str, Any]) -> None:
-        """Begin to write, once the folder is there."""
+        """Begin to write. The folder exists."""
 
     @property
     def logdir(self) -> Path:
         """The folder.
 
         Raises:
-            RuntimeError: before the first run, where none was given.
+            RuntimeError: before the first run.
         """
         if self._folder is None:
-            raise RuntimeError(f"{type(self).__name__} has no folder before a run has begun.")
+            raise RuntimeError(f"{type(self).__name__} has no folder before its first run.")
         return self._folder

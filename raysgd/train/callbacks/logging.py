@@ -1,4 +1,4 @@
-"""Loggers of what the workers report. The writers are those of `raysgd.callbacks`."""
+"""Write what the workers report to files and services. `raysgd.callbacks` has the writers."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _NOT_SHOWN = (PID, TIMESTAMP, TIME_TOTAL_S, TRAINING_ITERATION)
 
 
 class JsonLoggerCallback(FileCallback):
-    """Writes ``results.json``: a list with, for each report, the list of the workers' results.
+    """Writes ``results.json``: a list of reports, each of which is a list by worker.
 
-    The file is whole after each report, and a restored run adds to it. Values without a form in
-    JSON are written as text.
+    The file is valid JSON after each report, and a restored run appends to it. Values that JSON
+    cannot represent are written as text.
 
     Args:
-        logdir: the folder; None for that of the run.
+        logdir: the folder; None for the folder of the run.
         filename: name of the file; None for ``results.json``.
         workers_to_log: ranks of the workers whose results are written; None for all.
     """
@@ -50,27 +50,18 @@ class JsonLoggerCallback(FileCallback):
         self._filename = filename or RESULT_FILE_JSON
 
     def _begin(self, config: dict[str, Any]) -> None:
-        rows = self._earlier_rows() if self._is_restored else []
+        earlier: list[Any] = []
+        if self._is_restored and self.log_path.exists():
+            with contextlib.suppress(ValueError):  # the process was killed while it wrote a report
+                earlier = json.loads(self.log_path.read_text(encoding="utf-8"))
         with replacing(self.log_path) as file:
+            rows = [f"\n{json.dumps(each)}" for each in earlier]
             file.write(f"[{','.join(rows)}]".encode())
 
-    def _earlier_rows(self) -> list[str]:
-        """Return the whole lines of the file, without the comma or bracket at their ends."""
-        if not self.log_path.exists():
-            return []
-        found = []
-        for line in self.log_path.read_text(encoding="utf-8").splitlines()[1:]:
-            with contextlib.suppress(ValueError):  # the process was killed while it wrote this line
-                json.loads(line[:-1])
-                found.append(f"\n{line[:-1]}")
-        return found
-
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        """Add the results to the list."""
         text = json.dumps([json_dict(result, repr) for result in results])
         with self.log_path.open("rb+") as file:
-            # over the bracket at the end, so that a long log costs no more than a short one
-            end = file.seek(-1, os.SEEK_END)
+            end = file.seek(-1, os.SEEK_END)  # overwrite the closing bracket
             file.write(f"{',' if end > 1 else ''}\n{text}]".encode())
 
     @property
@@ -80,17 +71,17 @@ class JsonLoggerCallback(FileCallback):
 
 
 class MLflowLoggerCallback(FileCallback):
-    """Writes a run of MLflow: the config as parameters, the numbers that one worker reports.
+    """Writes an MLflow run: the config as parameters, and the numbers that one worker reports.
 
     Args:
-        tracking_uri: a server, a database or a folder; None for what MLflow is set to, or, if that
-            is nothing, ``mlruns`` in the folder of the run.
-        registry_uri: where models are registered.
-        experiment_id: of an existing experiment.
-        experiment_name: of the experiment otherwise; it is made if it is missing.
-        tags: of the run.
-        save_artifact: whether to save the run's folder with it at the end.
-        logdir: a folder; None for that of the run.
+        tracking_uri: a server, a database, or a folder. By default the URI that MLflow is
+            configured with, otherwise ``mlruns`` in the folder of the run.
+        registry_uri: URI of the model registry.
+        experiment_id: ID of an existing experiment.
+        experiment_name: name of the experiment otherwise; created if it is missing.
+        tags: tags of the run.
+        save_artifact: whether to upload the folder of the run at the end.
+        logdir: the folder; None for the folder of the run.
         worker_to_log: rank of the worker.
 
     Raises:
@@ -120,7 +111,7 @@ class MLflowLoggerCallback(FileCallback):
         self._save_artifact = save_artifact
         self._run: MLflowRun | None = None
         self.run_id: str | None = None
-        """The MLflow id of the run; None before it has begun."""
+        """The MLflow ID of the run; None before it starts."""
 
     def _begin(self, config: dict[str, Any]) -> None:
         uri = self._tracking_uri
@@ -131,14 +122,12 @@ class MLflowLoggerCallback(FileCallback):
         self._run.log_config(config)
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        """Write the numbers, over ``_training_iteration``."""
         assert self._run is not None
         for result in results:
             step = result.get(TRAINING_ITERATION, 0)
             self._run.log(numbers_in(result), step, time.time())
 
     def finish_training(self, error: bool = False, **info: Any) -> None:
-        """End the run as finished, or as failed."""
         run, self._run = self._run, None
         if run is None:
             return
@@ -148,17 +137,17 @@ class MLflowLoggerCallback(FileCallback):
 
 
 class TBXLoggerCallback(FileCallback):
-    """Writes what ``tensorboard --logdir FOLDER`` shows of the reports of one worker.
+    """Writes the reports of one worker for TensorBoard.
 
-    Under ``ray/train/NAME``, over ``_training_iteration``: numbers as scalars, lists and arrays of
-    numbers as histograms.
+    Numbers become scalars, and lists and arrays of numbers become histograms. Their tags are
+    ``ray/train/NAME``, and their steps ``_training_iteration``.
 
     Args:
-        logdir: the folder; None for that of the run.
+        logdir: the folder; None for the folder of the run.
         worker_to_log: rank of the worker.
 
     Raises:
-        ImportError: if tensorboard or torch, whose writer is used, is not installed.
+        ImportError: if tensorboard or torch, whose writer it uses, is not installed.
     """
 
     def __init__(
@@ -171,7 +160,6 @@ class TBXLoggerCallback(FileCallback):
         self._writer.open(self.logdir)
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        """Write the numbers and the lists of numbers."""
         for result in results:
             step = result.get(TRAINING_ITERATION)
             shown = {"ray/train": {k: v for k, v in result.items() if k not in _NOT_SHOWN}}
@@ -179,5 +167,4 @@ class TBXLoggerCallback(FileCallback):
             self._writer.add_scalars(numbers_in(shown), step)
 
     def finish_training(self, error: bool = False, **info: Any) -> None:
-        """Close the log."""
         self._writer.close()

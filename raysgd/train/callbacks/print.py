@@ -1,4 +1,4 @@
-"""Printing results."""
+"""Prints results."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ __all__ = ["PrintCallback"]
 
 
 class PrintCallback(TrainingCallback):
-    """Prints what the workers report as indented JSON: the list of their results by rank.
-
-    What JSON has no form for is printed as text.
-    """
+    """Prints the reports of all workers as indented JSON, other values as text."""
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        """Print the results."""
         print(json.dumps([json_dict(result, repr) for result in results], indent=4))

@@ -1,4 +1,4 @@
-"""Traces that workers have made with torch's profiler."""
+"""Writes traces of the PyTorch profiler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TorchTensorboardProfilerCallback(FileCallback):
     """Writes the traces that :class:`raysgd.train.torch.TorchWorkerProfiler` reports.
 
     Args:
-        logdir: the folder; None for ``pytorch_profiler`` in that of the run.
+        logdir: the folder; None for ``pytorch_profiler`` in the folder of the run.
         workers_to_log: ranks of the workers whose traces are written; None for all.
     """
 
@@ -30,7 +30,6 @@ class TorchTensorboardProfilerCallback(FileCallback):
         super().__init__(logdir, workers_to_log)
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        """Write the traces that have come with a report."""
         for result in results:
             for name, content in result.get(PYTORCH_PROFILER_KEY, ()):
                 (self.logdir / os.path.basename(name)).write_text(content, encoding="utf-8")

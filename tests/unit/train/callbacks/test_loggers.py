@@ -1,0 +1,117 @@
+"""Callbacks that write or print what the workers report."""
+
+import json
+
+import numpy as np
+import pytest
+
+from raysgd.train.callbacks import (
+    JsonLoggerCallback,
+    PrintCallback,
+    TBXLoggerCallback,
+    TorchTensorboardProfilerCallback,
+)
+from raysgd.train.callbacks.callback import FileCallback
+from raysgd.train.constants import PYTORCH_PROFILER_KEY
+from raysgd.train.result import REPORTS
+
+
+@pytest.fixture
+def log(tmp_path):
+    """Return a function that writes reports to a log, and one that reads it."""
+
+    def write(*reports, **arguments):
+        callback = JsonLoggerCallback(tmp_path / "log", **arguments)
+        callback.start_training(logdir=tmp_path, config={})
+        for results in reports:
+            callback.process_results(results)
+        return callback.log_path
+
+    return write
+
+
+def test_a_file_callback_has_no_folder_before_a_run():
+    with pytest.raises(RuntimeError, match="JsonLoggerCallback has no folder"):
+        _ = JsonLoggerCallback().log_path
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(None, "run"), ("own/a", "own/a"), ("~/logs", "logs")]
+)
+def test_files_are_in_the_given_folder_or_in_that_of_the_run(
+    tmp_path, monkeypatch, given, expected
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    callback = FileCallback(tmp_path / given if given == "own/a" else given, None)
+    callback.start_training(logdir=tmp_path / "run", config={})
+    assert callback.logdir == tmp_path / expected
+    assert callback.logdir.is_dir()
+
+
+def test_the_json_log_is_valid_after_each_report(tmp_path, log):
+    for num in range(3):
+        path = log(*([{"n": n}, {"n": n, "é": "nan"}] for n in range(num)), workers_to_log=None)
+        logged = json.loads(path.read_text(encoding="utf-8"))
+        assert logged == [[{"n": n}, {"n": n, "é": "nan"}] for n in range(num)]
+
+
+def test_a_subclass_may_start_the_log_with_only_its_folder(tmp_path):
+    class Mine(JsonLoggerCallback):
+        def start_training(self, logdir, **info):
+            super().start_training(logdir)
+
+    callback = Mine()
+    callback.start_training(tmp_path, config={"lr": 1})
+    assert json.loads(callback.log_path.read_text()) == []
+
+
+def test_the_json_log_has_other_values_as_text_and_no_reserved_ones(log):
+    results = {"set": {1}, ("a", 1): 2, "nan": float("nan"), PYTORCH_PROFILER_KEY: []}
+    path = log([results, {"of": "another worker"}], filename="log.json")
+    assert path.name == "log.json"
+    assert json.loads(path.read_text()) == [[{"set": "{1}", "('a', 1)": 2, "nan": "nan"}]]
+
+
+@pytest.mark.parametrize(
+    ("restored", "cut", "expected"), [(False, 0, [1]), (True, 0, [0, 1]), (True, 1, [1])]
+)
+def test_only_a_restored_run_keeps_an_undamaged_log(tmp_path, log, restored, cut, expected):
+    path = log([{"n": 0}])
+    path.write_bytes(path.read_bytes()[: -cut or None])
+    (tmp_path / REPORTS).write_text('{"n": 0}\n' * restored)
+    log([{"n": 1}])
+    assert json.loads(path.read_text()) == [[{"n": n}] for n in expected]
+
+
+def test_reports_are_printed_as_indented_json(capsys):
+    callback = PrintCallback()
+    callback.process_results([{"loss": 0.25, PYTORCH_PROFILER_KEY: []}, {}, {"odd": {1}}])
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == [{"loss": 0.25}, {}, {"odd": "{1}"}]
+    assert '\n        "loss": 0.25\n' in printed
+
+
+def test_traces_are_written_only_into_their_folder(tmp_path):
+    callback = TorchTensorboardProfilerCallback()
+    callback.start_training(logdir=tmp_path, config={})
+    callback.process_results([{PYTORCH_PROFILER_KEY: [("../worker_0.json", "{}")]}, {}])
+    assert [p.name for p in (tmp_path / "pytorch_profiler").iterdir()] == ["worker_0.json"]
+    assert not (tmp_path / "worker_0.json").exists()
+
+
+def test_tensorboard_gets_numbers_as_scalars_and_lists_as_histograms(tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    callback = TBXLoggerCallback()
+    callback.start_training(logdir=tmp_path, config={})
+    own = {"_timestamp": 1.0, "_training_iteration": 7, "_time_this_iter_s": 0.5, "_pid": 3}
+    lists = {"list": [1, 2], "array": np.ones((2, 3)), "empty": [], "texts": ["a"], "nan": [np.nan]}
+    nested = {"val": {"loss": 0.25, "each": (0.5, np.inf)}}
+    callback.process_results([{"loss": 0.5, "one": np.ones(1), **own, **lists, **nested}, {"b": 1}])
+    callback.finish_training()
+    found = events.EventAccumulator(str(tmp_path))
+    found.Reload()
+    scalars = {"loss", "one", "val/loss", "_time_this_iter_s"}
+    assert set(found.Tags()["scalars"]) == {f"ray/train/{name}" for name in scalars}
+    histograms = {"list", "array", "val/each"}
+    assert set(found.Tags()["histograms"]) == {f"ray/train/{name}" for name in histograms}
+    assert found.Scalars("ray/train/loss")[0].step == 7
