@@ -1,17 +1,12 @@
 """Mixed precision and gradient accumulation over several workers, with losses on the way."""
 
-import os
-import signal
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from raysgd import ElasticConfig, TorchTrainer
-from tests.conftest import wait_until
 from tests.distributed.test_exactness import plain_training
-from tests.faulty import Faulty, check_epoch, faulty_trainer, fingerprints, order, pids_of
+from tests.faulty import Faulty, check_epoch, faulty_trainer, fingerprints, order
 from tests.operators import NUM_SAMPLES, Adversaries, Classifier, parameters, replica_hash
 from tests.shared import Shared
 
@@ -129,34 +124,6 @@ def test_a_replacement_has_the_scaler_of_the_survivors_and_no_sample_is_lost(two
     assert scaler_of(trainer)["scale"] == 2.0**15
     # what counts is updates: of nine batches before the loss, and of groups of other sizes after
     assert scaler_of(trainer)["_growth_tracker"] > 2
-
-
-@pytest.mark.slow("both workers start again")
-def test_when_all_are_lost_scaler_and_count_come_from_the_snapshot(two):
-    trainer, pids = two.trainer, pids_of(two.trainer)
-    order(two.folder, "overflow", 0, 1, "")
-    for rank in range(2):
-        order(two.folder, "train", rank, 6, "wait")
-
-    def snapshot_is_there():
-        state = trainer._controller.snapshots.state()
-        return state is not None and state["global_step"] == 6
-
-    def kill_all():
-        try:
-            wait_until(snapshot_is_there, timeout_s=60)
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-        finally:
-            (two.folder / "go").touch()
-
-    with ThreadPoolExecutor(1) as pool:
-        killing = pool.submit(kill_all)
-        metrics = trainer.train(num_steps=9)
-        killing.result()
-    assert "restarted" in two.kinds
-    assert metrics["num_skipped_steps"] == 1
-    assert scaler_of(trainer)["scale"] == 2.0**15
 
 
 def test_a_scaler_is_saved_and_loads_on_another_number_of_workers(two, tmp_path):

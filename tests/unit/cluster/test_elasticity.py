@@ -1,8 +1,6 @@
 """Losses, replacements, restarts and hangs, on a simulated cluster with a clock of its own."""
 
-import itertools
 import logging
-import random
 import re
 from concurrent.futures import Future
 
@@ -10,10 +8,10 @@ import pytest
 
 from raysgd.cluster.host_monitor import HostLostError
 from raysgd.elastic import pauses
-from raysgd.elastic.machine import Broken, Closed
+from raysgd.elastic.machine import Broken
 from raysgd.errors import CollectiveError, WorkerLostError
 from tests.blackbox.simulation.seam import BadBatchError, LostError
-from tests.blackbox.simulation.world import TICK_S, World
+from tests.blackbox.simulation.world import World
 from tests.unit.cluster.calls import request_of, run
 
 
@@ -103,36 +101,6 @@ def test_a_lost_worker_is_replaced_while_the_others_train(world, caplog):
     assert "Continuing with 2 of 3 workers." in caplog.messages
 
 
-def test_survivors_train_on_before_the_replacement_is_ready(world):
-    controller = world.drive(3).controller
-    every_new(world, setup_s=5.0)
-    sizes = {}
-
-    def look():
-        sizes.setdefault(len(controller.members), world.furthest)
-        world.plan(0.0, look)
-
-    look()
-    world.at_step(20, lambda: world.lose(1))
-    run_until(controller, 300, max_losses=1)
-    assert sizes[2] == 20
-    # five seconds are a hundred steps
-    replacement_joined = max(
-        event.step for event in controller.events if event.kind in ("grown", "resumed")
-    )
-    assert 110 <= replacement_joined <= 200
-
-
-def test_all_are_in_one_generation_with_dense_ranks_after_growing(world):
-    controller = world.drive(3).controller
-    world.at_step(20, lambda: world.lose(0))
-    run_until(controller, 100, max_losses=1)
-    contexts = [member.context for member in controller.members]
-    assert [c.world_rank for c in contexts] == [0, 1, 2]
-    assert {c.world_size for c in contexts} == {3}
-    assert {c.generation for c in contexts} == {controller.events[-1].generation}
-
-
 def test_growing_costs_no_retry_and_redoes_no_step(world):
     world.room = 2
     controller = world.drive(3, resize_cooldown_s=1.0).controller
@@ -143,24 +111,6 @@ def test_growing_costs_no_retry_and_redoes_no_step(world):
     assert run.call.num_losses == 0
     assert world.trained == list(range(1, 201))
     assert [member.interruptions for member in first_two] == [0, 0]
-
-
-def test_the_group_never_becomes_larger_than_asked_for(world):
-    world.room = 2
-    controller = world.drive(3, resize_cooldown_s=0.0).controller
-    world.at_step(5, lambda: setattr(world, "room", 50))
-    run_until(controller, 200)
-    assert len(controller.members) == 3
-    assert len(world.workers) == 3
-
-
-def test_a_replacement_that_does_not_replace_a_lost_one_waits_for_the_cooldown(world):
-    world.room = 2
-    controller = world.drive(3, resize_cooldown_s=5.0).controller
-    world.room = 3
-    run_until(controller, 400)
-    (grown,) = [event for event in controller.events if event.kind == "grown"]
-    assert 5.0 / TICK_S <= grown.step <= 8.0 / TICK_S
 
 
 def test_a_replacement_that_is_ready_between_two_calls_joins_at_the_next(world):
@@ -188,35 +138,6 @@ def test_other_calls_than_training_are_not_paused(world):
     assert len(controller.members) == 3
 
 
-def test_with_grow_off_nobody_is_added(world):
-    controller = world.drive(3, grow=False).controller
-    world.at_step(20, lambda: world.lose(1))
-    assert steps_of(run_until(controller, 200, max_losses=1)) == [200] * 2
-    assert len(world.workers) == 3
-
-
-def test_two_of_three_are_lost_at_once_and_both_replaced(world):
-    controller = world.drive(3).controller
-
-    def lose_two():
-        world.lose(2)
-        world.lose(1)
-
-    world.at_step(20, lose_two)
-    assert steps_of(run_until(controller, 200, max_losses=1)) == [200] * 3
-    assert kinds(controller).count("lost") == 2
-    assert run.call.num_losses == 1
-
-
-def test_the_step_that_a_survivor_had_committed_is_kept(world):
-    controller = world.drive(3, grow=False).controller
-    world.at_step(20, lambda: world.lose(1, ahead=[2]))
-    run_until(controller, 40, max_losses=1)
-    resumed = next(event for event in controller.events if event.kind == "resumed")
-    assert resumed.step == 21
-    assert world.trained == list(range(1, 41))
-
-
 def test_a_straggler_that_does_not_come_back_is_lost_too(world):
     controller = world.drive(3).controller
     controller.members[2].deaf = True
@@ -237,18 +158,6 @@ def test_a_pause_ends_with_the_call(world):
         assert set(steps_of(run_until(controller, goal))) == {goal}
     assert len(controller.members) == 3
     assert world.trained == list(range(1, 60))
-
-
-def test_slow_steps_are_given_the_time_that_they_take(world):
-    """Growing redoes no step, however long a step is."""
-    world.room = 2
-    controller = world.drive(3, resize_cooldown_s=0.0).controller
-    world.step_s = 4.0
-    first_two = list(controller.members)
-    world.at_step(2, lambda: setattr(world, "room", 3))
-    run_until(controller, 12)
-    assert len(controller.members) == 3
-    assert [member.interruptions for member in first_two] == [0, 0]
 
 
 def test_one_long_step_among_short_ones_is_waited_for_too(world):
@@ -276,18 +185,6 @@ def test_one_long_step_among_short_ones_is_waited_for_too(world):
     assert [member.interruptions for member in first_two] == [0, 0]
     assert "lost" not in kinds(controller)
     assert world.trained == list(range(1, 101))
-
-
-def test_nobody_is_paused_while_a_worker_does_not_answer(world):
-    world.room = 2
-    controller = world.drive(3, resize_cooldown_s=0.0).controller
-    first_two = list(controller.members)
-    world.room = 3
-    world.at_step(4, lambda: setattr(first_two[1], "silent", True))
-    world.plan(5.0, lambda: setattr(first_two[1], "silent", False))
-    run_until(controller, 100)
-    assert len(controller.members) == 3
-    assert [member.interruptions for member in first_two] == [0, 0]
 
 
 def test_a_driver_that_is_cut_off_as_all_begin_anew_keeps_those_that_have_come_up(world):
@@ -321,37 +218,6 @@ def test_a_replacement_whose_setup_fails_is_tried_again_after_a_while(world):
     assert all(event.cause == "no such file" for event in failed)
     assert run.call.num_losses == 1
     assert world.trained == list(range(1, 401))
-
-
-def test_a_replacement_that_never_starts_stops_nobody_and_is_given_up(world):
-    controller = world.drive(3, initial_s=0.5, max_attempts=4).controller
-    every_new(world, setup_error=ValueError("no such file"))
-    world.at_step(20, lambda: world.lose(1))
-    assert steps_of(run_until(controller, 2000, max_losses=1)) == [2000] * 2
-    assert kinds(controller).count("newcomer_failed") == 4
-    assert len(world.workers) == 3 + 4
-    assert all(member.dead for member in world.workers[3:])
-
-
-def test_a_replacement_that_dies_while_it_sets_up_is_no_loss(world):
-    controller = world.drive(3).controller
-    every_new(world, setup_s=2.0)
-    world.at_step(20, lambda: world.lose(1))
-    world.at_step(40, lambda: world.workers[3].die("OOM in setup"))
-    assert steps_of(run_until(controller, 400, max_losses=1)) == [400] * 3
-    assert run.call.num_losses == 1
-    assert kinds(controller).count("newcomer_failed") == 1
-
-
-def test_a_replacement_that_dies_when_it_is_ready_is_no_loss(world):
-    """It waits to join; that it is gone is found as it does."""
-    world.room = 2
-    controller = world.drive(3, resize_cooldown_s=4.0).controller
-    world.room = 3
-    world.at_step(60, lambda: world.workers[2].die("OOM while waiting"))
-    assert steps_of(run_until(controller, 400, max_losses=0)) == [400] * 3
-    assert kinds(controller).count("newcomer_failed") == 1
-    assert run.call.num_losses == 0
 
 
 def test_a_replacement_that_dies_as_it_joins_is_no_loss(world):
@@ -414,15 +280,6 @@ def break_with_an_error(world, controller):
         run_until(controller, 10)
 
 
-def test_a_loss_that_is_found_before_a_call_has_begun_costs_it_no_retry(world):
-    controller = world.drive(3).controller
-    break_with_an_error(world, controller)
-    world.lose(1)
-    assert steps_of(run_until(controller, 20, max_losses=0)) == [20] * 3
-    lost = next(event for event in controller.events if event.kind == "lost")
-    assert (lost.num_batches, run.call.num_losses) == (0, 0)
-
-
 def test_losses_without_end_before_a_call_are_given_up(world):
     world.room = 30
     controller = world.drive(30, grow=False, max_attempts=3).controller
@@ -454,16 +311,6 @@ def test_an_event_says_how_many_batches_lost_their_metrics(world):
     assert second.num_batches == second.step - replacement[0].step
 
 
-def test_after_a_restart_they_are_counted_from_there(world):
-    controller = world.drive(3, in_place=False).controller
-    world.at_step(30, lambda: world.lose(1))
-    world.at_step(60, lambda: world.lose(1))
-    run_until(controller, 100, max_losses=2)
-    _, second = (event for event in controller.events if event.kind == "lost")
-    restarted = next(event for event in controller.events if event.kind == "restarted")
-    assert second.num_batches == second.step - restarted.step > 0
-
-
 def hold_when_ready(world, action):
     """Do something as soon as the replacement worker has set up."""
 
@@ -474,25 +321,6 @@ def hold_when_ready(world, action):
             world.plan(0.0, look)
 
     look()
-
-
-def test_a_replacement_that_never_joins_does_not_take_the_others_along(world):
-    """Those that came to the rendezvous are waiting for it; the bound of a join ends that."""
-    world.room = 2
-    controller = world.drive(3, resize_cooldown_s=0.0, timeout_s=20.0).controller
-    first_two = list(controller.members)
-    world.plan(0.0, lambda: setattr(world, "room", 3))
-    world.at_step(
-        2, lambda: hold_when_ready(world, lambda: setattr(world.workers[2], "silent", True))
-    )
-    goal = 400
-    assert set(steps_of(run_until(controller, goal))) == {goal}
-    assert len(set(controller.members)) == len(controller.members)
-    assert set(first_two) <= set(controller.members)
-    # the next call goes on, and counts nobody as lost
-    outcomes = run_until(controller, goal, max_losses=0)
-    assert set(steps_of(outcomes)) == {goal}
-    assert "lost" not in kinds(controller)
 
 
 # ---- errors of the user
@@ -509,20 +337,6 @@ def test_an_error_of_the_user_costs_no_retry_and_no_worker(world):
     assert controller.progress.global_step == 20
     assert steps_of(run_until(controller, 100, max_losses=0)) == [100] * 3
     assert world.trained == list(range(1, 101))
-
-
-def test_an_error_of_the_user_reaches_the_caller_within_two_seconds(world):
-    controller = world.drive(3).controller
-    since = []
-
-    def fail():
-        controller.members[1].error = BadBatchError("bad")
-        since.append(world.now)
-
-    world.at_step(20, fail)
-    with pytest.raises(BadBatchError):
-        run_until(controller, 100)
-    assert world.now - since[0] <= 2.0
 
 
 def test_an_error_of_the_user_in_a_step_that_is_given_up_is_not_swallowed(world, monkeypatch):
@@ -655,17 +469,6 @@ def test_losing_all_more_often_than_allowed_ends_the_call(world):
     assert steps_of(run_until(controller, 60)) == [60] * 3
 
 
-def test_losses_in_the_parts_of_a_call_are_counted_and_named_together(world):
-    controller = world.drive(3).controller
-    world.at_step(5, lambda: world.lose(1))
-    run_until(controller, 20, max_losses=1)
-    world.at_step(35, lambda: world.lose(0))
-    run.call.request = request_of("train", until_step=60)
-    with pytest.raises(WorkerLostError, match="2 losses in one call, which allows 1") as caught:
-        controller.run(run.call)
-    assert [line.split()[1] for line in str(caught.value).splitlines()[1:]] == ["1", "0"]
-
-
 def test_a_restart_waits_for_room_longer_each_time(world):
     controller = world.drive(3, min_workers=2, initial_s=1.0, factor=2.0).controller
     began = []
@@ -694,27 +497,6 @@ def test_a_restart_without_room_is_given_up_and_the_state_kept(world):
     assert controller.snapshots.state() == {"step": 10}
     world.room = 3
     assert steps_of(run_until(controller, 60, max_losses=1)) == [60] * 3
-
-
-def test_a_place_that_loses_its_workers_again_and_again_is_tried_later_and_later(world):
-    """They need no time for it: ten tries would be over at once."""
-    controller = world.drive(3, min_workers=3, initial_s=1.0, max_attempts=3).controller
-    run_until(controller, 15)
-    starts = []
-
-    def die(member):
-        if member.slot.index == 1:
-            starts.append(world.now)
-            if len(starts) < 5:
-                member.die("no memory")
-
-    world.on_new_worker.append(die)
-    lose_all(world)
-    run_until(controller, 60, max_losses=1)
-    waited = [after - before for before, after in itertools.pairwise(starts)]
-    assert max(waited[:2]) < 0.5 < 0.9 < waited[2]  # chance has two tries
-    assert waited[3] >= 1.8
-    assert len(world.workers) == 3 + 2 + 5  # the other two stayed
 
 
 def test_a_loss_as_a_restart_begins_replaces_one_and_the_others_stay(world):
@@ -761,20 +543,6 @@ def test_too_few_workers_wait_for_replacements(world):
     assert all(m.context.world_size == 3 for m in controller.members)
 
 
-def test_each_wait_for_replacements_is_longer_than_the_one_before(world):
-    controller = world.drive(3, min_workers=3, initial_s=1.0, factor=3.0, max_s=20.0).controller
-
-    def lose_with_its_node():
-        world.room = 2
-        world.lose(2)
-        world.plan(30.0, lambda: setattr(world, "room", 3))
-
-    world.at_step(20, lose_with_its_node)
-    assert steps_of(run_until(controller, 100, max_losses=1)) == [100] * 3
-    waits = [event.seconds for event in controller.events if event.kind == "waiting"]
-    assert waits == [1, 3, 9, 20]
-
-
 def test_without_replacements_in_the_end_the_call_fails_and_the_state_can_be_read(world):
     controller = world.drive(3, min_workers=3, initial_s=0.5, max_attempts=3).controller
 
@@ -811,19 +579,6 @@ def test_replacements_that_never_manage_to_join_end_the_call(world):
     assert kinds(controller).count("newcomer_failed") == 3
 
 
-def test_a_wait_is_logged_with_what_is_asked_for_and_what_is_free(world, caplog):
-    controller = world.drive(3, min_workers=3, initial_s=0.5, max_attempts=1).controller
-    world.room = 2
-    world.lose(2)
-    with (
-        caplog.at_level(logging.WARNING, "raysgd.elastic.controller"),
-        pytest.raises(WorkerLostError),
-    ):
-        run_until(controller, 100, max_losses=1)
-    assert "Too few workers (2 left, and min_workers=3). Try 1 of 1" in caplog.text
-    assert "room for 2" in caplog.text
-
-
 # ---- hangs
 
 
@@ -851,17 +606,6 @@ def test_a_worker_that_hangs_is_killed_and_the_others_go_on(world):
     assert controller.events[1].ranks == (1,)
     assert stuck.dead
     assert run.call.num_losses == 1
-
-
-def test_workers_that_wait_for_the_one_that_hangs_are_left_alone(world):
-    controller = world.drive(3, hang_timeout_s=5.0, grow=False).controller
-    for rank, member in enumerate(controller.members):
-        member.stack = "in user code" if rank == 1 else "torch: all_reduce"
-    stuck = controller.members[1]
-    world.at_step(20, lambda: setattr(stuck, "deaf", True))
-    world.at_step(20, lambda: hold(stuck))
-    assert steps_of(run_until(controller, 100, max_losses=1)) == [100] * 2
-    assert stuck not in controller.members
 
 
 def hold(member):
@@ -899,32 +643,7 @@ def test_workers_that_always_wait_for_each_other_end_the_call(world):
         run_until(controller, 100, max_losses=3)
 
 
-def test_work_without_batches_is_not_taken_for_a_hang(world):
-    """A function that the user applies may take longer than a batch."""
-    controller = world.drive(3, hang_timeout_s=5.0).controller
-    members = list(controller.members)
-    for member in members:
-        member.work_s = 20.0
-    assert len(run(controller, "work")) == 3
-    assert controller.members == members
-    assert kinds(controller) == ["started"]
-
-
 # ---- the end
-
-
-def test_shutdown_ends_replacements_too(world):
-    world.room = 2
-    controller = world.drive(3, resize_cooldown_s=0.0).controller
-    every_new(world, setup_s=1e6)
-    world.room = 3
-    run_until(controller, 100)
-    assert len(world.workers) == 3
-    assert not world.workers[2].dead
-    controller.shutdown()
-    assert isinstance(controller.state, Closed)
-    assert all(isinstance(member.dead, LostError) for member in world.workers)
-    assert world.reservations[0].slots == []
 
 
 # ---- workers that cannot be joined
@@ -946,14 +665,6 @@ def test_a_group_that_cannot_be_joined_grows_by_a_restart_when_it_is_told_to(wor
     assert kinds(controller) == ["started", "grown"]
     assert steps_of(run_until(controller, 9)) == [9] * 3
     assert not controller.grow()
-
-
-def test_no_replacement_is_started_for_a_group_that_cannot_be_joined(world):
-    world.room = 2
-    controller = world.drive(3, can_join=False, resize_cooldown_s=0.0).controller
-    world.room = 3
-    run_until(controller, 100)
-    assert len(world.workers) == 2
 
 
 def test_what_goes_on_beside_calls_is_stopped_and_the_next_call_makes_a_new_generation(world):
@@ -1017,33 +728,6 @@ def test_a_loss_in_the_setup_of_a_start_ends_nobody_else_and_the_others_set_up_a
     assert set(controller.members) == {world.workers[n] for n in (0, 2, 3)}
     assert [member.num_joins for member in controller.members] == [1] * 3
     assert steps_of(run_until(controller, 20)) == [20] * 3
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_start_survives_random_kills_every_two_seconds(world, seed):
-    every_new(world, start_s=3.0, setup_s=1.0)
-    draw, left = random.Random(seed), iter(range(8))
-
-    def lose_one():
-        if next(left, None) is not None:
-            draw.choice([worker for worker in world.workers if not worker.dead]).die("OOM")
-            world.plan(2.0, lose_one)
-
-    world.plan(2.0, lose_one)
-    controller = world.drive(3, min_workers=2).controller
-    assert len(controller.members) >= 2
-    assert steps_of(run_until(controller, 1000, max_losses=8)) == [1000] * 3
-
-
-def test_a_start_begins_without_those_that_take_much_longer_and_they_join(slow_world):
-    world = slow_world
-    world.on_new_worker.append(
-        lambda member: setattr(member, "start_s", 99.0 if len(world.workers) == 3 else 1.0)
-    )
-    controller = world.drive(3, min_workers=2).controller
-    assert len(controller.members) == 2
-    assert 60.0 < world.now - 1000.0 < 65.0
-    assert steps_of(run_until(controller, 1000)) == [1000] * 3
 
 
 def test_those_on_their_way_are_the_group_when_the_last_member_is_lost(slow_world):

@@ -99,14 +99,6 @@ def test_no_worker_is_started_before_there_is_room(replacement, group, clock):
     assert group.made == [(replacement.slot, replacement.member)]
 
 
-def test_room_is_looked_for_only_so_often(replacement, clock):
-    replacement.slot.ready = False
-    for _ in range(100):
-        replacement.advance()
-        clock.now += 0.01
-    assert 3 <= replacement.slot.num_looks <= 6
-
-
 def test_it_is_ready_when_it_has_set_up_and_not_before(replacement):
     replacement.advance()
     for method in ("info", "create", "prepare"):
@@ -122,19 +114,6 @@ def test_it_is_ready_when_it_has_set_up_and_not_before(replacement):
     assert replacement.replaces_lost
 
 
-def test_it_waits_for_no_answer(replacement):
-    """The test would not end otherwise."""
-    for _ in range(10):
-        replacement.advance()
-    assert list(replacement.member.asked) == ["info"]
-
-
-def test_what_it_does_alone_is_asked_for_at_once(replacement):
-    answer_all(replacement, "info")
-    assert list(replacement.member.asked) == ["info", "create", "prepare", "enter"]
-    assert replacement.member.arguments["create"] == ("hook", "runner")
-
-
 def test_it_is_told_where_it_will_be_and_sets_up_alone(replacement):
     answer_all(replacement, "info")
     (prepared,) = replacement.member.arguments["prepare"]
@@ -148,13 +127,6 @@ def test_it_is_told_where_it_will_be_and_sets_up_alone(replacement):
     assert context.num_cpus == 2
 
 
-def test_without_gpus_it_has_no_index(replacement):
-    replacement.advance()
-    replacement.member.asked["info"].set_result(WorkerInfo(node_id="n", node_ip="1"))
-    replacement.advance()
-    assert replacement.member.arguments["prepare"][0].gpu_index is None
-
-
 @pytest.mark.parametrize("failing", ["create", "prepare", "enter"])
 def test_an_error_of_the_user_is_kept_as_the_reason(replacement, failing):
     methods = ["info", "create", "prepare", "enter"]
@@ -164,14 +136,6 @@ def test_an_error_of_the_user_is_kept_as_the_reason(replacement, failing):
         replacement.advance()
     assert isinstance(replacement.error, ValueError)
     assert not replacement.is_ready
-
-
-def test_the_first_error_counts(replacement):
-    answer_all(replacement, "info")
-    replacement.member.answer("create", "user", ValueError("no such module"))
-    replacement.member.answer("prepare", "user", RuntimeError("hosts nothing"))
-    replacement.advance()
-    assert "no such module" in str(replacement.error)
 
 
 @pytest.mark.parametrize(
@@ -214,14 +178,6 @@ def test_base_exceptions_of_its_setup_do_not_end_the_call_of_the_others(replacem
     replacement.member.asked["enter"].set_result(outcome)
     replacement.advance()
     assert isinstance(replacement.error, KeyboardInterrupt)
-
-
-def test_nothing_more_is_done_when_it_is_ready_or_has_failed(replacement):
-    answer_all(replacement, "info", "create", "prepare", "enter")
-    asked = dict(replacement.member.asked)
-    replacement.advance()
-    assert replacement.is_ready
-    assert replacement.member.asked == asked
 
 
 def test_a_step_that_takes_too_long_is_an_error(replacement, clock):

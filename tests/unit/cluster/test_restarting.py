@@ -47,19 +47,6 @@ def test_where_nobody_is_left_the_snapshot_counts(world):
     assert controller.progress.global_step == 40
 
 
-def test_where_nobody_is_left_and_no_snapshot_was_taken_all_begins_anew(world):
-    controller = world.drive(2, rejoins=False).controller
-
-    def lose_all():
-        world.lose(0)
-        world.lose(1)
-
-    world.at_step(5, lose_all)
-    run_until(controller, 40, max_losses=2)
-    assert controller.events[-1].step == 0
-    assert controller.progress.global_step == 40
-
-
 def test_a_users_error_costs_no_step_and_no_retry(world):
     controller = world.drive(2, rejoins=False).controller
 
