@@ -21,12 +21,8 @@ from raysgd.cluster.ray_session import is_own_cluster
 from raysgd.cluster.reservation import (
     POLL_S,
     SETTLE_S,
-    OpenSlot,
     Reservation,
-    Slot,
-    end_owner,
     is_created,
-    new_owner,
     request_group,
     unreleased,
 )
@@ -78,25 +74,15 @@ def reserve(
     free = workers_that_fit(ray.available_resources(), bundle)
     if capacity < min_workers and is_own_cluster():
         raise _no_room("", bundle, min_workers, num_workers)
-    owner = new_owner()
-    try:
-        for size in start_sizes(num_workers, min_workers, capacity, free):
-            # the last one is the least that will do
-            left = deadline - time.monotonic() if size == min_workers else 0.0
-            wait_s = max(left, SETTLE_S)
-            labels = label_selectors[:size]
-            group = _granted(owner, [bundle] * size, strategy, wait_s, is_wanted, labels)
-            if group is not None:
-                room = Reservation(
-                    group, range(size), owned=True, labels=label_selectors, owner=owner
-                )
-                return _topped_up(room, bundle, num_workers, strategy)
-        raise _no_room(
-            f"within {timeout_s:g} s ", bundle, min_workers, num_workers, label_selectors
-        )
-    except BaseException:
-        end_owner(owner)
-        raise
+    for size in start_sizes(num_workers, min_workers, capacity, free):
+        # the last one is the least that will do
+        left = deadline - time.monotonic() if size == min_workers else 0.0
+        wait_s = max(left, SETTLE_S)
+        group = _granted([bundle] * size, strategy, wait_s, is_wanted, label_selectors[:size])
+        if group is not None:
+            room = Reservation(group, range(size), owned=True, labels=label_selectors)
+            return _topped_up(room, bundle, num_workers, strategy)
+    raise _no_room(f"within {timeout_s:g} s ", bundle, min_workers, num_workers, label_selectors)
 
 
 def _topped_up(
@@ -111,11 +97,11 @@ def _topped_up(
     if size == num_workers:
         return reservation
     try:
-        requested: list[Slot | OpenSlot] = []
         if not strategy.startswith("STRICT_"):
             free = workers_that_fit(ray.available_resources(), bundle)
-            slots = [reservation.request_slot(bundle) for _ in range(min(num_workers - size, free))]
-            requested += [slot for slot in slots if slot is not None]
+            for _ in range(min(num_workers - size, free)):
+                reservation.request_slot(bundle)
+        requested = reservation.slots[size:]
         deadline = time.monotonic() + SETTLE_S
         while time.monotonic() < deadline and not all(slot.is_ready for slot in requested):
             time.sleep(POLL_S)
@@ -143,7 +129,6 @@ def _captures_child_tasks() -> bool:
 
 
 def _granted(
-    owner: Any,
     bundles: Sequence[Mapping[str, float]],
     strategy: str,
     timeout_s: float,
@@ -154,7 +139,7 @@ def _granted(
 
     The request is removed then, and if an exception such as Ctrl-C ends the wait.
     """
-    group = request_group(owner, bundles, strategy, labels)
+    group = request_group(bundles, strategy, labels)
     is_granted = False
     try:
         started = mentioned = time.monotonic()

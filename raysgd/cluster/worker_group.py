@@ -184,7 +184,6 @@ class WorkerGroup:
                 num_cpus=options.num_cpus,
                 num_gpus=options.num_gpus,
                 resources=dict(options.resources) or None,
-                label_selector=dict(slot.label_selector or {}) or None,
             )
             actor = actor_class.remote(catches_sigterm=True, hides_gpus=not options.num_gpus)
             member = ActorHandle(actor, self._monitor)
@@ -214,15 +213,15 @@ class WorkerGroup:
         taken, nodes = list(self._slots.values()), self.drains.nodes
         if (reservation := self._reservation) is not None:
             num_before = len(reservation.slots)
-            num_blocked = reservation.drop_lost(taken)
+            reservation.drop_lost(taken)
             # in a start too, because its reserved room may never come back
-            request = request or num_blocked > 0 or len(reservation.slots) < num_before
+            request = request or len(reservation.slots) < num_before
             if request:
                 self.suspects = [slot for slot in self.suspects if slot in reservation.slots]
             going = [s for s in reservation.slots if s.last_node_id in nodes and s not in taken]
             going = [slot for slot in going if slot.node_id in (None, *nodes)]
             usual = self.options.num_workers - len(slots)
-            wanted = usual + len(going) + len(self.leaving()) + num_blocked
+            wanted = usual + len(going) + len(self.leaving())
             if self.suspects and request and len(reservation.slots) < wanted + len(self.suspects):
                 # or until Ray has found another place for it
                 nowhere = [s for s in self.suspects if s.node_id in (None, s.last_node_id)]

@@ -132,27 +132,6 @@ while not (ready := [slot.is_ready for slot in group.vacant_slots()]).count(True
     time.sleep(0.1)
 print(json.dumps(sorted(ready)), flush=True)
 group.shutdown()
-
-# the same where a worker is in the third place, which cannot be given back, by labels of nodes
-labelled = {"num_cpus": 0, "labels": {"zone": "a"}}
-node = cluster.add_node(**labelled, resources={"place": 2})
-zones = [{"zone": "!a"}, {"zone": "a"}, {"zone": "a"}]
-options = {"num_cpus": 0, "resources": {"place": 1}, "label_selectors": zones}
-group = WorkerGroup(GroupOptions(num_workers=3, **options))
-group.reserve(60)
-last, = [slot for slot in group.vacant_slots() if slot.node_id != node.node_id]
-group.members = [group.new_member(last)]
-print(json.dumps([bool(group.members[0].control("info").result(60).node_ip)]), flush=True)
-cluster.remove_node(node)
-cluster.add_node(**labelled, resources={"place": 1})
-end = time.monotonic() + 30
-while not (ready := [slot for slot in group.vacant_slots() if slot.is_ready]):
-    if time.monotonic() > end:
-        break
-    time.sleep(0.1)
-came = [group.new_member(slot).control("info").result(60).node_ip for slot in ready[:1]]
-print(json.dumps({"came": len(came)}), flush=True)
-group.shutdown()
 ray.shutdown()
 cluster.shutdown()
 """
@@ -170,7 +149,7 @@ def on_nodes(tmp_path_factory):
         check=False,
     )
     lines = [json.loads(line) for line in run.stdout.splitlines() if line[:1] in ("[", "{")]
-    assert len(lines) == 10, run.stderr
+    assert len(lines) == 8, run.stderr
     return run.stderr, lines
 
 
@@ -216,8 +195,3 @@ def test_a_function_goes_on_with_fewer_when_a_node_goes_and_with_more_when_one_c
 
 def test_room_for_one_is_used_where_a_node_with_room_for_two_is_lost(on_nodes):
     assert on_nodes[1][7] == [False, True]
-
-
-def test_room_for_one_is_used_beside_a_worker_that_has_lost_two_others(on_nodes):
-    """Though Ray grants no request until there is room for both."""
-    assert on_nodes[1][-1]["came"] == 1

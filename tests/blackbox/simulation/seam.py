@@ -212,7 +212,7 @@ class Reservation:
         self.slots = [Slot(world, index) for index in range(size)]
 
     def drop_lost(self, taken):
-        return 0
+        pass
 
     def request_slot(self, bundle, instead_of=()):
         self.slots.append(Slot(self._world, len(self.slots)))

@@ -6,7 +6,7 @@ import pytest
 import ray
 
 from raysgd.cluster import placement, reservation
-from raysgd.cluster.reservation import OpenSlot, Reservation, _match
+from raysgd.cluster.reservation import Reservation
 
 A, B = {"zone": "a"}, {"zone": "b"}
 
@@ -31,30 +31,18 @@ def test_room_instead_of_other_room_is_on_nodes_with_the_same_labels(room):
     assert room.request_slot({"CPU": 1}).labels == {}
 
 
-def test_room_without_a_group_is_on_nodes_with_the_labels_of_what_is_lost(room):
+def test_a_request_is_dropped_if_all_its_places_are_lost_and_none_is_in_use(room, monkeypatch):
+    removed = []
+    monkeypatch.setattr(reservation, "remove_placement_group", removed.append)
+    (lost,) = room.groups
     room.table["state"] = "RESCHEDULING"
     room.table["bundles_to_node_id"] |= {1: "", 2: ""}
-    assert room.drop_lost([room.slots[0]]) == 2
-    found = [room.request_slot({"CPU": 1}) for _ in range(2)]
-    assert all(isinstance(slot, OpenSlot) for slot in found)
-    assert [slot.label_selector for slot in found] == [B, A]
-
-
-@pytest.mark.parametrize(
-    ("asked", "is_one"),
-    [
-        ({}, True),
-        ({"zone": "a"}, True),
-        ({"zone": "b"}, False),
-        ({"zone": "!b", "kind": "!new"}, True),
-        ({"zone": "!a"}, False),
-        ({"zone": "in(b, a)"}, True),
-        ({"zone": "!in(b,a)"}, False),
-        ({"zone": "a", "kind": "new"}, False),
-    ],
-)
-def test_labels_are_told_as_ray_tells_them(asked, is_one):
-    assert _match(A, asked) == is_one
+    room.drop_lost([])
+    room.table["bundles_to_node_id"] |= {0: ""}
+    room.drop_lost([room.slots[0]])
+    assert not removed
+    room.drop_lost([])
+    assert (removed, room.groups, room.slots) == ([lost], [], [])
 
 
 @pytest.mark.parametrize("captures", [True, False])
@@ -66,7 +54,6 @@ def test_room_is_in_the_caller_s_placement_group_if_that_captures_child_tasks(
     monkeypatch.setattr(placement, "get_current_placement_group", lambda: "the caller's")
     monkeypatch.setattr(placement, "is_worker_process", lambda: False)
     monkeypatch.setattr(placement, "_reserve_within", lambda *arguments: "within")
-    monkeypatch.setattr(placement, "new_owner", lambda: None)
     monkeypatch.setattr(placement, "_granted", lambda *arguments: "own")
     monkeypatch.setattr(placement, "Reservation", lambda group, *_, **__: group)
     monkeypatch.setattr(placement, "_topped_up", lambda room, *_: room)

@@ -71,7 +71,7 @@ def test_an_inline_group_starts_and_ends_without_anything():
 
 
 class FakeSlot:
-    node_id = last_node_id = label_selector = None
+    node_id = last_node_id = None
 
     def __init__(self, name):
         self.strategy = name
@@ -89,7 +89,7 @@ class FakeReservation:
         self.slots += other.slots
 
     def drop_lost(self, taken):
-        return 0
+        pass
 
     def request_slot(self, bundle, instead_of=()):
         if not self.owned:
@@ -205,7 +205,7 @@ def test_a_start_requests_anew_what_was_reserved_for_it_and_is_lost(start):
         group.discard(member)
     lost = list(reservation.slots)
     assert group.vacant_slots(request=False) == lost
-    reservation.drop_lost = lambda taken: reservation.slots.clear() or 0
+    reservation.drop_lost = lambda taken: reservation.slots.clear()
     vacant = group.vacant_slots(request=False)
     assert len(vacant) == 3
     assert not set(vacant) & set(lost)
