@@ -41,21 +41,16 @@ class Attacked:
     ports = ()
     """The process of each port. One of each worker's is Ray's own."""
 
-    def check(self, pids=()):
+    def check(self, pids):
         """Check that it was the driver, these workers, and among them what is not Ray's own."""
         assert os.getpid() in self.ports
-        num_of_workers = sum(pid in pids for pid in self.ports)
-        assert num_of_workers > len(pids) or not pids, (pids, self.ports)
+        assert sum(pid in pids for pid in self.ports) > len(pids), (pids, self.ports)
 
 
 @contextlib.contextmanager
-def stranger(at_workers=True):
-    """Have a stranger beside this process and its workers. Ports that are open by now are Ray's.
-
-    Args:
-        at_workers: whether the workers are attacked as well.
-    """
-    command = [sys.executable, __file__, str(os.getpid()), *["workers"][:at_workers]]
+def stranger():
+    """Have a stranger beside this process and its workers. Ports that are open by now are Ray's."""
+    command = [sys.executable, __file__, str(os.getpid())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout.readline() == b"here\n"
@@ -66,13 +61,13 @@ def stranger(at_workers=True):
         attacked.ports = json.loads(said)
 
 
-def main(driver, at_workers):
+def main(driver):
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    asyncio.run(attack_all(driver, at_workers))
+    asyncio.run(attack_all(driver))
 
 
-async def attack_all(driver, at_workers):
+async def attack_all(driver):
     known = {inode for inode, _ in listening()}
     print("here", flush=True)
     left = asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
@@ -80,7 +75,7 @@ async def attack_all(driver, at_workers):
     while not left.done():
         if time.monotonic() - looked > LOOK_S:
             looked = time.monotonic()
-            pids = [driver, *(workers_of(driver) if at_workers else ())]
+            pids = [driver, *workers_of(driver)]
             of_others = set()  # some may be of a worker that was not known yet
         if new := {i: port for i, port in listening() if i not in known and i not in of_others}:
             owners = sockets_of(pids)
@@ -171,4 +166,4 @@ async def flood(loop, connection):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), len(sys.argv) > 2)
+    main(int(sys.argv[1]))

@@ -1,6 +1,7 @@
 """Scripts for Accelerate, Lightning, and Transformers, which run under torchrun and in raysgd.
 
-Each returns the final weights, the first epoch, and the number of processes.
+Each returns the final weights, the first epoch, and the number of processes. In the middle of each
+epoch it calls `fault` with the epoch and the rank.
 """
 
 import json
@@ -13,7 +14,7 @@ from pathlib import Path
 from raysgd import train
 from raysgd.train import Checkpoint
 
-NUM_EPOCHS, KILLED_IN = 3, 1
+NUM_EPOCHS, FAULT_EPOCH = 3, 1
 
 
 def rows():
@@ -32,14 +33,24 @@ def line():
     return torch.nn.Linear(4, 1)
 
 
-def die_once(mark, epoch, rank):
-    """Kill this process if it is rank 0 in the middle of `KILLED_IN`; the first time only."""
-    if mark is not None and (epoch, rank) == (KILLED_IN, 0) and not Path(mark).exists():
+def no_fault(epoch, rank):
+    pass
+
+
+def kill_once(mark, epoch, rank):
+    """Kill this process if it is rank 0 in `FAULT_EPOCH`, and there is no file `mark` yet."""
+    if (epoch, rank) == (FAULT_EPOCH, 0) and not Path(mark).exists():
         Path(mark).touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def accelerate(folder, mark=None):
+def fail(epoch, rank):
+    """Raise on rank 0 in `FAULT_EPOCH`."""
+    if (epoch, rank) == (FAULT_EPOCH, 0):
+        raise KeyError("in the middle of an epoch")
+
+
+def accelerate(folder, fault=no_fault):
     import torch
     from accelerate import Accelerator, DataLoaderConfiguration
     from torch.utils.data import DataLoader, TensorDataset
@@ -61,7 +72,7 @@ def accelerate(folder, mark=None):
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            die_once(mark, epoch, accelerator.process_index)
+            fault(epoch, accelerator.process_index)
         with tempfile.TemporaryDirectory() as made:
             accelerator.save_state(made)
             saved = Checkpoint.from_directory(made)
@@ -71,7 +82,7 @@ def accelerate(folder, mark=None):
     return layer.weight.tolist(), first, accelerator.num_processes
 
 
-def lightning(folder, mark=None):
+def lightning(folder, fault=no_fault):
     import lightning.pytorch as pl
     import torch
     from torch.utils.data import DataLoader, TensorDataset
@@ -89,7 +100,7 @@ def lightning(folder, mark=None):
             if self.first is None:
                 self.first = self.current_epoch
             if batch_idx == 1:
-                die_once(mark, self.current_epoch, self.global_rank)
+                fault(self.current_epoch, self.global_rank)
             loss = (self.layer(batch[0]) - batch[1]).square().mean()
             self.log("loss", loss)
             return loss
@@ -113,7 +124,7 @@ def lightning(folder, mark=None):
     return module.layer.weight.tolist(), module.first, trainer.world_size
 
 
-def transformers(folder, mark=None):
+def transformers(folder, fault=no_fault):
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -137,7 +148,7 @@ def transformers(folder, mark=None):
         def on_step_end(self, args, state, control, **others):
             self.first = int(state.epoch) if self.first is None else self.first
             if state.global_step % 3 == 2:
-                die_once(mark, int(state.epoch), args.process_index)
+                fault(int(state.epoch), args.process_index)
 
     watch = Watch()
     trainer = Trainer(

@@ -14,7 +14,6 @@ from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
 from raysgd.testing import chaos
 from tests.conftest import import_horovod, wait_until
 from tests.operators import make_data, make_model, parameters, replica_hash
-from tests.stranger import stranger
 
 import_horovod()
 
@@ -86,24 +85,16 @@ class Everything(TrainingOperator):
 
 @pytest.fixture(scope="module")
 def trainer(module_cluster):
-    """They start and train as if nobody else was there.
-
-    Nobody is at their own listeners, as Horovod's gloo takes the first who connects for a worker.
-    """
-    with (
-        stranger(at_workers=False) as attacked,
-        TorchTrainer(
-            training_operator_cls=Everything,
-            config={"horovod": True, "batch_size": 16},
-            num_workers=2,
-            backend="horovod",
-            scheduler_step_freq="epoch",
-            elastic=ElasticConfig(initial_s=0.2, resize_cooldown_s=0.0),
-            timeout_s=60,
-        ) as made,
-    ):
+    with TorchTrainer(
+        training_operator_cls=Everything,
+        config={"horovod": True, "batch_size": 16},
+        num_workers=2,
+        backend="horovod",
+        scheduler_step_freq="epoch",
+        elastic=ElasticConfig(initial_s=0.2, resize_cooldown_s=0.0),
+        timeout_s=60,
+    ) as made:
         yield made
-    attacked.check()
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Where workers are placed, how many start, and what each of them knows of its place."""
 
 import itertools
-import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,12 +14,10 @@ from torch.utils.data import DataLoader
 from raysgd import ElasticConfig, TorchTrainer
 from raysgd.cluster import placement, ray_session
 from raysgd.errors import InsufficientResourcesError
-from raysgd.testing import chaos
 from raysgd.utils import BATCH_SIZE
 from tests.conftest import wait_until
 from tests.ledger import Ids, SlowLedger, ledger_of
 from tests.operators import Classifier
-from tests.shared import make_whole
 
 
 @pytest.fixture
@@ -118,15 +115,11 @@ class HiddenOrder:
 
 
 class Growing(SlowLedger):
-    """Its batches follow the share; shuffles by a seed where one stands in a file."""
+    """Its batches follow the share of the worker."""
 
     def make_loader(self, config):
-        data, seed = Ids(config["num_samples"]), os.path.join(config["folder"], "seed")
-        if not os.path.exists(seed):
-            return DataLoader(data, config[BATCH_SIZE], sampler=HiddenOrder(len(data)))
-        with open(seed) as file:
-            generator = torch.Generator().manual_seed(int(file.read()))
-        return DataLoader(data, 4, shuffle=True, generator=generator)
+        data = Ids(config["num_samples"])
+        return DataLoader(data, config[BATCH_SIZE], sampler=HiddenOrder(len(data)))
 
     def setup(self, config):
         super().setup(config)
@@ -139,21 +132,15 @@ class Growing(SlowLedger):
         self.validated += batch.tolist()
         return {"num_samples": len(batch)}
 
-    def use_seed(self):
-        self.register_data(train_loader=self.make_loader(self.config))
 
-
-@pytest.mark.slow("a worker starts, two when there is room, and one that replaces the first")
-def test_training_starts_with_what_fits_and_replacements_go_on_in_the_order_of_the_others(
-    two_cpus_taken, caplog, tmp_path
-):
-    """They make batches as the others do, for no retry."""
-    num_samples, seed = 1200, tmp_path / "seed"
+@pytest.mark.slow("a worker starts, and two when there is room")
+def test_training_starts_with_what_fits_and_grows_without_a_retry(two_cpus_taken, caplog):
+    """New workers take the batches and the order of the first one."""
+    num_samples = 1200
     with TorchTrainer(
         training_operator_cls=Growing,
         config={
             "num_samples": num_samples,
-            "folder": str(tmp_path),
             "until_size": 0,
             BATCH_SIZE: 12,
         },
@@ -176,17 +163,6 @@ def test_training_starts_with_what_fits_and_replacements_go_on_in_the_order_of_t
         assert trainer.validate()["num_samples"] == num_samples
         validated = trainer.apply_all_operators(lambda operator: operator.validated)
         assert sorted(itertools.chain(*validated)) == list(range(num_samples))
-
-        seed.write_text("0")
-        trainer.apply_all_operators(Growing.use_seed)
-        trainer.train()
-        trainer.train(num_steps=1)
-        seed.write_text("1")
-        chaos.kill(trainer, 0)
-        trainer.train(num_steps=1)
-        make_whole(trainer)
-        trainer.train()
-        assert ledger_of(trainer).tolist() == [trainer.epoch] * num_samples
 
 
 def test_no_room_for_min_workers_is_an_error_that_says_what_there_is(two_cpus_taken, monkeypatch):
@@ -250,26 +226,26 @@ def test_what_is_left_of_a_cluster_that_has_ended_is_in_nobodys_way(
     assert f"at {gone}, is gone" in caplog.text
 
 
-@pytest.mark.slow("a trial starts, and in it workers")
-def test_a_trainer_inside_of_a_placement_group_uses_its_room(ray_cluster):
-    """Its three bundles hold the trainer and two workers, although four are asked for."""
+def test_inside_of_a_placement_group_its_room_is_used(ray_cluster):
+    """Its three bundles hold the caller and two workers, although four are asked for."""
 
     @ray_cluster.remote(num_cpus=1)
-    def trial():
+    def count_slots_and_groups():
+        asked = {"num_workers": 4, "min_workers": 1, "timeout_s": 20}
         with pytest.raises(InsufficientResourcesError, match="its bundles hold 0 beside the"):
-            TorchTrainer(training_operator_cls=Classifier, num_workers=1, num_cpus_per_worker=2)
-        with TorchTrainer(training_operator_cls=Classifier, num_workers=4) as trainer:
-            groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
-            metrics = trainer.train()
-            return metrics["num_samples"], trainer.num_workers, trainer.max_workers, len(groups)
+            placement.reserve({"CPU": 2}, **asked)
+        room = placement.reserve({"CPU": 1}, **asked)
+        groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
+        return len(room.slots), len(groups)
 
     group = placement_group([{"CPU": 1}] * 3, strategy="PACK")
     strategy = PlacementGroupSchedulingStrategy(
         group, placement_group_bundle_index=1, placement_group_capture_child_tasks=True
     )
-    found = ray_cluster.get(trial.options(scheduling_strategy=strategy).remote(), timeout=120)
+    counting = count_slots_and_groups.options(scheduling_strategy=strategy)
+    found = ray_cluster.get(counting.remote(), timeout=120)
     remove_placement_group(group)
-    assert found == (1003, 2, 4, 1)
+    assert found == (2, 1)
 
 
 def test_a_caller_holds_what_the_names_of_its_resources_say_and_of_no_other_bundle():

@@ -3,7 +3,6 @@
 A loss costs these frameworks whole processes, as it does any function: a soak alone shows it here.
 """
 
-import functools
 import os
 import signal
 from pathlib import Path
@@ -96,91 +95,6 @@ def test_tensorflow_trains_in_step(ray_cluster, tmp_path):
         assert kinds == ["started", "lost", "restarted"][: 3 if IN_SOAK else 1]
     finally:
         trainer.shutdown()
-
-
-def learn_with_lightning():
-    import lightning.pytorch as lightning
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
-
-    class Line(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
-
-        def training_step(self, batch, batch_idx):
-            return self.layer(batch[0]).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    module = Line()
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = lightning.Trainer(max_epochs=1, enable_model_summary=False, **quiet)
-    trainer.fit(module, DataLoader(TensorDataset(torch.rand(16, 1)), batch_size=4))
-    return trainer.world_size, trainer.global_rank, trainer.global_step, module.layer.weight.item()
-
-
-def wrap_by_accelerate():
-    import torch
-    from accelerate import Accelerator
-
-    accelerator = Accelerator()
-    model = accelerator.prepare(torch.nn.Linear(1, 1))
-    return accelerator.num_processes, accelerator.process_index, type(model).__name__
-
-
-def learn_with_transformers(folder):
-    import torch
-    from transformers import Trainer, TrainingArguments
-
-    class Line(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(1, 1)
-
-        def forward(self, x, labels):
-            return {"loss": (self.layer(x) - labels).square().mean()}
-
-    rows = [{"x": torch.rand(1), "labels": torch.rand(1)} for _ in range(16)]
-    arguments = TrainingArguments(
-        folder, max_steps=2, per_device_train_batch_size=4, report_to=[], save_strategy="no"
-    )
-    trainer = Trainer(Line(), arguments, train_dataset=rows)
-    trainer.train()
-    return arguments.world_size, arguments.process_index, trainer.model.layer.weight.item()
-
-
-def run_on_two(function, tmp_path):
-    trainer = Trainer("torch", num_workers=2, logdir=tmp_path / "runs")
-    trainer.start()
-    try:
-        return trainer.run(function)
-    finally:
-        trainer.shutdown()
-
-
-@pytest.mark.slow("two workers import Lightning")
-def test_the_trainer_of_lightning_makes_one_world_of_the_workers(ray_cluster, tmp_path):
-    pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
-    first, second = run_on_two(learn_with_lightning, tmp_path)
-    assert (first[:3], second[:3]) == ((2, 0, 2), (2, 1, 2))
-    assert first[3] == second[3]
-
-
-@pytest.mark.slow("two workers import Transformers")
-def test_accelerate_and_transformers_make_one_world_of_the_workers(ray_cluster, tmp_path):
-    pytest.importorskip("accelerate", reason="Accelerate is not installed")
-    first, second = run_on_two(wrap_by_accelerate, tmp_path)
-    assert (first, second) == (
-        (2, 0, "DistributedDataParallel"),
-        (2, 1, "DistributedDataParallel"),
-    )
-    pytest.importorskip("transformers", reason="Transformers is not installed")
-    function = functools.partial(learn_with_transformers, str(tmp_path))
-    first, second = run_on_two(function, tmp_path)
-    assert (first[:2], second[:2]) == ((2, 0), (2, 1))
-    assert first[2] == second[2]
 
 
 def learn_with_horovod(config):

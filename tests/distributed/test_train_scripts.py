@@ -1,4 +1,4 @@
-"""Scripts for other libraries: a killed worker changes nothing, and torchrun gives the same."""
+"""Scripts for other libraries end with the same weights after a fault, and under torchrun."""
 
 import functools
 import importlib.util
@@ -13,8 +13,9 @@ import pytest
 from raysgd import ElasticConfig
 from raysgd.train import Trainer
 from raysgd.train.callbacks import TrainingCallback
+from tests.conftest import IN_SOAK
 from tests.distributed import framework_scripts
-from tests.distributed.framework_scripts import KILLED_IN, NUM_EPOCHS, SCRIPTS
+from tests.distributed.framework_scripts import FAULT_EPOCH, NUM_EPOCHS, SCRIPTS, fail, kill_once
 
 MISSING = {
     name
@@ -69,20 +70,36 @@ def trainer(module_cluster, tmp_path_factory):
     trainer.shutdown()
 
 
-@pytest.mark.slow("processes import Transformers and Lightning, some again after a kill")
-@pytest.mark.parametrize("name", sorted(SCRIPTS))
+@pytest.fixture(params=sorted(SCRIPTS))
+def name(request):
+    if request.param in MISSING:
+        pytest.skip(f"{request.param} is not installed, or Accelerate is not")
+    return request.param
+
+
+@pytest.mark.slow("two workers import Lightning and Transformers")
+def test_a_resumed_script_ends_with_the_same_weights(name, trainer, tmp_path):
+    script, reports = functools.partial(SCRIPTS[name], str(tmp_path)), Reports()
+    (expected, *whole), other = trainer.run(script)
+    assert whole == [0, 2]
+    assert other == (expected, *whole)
+    with pytest.raises(KeyError, match="in the middle"):
+        trainer.run(functools.partial(script, fail))
+    resumed = trainer.run(script, checkpoint=trainer.latest_checkpoint, callbacks=[reports])
+    assert resumed == [(expected, FAULT_EPOCH, 2)] * 2
+    assert len(reports.results) == NUM_EPOCHS - FAULT_EPOCH
+    assert all("loss" in metrics and "epoch" in metrics for metrics in reports.results[-1])
+
+
+@pytest.mark.skipif(not IN_SOAK, reason="many processes import Transformers and Lightning")
 def test_a_killed_worker_does_not_change_the_result(name, expected, trainer, tmp_path):
-    if name in MISSING:
-        pytest.skip(f"{name} is not installed, or Accelerate is not")
-    reports, mark = Reports(), tmp_path / "killed"
-    function = functools.partial(SCRIPTS[name], str(tmp_path), str(mark))
-    first, second = trainer.run(function, callbacks=[reports])
+    mark = tmp_path / "killed"
+    fault = functools.partial(kill_once, str(mark))
+    first, second = trainer.run(functools.partial(SCRIPTS[name], str(tmp_path), fault))
     assert mark.exists()
     assert expected[name][1:] == [0, 2]
-    assert [first[1:], second[1:]] == [(KILLED_IN, 2), (KILLED_IN, 2)]
+    assert [first[1:], second[1:]] == [(FAULT_EPOCH, 2), (FAULT_EPOCH, 2)]
     assert first[0] == second[0]
     assert first[0] == [pytest.approx(expected[name][0][0], rel=1e-6)]
-    assert len(reports.results) == NUM_EPOCHS
-    assert all("loss" in metrics and "epoch" in metrics for metrics in reports.results[-1])
     kinds = [event.kind for event in trainer.events]
     assert kinds[-2:] == ["lost", "restarted"]

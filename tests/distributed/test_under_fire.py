@@ -24,7 +24,7 @@ QUIET_START_S = 6.0 if IN_SOAK else 3.0
 """How long three workers take to start where nothing else runs, with a margin in the soak.
 
 In the suite other tests run beside: a fire leaves twice as long, begins after the start, and ends
-when it has cost four workers, or a busy machine would hardly come to train.
+when it has cost two workers, or a busy machine would hardly come to train.
 """
 COPY = {"sharding_args": {"copies": 1}}  # also of the two that a loss leaves
 REGISTERED = [
@@ -52,7 +52,7 @@ def train_on_ledger(fire, lasts_s=0.0, **register):
     ) as trainer:
         start_s = time.monotonic() - began
         if fire is not None and not IN_SOAK:
-            fire.enough = lambda: num_losses(trainer) >= 4
+            fire.enough = lambda: num_losses(trainer) >= 2
             fire.pauses_s = pauses_s(start_s)
             fire.start()
         counted = []

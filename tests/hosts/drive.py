@@ -1,6 +1,5 @@
 """A driver on a host of its own, which does what the test says: a line of JSON for each call."""
 
-import ctypes
 import json
 import os
 import sys
@@ -15,14 +14,12 @@ from tests.ledger import Ledger, ledger_of, ledger_trainer
 from tests.operators import fingerprint
 
 STEP_S = 0.02
-LOCKED_S = 8.0
 
 
 class Logged(Ledger):
     """Writes down in a file of its process when a step was done, by how many workers, and which.
 
-    Once there is a file ``stubborn-PID`` no exception gets out of its process any more. If there is
-    a file ``locked-PID``, it removes the file and holds the GIL for `LOCKED_S` seconds.
+    While there is a file ``stubborn-PID``, that process raises no exception.
     """
 
     def setup(self, config):
@@ -36,17 +33,11 @@ class Logged(Ledger):
         try:
             done = super().train_batch(batch, batch_info)
         except Exception:
-            while self.is_asked_to_be("stubborn"):
+            while os.path.exists(os.path.join(self.folder, f"stubborn-{os.getpid()}")):
                 time.sleep(0.1)
             raise
-        if self.is_asked_to_be("locked"):
-            os.remove(os.path.join(self.folder, f"locked-{os.getpid()}"))
-            ctypes.PyDLL(None).sleep(int(LOCKED_S))
         self.log.write(json.dumps([time.time(), self.world_size, self.global_step]) + "\n")
         return done
-
-    def is_asked_to_be(self, what):
-        return os.path.exists(os.path.join(self.folder, f"{what}-{os.getpid()}"))
 
 
 class Driver:

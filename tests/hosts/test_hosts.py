@@ -200,12 +200,12 @@ def test_one_silent_host_of_few_costs_five_seconds(num_hosts):
         assert kinds(run.end()) == ["lost", "resumed", "grown"]
 
 
-def test_flapping_links_and_blocked_processes_are_not_lost(run):
-    """Ray's head is stopped for all of that time. A worker that dies meanwhile is detected."""
+def test_flapping_links_and_stopped_processes_are_not_lost(run):
+    """The Ray head is stopped for all of that time. A worker that dies meanwhile is detected."""
     (head,) = run.hosts.processes(0, "gcs_server")
     began = time.time()
     head.send_signal(signal.SIGSTOP)
-    for down_s in [1.0, 2.0] + [1.0, 1.5, 2.0] * 10 * IN_SOAK:
+    for down_s in [2.0] + [1.0, 1.5, 2.0] * 10 * IN_SOAK:
         run.hosts.cut(2)
         time.sleep(down_s)
         run.hosts.heal(2)
@@ -213,21 +213,15 @@ def test_flapping_links_and_blocked_processes_are_not_lost(run):
         run.await_size(NUM_WORKERS, healed)
         time.sleep(max(0.0, healed + 1.0 - time.time()))
     assert IN_SOAK or run.pause(began) < 6.0  # TCP retransmits in ever longer intervals
-    run.await_epochs(2)  # at the end of each the driver is asked
-    locked = run.folder / f"locked-{run.workers[run.hosts.address(2)]}"
-    locked.touch()
-    wait_until(lambda: not locked.exists())
-    run.await_epochs(1)
     stopped = psutil.Process(run.workers[run.hosts.address(1)])
     stopped.send_signal(signal.SIGSTOP)
     time.sleep(60 if IN_SOAK else LOST_S + 1)
     stopped.send_signal(signal.SIGCONT)
-    run.await_epochs(1)
+    run.await_epochs(1)  # at its end the driver is asked
     assert run.pause(began) > LOST_S
     killed = time.time()
     send([next(iter(run.alone().values()))], signal.SIGKILL)
     alone = run.await_size(NUM_WORKERS - 1, killed)
-    run.await_epochs(1)
     head.send_signal(signal.SIGCONT)
     run.await_size(NUM_WORKERS, alone)
     events = run.end()
@@ -258,8 +252,7 @@ def test_rays_head_dies_and_starts_again_with_its_tables_and_nobody_is_lost():
 def fault(hosts, draw):
     """One fault at random, and its end; a host without power gets a new node of Ray's."""
     host, seconds = draw.randrange(len(hosts.cpus)), draw.choice([0.5, 1.5, 3.0])
-    kinds = ["cut", "stop", "kill", "term"] + ["off", "drain"] * IN_SOAK
-    kind = draw.choice(kinds) if host else "cut"
+    kind = draw.choice(["cut", "stop", "kill", "term", "off", "drain"]) if host else "cut"
     workers = hosts.processes(host, "ray::Worker")
     if kind == "cut":
         hosts.cut(host)
@@ -290,10 +283,11 @@ def send(processes, number):
             process.send_signal(number)
 
 
+@pytest.mark.skipif(not IN_SOAK, reason="random faults are for the soak")
 @pytest.mark.parametrize("seed", range(int(os.environ.get("RAYSGD_SOAK", "1"))))
 def test_whatever_happens_each_sample_counts_once(run, seed):
     draw = random.Random(int(os.environ.get("RAYSGD_SEED", "0")) + seed)
-    for _ in range(200 if IN_SOAK else 2):
+    for _ in range(200):
         fault(run.hosts, draw)
         time.sleep(draw.random())
     run.end()
@@ -324,9 +318,10 @@ def test_workers_hold_still_for_a_driver_that_is_cut_off_and_end_when_it_is_gone
     if IN_SOAK:  # a call of Ray's is under way only after the first
         run.end()
         run.train()
-    cut = time.time()
+    cut, said_before = time.time(), run.log.read_text()
     run.hosts.cut(0)
-    time.sleep(20 if IN_SOAK else 5)
+    wait_until(lambda: "its own is cut off" in run.log.read_text().removeprefix(said_before))
+    time.sleep(20 if IN_SOAK else 0)
     healed = time.time()
     run.hosts.heal(0)
     run.await_size(NUM_WORKERS, healed)
