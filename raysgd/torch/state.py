@@ -5,17 +5,13 @@ from __future__ import annotations
 import copy
 import copyreg
 import itertools
-import math
-import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
-from torch.optim import lr_scheduler
 
 from raysgd._internal.nested import deep_copied, map_leaves
-from raysgd.torch.optimizer_dry_run import step_problem
 
 __all__ = [
     "copy_leaf",
@@ -61,10 +57,7 @@ def copy_leaf(leaf: Any) -> Any:
 
 
 def copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of `model` on the CPU, without a second copy on its device.
-
-    The copy can be pickled, even with parametrizations (``torch.nn.utils.parametrize``).
-    """
+    """Return a copy of `model` on the CPU that can be pickled, without a copy on its device."""
     memo: dict[int, Any] = {}
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         memo[id(tensor)] = _twin(tensor)
@@ -73,11 +66,11 @@ def copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
         if id(tensor) not in memo:
             memo[id(tensor)] = _twin(tensor)
     try:
-        copied_model = copy.deepcopy(model, dict(memo))
+        copied_model = copy.deepcopy(model, memo)
     except Exception as error:
         raise TypeError(
-            f"{_odd_attribute(model, memo)} cannot be copied: {error!r}. Keep it out of the model, "
-            'or take the weights alone: trainer.state_dict()["models"].'
+            f"The {type(model).__name__} cannot be copied: {error!r}. Use its weights, "
+            'trainer.state_dict()["models"].'
         ) from error
     for module in copied_model.modules():
         if parametrize.is_parametrized(module):
@@ -85,17 +78,18 @@ def copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
     return copied_model
 
 
-def _odd_attribute(model: torch.nn.Module, memo: Mapping[int, Any]) -> str:
-    """Return the name of the attribute that prevents a copy, or of the model if none does alone."""
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
-            try:
-                copy.deepcopy(value, dict(memo))
-            except Exception:
-                return f"{type(model).__name__}.{f'{path}.' * bool(path)}{name}"
-    return f"A {type(model).__name__}"
+def _reduced(module: Any) -> tuple[Any, ...]:
+    """Reduce a parametrized module, whose generated class cannot be pickled."""
+    kind: Any = parametrize.type_before_parametrizations(module)
+    return kind.__new__, (kind,), kind.__getstate__(module), None, None, _parametrize
+
+
+def _parametrize(module: Any, state: Any) -> None:
+    """Restore a module's state, and the class that PyTorch generates for its parametrizations."""
+    module.__setstate__(state)
+    parametrize._inject_new_class(module)
+    for name in module.parametrizations:
+        parametrize._inject_property(module, name)
 
 
 def _twin(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,24 +107,6 @@ def _tensors_in(held: Any, seen: set[int]) -> Iterator[torch.Tensor]:
         seen.add(id(held))
         for each in held.values() if isinstance(held, dict) else held:
             yield from _tensors_in(each, seen)
-
-
-def _reduced(module: Any) -> tuple[Any, ...]:
-    """Reduce a parametrized module, whose generated class cannot be pickled."""
-    kind: Any = parametrize.type_before_parametrizations(module)
-    return _bare, (kind,), kind.__getstate__(module), None, None, _parametrize
-
-
-def _bare(kind: type[torch.nn.Module]) -> torch.nn.Module:
-    return kind.__new__(kind)
-
-
-def _parametrize(module: Any, state: Any) -> None:
-    """Restore a module's state, and the class that PyTorch generates for its parametrizations."""
-    module.__setstate__(state)
-    parametrize._inject_new_class(module)
-    for name in module.parametrizations:
-        parametrize._inject_property(module, name)
 
 
 # ---- names in the state of a model
@@ -160,7 +136,6 @@ def renamed_states(models: Sequence[torch.nn.Module], saved: Any) -> Any:
 
 
 def _rename(state: Any, like: torch.nn.Module) -> Any:
-    """Return the state of a model with the names that `like` uses."""
     if not isinstance(state, Mapping) or state.keys() == like.state_dict().keys():
         return state
     own = {saved_name(name): name for name in like.state_dict()}
@@ -199,12 +174,18 @@ def _in_dtypes_of(saved: Any, held: Any) -> Any:
 
 
 def state_problem(held: Any, state: Mapping[str, Any]) -> str:
-    """Return why a model, optimizer or scheduler cannot load a state; an empty text if it can."""
+    """Return why a model or optimizer cannot load a state; an empty text if none is known.
+
+    The optimizers of PyTorch load the state of another kind, and fail in the next step.
+    """
     if isinstance(held, torch.nn.Module):
         return _model_problem(held.state_dict(), state)
     if isinstance(held, torch.optim.Optimizer):
-        return _optimizer_problem(held, state)
-    return _scheduler_problem(held, state)
+        try:
+            return _optimizer_problem(held, state)
+        except (AttributeError, KeyError, TypeError):
+            return "it is not the state of an optimizer"
+    return ""
 
 
 def _model_problem(held: Mapping[str, Any], state: Mapping[str, Any]) -> str:
@@ -232,81 +213,20 @@ def is_like(given: Any, value: torch.Tensor) -> bool:
 
 
 def _optimizer_problem(held: torch.optim.Optimizer, state: Mapping[str, Any]) -> str:
-    groups = state.get("param_groups")
-    if not isinstance(groups, list) or not isinstance(state.get("state"), Mapping):
-        return "it has no 'param_groups' and 'state'"
-    if not all(isinstance(g, Mapping) and isinstance(g.get("params"), list) for g in groups):
-        return "its 'param_groups' have no lists of 'params'"
-    ids = [each for group in groups for each in group["params"]]
-    if strays := [key for key in state["state"] if isinstance(key, int) and key not in ids]:
-        return f"a state of parameter {strays[0]}, which is in none of its groups"  # else ignored
+    groups, _ = state["param_groups"], state["state"].items()
     sizes = [len(group["params"]) for group in groups]
     expected = [len(group["params"]) for group in held.param_groups]
     if sizes != expected:
         return f"groups of {sizes} parameters, not of {expected}"
+    # flags come and go with releases of PyTorch
+    defaults = getattr(held, "defaults", {}).items()
+    options = {name for name, value in defaults if not isinstance(value, bool | None)}
     for own, group in zip(held.param_groups, groups, strict=True):
-        if problem := _kind_problem(held, own, group):
-            return f"groups {problem}"
-        rate = group.get("lr", 0.0)
-        if isinstance(rate, float) and not math.isfinite(rate):
-            return f"a learning rate of {rate}"
-    return step_problem(held, state)
-
-
-def _kind_problem(
-    held: torch.optim.Optimizer, own: Mapping[str, Any], group: Mapping[str, Any]
-) -> str:
-    """Detect a group of another kind of optimizer, which PyTorch loads and then fails to step.
-
-    Missing options alone prove nothing: a later release or a wrapper such as Lookahead may have
-    added them, and fills them in. Flags are ignored, because they come and go. A kind whose options
-    are a subset of the other's, such as SparseAdam and Adam, is not detected.
-    """
-    # a wrapper may skip the constructor that sets its defaults
-    needed = {name for name, value in getattr(held, "defaults", {}).items() if _is_measure(value)}
-    missing, unknown = (needed & own.keys()) - group.keys(), group.keys() - own.keys()
-    return _differing(missing, unknown) if missing and unknown else ""
-
-
-def _scheduler_problem(held: Any, state: Any) -> str:
-    """Return why a PyTorch scheduler would fail after loading a state; others are not checked."""
-    if type(held).__module__ != lr_scheduler.__name__:
-        return ""
-    if not isinstance(state, Mapping):
-        return "it is no dict"
-    for name, own in vars(held).items():
-        if name in state and (problem := _number_problem(own, state[name])):
-            return f"its {name!r} is {state[name]!r}, and must be {problem}"
-    held_inner, inner = getattr(held, "_schedulers", []), state.get("_schedulers", [])
-    if not isinstance(inner, list | tuple) or len(inner) != len(held_inner):
-        count = len(inner) if isinstance(inner, list | tuple) else "no"
-        return f"it has {count} schedulers in it, not {len(held_inner)}"
-    for index, (scheduler, saved) in enumerate(zip(held_inner, inner, strict=True)):
-        if problem := _scheduler_problem(scheduler, saved):
-            return f"in the {type(scheduler).__name__} _schedulers[{index}], {problem}"
+        # missing options alone are those of a wrapper, such as Lookahead, which fills them in
+        missing, unknown = (own.keys() & options) - group.keys(), group.keys() - own.keys()
+        if missing and unknown:
+            return f"groups {_differing(missing, unknown)}"
     return ""
-
-
-def _number_problem(own: Any, given: Any) -> str:
-    """Return what a scheduler's numeric field must be; an empty text if `given` fits."""
-    if isinstance(own, Mapping) and own and all(map(_is_number, own)):
-        fits = isinstance(given, Mapping) and all(map(_is_number, given))
-        return "" if fits else "a dict of numbers"
-    if isinstance(own, list) and own and all(map(_is_number, own)):
-        fits = isinstance(given, list | tuple) and len(given) == len(own)
-        return "" if fits and all(map(_is_number, given)) else f"a list of {len(own)} numbers"
-    is_number = _is_number(own) and not isinstance(own, bool)
-    return "a number" if is_number and not _is_number(given) else ""
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1
-    return isinstance(value, numbers.Real)
-
-
-def _is_measure(value: Any) -> bool:
-    return isinstance(value, int | float | tuple | list) and not isinstance(value, bool)
 
 
 def _differing(missing: set[Any], unknown: set[Any]) -> str:
