@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -22,7 +21,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    Subset,
     TensorDataset,
     default_collate,
 )
@@ -32,7 +30,6 @@ from raysgd.data import Dataset as ItemDataset
 from raysgd.data.partition import EpochPartition
 from raysgd.data.source import BatchSource, PartitionedSource, own_split
 from raysgd.torch.seeding import seeded
-from raysgd.torch.tensor_dataset import rows_of
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
@@ -47,6 +44,7 @@ __all__ = [
     "makes_own_batches",
     "orders_differ",
     "picked",
+    "tensors_of",
     "wrap_loader",
 ]
 
@@ -95,7 +93,7 @@ class ShardedLoader(PartitionedSource):
         self.reseed(seed)
         self._iterates_itself = _iterates_itself(loader)
         has_rows = not (self._iterates_itself or self._deals_batches)
-        self._rows = rows_of(loader) if has_rows else None
+        self._tensors = tensors_of(loader) if has_rows else None
         self._worker_loader: DataLoader[Any] | None = None
         self._order: tuple[tuple[int, int], Order] | None = None
         self._orders_agreed = False
@@ -128,8 +126,10 @@ class ShardedLoader(PartitionedSource):
         self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
     ) -> Iterator[Any]:
         order, shard = self._order_of(epoch), self.shard
-        if self._rows is not None and not isinstance(order, list):
-            return self._rows.batches(order, shard.batches(offset, num_steps, in_parts))
+        if self._tensors is not None and not isinstance(order, list):
+            spans = shard.batches(offset, num_steps, in_parts)
+            keys = order if order is not None else torch.arange(shard.total)
+            return ([each[keys[start:stop]] for each in self._tensors] for start, stop in spans)
         loader = self._reader(begins=offset == 0)
         indices = loader._index_sampler
         indices.begin(order, partial(shard.batches, offset, num_steps, in_parts))
@@ -140,7 +140,7 @@ class ShardedLoader(PartitionedSource):
             loader.generator = torch.Generator().manual_seed(seed)
         with seeded(seed):
             batches = iter(loader)
-        return (self._checked if self._iterates_itself else self._each)(batches, indices)
+        return self._checked(batches, indices)
 
     def _reader(self, begins: bool) -> DataLoader[Any]:
         """Return a copy of the user's loader that draws from a sampler of raysgd.
@@ -159,41 +159,26 @@ class ShardedLoader(PartitionedSource):
             self._worker_loader = changed(loader, **settings)
         return self._worker_loader
 
-    def _each(self, batches: Iterator[Any], indices: _Indices) -> Iterator[Any]:
-        """Yield one batch per span of `indices`."""
-        for _ in indices._spans():
-            try:
-                batch = next(batches)
-            except StopIteration as error:
-                raise RuntimeError(
-                    f"StopIteration was raised in {type(self.loader.dataset).__name__}."
-                    "__getitem__, or in a sampler or collate_fn of its loader, and would end the "
-                    "epoch of this worker early. Raise another error, or return a sample."
-                ) from error
-            yield batch
-
     def _checked(self, batches: Iterator[Any], indices: _Indices) -> Iterator[Any]:
-        """Yield the batches of a loader with its own ``__iter__``, which must use `indices`."""
+        """Yield the batches of a loader, whose own ``__iter__`` may not use `indices`."""
         kind = type(self.loader).__name__
         num_batches, num_given = len(indices), 0
         # a loader that repeats forever ends here
         for batch in itertools.islice(batches, num_batches):
             if not indices.drawn:
                 raise RuntimeError(
-                    f"{kind} gave a batch without drawing from its sampler, so that it cannot be "
-                    "shared out: every worker would read the same. Let its __iter__ draw from "
-                    "self.batch_sampler (self.sampler where batch_size is None), as "
-                    "super().__iter__() does, or pass add_dist_sampler=False to the trainer and "
-                    "let each worker read a part of its own, by self.world_rank."
+                    f"{kind}.__iter__ yielded a batch without drawing from self.batch_sampler (or "
+                    "from self.sampler if batch_size is None). Every worker would read the same "
+                    "batches. Draw from it, or pass add_dist_sampler=False to the trainer and "
+                    "select the samples by self.world_rank."
                 )
             num_given += 1
             yield batch
         if num_given < num_batches and self._shard.even and self._shard.world_size > 1:
             raise RuntimeError(
-                f"{kind} gave {num_given} batches where its sampler has {num_batches}, so that "
-                "the other workers would wait for this one. Let its __iter__ give one batch for "
-                "each that it draws, or pass add_dist_sampler=False to the trainer and let each "
-                "worker read a part of its own, by self.world_rank."
+                f"{kind} ended after {num_given} of {num_batches} batches, and the other workers "
+                "would wait for this one. Its __iter__ must yield one batch for each that it draws "
+                "from its sampler, and its dataset must not raise StopIteration."
             )
 
     def close_workers(self) -> None:
@@ -201,13 +186,11 @@ class ShardedLoader(PartitionedSource):
 
     @property
     def can_be_tried(self) -> bool:
-        """Return False for a loader with its own ``__iter__``, which may count its passes."""
         return not self._iterates_itself
 
     # ---- the order
 
     def reseed(self, seed: int, own_seed: int | None = None) -> None:
-        """Set the seed of the order; a generator of the user's loader takes precedence."""
         generator = self.loader.generator
         if generator is not None:
             seed = generator.initial_seed() % 2**62 if own_seed is None else own_seed
@@ -269,7 +252,7 @@ class ShardedLoader(PartitionedSource):
     # ---- for messages and comparisons
 
     def fingerprint(self) -> str:
-        shard = self.shard
+        shard, dataset = self.shard, type(self.loader.dataset).__name__
         sizes = f"{shard.total} samples, drop_last {shard.drop_last}"
         if self._deals_batches:
             sizes = f"{shard.total} batches of its {type(self.order_sampler).__name__}"
@@ -277,7 +260,7 @@ class ShardedLoader(PartitionedSource):
             sizes += ", batch_size None"
         if self.loader.generator is not None:
             sizes += ", a generator of its own"
-        return f"{sizes}, {_content_of(self.loader.dataset)}"
+        return f"{sizes}, {dataset}"
 
     def describe(self) -> str:
         if self._deals_batches:
@@ -297,10 +280,6 @@ class HuggingFaceSource(BatchSource):
     def __init__(self, loader: Any, world_size: int, rank: int) -> None:
         super().__init__(loader, has_length=False)
         self.reshard(world_size, rank, None)
-        self._order = hashlib.sha256(_shuffle_state(loader).encode()).hexdigest()[:8]
-
-    def fingerprint(self) -> str:
-        return f"a stream whose shuffle has the state {self._order}"
 
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
         self._world_size, self._rank = world_size, rank
@@ -371,15 +350,13 @@ def wrap_loader(
     ):
         raise TypeError(
             "register_data takes one loader to train on, and one, or a dict by name, to validate "
-            f"on. It got a {type(loader).__name__} of {len(loader)}. Join the data sets, by "
-            "torch.utils.data.ConcatDataset, or write a class whose __iter__ yields the batches of "
-            "all of them."
+            f"on. It got a {type(loader).__name__} of {len(loader)}. Join the data sets with "
+            "torch.utils.data.ConcatDataset."
         )
     if isinstance(loader, ItemDataset):
         loader = DataLoader(loader, loader.batch_size, collate_fn=_join_samples)  # type: ignore[arg-type]
     undivided, splits_itself = loader, own_split(loader) is not None
     if isinstance(loader, DataLoader):
-        _check_data_set(loader)
         undivided = _undivided(loader)
     is_distributed = _is_distributed(undivided)
     why_whole = _why_whole(undivided)
@@ -396,46 +373,9 @@ def wrap_loader(
         )
     if shard and not splits_itself and _is_hugging_face(loader):
         return HuggingFaceSource(loader, world_size, rank)
-    if shard and world_size > 1 and not isinstance(loader, DataLoader):
-        _check_no_data_set(loader)
     # PyTorch can only guess the length of an IterableDataset
     guessed = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
     return BatchSource(loader, has_length=not guessed, by_user=not shard, why_whole=why_whole)
-
-
-def _check_no_data_set(loader: Any) -> None:
-    """Reject a loader of an unknown kind whose data raysgd could partition."""
-    data, sampler = getattr(loader, "dataset", None), getattr(loader, "sampler", None)
-    if (
-        hasattr(data, "__getitem__")
-        and hasattr(data, "__len__")
-        and not hasattr(sampler, "num_replicas")
-    ):
-        raise TypeError(
-            f"A {type(loader).__name__} was registered, which is no torch.utils.data.DataLoader "
-            "and cannot be shared out: every worker would read all of its dataset. Register a "
-            "DataLoader (of its dataset, say), or pass add_dist_sampler=False to the trainer and "
-            "let each worker read a part of its own, by self.world_rank and self.world_size."
-        )
-
-
-def _content_of(dataset: Any) -> str:
-    """Describe the data: the same text for the same samples, if that is cheap to determine."""
-    if isinstance(dataset, Subset):
-        try:
-            indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
-        except (OverflowError, RuntimeError, TypeError, ValueError):  # keys of another kind
-            return f"subset of {_content_of(dataset.dataset)}"
-        return f"subset {_digest(indices)} of {_content_of(dataset.dataset)}"
-    if type(dataset) is TensorDataset:
-        ends = [tensor[[0, -1]] for tensor in dataset.tensors if len(tensor)]
-        return "tensors " + " ".join(_digest(rows) for rows in ends)
-    return type(dataset).__name__
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(data).hexdigest()[:8]
 
 
 def _undivided(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -460,17 +400,6 @@ def _is_distributed(loader: Any) -> bool:
         and isinstance(sampler, DistributedSampler)
         and type(sampler).__init__ is DistributedSampler.__init__
     )
-
-
-def _shuffle_state(loader: Any) -> str:
-    """Return the generator states of ``shuffle(seed=...)`` in a Hugging Face stream."""
-    # they have no public name; each iterable of examples holds the one that it reads from
-    examples, states = getattr(getattr(loader, "dataset", loader), "_ex_iterable", None), ""
-    while examples is not None:
-        if (generator := getattr(examples, "generator", None)) is not None:
-            states += repr(generator.bit_generator.state)
-        examples = getattr(examples, "ex_iterable", None)
-    return states
 
 
 def _is_hugging_face(loader: Any) -> bool:
@@ -525,17 +454,6 @@ def _iterates_itself(loader: DataLoader[Any]) -> bool:
     )
 
 
-def _check_data_set(loader: DataLoader[Any]) -> None:
-    """Reject a loader over a generator, with which PyTorch would fail only later."""
-    data: Any = loader.dataset
-    if isinstance(data, Iterator) and not hasattr(data, "__getitem__"):
-        raise TypeError(
-            f"A DataLoader that was registered reads a {type(data).__name__}, which can neither be "
-            "indexed nor read a second time. Give the DataLoader a list or a Dataset, or an "
-            "IterableDataset whose __iter__ is the generator."
-        )
-
-
 # ---- orders
 
 
@@ -549,16 +467,8 @@ def drawn_order(sampler: Any, seed: int, is_plain: bool) -> Order:
     with seeded(seed, getattr(sampler, "generator", None)):
         if is_plain:
             return torch.randperm(len(sampler.data_source))
-        return _compact(_drawn(sampler))
-
-
-def _drawn(sampler: Any) -> list[Any]:
-    """Return the keys of a sampler, up to its length if it is endless."""
-    drawn, keys = iter(sampler), list[Any]()
-    # the length may grow in the meantime
-    while more := list(itertools.islice(drawn, max(0, len(sampler) - len(keys)))):
-        keys += more
-    return keys
+        # an endless sampler ends at its length
+        return _compact(list(itertools.islice(sampler, len(sampler))))
 
 
 def is_plain_shuffle(sampler: Any) -> bool:
@@ -572,36 +482,17 @@ def is_plain_shuffle(sampler: Any) -> bool:
 
 def _compact(keys: list[Any]) -> torch.Tensor | list[Any]:
     """Return integer keys as a tensor, and other keys unchanged."""
-    kinds = set(map(type, keys))
-    if torch.Tensor in kinds:
-        kinds.remove(torch.Tensor)
-        if not all(map(_is_index, keys)):
-            return keys
-    if all(issubclass(kind, numbers.Integral) for kind in kinds):
+    keys = [k.item() if isinstance(k, torch.Tensor) and not k.dim() else k for k in keys]
+    if all(isinstance(key, numbers.Integral) for key in keys):
         # versions of PyTorch raise different errors for keys beyond 64 bits
         with contextlib.suppress(OverflowError, RuntimeError, ValueError):
             return torch.tensor(keys, dtype=torch.int64)
     return keys
 
 
-def _is_index(key: Any) -> bool:
-    return not isinstance(key, torch.Tensor) or (key.dim() == 0 and not key.is_floating_point())
-
-
 def bytes_of(order: Order) -> bytes:
-    """Return bytes of an order that are the same in every process."""
-    return order.numpy().tobytes() if isinstance(order, torch.Tensor) else _text_of(order).encode()
-
-
-def _text_of(key: Any) -> str:
-    """Return a text of a key that is the same in every process."""
-    if isinstance(key, torch.Tensor | np.ndarray | np.generic):
-        key = key.tolist()
-    if isinstance(key, tuple | list):
-        return f"({', '.join(map(_text_of, key))})"
-    # the repr of other types may contain a memory address
-    shown = key is None or isinstance(key, str | bytes | slice | numbers.Number)
-    return repr(key) if shown else type(key).__qualname__
+    """Return bytes to compare an order with. Keys without a ``repr`` of their own differ."""
+    return order.numpy().tobytes() if isinstance(order, torch.Tensor) else repr(order).encode()
 
 
 def orders_differ(epoch: int, sampler: Any, sharing: str) -> RuntimeError:
@@ -613,13 +504,10 @@ def orders_differ(epoch: int, sampler: Any, sharing: str) -> RuntimeError:
         sharing: name of what takes ``add_dist_sampler=False``.
     """
     return RuntimeError(
-        f"The workers' orders of epoch {epoch} differ, as {type(sampler).__name__} gives them, so "
-        "that samples would be repeated and left out. If the DataLoader has a generator, seed it "
-        "alike on all workers, or leave it out. Let a sampler of your own draw from a "
-        "torch.Generator that is its `generator`, from the global generators of torch, numpy or "
-        "random, which are seeded alike on all workers meanwhile, or from what set_epoch(epoch) "
-        "tells it. If it gives each worker a part of its own, pass add_dist_sampler=False to "
-        f"{sharing}, or give it an attribute num_replicas."
+        f"The workers' orders of epoch {epoch} differ, as {type(sampler).__name__} gives them. "
+        "Seed the generator of the DataLoader or sampler alike on all workers, or draw from the "
+        "global generators of torch, numpy, or random. If the sampler selects the samples of its "
+        f"worker, pass add_dist_sampler=False to {sharing}, or give it an attribute num_replicas."
     )
 
 
@@ -628,12 +516,21 @@ def orders_differ(epoch: int, sampler: Any, sharing: str) -> RuntimeError:
 
 def _join_samples(samples: list[Any]) -> Any:
     """Join samples, which may be small batches, into one batch."""
-    if not isinstance(samples[0], tuple | list):
-        return _column(samples)
-    return [_column(list(column)) for column in zip(*samples, strict=True)]
+    if isinstance(samples[0], tuple | list):
+        return [_join_samples(list(column)) for column in zip(*samples, strict=True)]
+    if isinstance(samples[0], torch.Tensor) and samples[0].dim() > 0:
+        return torch.cat(samples)
+    return default_collate(samples)
 
 
-def _column(values: list[Any]) -> Any:
-    if isinstance(values[0], torch.Tensor) and values[0].dim() > 0:
-        return torch.cat(values)
-    return default_collate(values)
+def tensors_of(loader: DataLoader[Any]) -> tuple[torch.Tensor, ...] | None:
+    """Return the tensors of a loader that only collates the rows of a TensorDataset.
+
+    Indexing them for a whole batch is many times faster than reading sample by sample.
+    """
+    data = loader.dataset
+    reads_in_process = loader.num_workers == 0 and not loader.pin_memory
+    if type(data) is not TensorDataset or loader.collate_fn is not default_collate:
+        return None
+    is_dense = all(tensor.layout is torch.strided for tensor in data.tensors)
+    return data.tensors if reads_in_process and is_dense else None
