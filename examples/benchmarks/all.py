@@ -45,7 +45,7 @@ def _result_of(name, folder):
 def spread(figure, scale=1.0, digits=2):
     """Return the median, and the range around it."""
     middle, low, high = (f"{scale * figure[part]:.{digits}f}" for part in ("median", "min", "max"))
-    return middle if low == high else f"{middle} ({low} to {high})"
+    return middle if low == high else f"{middle} ({low}\N{EN DASH}{high})"
 
 
 def ms(figure):
