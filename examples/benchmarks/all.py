@@ -49,7 +49,7 @@ def spread(figure, scale=1.0, digits=2):
 
 
 def ms(figure):
-    return spread(figure, 1e3, 1)
+    return spread(figure, 1e3, 0 if figure["median"] >= 0.1 else 1)
 
 
 def epoch_rows(result):
