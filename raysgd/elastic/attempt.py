@@ -15,13 +15,13 @@ from raysgd.errors import CollectiveError
 __all__ = ["Attempt"]
 
 _ROOT_CAUSE_S = 0.5
-"""How long to look for the reason of a failed collective before the others are interrupted."""
+"""How long to look for the cause of a failed collective before the others are interrupted."""
 _OWN_STOP_S = 0.05
-"""The same if no worker has failed and the driver interrupts them, such as for a late pause."""
+"""The same if the driver itself interrupts the workers."""
 _RETURN_S = 0.7
-"""Seconds for interrupted workers to return before the caller gets the exception."""
+"""How long interrupted workers may take to return."""
 _NODE_LOSS_S = 10.0
-"""Seconds in which Ray notices a lost node, if all that the driver sees is silence."""
+"""How long Ray may take to report a lost node."""
 
 
 class Attempt:
@@ -67,9 +67,13 @@ class Attempt:
         """Whether workers have paused at the requested step."""
         return any(o.kind == "paused" for o in self.outcomes.values())
 
+    @property
+    def has_cause(self) -> bool:
+        """Whether a worker is lost, or user code has raised."""
+        return bool(self.lost) or self.first_error is not None
+
     def settle(self, timeout_s: float) -> bool:
         """Wait for an outcome, at most `timeout_s`; return whether one has come."""
-        # in their order, and in a time that does not depend on the number of pending ones
         done = []
         with contextlib.suppress(Empty):
             done.append(self._done.get(timeout=max(0.0, timeout_s)))
@@ -78,7 +82,7 @@ class Attempt:
         for future in done:
             member = self._pending.pop(future, None)
             if member is None:
-                continue  # given up before
+                continue  # declared lost before
             error = future.exception()
             if error is None:
                 outcome = self.outcomes[member] = future.result()
@@ -94,6 +98,14 @@ class Attempt:
                 raise error
         return bool(done)
 
+    def settle_until(self, timeout_s: float, is_reached: Callable[[], bool]) -> None:
+        """Wait until all workers have returned or a condition holds, at most `timeout_s`."""
+        deadline = self._clock.monotonic() + timeout_s
+        while (
+            self._pending and not is_reached() and (left := deadline - self._clock.monotonic()) > 0
+        ):
+            self.settle(left)
+
     def give_up(self, member: WorkerHandle, error: BaseException) -> None:
         """Declare a worker lost."""
         self._pending = {f: m for f, m in self._pending.items() if m is not member}
@@ -103,21 +115,11 @@ class Attempt:
         """Find the cause of a failure, and stop the other workers by `interrupt`."""
         # the peers of a dead worker see a broken connection before Ray reports its death
         reason_s = _OWN_STOP_S if self.interrupted_by_us else _ROOT_CAUSE_S
-        self._settle_until(reason_s, lambda: self.has_cause)
+        self.settle_until(reason_s, lambda: self.has_cause)
         interrupt()
-        self._settle_until(_RETURN_S, lambda: False)
+        self.settle_until(_RETURN_S, lambda: False)
         if not self.interrupted_by_us:
-            self._settle_until(_NODE_LOSS_S, lambda: self.has_cause or self.interrupted_by_us)
-
-    def _settle_until(self, timeout_s: float, reached: Callable[[], bool]) -> None:
-        deadline = self._clock.monotonic() + timeout_s
-        while self._pending and not reached() and (left := deadline - self._clock.monotonic()) > 0:
-            self.settle(left)
-
-    @property
-    def has_cause(self) -> bool:
-        """Whether a worker is lost, or its user's code has raised."""
-        return bool(self.lost) or self.first_error is not None
+            self.settle_until(_NODE_LOSS_S, lambda: self.has_cause or self.interrupted_by_us)
 
     def error(self) -> BaseException:
         """Return the exception to raise for a failure without a lost worker."""
@@ -126,8 +128,6 @@ class Attempt:
         stopped = ("communication", "stopped", "cut off")
         reasons = (o.exception() for o in self.outcomes.values() if o.kind in stopped)
         reason = next(reasons, self.unanswered)
-        error = CollectiveError(
-            f"Workers could not communicate, though all of them are alive: {reason}"
-        )
+        error = CollectiveError(f"All workers are alive, but could not communicate: {reason}")
         error.__cause__ = reason
         return error

@@ -34,16 +34,14 @@ class Call:
     on_wait: Callable[[Sequence[Progress]], None] | None = None
     """Called with the progress of all workers while it runs."""
     catch_up: Callable[[Progress], Call | None] | None = None
-    """Returns the call that repeats steps which were lost with all workers; None if this call does
-    not need them, or repeats them itself."""
-
+    """Returns the call that repeats steps lost with all workers; None if this call needs none."""
     farewell: Request | None = None
     """Request for the metrics of a worker that leaves during the call."""
     at_once: bool = False
     """Whether callbacks save as soon as possible, because workers will leave."""
 
     num_splits: int = 0
-    """How often workers ran out of memory, so that it was repeated with smaller batches."""
+    """How often it was repeated with smaller batches, because memory ran out."""
     num_losses: int = 0
     causes: list[str] = field(default_factory=list)
     """The cause of each lost worker."""
@@ -52,8 +50,7 @@ class Call:
     departed_results: list[Any] = field(default_factory=list)
     """Metrics of workers that left during the call."""
     num_missing: int = 0
-    """Workers with incomplete metrics: they ended before they answered, or were a step behind when
-    the group formed again."""
+    """Workers that left without their metrics, or were a step behind when a generation began."""
 
     @property
     def may_repeat(self) -> bool:

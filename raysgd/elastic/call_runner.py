@@ -1,4 +1,4 @@
-"""Attempts at a call: they are sent to the workers, and watched until their end."""
+"""Sends a call to the workers, and watches each attempt until its end."""
 
 from __future__ import annotations
 
@@ -25,19 +25,17 @@ __all__ = ["CallRunner"]
 logger = logging.getLogger(__name__)
 
 _TICK_S = 1.0
-"""How often to look at a call when there is nothing to look for but its end."""
+"""How often to look at a call under way."""
 _BUSY_TICK_S = 0.05
-"""How often to look at it while replacement workers are on their way."""
+"""The same while replacement workers start."""
 _UNEVEN_TICK_S = 0.25
-"""How often to look at it while some workers have returned and others have not."""
+"""The same while some workers have returned."""
 
 
 class CallRunner:
     """Makes attempts at the call of a context.
 
-    Args:
-        context: the parts of the driver.
-        apply: executes what follows from an event during an attempt.
+    `apply` executes what follows from an event during an attempt.
     """
 
     def __init__(self, context: DriverContext, apply: Callable[[Event], object]) -> None:
@@ -46,14 +44,14 @@ class CallRunner:
         self._group, self._clock = context.group, context.group.clock
         self._journal, self._commands = context.journal, context.commands
         self._reached = Progress()
-        """How far training was when the call began."""
+        """The progress when the call began."""
         self._redo: Call | None = None
-        """The call that repeats steps which were lost with all workers."""
+        """The call that repeats the steps lost with all workers."""
         self._sent: dict[WorkerHandle, Future[Outcome]] | None = None
         self._attempt: Attempt | None = None
         self._monitor: HealthMonitor | None = None
         self._split = 0
-        """In how many parts to train batches in the next attempt; 0 for no change."""
+        """Number of micro-batches per batch in the next attempt; 0 for no change."""
         self.outcomes: list[Outcome] = []
         """The outcomes of the newest attempt that completed its call."""
 
@@ -69,12 +67,12 @@ class CallRunner:
         self._context.call.at_once = True
 
     def rescue_state(self) -> None:
-        """Take the newest state over from the workers that are left."""
+        """Keep the newest state of the remaining workers as the snapshot."""
         if (progress := self._context.snapshots.rescue(self._commands)) is not None:
             self._journal.progress, self._context.has_state = progress, True
 
     def begin(self, call: Call) -> None:
-        """Note the call that the next attempts are for."""
+        """Set the call of the next attempts."""
         self._context.call, self._redo, self._split = call, None, 0
         # committed steps count, even if a later step has left the state partial
         self._reached = replace(self._journal.progress, partial=False)
@@ -93,7 +91,7 @@ class CallRunner:
             self._redo = call.catch_up(reached)
             if self._redo is not None:
                 logger.warning(
-                    "Steps %d to %d were lost with all workers, and are trained again before %s().",
+                    "Steps %d to %d were lost with all workers. They run again before %s().",
                     step + 1,
                     reached.global_step,
                     call.request.name,
@@ -114,11 +112,10 @@ class CallRunner:
         self._journal.seen_step = self._journal.progress.global_step
         packed: Any = call.request.with_split(self._split) if self._split else call.request
         if not group.options.inline:
-            what = f"the arguments of {call.request.name}"
-            packed = sendable(what, packed)
+            packed = sendable(f"the arguments of {call.request.name}", packed)
         self._context.check_open()
         self._sent = {}
-        for member in members:
+        for member in members:  # one by one, because Ctrl-C must find those that were sent
             self._sent[member] = member.work("call", packed)
         self._attempt = attempt = Attempt(self._sent, self._clock)
         self._watch(call, attempt)
@@ -150,7 +147,7 @@ class CallRunner:
         return CallReturned(is_complete=is_complete, interrupted=interrupted)
 
     def _watch(self, call: Call, attempt: Attempt) -> None:
-        """Watch an attempt until all workers have returned, or one has failed."""
+        """Watch an attempt until all workers have returned or one has failed."""
         monitor = self._monitor = HealthMonitor(
             attempt,
             self._journal.ranks,
@@ -177,20 +174,18 @@ class CallRunner:
                     self._apply(event)
             if call.can_pause and self._context.pauses.step is None:
                 moves = any(self._context.who_moves()) or self._context.preemption.must_save
-                if moves and not self._context.pauses.request(
-                    attempt, progress, len(self._group.members)
-                ):
-                    # some have passed the step, and will wait for the others: discard that step
-                    self.interrupt()
+                num_members = len(self._group.members)
+                if moves and not self._context.pauses.request(attempt, progress, num_members):
+                    self.interrupt()  # some have passed the step: discard it
 
     def interrupt(self) -> None:
-        """Interrupt the attempt under way, though no worker has failed."""
+        """Interrupt the attempt though no worker has failed."""
         assert self._attempt is not None
         self._attempt.interrupted_by_us = True
         self._commands.stop(self._attempt)
 
     def abandon(self) -> None:
-        """Stop the work after Ctrl-C, and find out how far the workers are."""
+        """Stop the work after Ctrl-C, and ask the workers for their progress."""
         pending = self._sent or {} if self._attempt is None else self._attempt.pending
         self._commands.busy |= pending
         self._commands.interrupt()
@@ -203,14 +198,11 @@ class CallRunner:
         for member in self._monitor.stuck_members:
             cause = "no batch finished within hang_timeout_s"
             self._journal.record("hung", [member], cause=cause)
-            logger.warning("Killing worker %d, which hangs.", self._journal.ranks[member])
+            logger.warning("Worker %d hangs. Killing it.", self._journal.ranks[member])
             member.kill_process()
 
     def _new_split(self, attempt: Attempt) -> int:
-        """Return in how many parts to train batches when a call is made again; 0: as they are.
-
-        Memory has run out then, and no other error was the first.
-        """
+        """Return the number of micro-batches per batch after memory ran out; 0 otherwise."""
         if attempt.first_error is None or not attempt.first_error[1].split:
             return 0
         member, outcome = attempt.first_error
@@ -218,8 +210,8 @@ class CallRunner:
         said = repr(outcome.value())
         self._journal.record("split", [member], cause=said, factor=outcome.split)
         logger.warning(
-            "Worker %d ran out of memory after step %d. The step is done again unless its update "
-            "was made, and from now on each batch is trained as %d parts that make one update: %s",
+            "Worker %d ran out of memory after step %d. From now on, each batch is split into %d "
+            "micro-batches that make one update: %s",
             self._journal.ranks[member],
             self._journal.progress.global_step,
             outcome.split,

@@ -15,11 +15,11 @@ from raysgd.elastic.attempt import Attempt
 from raysgd.elastic.journal import Journal
 from raysgd.errors import WorkerTimeoutError
 
-__all__ = ["ANSWER_S", "SILENCE_S", "Commands", "value_of"]
+__all__ = ["ANSWER_S", "Commands", "value_of"]
 
 ANSWER_S = 0.7
 """How long a worker may take to answer a control call."""
-SILENCE_S = 10.0
+_SILENCE_S = 10.0
 """After how long a worker that answers no control call counts as lost."""
 _SALVAGE_S = 10.0
 """How long a worker may take to send its state before all workers restart."""
@@ -73,9 +73,7 @@ class Commands:
         idle = [member for member in self._group.members if member not in self.busy]
         packed = sendable(request.name, request)
         attempt = Attempt({m: m.work("call", packed) for m in idle}, self._clock)
-        deadline = self._clock.monotonic() + ANSWER_S
-        while attempt.pending and (left := deadline - self._clock.monotonic()) > 0:
-            attempt.settle(left)
+        attempt.settle_until(ANSWER_S, lambda: False)
         self.busy |= attempt.pending  # the next call finds one that was lost
 
     def ask(
@@ -97,11 +95,11 @@ class Commands:
     ) -> tuple[dict[WorkerHandle, Progress], dict[WorkerHandle, BaseException]]:
         """Return the progress of workers, and the lost ones. Silent workers are killed."""
         asked = {member: member.control("progress") for member in members}
-        deadline = self._clock.monotonic() + SILENCE_S
+        deadline = self._clock.monotonic() + _SILENCE_S
         while True:
             self._clock.wait(asked.values(), _LOOK_EVERY_S)
             if self._group.is_cut_off():
-                deadline = self._clock.monotonic() + SILENCE_S
+                deadline = self._clock.monotonic() + _SILENCE_S
             # Ray loses answers with its connection to a worker, after 20 s without a link
             again = [m for m, f in asked.items() if (e := _error_of(f)) and m.may_live(e)]
             is_done = not again and all(f.done() for f in asked.values())
@@ -124,9 +122,6 @@ def value_of(outcome: Outcome) -> Any:
 
 
 def _error_of(answer: Future[Any]) -> BaseException | None:
-    return answer.exception() if answer.done() else silence()
-
-
-def silence() -> WorkerTimeoutError:
-    """Return the error of a worker that answers no control call."""
-    return WorkerTimeoutError(f"no answer within {SILENCE_S:g} s")
+    if answer.done():
+        return answer.exception()
+    return WorkerTimeoutError(f"no answer within {_SILENCE_S:g} s")

@@ -18,7 +18,7 @@ __all__ = ["ElasticConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
-    """What to do about losses; the defaults suit most runs.
+    """What to do about losses. The defaults suit most runs.
 
     Raises:
         TypeError: if a value has the wrong type.
@@ -26,36 +26,32 @@ class ElasticConfig:
     """
 
     min_workers: int | None = None
-    """The fewest workers to train with; None: what the trainer's ``min_workers`` says."""
+    """The fewest workers to train with. None uses the ``min_workers`` of the trainer."""
     max_attempts: int = 10
-    """How often to try for enough workers before giving up, and how many replacements may fail in a
-    row before no more are tried."""
+    """How often to wait for enough workers, and how many replacements may fail in a row."""
     initial_s: float = 1.0
-    """Seconds before the second try; each further wait is `factor` times longer."""
+    """Seconds before the second try. Each further wait is `factor` times longer."""
     factor: float = 2.0
     max_s: float = 60.0
     """The longest wait, in seconds."""
     jitter: float = 0.1
-    """Share of a wait by which it varies at random, so that trainers do not try in step."""
+    """Random share of a wait that is added or removed."""
     resize_cooldown_s: float = 10.0
-    """Seconds between two changes of size for room that has appeared. A lost worker is replaced
-    as soon as its successor is ready."""
+    """Seconds between two changes of size for room that has appeared. The successor of a lost
+    worker does not wait."""
     hang_timeout_s: float | None = None
-    """Seconds without a finished batch after which stuck workers are killed; None: never."""
+    """Seconds without a finished batch after which stuck workers are killed; None for never."""
     driver_grace_s: float = 60.0
-    """Seconds that driver and workers wait for each other if the driver reaches no worker. A worker
-    that does not reach the driver again in this time ends."""
+    """Seconds that driver and workers wait for each other if the driver reaches no worker."""
     in_place: bool = True
-    """Whether survivors go on in their processes; otherwise all restart from the snapshot."""
+    """Whether survivors continue in their processes. Otherwise all restart from the snapshot."""
     grow: bool = True
     """Whether lost workers are replaced, and missing ones added when there is room."""
     snapshot_every: Literal["epoch"] | int | None = "epoch"
-    """How often the driver gets a copy of the state, for the case that all workers are lost: at the
-    start of each epoch, after so many steps, or never."""
-
+    """How often the driver copies the state, in case all workers are lost: at the start of each
+    epoch, after a number of steps, or never."""
     global_batch: Literal["keep", "scale"] = "keep"
-    """What a step trains on where workers are missing: "keep": what the full group would, so that
-    an epoch has as many steps and the same result; "scale": a batch of each worker there is."""
+    """"keep" for steps of the size of the full group; "scale" for one batch per present worker."""
 
     def __post_init__(self) -> None:
         where = "ElasticConfig"
@@ -72,24 +68,19 @@ class ElasticConfig:
             raise ValueError("ElasticConfig(hang_timeout_s=0): must be above 0, or None.")
         check_flags(where, in_place=self.in_place, grow=self.grow)
         check_choice(where, "global_batch", self.global_batch, ("keep", "scale"))
-        every = self.snapshot_every
-        if isinstance(every, bool) or not isinstance(every, int | str | None):
-            raise TypeError(
-                f'ElasticConfig(snapshot_every={every!r}): must be "epoch", an int, or None.'
-            )
-        if every not in ("epoch", None) and (isinstance(every, str) or every < 1):
-            raise ValueError(
-                f'ElasticConfig(snapshot_every={every!r}): must be "epoch", a number of steps, '
-                "or None."
-            )
+        if isinstance(self.snapshot_every, str) or self.snapshot_every is None:
+            check_choice(where, "snapshot_every", self.snapshot_every, ("epoch", None))
+        else:
+            every = check_int(where, "snapshot_every", self.snapshot_every, 1)
+            set_fields(self, snapshot_every=every)
 
 
 def checked_elastic(trainer: str, elastic: Any, num_workers: int) -> ElasticConfig:
-    """Return the ElasticConfig, the default one for None."""
+    """Return the ElasticConfig, or the default one for None."""
     if elastic is None:
         return ElasticConfig()
     if not isinstance(elastic, ElasticConfig):
-        raise TypeError(f"{trainer}(elastic=...) takes an ElasticConfig, not {elastic!r}.")
+        raise TypeError(f"{trainer}(elastic={elastic!r}): must be an ElasticConfig.")
     if elastic.min_workers is not None and elastic.min_workers > num_workers:
         raise ValueError(
             f"ElasticConfig(min_workers={elastic.min_workers}), {trainer}(num_workers="

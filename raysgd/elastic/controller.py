@@ -1,8 +1,7 @@
 """Runs calls on all workers of a group, through failures.
 
-`raysgd/elastic/machine.py` decides, by a pure function, what follows from an event. The controller
-executes the actions, and what happens is the next event. Features of the driver, such as
-preemption or snapshots, observe the group through the interface of `feature.py`.
+The state machine in `machine.py` decides what follows from an event. The controller executes the
+actions, and their result is the next event.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from raysgd.elastic.generation import GroupForming
 from raysgd.elastic.journal import Journal
 from raysgd.elastic.machine import Do, Event, State, transition
 from raysgd.elastic.pauses import Pauses
-from raysgd.elastic.policies import recovery
+from raysgd.elastic.policies import Recovery
 from raysgd.elastic.preemption import PreemptionWatch
 from raysgd.elastic.scale_up import ScaleUp
 from raysgd.elastic.snapshots import SnapshotKeeper
@@ -52,12 +51,12 @@ class Controller:
     Args:
         group: the workers; not started yet.
         runner: what every worker hosts.
-        backend: what the workers communicate through; None with ``num_workers=1``.
-        hook: function that each worker calls before anything else.
-        timeout_s: bound for setting up and for joining a generation.
+        backend: how the workers communicate; None with ``num_workers=1``.
+        hook: function that each worker calls first.
+        timeout_s: limit for the setup and for joining a generation.
         elastic: what to do about losses.
-        can_join: whether replacement workers can take the state of others and continue with them,
-            as operators do. A training function cannot: the group grows by `grow`, a restart.
+        can_join: whether replacement workers can join during a call, as with operators. With a
+            training function, the group grows by `grow`, a restart.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class Controller:
         self._backend = backend
         elastic = elastic or ElasticConfig()
         group.watch_hosts(elastic.driver_grace_s, stops_calls=can_join)
-        self.recovery = recovery(
+        self.recovery = Recovery(
             rejoins=backend is None or backend.rejoins,
             in_place=elastic.in_place,
             can_join=can_join,
@@ -91,29 +90,24 @@ class Controller:
             keeps_snapshots=elastic.snapshot_every is not None,
         )
         # pickled here, so that an error comes before a worker starts
-        created: tuple[Any, ...] = (hook, runner, backend, sys.path)
+        created: dict[str, Any]
+        created = {"initialization_hook": hook, "the runner": runner, "backend": backend}
         if not group.options.inline:
-            created = (
-                sendable("initialization_hook", hook),
-                sendable("the runner", runner),
-                sendable("backend", backend),
-                sys.path,
-            )
+            created = {name: sendable(name, value) for name, value in created.items()}
         self.journal = journal = Journal(group, self.recovery.survivors_stay)
         self._commands = commands = Commands(group, journal, self._check_open)
         # the driver's own worker stays, unless all restart
         of_driver = not elastic.in_place and not group.options.inline
         self.snapshots = SnapshotKeeper(of_driver, group)
-        self._preemption = PreemptionWatch(group, journal, self.recovery.replaces)
+        self._preemption = PreemptionWatch(group, journal, can_join)
         self._scale_up = ScaleUp(
             group,
             elastic,
-            created,
+            (*created.values(), sys.path),
             random.random,
             self._note_failed_replacement,
             timeout_s,
-            can_join=can_join,
-            rejoins=self.recovery.rejoins,
+            self.recovery,
         )
         self._context = context = DriverContext(
             group=group,
@@ -156,7 +150,7 @@ class Controller:
     # ---- life
 
     def start(self) -> None:
-        """Start the workers and set them up; if that fails, none is left behind."""
+        """Start the workers and set them up. If that fails, end them."""
         try:
             with self._supervised():
                 self._group.reserve(self._group.options.start_timeout_s)
@@ -174,7 +168,7 @@ class Controller:
         self._release(force or busy)
 
     def _release(self, force: bool) -> None:
-        if os.getpid() != self._pid:  # the workers are those of the process that forked this one
+        if os.getpid() != self._pid:  # the workers belong to the parent process
             return
         try:
             self._scale_up.stop()
@@ -187,11 +181,7 @@ class Controller:
 
     @contextlib.contextmanager
     def _supervised(self) -> Iterator[None]:
-        """Clean up after an exception, such as Ctrl-C.
-
-        If another thread has called `shutdown`, end what was started since, and raise that the
-        workers are shut down.
-        """
+        """Clean up after an exception, such as Ctrl-C, or a `shutdown` in another thread."""
         try:
             yield
         except BaseException as error:
@@ -210,12 +200,11 @@ class Controller:
             raise RuntimeError(_SHUT_DOWN)
 
     def check_process(self) -> None:
-        """Check that this process is the one that made this, and no fork of it."""
+        """Check that this process is not a fork."""
         if os.getpid() != self._pid:
             raise RuntimeError(
-                "This process was forked from the one that made the trainer, and has none of its "
-                "threads and connections: calls would wait for ever. Call the trainer in that "
-                "process, or make one here, in a process that is started by spawn."
+                "This process was forked from the process of the trainer, and cannot reach its "
+                "workers. Create the trainer in this process, and start the process by spawn."
             )
 
     # ---- the loop
@@ -265,15 +254,13 @@ class Controller:
         """Make a call, or a further part of it, and return the outcomes.
 
         Raises:
-            WorkerLostError: more losses than ``max_losses``, or too few workers.
-            CollectiveError: workers could not communicate though all are alive.
-            BaseException: the first exception of user code, with the worker's traceback.
+            WorkerLostError: if more than ``max_losses`` workers are lost, or too few are left.
+            CollectiveError: if workers that are alive cannot communicate.
+            BaseException: the first exception of user code, with the traceback of the worker.
         """
         self._check_open()
         if isinstance(self.state, machine.Running | machine.Starting):
-            raise RuntimeError(
-                "Another call on these workers is under way, in another thread; wait for its end."
-            )
+            raise RuntimeError("Another thread is calling these workers. Wait until it has ended.")
         min_workers = 1 if call.any_size else self.min_workers
         budget = machine.Budget(
             in_call=True,
@@ -316,9 +303,9 @@ class Controller:
         return self._policy.keeps_snapshots or is_new or self._context.has_state
 
     def stop(self, request: Request) -> None:
-        """Interrupt what the workers do in addition to calls; the next call forms a generation.
+        """Interrupt the work outside of calls, and send `request` to each idle worker.
 
-        Each idle worker answers `request` when nothing runs there.
+        The next call forms a generation.
         """
         if not isinstance(self.state, machine.Closed):
             self._apply(machine.StopRequested())
@@ -330,15 +317,14 @@ class Controller:
         for member, error in self.journal.lost.items():
             rank, said = self.journal.ranks.get(member, -1), cause_of(member, error)
             since = self._context.call.metrics_start_step.get(member, self.progress.global_step)
-            # no survivor to ask: use the last polled progress
+            # if no survivor can be asked, use the last polled progress
             step = max(self.progress.global_step, self.journal.seen_step)
             num_batches = max(0, step - since)
             self.journal.record("lost", [member], cause=said, num_batches=num_batches, step=step)
             self._context.call.causes.append(f"worker {rank} on {member.name}: {said}")
             logger.warning("Lost worker %d on %s: %s", rank, member.name, said)
             self._commands.busy.pop(member, None)
-            for feature in self._context.features:
-                feature.on_loss(member, error)
+            self._scale_up.lost(member, error)
             self._group.discard(member)
         self._context.call.num_losses = self.state.budget.num_losses
         self._scale_up.resized()
@@ -352,7 +338,7 @@ class Controller:
         raise self.journal.failure(action.why, self._context.call.causes, member, error)
 
     def _raise_error(self) -> None:
-        error, self.journal.error = self.journal.error, None  # which would keep its frames alive
+        error, self.journal.error = self.journal.error, None  # or its frames stay alive
         assert error is not None
         raise error
 
@@ -374,7 +360,7 @@ class Controller:
     def grow(self) -> bool:
         """Restart from the snapshot with more workers if there is room; return whether it did.
 
-        Restart without the workers that will be taken away if enough are left or have room.
+        Also restart without preempted workers, if enough others are left or have room.
         """
         with self._supervised():
             if self._group.drains.is_ray_silent:
@@ -400,12 +386,12 @@ class Controller:
 
     @property
     def max_workers(self) -> int:
-        """The most workers that the group may have."""
+        """Maximum size of the group."""
         return self._group.options.num_workers
 
     @property
     def min_workers(self) -> int:
-        """The fewest workers to train with."""
+        """Minimum size of the group."""
         return self._group.options.min_workers
 
     @property
@@ -415,7 +401,7 @@ class Controller:
 
     @property
     def progress(self) -> Progress:
-        """How far training is."""
+        """The newest known progress of training."""
         return self.journal.progress
 
     @property
@@ -424,10 +410,10 @@ class Controller:
         return self.journal.events
 
     def ask_progress(self) -> Mapping[WorkerHandle, Progress]:
-        """Return the progress of every worker that answers, while they are busy."""
+        """Return the progress of every worker that answers, also during a call."""
         return self._commands.ask_progress()
 
     def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:
-        """Accept the notice that a node or a worker will be taken away, in any thread."""
+        """Accept a notice of preemption, in any thread."""
         self._check_open()
         self._preemption.drain(node_id, rank, deadline_s)

@@ -1,4 +1,4 @@
-"""The parts of the driver that supervise one group, for those that execute actions."""
+"""The parts of the driver that supervise one group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["DriverContext"]
 
 @dataclass(kw_only=True, eq=False)
 class DriverContext:
-    """What supervises a group, and the call under way."""
+    """The parts of the driver that supervise one group, and the call under way."""
 
     group: WorkerGroup
     backend: Backend | None
@@ -33,7 +33,7 @@ class DriverContext:
     elastic: ElasticConfig
     recovery: Recovery
     timeout_s: float
-    """Bound for setting up and for joining a generation."""
+    """Limit for the setup and for joining a generation."""
     check_open: Callable[[], None]
     """Raises if the workers were shut down."""
     journal: Journal
@@ -43,25 +43,24 @@ class DriverContext:
     scale_up: ScaleUp
     pauses: Pauses
     call: Call = field(default_factory=Call)
-    """The call under way."""
     leaving: list[WorkerHandle] = field(default_factory=list)
     """Members that leave at the next restart."""
     has_state: bool = False
-    """Whether the snapshot to restart from is the state of a worker, just taken."""
+    """Whether the snapshot is the newest state of a worker."""
 
     @property
     def features(self) -> list[Feature]:
-        """The features of the driver, in the order in which they look at the group."""
+        """The features of the driver, in the order of their calls."""
         return [self.snapshots, self.preemption, self.scale_up, self.pauses]
 
     def who_moves(self) -> tuple[list[Replacement], list[WorkerHandle]]:
-        """Return the replacement workers that join at the next step, and the members that leave."""
+        """Return the replacements that join at the next step, and the members that leave."""
         ready = self.scale_up.ready()
         leaving = self.preemption.who_leaves(len(ready))
         num_places = self.group.options.num_workers - len(self.group.members) + len(leaving)
         return ready[:num_places], leaving
 
     def discard_members(self) -> None:
-        """End all members."""
+        """End all members of the group."""
         for member in list(self.group.members):
             self.group.discard(member)

@@ -12,21 +12,14 @@ __all__ = ["Feature"]
 
 
 class Feature:
-    """Observes the group. Each method does nothing by default.
-
-    To add a feature, write one file, make it in `Controller`, and list it in `DriverContext`.
-    """
+    """Observes the group. To add one, make it in `Controller`, and list it in `DriverContext`."""
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> Event | None:
-        """Look at the group; return an event if the call under way cannot continue as it is.
+        """Look at the group; return an event if the call cannot continue.
 
-        Args:
-            progress: of the members that answer, during a call; empty before a call.
+        `progress` has the members that answer, during a call. It is empty before a call.
         """
         return None
 
-    def on_loss(self, member: WorkerHandle, error: BaseException) -> None:
-        """React to a lost member, which is still in the group."""
-
     def on_generation(self, number: int) -> None:
-        """React to the begin of a generation."""
+        """React to a new generation."""

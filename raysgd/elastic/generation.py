@@ -10,10 +10,10 @@ from raysgd._internal.context import Progress, WorkerContext
 from raysgd.cluster.serialization import sendable
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of
 from raysgd.elastic.attempt import Attempt
-from raysgd.elastic.commands import ANSWER_S, SILENCE_S, silence, value_of
+from raysgd.elastic.commands import ANSWER_S, value_of
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import EventKind
-from raysgd.elastic.health import Heartbeats, await_stragglers
+from raysgd.elastic.health import await_stragglers
 from raysgd.elastic.machine import (
     Event,
     FormGroup,
@@ -33,15 +33,15 @@ __all__ = ["GroupForming"]
 logger = logging.getLogger(__name__)
 
 _STRAGGLER_S = 60.0
-"""How long the next call waits for workers that are still busy with one that failed."""
+"""How long the next call waits for workers that are busy with a failed call."""
 _RESTART_STRAGGLER_S = 5.0
-"""The same for training functions: all of their workers restart from a checkpoint anyway."""
+"""The same for training functions, whose workers restart from a checkpoint."""
 _MENTION_S = 30.0
 """After how long to log what a start or a rejoin waits for."""
 
 
 class _CutOffError(Exception):
-    """Workers that were about to be a group were stopped, since the driver's host was cut off."""
+    """Workers stopped as they formed a group, because they did not reach the driver."""
 
 
 class GroupForming:
@@ -57,12 +57,12 @@ class GroupForming:
         self._answers: dict[WorkerHandle, Progress] = {}
         self._began = 0.0
         self.on_start: Callable[[], None] | None = None
-        """Called whenever all workers have started from scratch, before they get a snapshot."""
+        """Called after all workers have started, before they load a snapshot."""
 
     # ---- the next generation
 
     def ask_progress(self) -> Event:
-        """Wait for workers that are still busy, and ask each worker for its progress."""
+        """Wait for busy workers, and ask each worker for its progress."""
         self._began = self._clock.monotonic()
         if lost := self.await_stragglers():
             return self.note_lost(lost)
@@ -83,11 +83,11 @@ class GroupForming:
 
     def await_stragglers(self) -> dict[WorkerHandle, BaseException]:
         """Wait for workers that did not return in time; return those that are lost."""
-        patience_s = _STRAGGLER_S if self._context.recovery.replaces else _RESTART_STRAGGLER_S
+        patience_s = _STRAGGLER_S if self._context.recovery.can_join else _RESTART_STRAGGLER_S
         return await_stragglers(self._commands.busy, self._journal.ranks, self._clock, patience_s)
 
     def note_lost(self, lost: Mapping[WorkerHandle, BaseException]) -> Event:
-        """Keep lost members for the controller; a lost replacement is no loss of the call."""
+        """Pass lost members to the controller. The call does not count lost replacements."""
         for member in lost:
             self._commands.busy.pop(member, None)
         self._journal.lost = {
@@ -102,7 +102,7 @@ class GroupForming:
         leader = before[action.leader]
         joining = self._joining = self._joining if action.admits else {}
         journal.progress = self._answers[leader]
-        # the step is done, though not all can report what they measured in it
+        # these workers have no metrics of the newest step
         newest = journal.progress.global_step
         call.num_missing += sum(self._answers[m].global_step < newest for m in before)
         if journal.progress.divided:
@@ -145,19 +145,18 @@ class GroupForming:
     def _forming_failed(
         self, attempt: Attempt, joining: Mapping[WorkerHandle, Replacement]
     ) -> Event:
-        # a lost replacement is discarded; the others join the next time, unless one of them
-        # may be the reason of a failure that is no loss
+        # discard lost replacements, or all of them if no worker is lost: one may be the cause
         reason = None if attempt.lost else attempt.error()
         for member, replacement in joining.items():
             if (error := attempt.lost.pop(member, reason)) is not None:
-                self._commands.busy.pop(member, None)  # it is no member that could be lost
+                self._commands.busy.pop(member, None)
                 self._scale_up.fail(replacement, error)
         if attempt.lost:
             return self.note_lost(attempt.lost)
         self._journal.error = reason
         is_communication = isinstance(reason, CollectiveError)
         if not joining and is_communication:
-            logger.warning("No new process group came about: %s", reason)
+            logger.warning("The workers could not form a process group: %s", reason)
         return FormingFailed(by_newcomer=bool(joining), is_communication=is_communication)
 
     def drop_newcomers(self) -> None:
@@ -166,7 +165,7 @@ class GroupForming:
             self._scale_up.drop(replacement)
 
     def collect_departing(self, members: Sequence[WorkerHandle]) -> None:
-        """Ask workers that are about to end for what they have measured in the call under way."""
+        """Ask workers that are about to end for their metrics of the call."""
         call = self._context.call
         if call.farewell is None or not members:
             return
@@ -174,14 +173,14 @@ class GroupForming:
         call.num_missing += len(members) - len(given)
         call.departed_results += [outcome for outcome in given if value_of(outcome) is not None]
 
-    # ---- a group of workers that have just come up
+    # ---- a start
 
     def start_group(self) -> Event:
-        """Let the workers that are ready be the group, with the state of the newest snapshot."""
+        """Form a group of the workers that are ready, with the state of the newest snapshot."""
         ready = self._scale_up.ready()
         joining = {r.member: r for r in ready if r.member is not None}
         _, lost = self._commands.reach(joining)
-        if lost:  # while they waited
+        if lost:
             for member, error in lost.items():
                 self._scale_up.fail(joining[member], error)
             return FormingFailed(by_newcomer=True)
@@ -201,7 +200,7 @@ class GroupForming:
 
         Raises:
             WorkerLostError: if a worker is lost meanwhile.
-            _CutOffError: if the workers did not reach the driver for a while.
+            _CutOffError: if the workers did not reach the driver.
         """
         members = self._group.in_order(sorted(joining, key=lambda member: member.remote))
         contexts = self._next_contexts(members)
@@ -223,24 +222,24 @@ class GroupForming:
             self._load_snapshot(members)
 
     def _abort_forming(self, joining: Mapping[WorkerHandle, Replacement], error: Exception) -> None:
-        """Discard the workers that were lost as the group formed; the others stay if they can."""
-        # `on_start` may have changed a process, and some processes can be in one group only
+        """Discard the lost workers. The others stay if they can."""
+        # `on_start` may have changed the processes, and some can be in one group only
         are_used = bool(self._group.members) or not self._context.recovery.rejoins
         self._group.members.clear()
         _, lost = self._commands.reach(joining)
         if not lost and not isinstance(error, _CutOffError):
             raise error
         for member, replacement in joining.items():
-            self._commands.busy.pop(member, None)  # it is no member that could be lost
+            self._commands.busy.pop(member, None)
             if member in lost:
                 self._scale_up.fail(replacement, lost[member])
             elif are_used:
                 self._scale_up.drop(replacement)
-        # a late interruption of this generation must not reach what they do alone
+        # a late interruption of this generation must not reach later work
         self._next_generation()
 
     def _load_snapshot(self, members: Sequence[WorkerHandle]) -> None:
-        """Let workers load the newest snapshot; without one they keep the state of their setup."""
+        """Let workers load the newest snapshot, if there is one."""
         state = self._context.snapshots.state()
         self._journal.progress = Progress()
         if state is None:
@@ -295,7 +294,7 @@ class GroupForming:
     ) -> Attempt:
         """Let workers take one step of a start or a rejoin, within `timeout_s`.
 
-        With `listening`, a worker that answers no control call counts as lost.
+        With `listening`, a worker that answers no control call is lost.
         """
         self._commands.entering = list(members)
         attempt = Attempt(
@@ -303,23 +302,19 @@ class GroupForming:
         )
         mentioned, timeout_s = self._clock.monotonic(), self._context.timeout_s
         deadline = mentioned + timeout_s
-        heartbeats = Heartbeats(SILENCE_S)
         while attempt.under_way:
-            attempt.settle(1.0)
+            has_settled = attempt.settle(1.0)
             self._context.check_open()
+            if listening and not has_settled:
+                _, lost = self._commands.reach(attempt.pending)
+                for member, error in lost.items():
+                    attempt.give_up(member, error)
             now = self._clock.monotonic()
-            if self._group.is_cut_off():  # all workers are silent
-                heartbeats = Heartbeats(SILENCE_S)
-                continue
-            for member in heartbeats.silent(attempt.pending, now) if listening else ():
-                member.kill_process()
-                attempt.give_up(member, silence())
             waiting = self._journal.listed(attempt.pending)
-            if now > deadline:
+            if now > deadline and not self._group.is_cut_off():
                 self._stop(attempt)
                 raise WorkerTimeoutError(
-                    f"Waited {timeout_s:g} s (timeout_s) for the workers to {what}, in vain "
-                    f"for {waiting}.",
+                    f"Workers {waiting} took longer than {timeout_s:g} s (timeout_s) to {what}.",
                     waited_s=timeout_s,
                 )
             if now - mentioned > _MENTION_S:
@@ -339,8 +334,7 @@ class GroupForming:
         for member, error in attempt.lost.items():
             rank = self._journal.ranks[member]
             raise WorkerLostError(
-                f"Lost worker {rank} on {member.name} while the workers were starting: "
-                f"{cause_of(member, error)}",
+                f"Lost worker {rank} on {member.name} during the start: {cause_of(member, error)}",
                 rank=rank,
                 node_id=member.info.node_id,
             ) from error

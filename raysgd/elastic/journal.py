@@ -1,4 +1,4 @@
-"""What the driver knows of its group: ranks, generation, progress, and the events so far."""
+"""The ranks, generation, progress, and events of a group."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ class Journal:
         self._group = group
         self._survivors_stay = survivors_stay
         self.ranks: dict[WorkerHandle, int] = {}
-        """Ranks of the members, with those that were lost since the last generation."""
+        """Ranks of the members of the newest generation, including lost ones."""
         self.generation = 0
         self.progress = Progress()
-        """How far training is, as the workers last returned it."""
+        """The newest progress that workers have returned."""
         self.seen_step = 0
-        """Committed steps, as the workers last reported them during a call."""
+        """The newest committed step that workers have reported during a call."""
         self.lost: dict[WorkerHandle, BaseException] = {}
-        """Members that were lost, and why, until the next look at the group."""
+        """Members lost since the last look at the group, and why."""
         self.error: BaseException | None = None
         """Why the newest attempt failed, if no member is lost."""
         self.events: list[Event] = []
-        """Oldest first."""
         self.on_event: Callable[[], None] | None = None
         """Called after each event, in the thread that called the controller."""
 
     def number(self, members: Sequence[WorkerHandle]) -> None:
-        """Assign ranks to workers."""
+        """Assign ranks to workers, in order."""
         self.ranks = {member: rank for rank, member in enumerate(members)}
 
     def listed(self, members: Iterable[WorkerHandle]) -> str:
@@ -61,7 +60,7 @@ class Journal:
         factor: int = 1,
         step: int | None = None,
     ) -> None:
-        """Record an event, and log those that the caller does not log."""
+        """Record an event, and log it unless the caller does."""
         num_workers = len(self._group.members)
         if kind == "lost":  # the lost worker is still a member
             num_workers = num_workers - 1 if self._survivors_stay else 0
@@ -71,7 +70,7 @@ class Journal:
             ranks=tuple(self.ranks.get(member, -1) for member in members),
             nodes=tuple(member.node_id for member in members),
             step=self.progress.global_step if step is None else step,
-            cause=without_secrets(cause),  # which goes into files, and to servers
+            cause=without_secrets(cause),  # it goes into files, and to servers
             seconds=seconds,
             num_batches=num_batches,
             factor=factor,

@@ -1,7 +1,7 @@
 """The states of a group of workers, and what the driver does about each event.
 
-`transition` is a pure function. The controller executes its actions in order, and the last one
-returns the next event. `docs/architecture.md` lists the transitions.
+The controller executes the actions in order, and the last one returns the next event.
+`docs/architecture.md` lists the transitions.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ __all__ = [
 ]
 
 _MAX_FAILED_REJOINS = 2
-"""How often workers that are all alive may fail to form a process group before it is an error."""
+"""How often in a row workers that are all alive may fail to form a process group."""
+_NO_SNAPSHOT = "and there is no snapshot to restart from (snapshot_every=None)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What never changes while the group lives."""
+    """The rules of the group, which never change."""
 
     recovery: Recovery
     max_attempts: int = 10
@@ -68,14 +69,14 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What the call under way may cost, and what it has cost."""
+    """The limits of the call under way, and its losses so far."""
 
     in_call: bool = False
     min_workers: int = 1
     max_losses: float = 0
     num_losses: int = 0
     num_early_losses: int = 0
-    """Losses that were found before the call reached the workers. They cost no retry."""
+    """Losses before the call reached the workers. They cost no retry."""
     num_hangs: int = 0
     """How often all workers waited for each other."""
     has_begun: bool = False
@@ -93,11 +94,11 @@ class State:
 
 
 class New(State):
-    """No worker was started yet."""
+    """No worker has started."""
 
 
 class Starting(State):
-    """No worker is a member. The workers that come up become the group."""
+    """The workers that come up become the group."""
 
 
 class Ready(State):
@@ -110,14 +111,14 @@ class Running(State):
 
 @dataclass(frozen=True)
 class Broken(State):
-    """Workers are missing, or the process group is broken. The next call repairs the group."""
+    """Workers or their process group are missing. The next call repairs the group."""
 
     num_failed_rejoins: int = 0
-    """How often in a row workers that are all alive failed to form a process group."""
+    """How often in a row workers failed to form a process group though all are alive."""
 
 
 class Closed(State):
-    """The workers are shut down, for good."""
+    """The workers are shut down."""
 
 
 # ---- events
@@ -125,15 +126,14 @@ class Closed(State):
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that happened to the group."""
+    """Something that happened to the group. `why` is the reason, for messages."""
 
     why: str = ""
-    """The reason, for messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartRequested(Event):
-    """`start` was called, or `grow` found room: the workers that come up become the group."""
+    """`start` was called, or `grow` found room."""
 
     min_workers: int
 
@@ -147,7 +147,7 @@ class CallRequested(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Surveyed(Event):
-    """The driver has counted the members, those that can join, and those that have to leave now."""
+    """The driver has counted the members, and those that join and leave now."""
 
     num_workers: int
     num_joining: int = 0
@@ -155,9 +155,9 @@ class Surveyed(Event):
     must_save: bool = False
     """Whether workers leave before any worker can replace them."""
     is_behind: bool = False
-    """Whether steps were lost with all workers, and the trainer can repeat them."""
+    """Whether to repeat steps that were lost with all workers."""
     can_restart: bool = True
-    """Whether there is a state from which all workers can restart."""
+    """Whether all workers can restart from a state."""
 
 
 class WorkersReady(Event):
@@ -166,11 +166,11 @@ class WorkersReady(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressKnown(Event):
-    """Every member has reported its progress; `progress` is by rank."""
+    """Every member has reported its progress, by rank."""
 
     progress: Sequence[Progress]
     leaving: frozenset[int] = frozenset()
-    """Ranks that a preemption takes away now."""
+    """Ranks that leave now because of a preemption."""
     has_snapshot: bool = False
 
 
@@ -180,10 +180,10 @@ class GroupFormed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class FormingFailed(Event):
-    """No process group came about, though no member is lost."""
+    """The workers could not form a process group, though no member is lost."""
 
     by_newcomer: bool = False
-    """Whether workers that were not members yet may be the reason."""
+    """Whether workers that are no members yet may be the reason."""
     is_communication: bool = True
 
 
@@ -193,7 +193,7 @@ class StateLost(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StateRescued(Event):
-    """The driver has asked the workers for their state before all of them restart."""
+    """The driver has asked the workers for their state, before a restart."""
 
     can_restart: bool
 
@@ -204,10 +204,10 @@ class WorkersLost(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersHung(Event):
-    """No batch was finished for too long."""
+    """No batch has finished for too long."""
 
     num_stuck: int
-    """Workers that are stuck by themselves; with 0, all wait for each other."""
+    """Number of stuck workers. With 0, all wait for each other."""
 
 
 class CallBlocked(Event):
@@ -221,27 +221,26 @@ class CallReturned(Event):
     is_complete: bool
     """False if the call paused, or repeated earlier steps."""
     interrupted: bool = False
-    """Whether the driver interrupted workers just before they returned."""
+    """Whether the driver interrupted workers before they returned."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallFailed(Event):
-    """Workers that are all alive have not finished the call."""
+    """The call has failed, though all workers are alive."""
 
     may_repeat: bool
-    """Whether the driver interrupted them, or they ran out of memory and can split batches."""
+    """Whether the driver interrupted the workers, or they can split batches to save memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Aborted(Event):
-    """An exception ended an action, such as Ctrl-C or an error of user code."""
+    """An exception ended an action, such as Ctrl-C."""
 
     reached_workers: bool = True
-    """Whether the call under way had reached workers."""
 
 
 class StopRequested(Event):
-    """`stop` was called: what the workers do in addition to calls has to end."""
+    """`stop` was called: work outside of calls ends."""
 
 
 class ShutDown(Event):
@@ -252,7 +251,7 @@ class ShutDown(Event):
 
 
 class Do(Enum):
-    """An action without arguments, and what the controller does."""
+    """An action without arguments."""
 
     SURVEY = "count the members, those that join, and those that leave"
     AWAIT_WORKERS = "wait until enough workers are ready"
@@ -280,7 +279,6 @@ class FormGroup:
 
     leader: int
     staying: Sequence[int]
-    """Ranks of the members that stay."""
     admits: bool
     """Whether replacement workers join."""
 
@@ -292,19 +290,19 @@ class RunCall:
     begins: bool
     """Whether the call reaches the workers for the first time, and sets its goal."""
     is_redo: bool
-    """Whether to repeat the steps that were lost with all workers, instead."""
+    """Whether to repeat steps that were lost with all workers instead."""
 
 
 @dataclass(frozen=True)
 class GiveUpState:
-    """End all members, because none has the state of the last step."""
+    """End all members, because none has a usable state."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Fail:
-    """End the call: it cannot continue."""
+    """End the call with an error."""
 
     why: str
     is_communication: bool = False
@@ -375,7 +373,7 @@ def transition(state: State, event: Event, policy: Policy) -> Next:
             fail = [Fail(why, is_communication=True)] if is_last else []
             return Running(budget), (Do.INTERRUPT_CALL, *fail)
         case Running(), CallReturned(is_complete=is_complete, interrupted=interrupted):
-            # only a new generation takes an interruption back
+            # only a new generation revokes an interruption
             after = Broken(budget) if interrupted else Ready(budget)
             return after, (Do.RETURN_OUTCOMES if is_complete else Do.SURVEY,)
         case Running(), CallFailed(may_repeat=may_repeat):
@@ -393,7 +391,7 @@ def _restart(state: State) -> Next:
 
 def _restart_from_snapshot(state: State, can_restart: bool) -> Next:
     if not can_restart:
-        why = "all workers are lost, and there is no snapshot_every to go back to"
+        why = f"all workers are lost, {_NO_SNAPSHOT}"
         return _broken(state), (Fail(why),)
     return _restart(state)
 
@@ -406,10 +404,7 @@ def _after_survey(state: State, event: Surveyed, policy: Policy) -> Next:
     if event.num_workers + event.num_joining < budget.min_workers:
         if policy.may_grow:
             return state, (Do.AWAIT_WORKERS,)
-        why = (
-            f"{event.num_workers} left, and min_workers={budget.min_workers}, and replacement "
-            "workers are not allowed (grow=False)"
-        )
+        why = f"{event.num_workers} left, min_workers={budget.min_workers}, and grow=False"
         return state, (Fail(why),)
     if isinstance(state, Broken) or event.num_joining or event.num_leaving:
         if recovery.rejoins and event.num_leaving < event.num_workers:
@@ -430,7 +425,7 @@ def _choose_members(state: Broken, event: ProgressKnown, policy: Policy) -> Next
     progress = event.progress
     leader = choose_leader(progress)
     if progress[leader].partial and event.has_snapshot:
-        why = "a step that failed has changed parameters on each of them"
+        why = "a failed step has changed the parameters of all workers"
         return _after_state_loss(state, why, policy)
     ranks = range(len(progress))
     staying, admits = [rank for rank in ranks if rank not in event.leaving] or list(ranks), True
@@ -438,7 +433,7 @@ def _choose_members(state: Broken, event: ProgressKnown, policy: Policy) -> Next
         first = staying[choose_leader([progress[rank] for rank in staying])]
         is_behind = progress[first].global_step < progress[leader].global_step
         if is_behind or progress[first].partial:
-            staying, admits = list(ranks), False  # only a leaving worker has the newest state
+            staying, admits = list(ranks), False  # only a leaving worker has the state
         else:
             leader = first
     return state, (FormGroup(leader=leader, staying=staying, admits=admits),)
@@ -446,7 +441,7 @@ def _choose_members(state: Broken, event: ProgressKnown, policy: Policy) -> Next
 
 def _after_state_loss(state: Broken, why: str, policy: Policy) -> Next:
     if not policy.keeps_snapshots:
-        why = f"{why}, and there is no snapshot_every to go back to"
+        why = f"{why}, {_NO_SNAPSHOT}"
         return state, (Do.DROP_NEWCOMERS, Fail(why))
     return state, (Do.DROP_NEWCOMERS, GiveUpState(why), Do.SURVEY)
 
@@ -464,10 +459,10 @@ def _after_loss(state: Broken, policy: Policy) -> Next:
         if budget.num_losses > budget.max_losses:
             last = Fail(
                 f"{budget.num_losses} loss{'es' * (budget.num_losses > 1)} in one call, which "
-                f"allows {budget.max_losses} (max_retries, in train and fit)"
+                f"allows {budget.max_losses} (max_retries)"
             )
     else:
         budget = replace(budget, num_early_losses=budget.num_early_losses + 1)
         if budget.num_early_losses > policy.max_attempts:
-            last = Fail("workers are lost again and again")
+            last = Fail(f"{budget.num_early_losses} losses before the call began")
     return replace(state, budget=budget), (*actions, last)

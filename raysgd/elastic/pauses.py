@@ -20,20 +20,20 @@ class Pauses(Feature):
     def __init__(self, commands: Commands) -> None:
         self._commands = commands
         self.step: int | None = None
-        """Committed steps at which the members pause; None if none is planned."""
+        """Committed steps at which the members pause; None for no pause."""
 
     def on_generation(self, number: int) -> None:
-        """Forget the pause: workers that enter a generation do the same."""
+        """Forget the pause, as workers do when they enter a generation."""
         self.step = None
 
     def request(
         self, attempt: Attempt, progress: Mapping[WorkerHandle, Progress], num_members: int
     ) -> bool:
-        """Request a pause, if the workers can agree on a step; return False if it came too late."""
+        """Request a pause if possible; return False if workers have passed the step."""
         if len(progress) < num_members or attempt.outcomes:
-            return True  # one is not listening, or the call is about to end
+            return True  # one does not answer, or the call ends
         if not all(p.step_s for p in progress.values()):
-            return True  # how far ahead to pause is known after the first step
+            return True  # before the first step, its duration is unknown
         step = self.step = pause_step(list(progress.values()))
         heard = self._commands.pause_at(step)
         return all(f.done() and f.exception() is None and f.result() < step for f in heard)

@@ -16,9 +16,7 @@ __all__ = [
     "backoff_s",
     "choose_leader",
     "furthest",
-    "may_resize",
     "pause_step",
-    "recovery",
     "who_leaves",
 ]
 
@@ -27,41 +25,27 @@ __all__ = [
 class Recovery:
     """How a group continues after a failure."""
 
-    survivors_stay: bool
-    """Whether survivors of a loss keep their processes and state. Otherwise all restart."""
     rejoins: bool
     """Whether a process can be in a second process group. Otherwise any failure restarts all."""
-    rescues_state: bool
-    """Whether a restart continues from the state of a survivor. Otherwise from the snapshot."""
-    replaces: bool
-    """Whether replacement workers can take the state of the others and join them."""
+    in_place: bool
+    """Whether survivors continue; see `ElasticConfig`."""
+    can_join: bool
+    """Whether workers can join a call and take the state of the others, as with operators."""
+
+    @property
+    def survivors_stay(self) -> bool:
+        """Whether survivors of a loss keep their processes and state. Otherwise all restart."""
+        return self.rejoins and self.in_place
+
+    @property
+    def rescues_state(self) -> bool:
+        """Whether a restart continues from the state of a survivor. Otherwise from the snapshot."""
+        return self.can_join and not self.rejoins
 
     @property
     def joins(self) -> bool:
         """Whether workers can set up alone, and join the others in their processes."""
-        return self.replaces and self.rejoins
-
-
-def recovery(*, rejoins: bool, in_place: bool, can_join: bool) -> Recovery:
-    """Return how a group continues after a failure.
-
-    Args:
-        rejoins: whether a process can be in a second process group.
-        in_place: `ElasticConfig.in_place`.
-        can_join: whether workers can join during a call, as with operators. They cannot join a
-            training function.
-
-    >>> recovery(rejoins=True, in_place=True, can_join=True).survivors_stay
-    True
-    >>> recovery(rejoins=False, in_place=True, can_join=True).rescues_state
-    True
-    """
-    return Recovery(
-        survivors_stay=rejoins and in_place,
-        rejoins=rejoins,
-        rescues_state=can_join and not rejoins,
-        replaces=can_join,
-    )
+        return self.can_join and self.rejoins
 
 
 def assign_contexts(
@@ -106,8 +90,8 @@ def assign_contexts(
 def choose_leader(progress: Sequence[Progress]) -> int:
     """Return the rank whose state counts: the lowest of those with most committed steps.
 
-    A survivor may have finished the step in which another worker failed. That update must not be
-    lost. A partly updated state counts only if there is no other.
+    A survivor may have finished the step in which another worker failed. A partly updated state
+    counts only if there is no other.
 
     >>> choose_leader([Progress(global_step=4), Progress(global_step=5), Progress(global_step=5)])
     1
@@ -122,7 +106,7 @@ def choose_leader(progress: Sequence[Progress]) -> int:
 def furthest(progress: Sequence[Progress]) -> Progress:
     """Return the leader's progress, with the highest count of covered samples.
 
-    Replacement workers do not count samples of the call from before they joined.
+    Replacement workers do not count the samples before they joined.
     """
     leader = progress[choose_leader(progress)]
     covered = [p.num_covered for p in progress if p.num_covered is not None]
@@ -132,7 +116,7 @@ def furthest(progress: Sequence[Progress]) -> Progress:
 def backoff_s(attempt: int, config: ElasticConfig, draw: float) -> float:
     """Return the seconds to wait after failed try `attempt` (from 0).
 
-    They grow exponentially up to `max_s`, and vary by the jitter; `draw` is in 0..1.
+    They grow exponentially up to `max_s`, and vary by the jitter. `draw` is in 0..1.
 
     >>> [backoff_s(n, ElasticConfig(max_s=5.0), draw=0.5) for n in range(4)]
     [1.0, 2.0, 4.0, 5.0]
@@ -144,11 +128,6 @@ def backoff_s(attempt: int, config: ElasticConfig, draw: float) -> float:
     return max(0.0, wait * (1.0 + config.jitter * (2.0 * draw - 1.0)))
 
 
-def may_resize(now: float, last_resize: float, replaces_lost: bool, config: ElasticConfig) -> bool:
-    """Return whether ready workers may join now; times are seconds of one clock."""
-    return replaces_lost or now - last_resize >= config.resize_cooldown_s
-
-
 def who_leaves(
     left_s: Mapping[int, float],
     *,
@@ -157,7 +136,7 @@ def who_leaves(
     min_workers: int,
     margin_s: float,
 ) -> list[int]:
-    """Return which of the workers under preemption leave at the next step.
+    """Return the ranks of the workers under preemption that leave at the next step.
 
     A worker with a successor leaves immediately, and one without leaves `margin_s` before its
     deadline. ``min_workers`` stay, and at least one that has the state stays, unless a single
@@ -165,9 +144,9 @@ def who_leaves(
 
     Args:
         left_s: seconds to the deadline of each of these workers, by rank.
-        num_workers: the size of the group now.
-        num_ready: how many replacement workers can join.
-        min_workers: the fewest workers to train with.
+        num_workers: current size of the group.
+        num_ready: number of replacement workers that can join.
+        min_workers: minimum size of the group.
         margin_s: seconds that leaving may take.
 
     >>> who_leaves({0: 20, 2: 10}, num_workers=3, num_ready=1, min_workers=1, margin_s=3)
@@ -188,8 +167,8 @@ def who_leaves(
 def pause_step(progress: Sequence[Progress], notice_s: float = 0.1) -> int:
     """Return a step at which all workers can pause together.
 
-    Workers that average gradients are at most one step apart. The step is `notice_s` seconds and
-    two steps ahead, so that all workers learn of it in time.
+    Workers are at most one step apart. The step is `notice_s` seconds and two steps ahead, so that
+    all workers receive the request in time.
 
     >>> pause_step([Progress(global_step=7, step_s=0.05), Progress(global_step=8, step_s=0.05)])
     12

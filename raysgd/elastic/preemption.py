@@ -26,14 +26,14 @@ _LEAVE_S = 3.0
 class PreemptionWatch(Feature):
     """Watches notices of preemption, and decides which workers leave.
 
-    With `replaces`, replacement workers can take over from those that leave.
+    With `can_join`, replacement workers can take over from those that leave.
     """
 
-    def __init__(self, group: WorkerGroup, journal: Journal, replaces: bool) -> None:
+    def __init__(self, group: WorkerGroup, journal: Journal, can_join: bool) -> None:
         self._group = group
         self._clock = group.clock
         self._journal = journal
-        self._replaces = replaces
+        self._can_join = can_join
         self._step_s = 0.0
         self._known: set[WorkerHandle] = set()
         self._announced: tuple[int, Preemption] | None = None
@@ -42,7 +42,7 @@ class PreemptionWatch(Feature):
         """Whether to save soon: workers leave before any worker can replace them."""
 
     def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:
-        """Accept the notice that a node or a worker will be taken away, in any thread.
+        """Accept a notice of preemption, in any thread.
 
         Raises:
             ValueError: if there is no such node or worker, or it is the driver's process.
@@ -52,7 +52,7 @@ class PreemptionWatch(Feature):
             known = {member.node_id for member in members}
             if node_id not in known and node_id not in (known := known | self._group.nodes()):
                 there = ", ".join(sorted(known)) or "none"
-                raise ValueError(f"drain(node_id={node_id!r}): there is no such node, but {there}.")
+                raise ValueError(f"drain(node_id={node_id!r}): must be one of the nodes {there}.")
             self._group.drains.drain_node(node_id, deadline_s)
             return
         if rank is None or not 0 <= rank < len(members):
@@ -60,13 +60,13 @@ class PreemptionWatch(Feature):
             raise ValueError(f"drain(rank={rank!r}): {allowed}.")
         if not members[rank].remote:
             raise ValueError(
-                f"drain(rank={rank}): this worker is the driver's own process (use_local), which "
-                "nobody can replace."
+                f"drain(rank={rank}): this worker is in the driver's process (use_local), and "
+                "cannot be replaced."
             )
         self._group.drains.drain_member(members[rank], deadline_s)
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
-        """Record which members are going to leave, and notify all members."""
+        """Record the members that will leave, and notify all members."""
         self._step_s = max((p.step_s for p in progress.values()), default=0.0) or self._step_s
         for member in [member for member, p in progress.items() if p.terminated]:
             self._group.drains.terminate(member)
@@ -94,7 +94,7 @@ class PreemptionWatch(Feature):
             left_s = 0.0 if deadline is None else max(0.0, deadline - self._clock.time())
             self._journal.record("draining", concerned, cause=cause, seconds=left_s)
             logger.warning(
-                "Workers are going to be taken away%s (%s): %s.",
+                "Workers will be preempted%s (%s): %s.",
                 "" if deadline is None else f" within {left_s:.0f} s",
                 cause,
                 ", ".join(f"worker {self._journal.ranks[m]} on {m.name}" for m in concerned),
@@ -113,9 +113,9 @@ class PreemptionWatch(Feature):
         return _LEAVE_S + 4 * self._step_s
 
     def who_leaves(self, num_ready: int) -> list[WorkerHandle]:
-        """Return the members that leave at the next step if so many replacements are ready."""
+        """Return the members that leave at the next step if `num_ready` workers can join."""
         leaving = self._group.leaving()
-        if not leaving or not self._replaces:
+        if not leaving or not self._can_join:
             return []
         now, rank_of = self._clock.time(), self._journal.ranks
         ranks = who_leaves(
@@ -128,10 +128,10 @@ class PreemptionWatch(Feature):
         return [member for member in leaving if rank_of[member] in ranks]
 
     def give_up_silent(self, attempt: Attempt) -> None:
-        """Declare silent workers lost whose announced time is over."""
+        """Declare silent workers lost whose deadline is over."""
         now = self._clock.time()
         for member, notice in self._group.leaving().items():
             watch = member.watch
             if notice.leave_by <= now and watch is not None and watch.is_silent:
-                why = f"its host {member.info.node_ip} is silent, as was announced: {notice.cause}"
+                why = f"its host {member.info.node_ip} is silent, as announced: {notice.cause}"
                 attempt.give_up(member, HostLostError(why))

@@ -1,4 +1,4 @@
-"""One worker that starts, from a slot to a worker that is ready to join the group."""
+"""One worker that starts, until it is ready to join the group."""
 
 from __future__ import annotations
 
@@ -31,22 +31,21 @@ class Replacement:
     group: WorkerGroup
     slot: Any
     rank: int
-    """Its rank in the group, most likely."""
+    """Its probable rank in the group."""
     size: int
-    """Size of the group then."""
+    """The probable size of the group."""
     generation: int
     """Number of the newest generation."""
     created: Sequence[Any]
     """Arguments of the worker's ``create``."""
     timeout_s: float
-    """Bound of each step from ``create`` on."""
+    """Limit of each step from ``create`` on."""
     replaces_lost: bool
-    """Whether it replaces a lost worker."""
     goal: Goal = "setup"
-    """When it is ready: after its ``setup`` alone, after ``create`` if all set up together, or as
-    soon as it has room if all workers will restart."""
+    """When it is ready: after its ``setup``, after ``create`` if all set up together, or as soon as
+    there is room if all workers will restart."""
     context: WorkerContext | None = None
-    """The context that its process was prepared for; None before that."""
+    """The context that its process was prepared for."""
     member: WorkerHandle | None = None
     step: Step = "come up"
     """Its current step, or the step that failed."""
@@ -71,7 +70,7 @@ class Replacement:
                 raise
 
     def set_up_alone(self, generation: int) -> None:
-        """Set up alone, even if the process is ready to set up with others."""
+        """Set up alone instead of with the others."""
         self.goal, self.generation = "setup", generation
         if self.is_ready:
             self.is_ready, self._life = False, self._results(self._asked_to_set_up())
@@ -118,7 +117,7 @@ class Replacement:
             self.context = replace(alone, world_rank=self.rank, world_size=self.size)
         # a process cannot change which GPUs it sees
         context = self.context = replace(self.context, generation=self.generation)
-        # both are one step: if the process dies in the second call, both answers may be lost
+        # both are one step, because a process that dies in the second may lose both answers
         return [
             ("set up", self.member.work("prepare", context)),
             ("set up", self.member.work("enter", context, None, None, True)),
@@ -138,8 +137,7 @@ class Replacement:
             if self.group.clock.monotonic() > deadline:
                 advice = WAIT_LONGER if step == "come up" else "To wait longer, raise timeout_s."
                 raise WorkerTimeoutError(
-                    f"Waited {timeout_s:g} s for a worker to {step}, in vain for worker "
-                    f"{self.rank}. {advice}",
+                    f"Worker {self.rank} took longer than {timeout_s:g} s to {step}. {advice}",
                     ranks=[self.rank],
                     waited_s=timeout_s,
                 )

@@ -1,4 +1,4 @@
-"""Requests that the controller itself makes to the runners of its workers."""
+"""Requests of the controller to the runners."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class LoadRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class RestartStateRequest(Request):
-    """Return the state for workers that start from scratch; None if there is none.
+    """Return the state for a restart; None without one.
 
-    A sharded state is complete only if all `num_workers` workers of the group are asked.
+    A sharded state is complete only if all `num_workers` workers are asked.
     """
 
     num_workers: int = 1

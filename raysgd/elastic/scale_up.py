@@ -1,4 +1,4 @@
-"""Keeps a worker starting for each missing place; a start is a scale-up from no worker."""
+"""Starts a worker for each missing place. A start is a scale-up from no worker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of, is_loss
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.feature import Feature
-from raysgd.elastic.policies import backoff_s, may_resize
+from raysgd.elastic.policies import Recovery, backoff_s
 from raysgd.elastic.replacement import Goal, Replacement, Step
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
 
@@ -22,8 +22,8 @@ __all__ = ["ScaleUp"]
 
 logger = logging.getLogger(__name__)
 
-_SAID_S = 10.0
-"""Seconds without an answer of the Ray head after which to log it."""
+_HEAD_SILENCE_S = 10.0
+"""How long the Ray head may be silent before this is logged."""
 _GRACE_S = COME_UP_S
 """How long a start waits for late workers once ``min_workers`` are ready."""
 _SHORT_GRACE_S = 0.5
@@ -45,14 +45,11 @@ class ScaleUp(Feature):
     on_failure: Callable[[WorkerHandle | None, BaseException], None]
     """Called with a replacement worker that failed, and the error."""
     timeout_s: float
-    """Bound of each step of a start, from ``create`` on."""
-    can_join: bool = True
-    """Whether replacement workers can join a group during a call. If not, none starts."""
-    rejoins: bool = True
-    """Whether a process can be in a second process group. If not, all restart if there is room."""
+    """Limit of each step of a start, from ``create`` on."""
+    recovery: Recovery
     together: bool = True
-    """Whether the workers set up in one process group, as they do in the first start until one is
-    lost. Otherwise each sets up alone."""
+    """Whether the workers set up in one process group, as in the first start until one is lost.
+    Otherwise each sets up alone."""
     error: BaseException | None = None
     """Why the newest worker failed, if another one would fail in the same way."""
 
@@ -60,14 +57,15 @@ class ScaleUp(Feature):
         self._replacements: list[Replacement] = []
         self._lost_slots: list[Any] = []
         self._crashes: dict[Any, tuple[Step, int]] = {}
-        """The step in which the last workers of a slot were lost, and how many in a row."""
+        """By slot: the step in which its last workers were lost, and how many in a row."""
         self._failures = 0
         self._retry_at: dict[Any, float] = {}
         self._resized_at = self.group.clock.monotonic()
         self._enough_at: float | None = None
+        """When a start had enough workers."""
         self._is_first = True
         self._generation = 0
-        self._says_silent = False
+        self._has_logged_silence = False
 
     @property
     def under_way(self) -> bool:
@@ -75,46 +73,42 @@ class ScaleUp(Feature):
         return bool(self._replacements)
 
     def on_generation(self, number: int) -> None:
-        """Store the number for workers that start from now on."""
+        """Store the number for later starts."""
         self._generation = number
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Advance the replacements, and start missing ones."""
         self.tick(self._generation)
 
-    def on_loss(self, member: WorkerHandle, error: BaseException) -> None:
-        """Let a successor of the member join without waiting for the cooldown."""
-        self.lost(self.group.slot_of(member), isinstance(error, HostLostError))
+    def lost(self, member: WorkerHandle, error: BaseException) -> None:
+        """Let a successor of a lost member join without the cooldown.
 
-    def lost(self, slot: Any, is_suspect: bool = False) -> None:
-        """Let the successor of a worker that was lost in `slot` join without the cooldown.
-
-        Args:
-            slot: its place.
-            is_suspect: whether the host is silent, so another worker there may never come up. Then
-                one starts elsewhere too, if there is room.
+        If its host is silent, another worker there may never come up. So one starts elsewhere too.
         """
+        slot = self.group.slot_of(member)
         self._lost_slots.append(slot)
         self.try_again()
-        if is_suspect and slot not in self.group.suspects:
+        if isinstance(error, HostLostError) and slot not in self.group.suspects:
             self.group.suspects.append(slot)
 
     def try_again(self) -> None:
-        """Forget failures of replacement workers, because their cause may be gone."""
+        """Forget the failures of replacement workers. Their cause may be gone."""
         self._failures, self._retry_at, self.error = 0, {}, None
 
     def has_room(self) -> bool:
-        """Return whether the group may grow now and has room, which this requests."""
-        options, now = self.group.options, self.group.clock.monotonic()
-        if not self.config.grow or len(self.group.members) >= options.num_workers:
+        """Return whether the group may grow now and has room, and request the room."""
+        if not self.config.grow or len(self.group.members) >= self.group.options.num_workers:
             return False
-        if not may_resize(now, self._resized_at, False, self.config):
+        if not self._has_cooled_down():
             return False
         return any(slot.is_ready for slot in self.group.vacant_slots())
 
     def resized(self) -> None:
         """Start the cooldown between two changes of size."""
         self._resized_at = self.group.clock.monotonic()
+
+    def _has_cooled_down(self) -> bool:
+        return self.group.clock.monotonic() - self._resized_at >= self.config.resize_cooldown_s
 
     def tick(self, generation: int, starting: bool = False) -> None:
         """Advance the replacements, and start missing ones, without waiting.
@@ -123,20 +117,20 @@ class ScaleUp(Feature):
 
         Args:
             generation: number of the newest generation.
-            starting: whether the replacements will be the group, in the room that is reserved.
+            starting: whether the replacements will be the group, in the reserved room.
         """
         options = self.group.options
-        if not starting and (not self.config.grow or not self.can_join or options.inline):
+        may_start = self.config.grow and self.recovery.can_join and not options.inline
+        if not starting and not may_start:
             return
         drains = self.group.drains
-        if self._says_silent and not drains.is_ray_silent:
-            self._says_silent = False
-            logger.warning("Ray's head answers again.")
-        elif not self._says_silent and drains.silence_s > _SAID_S:
-            self._says_silent = True
+        if self._has_logged_silence and not drains.is_ray_silent:
+            self._has_logged_silence = False
+            logger.warning("The Ray head answers again.")
+        elif not self._has_logged_silence and drains.silence_s > _HEAD_SILENCE_S:
+            self._has_logged_silence = True
             logger.warning(
-                "Ray's head has not answered for %.0f s: workers that are lost are replaced when "
-                "it does.",
+                "The Ray head has not answered for %.0f s. Replacement workers wait for it.",
                 drains.silence_s,
             )
         if drains.is_ray_silent:
@@ -147,11 +141,11 @@ class ScaleUp(Feature):
         if missing <= 0:
             in_order = sorted(self._replacements, key=self._is_sure, reverse=True)
             for replacement in in_order[options.num_workers - num_staying :]:
-                self.drop(replacement)  # others were the first to have room, or all stay after all
+                self.drop(replacement)  # others were first, or all members stay
             if not self._replacements:
                 self.group.give_back()
         if missing > 0 and self._failures < self.config.max_attempts:
-            self._advance(self._started(generation, starting, num_staying))
+            self._advance(self._start_missing(generation, starting, num_staying))
 
     def _is_sure(self, replacement: Replacement) -> bool:
         return replacement.member is not None and replacement.slot not in self.group.suspects
@@ -166,20 +160,22 @@ class ScaleUp(Feature):
         missing = self._num_missing()
         for replacement in list(replacements):
             if (waits := replacement.member is None) and missing <= 0:
-                continue  # another was the first to have room
+                continue  # another one was first
             replacement.advance()
             missing -= waits and self._is_sure(replacement)
             if replacement.error is not None:
                 self.fail(replacement)
 
-    def _started(self, generation: int, starting: bool, num_staying: int) -> list[Replacement]:
+    def _start_missing(
+        self, generation: int, starting: bool, num_staying: int
+    ) -> list[Replacement]:
         """Start the missing workers, and return them."""
         taken = [replacement.slot for replacement in self._replacements]
         vacant = [s for s in self.group.vacant_slots(request=not starting) if s not in taken]
         now, num_workers = self.group.clock.monotonic(), self.group.options.num_workers
         size = min(num_staying + len(taken) + len(vacant), num_workers)
         replaces = starting or num_staying < len(self.group.members) or bool(self.group.suspects)
-        goal: Goal = "setup" if self.rejoins else "room"
+        goal: Goal = "setup" if self.recovery.rejoins else "room"
         if starting and self.together:
             goal = "process"
         for slot in vacant:
@@ -202,9 +198,9 @@ class ScaleUp(Feature):
         return self._replacements[len(taken) :]
 
     def fail(self, replacement: Replacement, error: BaseException | None = None) -> None:
-        """Drop a replacement worker, so that another one starts: immediately if it was lost.
+        """Drop a replacement worker, so that another one starts.
 
-        There is a wait after an exception, and after several losses of a slot in the same step.
+        That waits after an exception, and after several losses of a slot in the same step.
         """
         error = error or replacement.error or RuntimeError("it did not join")
         self.drop(replacement)
@@ -217,57 +213,52 @@ class ScaleUp(Feature):
             self._crashes[slot] = step, count
             if count < (_MAX_SETUP_CRASHES if step == "set up" else self.config.max_attempts):
                 return
-            if step in ("start", "set up"):  # where the user's code runs
+            if step in ("start", "set up"):  # these run user code
                 self.error = _died_in_a_row(replacement, error, count)
         elif self._is_first or not isinstance(error, WorkerTimeoutError):
-            self.error = error  # what took too long may have been stopped by chance
+            self.error = error  # a timeout may not happen again
         wait_s = backoff_s(self._failures, self.config, self.draw())
         self._retry_at[slot] = self.group.clock.monotonic() + wait_s
         self._failures += 1
         if self._failures == self.config.max_attempts:
-            logger.warning("Giving up on replacement workers after %d failures.", self._failures)
+            logger.warning("No more replacement workers start after %d failures.", self._failures)
 
     def drop(self, replacement: Replacement) -> None:
         """End a replacement worker."""
         if replacement not in self._replacements:
-            return  # a call that `shutdown` in another thread ends has done it
+            return  # `shutdown` in another thread has done it
         self._replacements.remove(replacement)
         if replacement.member is not None:
             self.group.discard(replacement.member)
 
     def fail_member(self, member: WorkerHandle, error: BaseException) -> bool:
         """Fail the replacement of a worker; return False if the worker is none."""
-        for replacement in [r for r in self._replacements if r.member is member]:
-            self.fail(replacement, error)
-            return True
-        return False
+        found = next((r for r in self._replacements if r.member is member), None)
+        if found is not None:
+            self.fail(found, error)
+        return found is not None
 
     def ready(self) -> list[Replacement]:
         """Return the replacement workers that may join now."""
-        now = self.group.clock.monotonic()
-        urgent = len(self.group.members) < self.group.options.min_workers
-        return [
-            replacement
-            for replacement in self._replacements
-            if replacement.is_ready
-            and may_resize(now, self._resized_at, urgent or replacement.replaces_lost, self.config)
-        ]
+        is_short = len(self.group.members) < self.group.options.min_workers
+        is_free = is_short or self._has_cooled_down()
+        return [r for r in self._replacements if r.is_ready and (is_free or r.replaces_lost)]
 
     def coming(self) -> int:
-        """Return how many replacement workers have started or are ready, on a host that answers."""
+        """Return the number of replacement workers on hosts that answer."""
         return sum(map(self._is_sure, self._replacements))
 
     def begin(self) -> None:
         """Prepare for a start. The workers that come up become the group."""
         self.try_again()
         self._enough_at = None
-        # those while others trained were no reason to end a call
+        # crashes while others trained do not count
         self._crashes = {slot: c for slot, c in self._crashes.items() if c[0] != "set up"}
 
     def are_enough(self, min_workers: int) -> bool:
         """Return whether there are enough members and workers that may join.
 
-        A start gives late workers some time. It does not begin without the driver's own worker.
+        A start waits for late workers, and for the worker in the driver's process in any case.
         """
         num_members, now = len(self.group.members), self.group.clock.monotonic()
         if num_members + len(self.ready()) < min_workers:
@@ -277,7 +268,7 @@ class ScaleUp(Feature):
             return True
         if self._enough_at is None:
             self._enough_at = now
-        may_join_later = self.can_join and self.rejoins and self.config.grow
+        may_join_later = self.recovery.joins and self.config.grow
         replace_lost = all(slot in self._lost_slots for slot in late)
         is_short = may_join_later and (replace_lost or not self._is_first)
         grace_s = _SHORT_GRACE_S if is_short else _GRACE_S
@@ -285,7 +276,7 @@ class ScaleUp(Feature):
 
     def set_up_alone(self, generation: int) -> None:
         """Let the remaining replacements set up alone, after the first start."""
-        if self.together and self.can_join and self.rejoins:
+        if self.together and self.recovery.joins:
             self.together, self._enough_at = False, None
             for replacement in self._replacements:
                 replacement.set_up_alone(generation)
@@ -312,8 +303,8 @@ def _died_in_a_row(replacement: Replacement, error: BaseException, count: int) -
     cause = cause_of(member, error)
     where = "setup" if replacement.step == "set up" else "initialization_hook or an import"
     return WorkerLostError(
-        f"The process of worker {replacement.rank} died {count} times in a row in {where} while "
-        f"the workers were starting, the last time on {member.name}: {cause}",
+        f"Worker {replacement.rank} died {count} times in a row in {where}, the last time on "
+        f"{member.name}: {cause}",
         rank=replacement.rank,
         node_id=member.node_id,
         cause=cause,

@@ -18,10 +18,10 @@ __all__ = ["SnapshotKeeper", "with_shares"]
 
 
 class SnapshotKeeper(Feature):
-    """Fetches snapshots during training, and keeps the newest that has arrived.
+    """Fetches snapshots during training, and keeps the newest one.
 
-    The driver keeps it, because a worker's memory and its objects in Ray's store die with it. With
-    `of_driver`, it fetches from a worker in the driver's process too. `group` is for `poll` only.
+    The driver keeps it, because the objects of a worker in the Ray store die with the worker. With
+    `of_driver`, it fetches from a worker in the driver's process too.
     """
 
     def __init__(self, of_driver: bool = False, group: WorkerGroup | None = None) -> None:
@@ -33,12 +33,12 @@ class SnapshotKeeper(Feature):
         self._coming: tuple[int, list[Future[bytes | None]]] | None = None
 
     def set(self, state: Mapping[str, Any], step: int = -1) -> None:
-        """Keep a state that the driver has. Only snapshots of more steps than `step` replace it."""
+        """Keep a state. Only snapshots of more than `step` steps replace it."""
         self._state, self._pickled, self._coming = state, [], None
         self._step = step
 
     def outdate(self) -> None:
-        """Fetch the next snapshot even if it has as many steps as this one."""
+        """Fetch the next snapshot even if it has the same step."""
         self._step, self._coming = -1, None
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
@@ -50,7 +50,7 @@ class SnapshotKeeper(Feature):
             self.follow(first, progress[first], others)
 
     def rescue(self, commands: Commands) -> Progress | None:
-        """Keep the state of the members that answer; return their progress, or None without it."""
+        """Keep the state of members that answer, and return their progress; None without one."""
         reached = commands.ask_progress()
         remote = [member for member in reached if member.remote]
         each = [[m] for m in sorted(remote, key=lambda m: -reached[m].global_step)]
@@ -70,11 +70,11 @@ class SnapshotKeeper(Feature):
     ) -> None:
         """Fetch the snapshot of `member` if it is newer, without waiting.
 
-        All members hold a shard of a sharded state. Their shards must be of one step, and are
-        fetched together. `others` is the progress of the others; None if some do not answer.
+        The shards of a sharded state must be of one step, so they are fetched together. `others` is
+        the progress of the other members; None if some do not answer.
         """
         self._receive()
-        if progress.snapshot is None:  # its last snapshot is outdated, whatever its step
+        if progress.snapshot is None:  # its last snapshot is outdated
             self._step = -1
         step = progress.snapshot
         if self._coming is not None or step is None or step <= self._step:
@@ -86,7 +86,7 @@ class SnapshotKeeper(Feature):
             self._coming = (step, [each.control("snapshot", step) for each in (member, *others)])
 
     def state(self) -> Mapping[str, Any] | None:
-        """Return the newest snapshot; None if there has been none."""
+        """Return the newest snapshot; None without one."""
         self._receive()
         if self._pickled:
             states = [pickle.loads(each) for each in self._pickled]

@@ -16,13 +16,13 @@ __all__ = ["Starts"]
 logger = logging.getLogger(__name__)
 
 _START_TICK_S = 0.01
-"""How often to look at workers that come up while there is no group."""
+"""How often to look at workers of a start."""
 _BUSY_TICK_S = 0.05
-"""How often to look at replacement workers that the members wait for."""
+"""How often to look at replacement workers."""
 
 
 class Starts:
-    """Starts all workers, and records what came of it."""
+    """Starts all workers, and records the result."""
 
     def __init__(self, context: DriverContext) -> None:
         self._context = context
@@ -35,7 +35,7 @@ class Starts:
         """Wait until there are enough workers. Each wait for room is longer than the last."""
         config, causes = self._context.elastic, self._context.call.causes
         num_members, starting = len(self._group.members), not self._group.members
-        missing = f"{num_members} left, and min_workers={min_workers}"
+        missing = f"{num_members} left, min_workers={min_workers}"
         deadline, number = 0.0, 0
         while True:
             self._context.check_open()
@@ -67,14 +67,14 @@ class Starts:
             self._group.clock.sleep(_START_TICK_S if starting else _BUSY_TICK_S)
 
     def restart(self) -> None:
-        """End the members; workers that come up will continue from the newest snapshot."""
+        """End the members, and begin to start others."""
         self._since, self._num_before = self._group.clock.monotonic(), len(self._group.members)
         self._left = "; ".join(f"left {member.name}" for member in self._context.leaving)
         self._context.has_state |= bool(self._context.leaving)
         self._context.call.metrics_start_step = {}
         self._context.discard_members()
         if not self._context.recovery.joins:
-            self._scale_up.stop()  # these only waited for room
+            self._scale_up.stop()  # they only waited for room
         self._scale_up.begin()
 
     def note_start(self, has_begun: bool) -> None:

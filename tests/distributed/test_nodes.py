@@ -170,7 +170,7 @@ def test_a_start_takes_what_fits_node_by_node(on_nodes):
 
 def test_a_node_that_goes_is_waited_for_and_one_that_comes_is_used(on_nodes):
     logged, (_, _, failed, left, ready, again, *_) = on_nodes
-    assert "Training run failed: 1 left, and min_workers=2" in failed["error"]
+    assert "Training run failed: 1 left, min_workers=2" in failed["error"]
     assert "the cluster has 1 CPU, of which 0 CPU are free" in failed["error"]
     # doubled, capped, and each one logged
     assert left == {"waits": [0.25, 0.5, 0.5], "step": 3}

@@ -60,7 +60,7 @@ def test_what_is_waited_for_must_be_possible():
     assert checked_elastic("T", mine, 2) is mine
     with pytest.raises(ValueError, match=r"min_workers=2.*T\(num_workers=1\)"):
         checked_elastic("T", mine, 1)
-    with pytest.raises(TypeError, match=r"takes an ElasticConfig, not \{'min_workers': 2\}"):
+    with pytest.raises(TypeError, match=r"elastic=\{'min_workers': 2\}\): must be an Ela"):
         checked_elastic("T", {"min_workers": 2}, 2)
 
 

@@ -183,7 +183,7 @@ def test_one_that_is_silent_when_its_time_is_over_is_not_waited_for(start, caplo
     train_with_losses(controller, 100)
     assert "draining" in kinds(controller)
     lost = next(event for event in controller.events if event.kind == "lost")
-    assert "is silent, as was announced: drain() was called" in lost.cause
+    assert "is silent, as announced: drain() was called" in lost.cause
     assert world.now - began < 100.0
     assert "its own is cut off" in caplog.text
     assert "again" not in caplog.text

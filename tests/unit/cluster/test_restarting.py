@@ -104,9 +104,9 @@ def test_while_rays_head_is_silent_there_are_no_vain_tries(world, silence, caplo
     world.at_step(17, lose_all)
     run_until(controller, 40, max_losses=2)
     assert "waiting" not in kinds(controller)
-    assert "Ray's head has not answered for 10 s" in caplog.text
-    assert "Ray's head answers again." in caplog.text
-    assert caplog.text.count("Ray's head") == 2
+    assert "The Ray head has not answered for 10 s" in caplog.text
+    assert "The Ray head answers again." in caplog.text
+    assert caplog.text.count("Ray head") == 2
 
 
 def test_workers_that_are_to_go_stay_while_nobody_could_be_started_instead(world, silence):

@@ -72,15 +72,6 @@ def test_an_answer_that_is_gone_is_no_loss_and_stops_the_others():
     assert not attempt.pending
 
 
-def test_where_all_answers_are_gone_the_error_says_why():
-    attempt, futures = attempt_of("a")
-    futures["a"].set_exception(ray.exceptions.ActorUnavailableError("reset", None))
-    attempt.settle(0)
-    error = attempt.error()
-    assert isinstance(error, CollectiveError)
-    assert "reset" in str(error)
-
-
 def test_a_failed_collective_waits_for_its_reason():
     attempt, futures = attempt_of("a", "b", "c")
     futures["a"].set_result(outcome("communication", ConnectionError("peer")))
@@ -115,10 +106,3 @@ def test_workers_that_do_not_come_back_stay_pending():
     attempt.settle(0)
     attempt.find_cause(lambda: None)
     assert attempt.pending == {"b": futures["b"]}
-
-
-def test_an_error_that_is_neither_loss_nor_outcome_is_raised():
-    attempt, futures = attempt_of("a")
-    futures["a"].set_exception(MemoryError("in the driver"))
-    with pytest.raises(MemoryError):
-        attempt.settle(0)

@@ -8,7 +8,7 @@ import pytest
 from raysgd._internal.context import Progress
 from raysgd.backends import Backend
 from raysgd.cluster.group_options import GroupOptions
-from raysgd.cluster.worker import Outcome, Worker
+from raysgd.cluster.worker import Worker
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.cluster.worker_info import WorkerInfo
@@ -298,20 +298,6 @@ def test_outcomes_come_in_the_order_of_the_ranks(start):
     assert isinstance(controller.state, Ready)
 
 
-def test_one_worker_alone_can_be_called(start):
-    controller = start()
-    assert len(run(controller, "work", rank=1)) == 1
-    assert [runner.calls for runner in runners(controller)] == [0, 1, 0]
-
-
-def test_progress_is_that_of_the_newest_call(start):
-    controller = start()
-    for runner in runners(controller):
-        runner.step = 7
-    run(controller, "work")
-    assert controller.progress.global_step == 7
-
-
 def test_what_cannot_be_pickled_is_found_before_a_worker_is_asked(start):
     controller = start()
     with pytest.raises(TypeError, match=r"arguments of work.*cannot be pickled"):
@@ -383,7 +369,7 @@ def test_a_broken_connection_is_not_taken_for_the_reason(start):
 def test_workers_that_cannot_communicate_though_all_are_alive_are_an_error(start):
     controller = start(2)
     script(controller, r0=raising(ConnectionError("a")), r1=raising(ConnectionError("b")))
-    with pytest.raises(CollectiveError, match="all of them are alive"):
+    with pytest.raises(CollectiveError, match="All workers are alive"):
         run(controller, "work")
     script(controller, r0=lambda r: 1, r1=lambda r: 2)
     assert len(run(controller, "work")) == 2
@@ -487,64 +473,12 @@ def test_more_losses_than_allowed_end_the_call_with_every_cause(start):
 def test_fewer_survivors_than_min_workers_end_the_call(start):
     controller = start(2, min_workers=2)
     script(controller, r0=FakeRunner.wait_for_peers, r1=dying(controller, 1))
-    with pytest.raises(WorkerLostError, match=r"1 left, and min_workers=2.*grow=False") as caught:
+    with pytest.raises(WorkerLostError, match=r"1 left, min_workers=2, and grow=False") as caught:
         run(controller, "work", max_losses=3)
     assert "OOM" in str(caught.value)
     script(controller, r0=lambda runner: "done")
     # what reads the state is allowed with fewer
     assert [o.value() for o in run(controller, "work", any_size=True)] == ["done"]
-
-
-def test_losses_of_one_call_add_up(start):
-    controller = start(3)
-    members = list(controller.members)
-
-    def second(runner):
-        if len(runner.contexts) == 1:
-            runner.wait_for_peers()
-        members[2].die("again")
-        runner.wait_for_peers()
-
-    def first(runner):
-        return runner.wait_for_peers() if runner.contexts[-1].world_size > 1 else "alone"
-
-    script(controller, r0=first, r1=dying(controller, 1), r2=second)
-    (outcome,) = run(controller, "work", max_losses=2)
-    assert outcome.value() == "alone"
-    assert run.call.num_losses == 2
-    assert kinds(controller) == ["started", "lost", "resumed", "lost", "resumed"]
-
-
-def test_a_worker_that_dies_between_two_calls_is_noticed(start):
-    controller = start()
-    controller.members[0].die()
-    script(
-        controller,
-        r1=lambda r: r.contexts[-1].world_rank,
-        r2=lambda r: r.contexts[-1].world_rank,
-    )
-    outcomes = run(controller, "work", max_losses=1)
-    assert [outcome.value() for outcome in outcomes] == [0, 1]
-
-
-def test_a_loss_while_the_others_join_anew_is_one_more_loss(start):
-    controller = start()
-    members = list(controller.members)
-
-    def work(runner):
-        return runner.wait_for_peers() if len(runner.contexts) == 1 else "done"
-
-    rejoin = runners(controller)[2].rejoin
-
-    def rejoin_and_die(context, leader):
-        members[2].die("while joining")
-        return rejoin(context, leader)
-
-    runners(controller)[2].rejoin = rejoin_and_die
-    script(controller, r0=work, r1=dying(controller, 1), r2=work)
-    outcomes = run(controller, "work", max_losses=2)
-    assert [outcome.value() for outcome in outcomes] == ["done"]
-    assert run.call.num_losses == 2
 
 
 def test_a_generation_that_could_not_be_joined_is_not_used(start):
@@ -594,24 +528,6 @@ def test_a_worker_in_the_drivers_process_is_left_clean_when_all_start_anew(start
     assert getattr(runner, "torn_down", False)
 
 
-def test_stragglers_that_come_back_soon_are_not_mentioned(caplog):
-    """One is there at once, the other a moment later."""
-    group = FakeGroup(2)
-    controller = Controller(group, FakeRunner(), FakeBackend(), None, PATIENCE_S)
-    controller.start()
-    first, second = Future(), Future()
-    done = Outcome("ok", None, Progress())
-    busy = dict(zip(controller.members, (first, second), strict=True))
-    controller._commands.busy |= busy
-    first.set_result(done)
-    timer = threading.Timer(0.2, second.set_result, [done])
-    timer.start()
-    assert controller.forming.await_stragglers() == {}
-    assert not any("still busy" in record.getMessage() for record in caplog.records)
-    timer.join()
-    controller.shutdown()
-
-
 def test_a_second_call_at_the_same_time_is_refused(start):
     controller = start(1)
     inside, outside = threading.Event(), threading.Event()
@@ -626,7 +542,7 @@ def test_a_second_call_at_the_same_time_is_refused(start):
         first = pool.submit(run, controller, "work")
         assert inside.wait(PATIENCE_S)
         under_way = controller._context.call
-        with pytest.raises(RuntimeError, match="under way"):
+        with pytest.raises(RuntimeError, match="Another thread is calling"):
             run(controller, "work")
         assert controller._context.call is under_way
         outside.set()
@@ -689,14 +605,6 @@ def test_an_error_at_the_start_leaves_no_worker(error):
     assert backend.closed
 
 
-def test_a_group_that_cannot_form_at_the_start_is_an_error_of_communication():
-    backend = FakeBackend()
-    backend.broken = True
-    controller = Controller(FakeGroup(2), FakeRunner(), backend, None, PATIENCE_S)
-    with pytest.raises(CollectiveError, match=r"could not communicate.*peers not found"):
-        controller.start()
-
-
 def test_shutdown_is_gentle_unless_the_group_is_broken(start):
     controller = start(2)
     controller.shutdown()
@@ -725,6 +633,6 @@ def test_drain_of_a_rank_without_workers_says_that_none_is_left(start):
 def test_a_fork_of_the_driver_is_refused_by_its_process_id(start):
     controller = start(1)
     controller._pid += 1
-    with pytest.raises(RuntimeError, match="This process was forked from the one that made"):
+    with pytest.raises(RuntimeError, match="This process was forked from the process of"):
         run(controller, "work")
     controller._pid -= 1

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from raysgd._internal.context import Progress
 from raysgd.elastic import machine
 from raysgd.elastic.machine import Broken, Budget, Closed, Do, New, Ready, Running, Starting
-from raysgd.elastic.policies import recovery
+from raysgd.elastic.policies import Recovery
 
 ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
 MAX_ATTEMPTS = 2
 POLICIES = [
     machine.Policy(
-        recovery=recovery(rejoins=rejoins, in_place=in_place, can_join=can_join),
+        recovery=Recovery(rejoins=rejoins, in_place=in_place, can_join=can_join),
         max_attempts=MAX_ATTEMPTS,
         may_grow=may_grow,
         keeps_snapshots=keeps_snapshots,

@@ -39,30 +39,6 @@ def keeper():
     return SnapshotKeeper()
 
 
-def test_there_is_nothing_before_the_first_snapshot(keeper):
-    member = FakeMember()
-    assert keeper.state() is None
-    keeper.follow(member, at(None))
-    assert member.asked == []
-    assert keeper.state() is None
-
-
-def test_a_snapshot_is_fetched_without_waiting_and_kept_when_it_has_come(keeper):
-    member = FakeMember()
-    keeper.follow(member, at(0))
-    assert keeper.state() is None  # on its way
-    member.send({"step": 0})
-    assert keeper.state() == {"step": 0}
-
-
-def test_the_newest_snapshot_counts(keeper):
-    member = FakeMember()
-    for step in (0, 5, 10):
-        keeper.follow(member, at(step))
-        member.send({"step": step})
-    assert keeper.state() == {"step": 10}
-
-
 def test_the_one_before_is_kept_until_the_next_has_come(keeper):
     member = FakeMember()
     keeper.follow(member, at(0))
@@ -132,51 +108,6 @@ def test_a_worker_that_dies_while_it_sends_is_harmless(keeper):
     assert keeper.state() == {"step": 5}
 
 
-def test_a_worker_that_has_none_after_all_changes_nothing(keeper):
-    member = FakeMember()
-    keeper.follow(member, at(0))
-    member.send({"step": 0})
-    keeper.follow(member, at(5))
-    member.asked[-1].set_result(None)
-    assert keeper.state() == {"step": 0}
-    keeper.follow(member, at(5))
-    assert len(member.asked) == 3
-
-
-def test_a_worker_in_the_drivers_process_dies_with_it_and_is_not_copied(keeper):
-    member = FakeMember(remote=False)
-    keeper.follow(member, at(0))
-    assert member.asked == []
-
-
-def test_each_reader_gets_a_state_of_its_own(keeper):
-    member = FakeMember()
-    keeper.follow(member, at(0))
-    member.send({"values": [1, 2]})
-    keeper.state()["values"].append(3)
-    assert keeper.state() == {"values": [1, 2]}
-
-
-def test_it_is_unpickled_only_when_it_is_needed(keeper):
-    member = FakeMember()
-    keeper.follow(member, at(0))
-    member.send(Counted())
-    keeper.follow(member, at(0))
-    assert Counted.unpickled == 0
-    keeper.state()
-    assert Counted.unpickled == 1
-
-
-class Counted:
-    unpickled = 0
-
-    def __setstate__(self, state):
-        Counted.unpickled += 1
-
-    def __getstate__(self):
-        return {"a": 1}
-
-
 def test_a_state_that_was_loaded_replaces_what_was_fetched_and_what_is_on_its_way(keeper):
     member = FakeMember()
     keeper.follow(member, at(5))
@@ -186,14 +117,6 @@ def test_a_state_that_was_loaded_replaces_what_was_fetched_and_what_is_on_its_wa
     assert keeper.state() == {"step": 3}
     member.send({"step": 10})
     assert keeper.state() == {"step": 3}
-
-
-def test_a_snapshot_after_loading_replaces_what_was_loaded(keeper):
-    member = FakeMember()
-    keeper.set({"step": 3})
-    keeper.follow(member, at(4))
-    member.send({"step": 4})
-    assert keeper.state() == {"step": 4}
 
 
 class RunnerMember(FakeMember):

@@ -1,13 +1,10 @@
 """What ``register(compile=...)`` compiles, and what is said where nothing is compiled."""
 
-import traceback
-
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from raysgd import TorchTrainer, TrainingOperator
-from raysgd.elastic.health import IN_COMPILER
 from raysgd.testing import run_operator
 from raysgd.torch import ddp
 from raysgd.torch.features.compilation import CompiledModel
@@ -119,18 +116,6 @@ def test_it_is_compiled_inside_of_its_wrapper(process_group):
     wrapped(torch.ones(3, 8)).sum().backward()
     assert len(GRAPHS) == 1
     assert all(parameter.grad is not None for parameter in operator.model.parameters())
-
-
-def test_who_compiles_can_be_told_by_the_stack():
-    stacks = []
-
-    def compile_here(graph, inputs):
-        stacks.append("".join(traceback.format_stack()))
-        return graph.forward
-
-    operator = run_operator(Compiled, {"make": make_model, "compile": {"backend": compile_here}})
-    operator.model(torch.ones(3, 8))
-    assert any(sign in stacks[0] for sign in IN_COMPILER)
 
 
 class Noisy(Deep):
