@@ -32,7 +32,7 @@ __all__ = [
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 MOST_WORKERS = 10_000
-"""Upper limit of `num_workers`. Ray takes minutes to report that it has no room for more."""
+"""Upper limit of `num_workers`. For more, Ray takes minutes to report that there is no room."""
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
@@ -122,10 +122,10 @@ def check_number(
         raise ValueError(f"{where}({name}={value!r}): must be {limit}.")
 
 
-def check_timeout(where: str, timeout_s: Any) -> None:
-    """Check that a timeout is a positive, finite number of seconds."""
-    if not is_number(timeout_s) or not 0 < timeout_s < math.inf:
-        raise ValueError(f"{where}(timeout_s={timeout_s!r}): must be a positive number of seconds.")
+def check_timeout(where: str, seconds: Any, name: str = "timeout_s") -> None:
+    """Check that an argument is a positive, finite number of seconds."""
+    if not is_number(seconds) or not 0 < seconds < math.inf:
+        raise ValueError(f"{where}({name}={seconds!r}): must be a positive number of seconds.")
 
 
 def check_choice(where: str, name: str, value: Any, allowed: Collection[Any]) -> None:
@@ -163,9 +163,9 @@ def is_deferred(function: Any) -> bool:
 def check_hook(where: str, hook: Any) -> None:
     """Check that an initialization hook is a plain function, or None."""
     if hook is not None and not callable(hook):
-        raise TypeError(f"{where}(initialization_hook=...) must be a function, but it is {hook!r}.")
+        raise TypeError(f"{where}(initialization_hook={hook!r}): must be a function.")
     if is_deferred(hook):
         raise TypeError(
-            f"{where}(initialization_hook={hook!r}): to call a generator or an async function "
-            "runs nothing of it. Use a plain function, with asyncio.run() in it where it has to be."
+            f"{where}(initialization_hook={hook!r}): must be a plain function, not a generator or "
+            "an async function. It can call asyncio.run()."
         )

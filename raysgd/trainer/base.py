@@ -1,4 +1,4 @@
-"""The trainer of operators, whatever the framework: the methods that users call."""
+"""The base class of trainers of operators: the methods that users call."""
 
 from __future__ import annotations
 
@@ -58,9 +58,8 @@ class OperatorTrainer(TrainerInfo):
     """Trains an operator on a group of workers. Use a subclass, such as TorchTrainer."""
 
     _trainable: ClassVar[str]
-    """Name in `raysgd.tune` of the base class of trials."""
+    """Name of the base class of trials in `raysgd.tune`."""
     _state_cls: ClassVar[type[TrainerState]] = TrainerState
-    """Reads and writes the state of the family."""
 
     def __init__(
         self,
@@ -90,11 +89,11 @@ class OperatorTrainer(TrainerInfo):
         self._validations = Validations(options.trainer, calls, self._results, monitor)
         self._state = self._state_cls(options, calls, self._results, self._validations)
         self._fit_loop = FitLoop(options, calls, self._results, self._validations)
-        # also when the trainer is dropped without shutdown(), or the script of the driver ends
+        # if the trainer is dropped without shutdown(), or the driver ends
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
         controller.journal.on_event = _event_notifier(weakref.ref(self))
         controller.start()
-        # config[BATCH_SIZE] is the size of each step, even if it does not divide by the workers
+        # whether steps have config[BATCH_SIZE] samples with any number of workers
         self._keeps_batch = True
         if options.config.get(BATCH_SIZE) is not None:
             request = KeepsGlobalBatchRequest()
@@ -262,9 +261,9 @@ class OperatorTrainer(TrainerInfo):
         """Train until `num_epochs` are completed in all, with validations in between.
 
         `num_epochs` counts from the very first epoch: a trainer that was loaded at epoch 3, or
-        resumed there by a CheckpointCallback, trains 7 more for ``fit(10)``. So a script that is
-        started again after a crash ends where it would have ended. An epoch that has begun is
-        finished first, and an epoch that lacks its validation is validated first.
+        resumed there by a CheckpointCallback, trains 7 more for ``fit(10)``. So a script that
+        restarts after a crash ends at the same epoch. An epoch that has begun is finished first,
+        and an epoch that lacks its validation is validated first.
 
         Args:
             num_epochs: completed epochs at which to end; may be None with `max_steps` or
@@ -289,8 +288,8 @@ class OperatorTrainer(TrainerInfo):
             fast_dev_run: train one step and validate one, without callbacks, and restore the state.
 
         Returns:
-            A list with a dict for each epoch of this call, with the metrics of training and
-            validation. If it ends early, its ``stop_reason`` is the reason.
+            A list with the metrics of each epoch of this call. If it ends early, its
+            ``stop_reason`` is the reason.
 
         Raises:
             ValueError: if a number is below 1, or a callback does not know where to write.
@@ -468,9 +467,7 @@ class OperatorTrainer(TrainerInfo):
                 is below 0.
         """
         if (node_id is None) == (rank is None):
-            raise ValueError(
-                f"drain(node_id={node_id!r}, rank={rank!r}): must be given one of the two."
-            )
+            raise ValueError(f"drain(node_id={node_id!r}, rank={rank!r}): pass one of the two.")
         if deadline_s is not None and not deadline_s >= 0:
             raise ValueError(f"drain(deadline_s={deadline_s!r}): must be at least 0, or None.")
         self._controller.drain(node_id, rank, deadline_s)
@@ -485,8 +482,8 @@ class OperatorTrainer(TrainerInfo):
         member = self._controller.members[0]
         if not isinstance(member, InlineHandle):
             raise NotImplementedError(
-                f"get_local_operator() needs {type(self).__name__}(use_local=True): all "
-                "operators live in worker processes. Use apply_all_operators(fn) to reach them."
+                f"get_local_operator() needs {type(self).__name__}(use_local=True). Use "
+                "apply_all_operators(fn) to reach operators in other processes."
             )
         runner: Any = member.worker.runner
         return runner.operator
@@ -580,7 +577,6 @@ def _event_notifier(trainer: weakref.ref[OperatorTrainer]) -> Callable[[], None]
 
     def notify() -> None:
         if (alive := trainer()) is not None:
-            alive._calls.warn_of_replay()
             alive._callback_list.tell_events(alive)
 
     return notify
@@ -588,4 +584,4 @@ def _event_notifier(trainer: weakref.ref[OperatorTrainer]) -> Callable[[], None]
 
 def _check_callable(method: str, function: Any) -> None:
     if not callable(function):
-        raise TypeError(f"{method}() takes a function, but got {function!r}.")
+        raise TypeError(f"{method}({function!r}): must be a function.")

@@ -1,10 +1,9 @@
-"""The calls of a trainer to its workers, in parts if callbacks want to pause in between."""
+"""The calls of a trainer to its workers. A call has several parts if callbacks pause in it."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,12 +20,10 @@ from raysgd.elastic.controller import Controller
 from raysgd.elastic.machine import Closed
 from raysgd.elastic.requests import LoadRequest
 from raysgd.loop.requests import MeasuredRequest, TrainRequest, ValidateRequest
-from raysgd.metrics import NUM_SAMPLES, Computed, merge_workers
+from raysgd.metrics import NUM_SAMPLES, merge_workers
 from raysgd.trainer.fit_options import FitOptions, Limits
 
 __all__ = ["CallResult", "Calls", "TrainCall"]
-
-logger = logging.getLogger(__name__)
 
 
 class CallResult(NamedTuple):
@@ -40,25 +37,21 @@ class CallResult(NamedTuple):
 
 @dataclass(kw_only=True)
 class TrainCall(Call):
-    """A call of ``train``. It has several parts if callbacks want to pause in it.
-
-    The workers treat the parts as one call, and their metrics cover all of them.
-    """
+    """A call of ``train``. The workers treat its parts as one call with common metrics."""
 
     request: TrainRequest
     num_steps: int | None
     """Steps to train; None for the rest of the epoch."""
     next_pause: Callable[[int, bool], int | None]
-    """Returns the step of the next pause, from the number of committed steps, and whether callbacks
-    that save should pause at the next step."""
+    """Returns the step of the next pause, from the number of committed steps and `at_once`."""
     has_batches: bool = True
     can_pause: bool = True
     start: Progress | None = None
     """The progress when the call began."""
     seconds: float = 0.0
-    """How long its parts have taken."""
+    """Duration of its parts so far."""
     logged_s: float = 0.0
-    """How long its parts had taken at the last step that was logged."""
+    """The same at the last logged step."""
 
     def __post_init__(self) -> None:
         self.farewell = MeasuredRequest(call=self.request.call)
@@ -83,8 +76,7 @@ class TrainCall(Call):
 class Calls:
     """Makes the calls of one trainer.
 
-    A reference to the trainer would keep it from being collected, so methods take it as an
-    argument.
+    Methods take the trainer as an argument, because a reference would keep it alive.
     """
 
     controller: Controller
@@ -94,36 +86,33 @@ class Calls:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _paused: TrainCall | None = None
     _newest: TrainCall | None = None
-    _changed_at: int = 0
-    """Step at which a call of train last began with another `info` or `dataset`."""
-    _has_checked_counts: bool = False
     _failed_validation: int | None = None
     _limits: Limits = field(default_factory=lambda: Limits(FitOptions(num_epochs=1)))
     _log_every: int | None = None
 
     def check_open(self, moves: bool = False) -> None:
-        """Check that the trainer may call its workers now; `moves`: and change the state."""
+        """Check that the trainer may call its workers now and, with `moves`, change the state."""
         for hook in self.callback_list.inside:
             if hook in ("on_event", "on_progress"):
                 raise RuntimeError(
-                    f"A callback cannot call the workers in {hook}, in the midst of another call. "
-                    "Set a mark there, and make the call at the next on_epoch_end."
+                    f"A callback cannot call the workers in {hook}, during another call. Make the "
+                    "call in on_epoch_end."
                 )
             if hook in ("on_pause", "on_log") and moves:
                 raise RuntimeError(
-                    f"In {hook} a callback can read and save the state, but not train, validate "
-                    "or load: the call of train() under way would lose its place."
+                    f"A callback cannot train, validate, or load in {hook}, during train(). It can "
+                    "read and save the state."
                 )
         if isinstance(self.controller.state, Closed):
             raise RuntimeError(
-                f"This {self.trainer_name} is shut down, and what its workers held is gone: call "
-                "save() or get_model() before, and create a new one to train on."
+                f"This {self.trainer_name} is shut down, and its state is gone. Call save() or "
+                "get_model() before shutdown(), and create a new trainer."
             )
         self.writer.raise_failure()
 
     @contextlib.contextmanager
     def limited(self, limits: Limits) -> Iterator[None]:
-        """Apply the limits of a ``fit()``, and its logging by the step, while it runs."""
+        """Apply the limits and the logging of a ``fit()`` while it runs."""
         before, self._limits, self._log_every = self._limits, limits, limits.options.log_every
         try:
             yield
@@ -131,20 +120,18 @@ class Calls:
             self._limits, self._log_every = before, None
 
     def next_number(self) -> int:
-        """Return a number that lets workers recognize a repeated call."""
+        """Return a number by which workers recognize a repeated call."""
         return next(self._numbers)
 
     def make(self, call: Call, own: bool = True, moves: bool = False) -> list[Any]:
-        """Make a call, and return the answers by rank; `own`: for a caller that changes them."""
+        """Make a call, and return the answers by rank. With `own`, the caller may change them."""
         self.check_open(moves)
         return self._run(call, own)
 
     def _run(self, call: Call, own: bool = True) -> list[Any]:
-        if self._paused is not None:  # a worker that is lost now loses metrics of the paused call
+        if self._paused is not None:  # a worker lost now loses metrics of the paused call
             call.metrics_start_step = dict(self._paused.metrics_start_step)
-        if isinstance(call.request, LoadRequest):
-            self._changed_at = 0
-        else:
+        if not isinstance(call.request, LoadRequest):
             call.catch_up = self._catch_up
         return [outcome.value(own) for outcome in self.controller.run(call)]
 
@@ -159,18 +146,6 @@ class Calls:
             callback_pause=None,
         )
         return Call(request=request, has_batches=True, can_pause=True)
-
-    def warn_of_replay(self) -> None:
-        """Warn if a restart repeats steps of earlier calls that had other arguments."""
-        event = self.controller.events[-1]
-        if event.kind in ("restarted", "grown", "moved") and event.step < self._changed_at:
-            logger.warning(
-                "Steps %d to %d were lost with all workers. At least one had another `info` or "
-                "`dataset`. They are trained again with those of the newest call of train().",
-                event.step + 1,
-                self._changed_at,
-            )
-            self._changed_at = 0
 
     def train(
         self,
@@ -200,8 +175,6 @@ class Calls:
             max_losses=max_retries,
         )
         controller = self.controller
-        if self._newest is not None and not _has_same_input(self._newest.request, request):
-            self._changed_at = controller.progress.global_step
         self._newest = call
         num_lost_paused, ended = 0, 0.0
         results: list[Any] = [None]
@@ -232,7 +205,7 @@ class Calls:
     def _log(self, trainer: Trainer, call: TrainCall) -> None:
         """Show callbacks the metrics since the last logged step, if the next one is due.
 
-        Steps that are repeated after a restart are not logged twice.
+        Steps that a restart repeats are not logged again.
         """
         since = call.request.logged
         if self._log_every is None or since is None:
@@ -270,8 +243,8 @@ class Calls:
     ) -> CallResult:
         """Make one call of validate, or of test if there is a loader.
 
-        After a call that failed, workers treat the next one as the same call: it begins at the
-        same batch, also on workers that had succeeded. `from_start` begins with the first batch.
+        The next call after a failed one repeats it: it begins at the same batch on all workers.
+        `from_start` begins with the first batch.
         """
         number = None if from_start else self._failed_validation
         if number is None:
@@ -298,9 +271,6 @@ class Calls:
         seconds = time.perf_counter() - started
         if loader is None:
             self._failed_validation = None
-        if not self._has_checked_counts and len(results) > 1:
-            self._has_checked_counts = True
-            _warn_of_uncounted(results)
         merged = self._merge(results, call.num_losses > 0)
         return CallResult(results, merged, False, LastCall("validate", time.time(), seconds))
 
@@ -308,35 +278,10 @@ class Calls:
         merged = merge_workers(results)
         covered = self.controller.progress.num_covered
         if lost and covered is not None and NUM_SAMPLES in merged:
-            # the steps are done, but a lost worker took its metrics of them with it
+            # the steps are done, but the metrics of a lost worker are missing
             merged[NUM_SAMPLES] = covered
         return merged
 
 
-def _has_same_input(first: TrainRequest, second: TrainRequest) -> bool:
-    try:
-        return first.dataset is second.dataset and bool(first.info == second.info)
-    except Exception:  # arrays are not compared as a whole
-        return False
-
-
 def _next_multiple(number: int, step: int) -> int:
     return (step // number + 1) * number
-
-
-def _warn_of_uncounted(results: Sequence[Mapping[str, Any]]) -> None:
-    """Warn if workers measured different means of validation without a number of samples."""
-    first, *others = results
-    means = {
-        name: mean
-        for name, mean in first.items()
-        if isinstance(mean, float) and not isinstance(mean, Computed)
-    }
-    differ = any(other.get(name) != mean for name, mean in means.items() for other in others)
-    if differ and NUM_SAMPLES not in first:
-        logger.warning(
-            "validate() of the operator returns no %r, so that each worker counts by its "
-            "batches, however many samples these have: its means are not exact then. "
-            "Return it beside them.",
-            NUM_SAMPLES,
-        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from raysgd.callbacks.base import Callback, History, adds_metrics
 from raysgd.callbacks.callback_list import checked_callbacks
 from raysgd.callbacks.epoch_lines import EpochLines, is_interactive
 from raysgd.callbacks.progress import ProgressBar
-from raysgd.callbacks.values import numbers_in, suggest_metric
+from raysgd.callbacks.values import suggest_metric
 from raysgd.elastic.call import Call
 from raysgd.loop.options import Options
 from raysgd.loop.requests import CanValidateRequest, RehearseRequest
@@ -52,8 +51,6 @@ class FitLoop:
     results: Results
     validations: Validations
     stop_reason: str | None = None
-    _val_metrics: Sequence[str] = ()
-    """The metrics of a validation, if they are known."""
 
     def run(
         self,
@@ -110,7 +107,7 @@ class FitLoop:
     def _train_epochs(
         self, trainer: OperatorTrainer, options: FitOptions, limits: Limits
     ) -> History:
-        history, has_warned, num_epochs = History(), False, options.num_epochs
+        history, num_epochs = History(), options.num_epochs
 
         def end() -> str | None:
             return self.stop_reason or limits.reached(trainer.global_step)
@@ -119,9 +116,8 @@ class FitLoop:
             self._validate(trainer, options)
         if (done := self._num_completed) >= num_epochs:
             logger.warning(
-                "fit(%d): nothing to do, the run is complete: %d epochs are trained already. "
-                "num_epochs counts from the first epoch of all: num_epochs=%d would train as many "
-                "more.",
+                "fit(%d): nothing to do, the run is complete after %d epochs. num_epochs counts "
+                "from the very first epoch: num_epochs=%d trains as many more.",
                 num_epochs,
                 done,
                 done + num_epochs,
@@ -131,10 +127,6 @@ class FitLoop:
             history.append(trainer.train(max_retries=options.max_retries, info=options.info))
             if self._num_completed > epoch and self.validations.due:
                 history[-1] = {**self._validate(trainer, options), **history[-1]}
-            if len(history) == 1 and self._num_completed > epoch:
-                self._warn_of_unknown_metrics()
-            if not has_warned and end() is None:
-                has_warned = _warn_of_nan(self._num_completed, history[-1])
         if (reason := end()) is not None and self._num_completed < num_epochs:
             history.stop_reason = reason
             level = logging.INFO if history else logging.WARNING
@@ -147,7 +139,7 @@ class FitLoop:
         return any(self.calls.make(Call(request=CanValidateRequest(), max_losses=3)))
 
     def _check_validation(self, num_steps: int, info: Mapping[str, Any] | None) -> None:
-        """Try the validation on some batches, unless the trainer has validated, or will now."""
+        """Try the validation on some batches, unless the trainer has validated or will now."""
         validations = self.validations
         if validations.has_run or validations.missing or self.stop_reason is not None:
             return
@@ -159,14 +151,13 @@ class FitLoop:
             names = dict.fromkeys(itertools.chain.from_iterable([*parts, _merge_few(parts)]))
             if names:
                 _check_monitored(self._monitored(), list(names))
-                self._val_metrics = list(names)
         except Exception as error:
             error.add_note(f"This was in fit(sanity_steps={num_steps}), before any training.")
             raise
         validations.has_run = True
 
     def _monitored(self) -> dict[str, str]:
-        """Return metrics by who needs them; none if operator or callbacks may add metrics."""
+        """Return the monitored metrics, by argument; none if operator or callbacks add metrics."""
         callbacks = self.calls.callback_list.callbacks
         own_epoch = getattr(self.options.training_operator_cls, "train_epoch", None)
         is_ours = getattr(own_epoch, "__module__", "raysgd.").startswith("raysgd.")
@@ -175,21 +166,6 @@ class FitLoop:
         found = [(type(each).__name__, each.monitor) for each in callbacks]
         found.append((self.options.trainer, getattr(self.options, "monitor", None)))
         return {f"{who}(monitor={name!r})": name for who, name in found if isinstance(name, str)}
-
-    def _warn_of_unknown_metrics(self) -> None:
-        """Warn of metrics that callbacks need, and that the first epoch did not have."""
-        validations = self.validations
-        if not self._val_metrics and validations.expected and not validations.due:
-            return  # the metrics of a validation are unknown
-        metrics = list(dict.fromkeys([*self.results.metrics, *self._val_metrics]))
-        for given, name in self._monitored().items():
-            if name not in metrics:
-                logger.warning(
-                    "%s: the first epoch had no such metric. There are: %s.%s",
-                    given,
-                    ", ".join(metrics),
-                    suggest_metric(name, metrics),
-                )
 
 
 def _merge_few(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -200,48 +176,21 @@ def _merge_few(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         raise
     except Exception as error:  # the batches may be too few, for example all of one class
         notes = " ".join(getattr(error, "__notes__", ()))
-        logger.warning("A metric cannot be computed of the first batches: %r %s", error, notes)
+        logger.warning("A metric cannot be computed on the first batches: %r %s", error, notes)
         return {}
 
 
-def _warn_of_nan(epoch: int, metrics: Mapping[str, Any]) -> bool:
-    """Warn if a loss is not finite, and return whether one is not."""
-    losses = {name: value for name, value in numbers_in(metrics).items() if "loss" in name}
-    for name, value in losses.items():
-        if not math.isfinite(value):
-            logger.warning(
-                "%s is %s in epoch %d, and training goes on. callbacks=[TerminateOnNaN()] ends it.",
-                name,
-                value,
-                epoch,
-            )
-            return True
-    return False
-
-
 def _check_monitored(monitored: Mapping[str, str], metrics: Sequence[str]) -> None:
-    """Refuse a monitored metric of validation that is not among the metrics of a validation.
-
-    Any other name can be a metric of training, which only an epoch shows.
-    """
+    """Check that monitored metrics of validation exist. Others may be metrics of training."""
     for given, name in monitored.items():
-        if name in metrics:
+        if name in metrics or not name.startswith(_OF_VALIDATION):
             continue
-        if name.startswith(_OF_VALIDATION):
-            if not metrics:
-                raise ValueError(
-                    f"{given}: there is no such metric, since fit() does not validate. Register a "
-                    "validation loader, leave validate_every out, or name a metric of training."
-                )
+        if not metrics:
             raise ValueError(
-                f"{given}: there is no such metric. A validation has: {', '.join(metrics)}."
-                + suggest_metric(name, metrics)
+                f"{given}: there is no such metric, because fit() does not validate. Register a "
+                "validation loader and set validate_every, or name a metric of training."
             )
-        if f"val_{name}" in metrics:
-            logger.warning(
-                "%s: a validation has no such metric, but it has 'val_%s'. Unless training has %r, "
-                "fit() fails after the first epoch.",
-                given,
-                name,
-                name,
-            )
+        raise ValueError(
+            f"{given}: there is no such metric. A validation has: {', '.join(metrics)}."
+            + suggest_metric(name, metrics)
+        )

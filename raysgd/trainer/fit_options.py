@@ -8,7 +8,13 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd._internal.arguments import check_int, checked_dict, is_number, set_fields
+from raysgd._internal.arguments import (
+    check_int,
+    check_timeout,
+    checked_dict,
+    is_number,
+    set_fields,
+)
 
 __all__ = ["FitOptions", "Limits"]
 
@@ -40,8 +46,7 @@ class FitOptions:
             set_fields(self, num_epochs=sys.maxsize)
         if self.num_epochs is None:
             raise TypeError(
-                "fit(num_epochs=None): num_epochs must be an int. It may be left out with "
-                "max_steps or max_time_s."
+                "fit(num_epochs=None): must be an int, unless max_steps or max_time_s is given."
             )
         numbers = {"num_epochs": 1, "max_retries": 0, "sanity_steps": 0}
         numbers |= {"validate_every": 1, "log_every": 1, "max_steps": 1}
@@ -49,16 +54,14 @@ class FitOptions:
             if (value := getattr(self, name)) is not None:
                 set_fields(self, **{name: check_int("fit", name, value, lowest)})
         checked_dict("fit", "info", self.info)
-        time_s, limits = self.max_time_s, (self.limit_train_batches, self.limit_val_batches)
+        limits = (self.limit_train_batches, self.limit_val_batches)
         if self.overfit_batches is not None and limits != (None, None):
             raise ValueError(
                 "fit() takes overfit_batches, which limits training and validation, or "
                 "limit_train_batches and limit_val_batches, not both."
             )
-        if time_s is not None and not is_number(time_s):
-            raise TypeError(f"fit(max_time_s={time_s!r}): must be a number of seconds.")
-        if time_s is not None and not 0 < time_s < math.inf:
-            raise ValueError(f"fit(max_time_s={time_s!r}): must be above 0, and finite.")
+        if self.max_time_s is not None:
+            check_timeout("fit", self.max_time_s, "max_time_s")
         for name in ("limit_train_batches", "limit_val_batches", "overfit_batches"):
             _check_share(name, getattr(self, name))
 
@@ -76,17 +79,16 @@ class FitOptions:
 def _check_share(name: str, given: Any) -> None:
     if given is None:
         return
-    if not is_number(given):
-        raise TypeError(f"fit({name}={given!r}): must be a number of batches, or a share of them.")
-    if given < 1 if isinstance(given, int) else not 0 < given <= 1:
+    is_count, is_share = isinstance(given, int) and given >= 1, isinstance(given, float)
+    if not is_number(given) or not (is_count or (is_share and 0 < given <= 1)):
         raise ValueError(
-            f"fit({name}={given!r}): must be a number of batches from 1 on, an int, or a share "
-            "above 0 and up to 1.0, a float."
+            f"fit({name}={given!r}): must be a number of batches (an int from 1), or a share of "
+            "them (a float up to 1.0)."
         )
 
 
 class Limits:
-    """The end of a ``fit()`` that begins now, by steps or time."""
+    """The end of a ``fit()`` by steps or time. It begins now."""
 
     def __init__(self, options: FitOptions) -> None:
         self.options = options
@@ -95,7 +97,7 @@ class Limits:
         self._began_at: int | None = None
 
     def reached(self, global_step: int) -> str | None:
-        """Return which limit is reached; None for none."""
+        """Return the limit that is reached, or None."""
         options = self.options
         if options.max_steps is not None and global_step >= options.max_steps:
             return f"max_steps={options.max_steps} is reached"
@@ -104,12 +106,12 @@ class Limits:
         return None
 
     def next_look(self, global_step: int) -> int | None:
-        """Return the step at which to look at the clock again; None without a limit of time."""
+        """Return the step at which to check the time again; None without a time limit."""
         if self._end == math.inf:
             return None
         if self._began_at is None:
             self._began_at = global_step
         now, num_steps = time.monotonic(), global_step - self._began_at
-        # in a second, or when the time is over
+        # in one second, or at the end
         steps = min(1.0, self._end - now) * num_steps / (now - self._began)
         return global_step + max(1, int(steps))

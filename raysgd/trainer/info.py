@@ -1,4 +1,4 @@
-"""What a trainer shows of itself: its settings, workers, progress, and metrics."""
+"""The read-only properties of a trainer: settings, workers, progress, and metrics."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TrainerInfo:
     def config(self) -> dict[str, Any]:
         """The config, with the global batch of the current workers as ``BATCH_SIZE``.
 
-        If workers read batches of their own, it is rounded down to a multiple of their number.
+        If workers read their own batches, it is rounded down to a multiple of their number.
         """
         size = 1 if self._keeps_batch else max(1, self.num_workers)
         return rounded_config(self._options.config, size)
@@ -80,20 +80,13 @@ class TrainerInfo:
     timeout_s = argument("timeout_s")
     num_cpus_per_worker = argument("num_cpus_per_worker")
 
+    backend = argument("backend")
+    use_fp16 = argument("use_fp16")
+
     @property
     def use_gpu(self) -> bool:
         """Whether workers use GPUs."""
         return bool(self._options.use_gpu)
-
-    @property
-    def backend(self) -> str:
-        """Name of the backend that several workers communicate with."""
-        return self._options.backend
-
-    @property
-    def use_fp16(self) -> bool | str:
-        """The argument of the constructor."""
-        return self._options.use_fp16
 
     @property
     def operator_name(self) -> str:

@@ -24,7 +24,7 @@ class Results:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The newest metrics, with those that callbacks are looking at."""
+        """The newest metrics, including those that callbacks see now."""
         return {**self.latest, **self._shown}
 
     def show(self, hook: str, trainer: Trainer, metrics: dict[str, Any], call: LastCall) -> None:

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class TrainerState:
-    """Reads, writes, and loads the state of one trainer. Families override how it is assembled."""
+    """Reads, writes, and loads the state of one trainer."""
 
     options: Options
     calls: Calls
@@ -61,15 +61,13 @@ class TrainerState:
         return checkpoint.save_model(self.weights(), target)
 
     def sharded(self, folder: Path) -> AbstractContextManager[dict[str, Any]]:
-        """Return a context with the state, whose tensors are in `folder` until its end."""
-        raise NotImplementedError(
-            f"{self.options.trainer} has no models that are divided, and saves no state by workers."
-        )
+        """Return a context with the state. Its tensors are in `folder` until the context ends."""
+        raise NotImplementedError(f"{self.options.trainer} has no sharded models.")
 
     # ---- from the workers
 
     def collect(self, own: bool) -> dict[str, Any]:
-        """Return the state; `own`: with tensors and arrays that the caller may change."""
+        """Return the state. With `own`, the caller may change its tensors and arrays."""
         return self._complete(lambda: self._collect_from_workers(own))
 
     def _complete(self, collect_from_workers: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -80,18 +78,17 @@ class TrainerState:
             state["callbacks"] = callbacks
         state["config"] = self._shown_config()
         if self.validations.missing:
-            # with the newest metrics, which callbacks look at when they see a validation
+            # callbacks need these metrics in the next validation
             state["validation_due"] = scalars(self.results.metrics)
         return state
 
     def _collect_from_workers(self, own: bool) -> dict[str, Any]:
         controller = self.calls.controller
         if not controller.members and (snapshot := controller.snapshots.state()):
-            # no worker is alive; the snapshot may be a state that the user loaded, so copy it
+            # copied, because it may be a state that the user loaded
             state = self.assemble(snapshot)
             return copy.deepcopy({key: value for key, value in state.items() if key != "call"})
         generators = self._rng_states()
-        # if the state is sharded each worker has a part
         rank = None if controller.progress.divided else 0
         call = Call(request=StateRequest(), rank=rank, max_losses=3, any_size=True)
         state = self.assemble(with_shares(self.calls.make(call, own=own)))
@@ -99,11 +96,11 @@ class TrainerState:
         return state
 
     def _rng_states(self) -> list[Any]:
-        """Return the states of the random number generators of the workers, by rank."""
+        """Return the states of the random number generators, by rank."""
         return self.calls.make(Call(request=RngStateRequest(), max_losses=3, any_size=True))
 
     def models(self) -> Any:
-        """Return copies of the models. All workers help to gather those that are sharded."""
+        """Return copies of the models."""
         rank = None if self.calls.controller.progress.divided else 0
         call = Call(request=ModelsRequest(), rank=rank, max_losses=3, any_size=True)
         return self.calls.make(call)[0]
@@ -114,8 +111,8 @@ class TrainerState:
         """Write the state to one file."""
         self.calls.check_open()
         target = checkpoint.check_writable(path)
-        self.calls.writer.wait()  # before the copy, so that there is one at a time
-        state = self.collect(own=False)  # only the write uses it
+        self.calls.writer.wait()  # so that there is one copy at a time
+        state = self.collect(own=False)
         write = checkpoint.prepare_write(state, target, self._manifest())
         if blocking:
             return write()
@@ -135,28 +132,28 @@ class TrainerState:
     def read(self, path: str | os.PathLike[str]) -> Mapping[str, Any]:
         """Return the state in a file."""
         self.calls.check_open(moves=True)
-        self.calls.writer.wait()  # whatever the path: one file may have several
+        self.calls.writer.wait()  # it may write the same file by another path
         return checkpoint.read_file(path)
 
     def find_best(self, trainer: Trainer) -> str:
         """Return the path of the best checkpoint of a callback."""
         self.calls.check_open(moves=True)
         callback_list = self.calls.callback_list
-        with callback_list.calling(trainer):  # which starts callbacks that have not started
+        with callback_list.calling(trainer):  # it starts callbacks
             callbacks = callback_list.callbacks
             paths = [each.best for each in callbacks if isinstance(each, CheckpointCallback)]
         best = next((path for path in paths if path is not None), None)
         if best is None:
             raise CheckpointError(
                 "load_best(): there is no best checkpoint yet. Train with "
-                "CheckpointCallback(monitor='val_loss'), which saves when that metric is measured."
+                "CheckpointCallback(monitor='val_loss')."
             )
         return best
 
     # ---- loading
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over a state, on all workers and in callbacks."""
+        """Load a state on all workers and in callbacks."""
         self.calls.check_open(moves=True)
         missing = [
             key
@@ -164,12 +161,12 @@ class TrainerState:
             if not isinstance(state, Mapping) or key not in state
         ]
         if missing:
-            raise CheckpointError(f"This is no state of a trainer: {', '.join(missing)} missing.")
+            raise CheckpointError(f"This is not a trainer state: it lacks {', '.join(missing)}.")
         of_driver = {key: state.get(key, {}) for key in ("callbacks", "config", "validation_due")}
         for key, value in of_driver.items():
             if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-                raise CheckpointError(f"The state's {key!r} must be a dict, but it is {value!r}.")
-        # the "call" of a snapshot is for the workers of that run
+                raise CheckpointError(f"state[{key!r}] must be a dict, but it is {value!r}.")
+        # the "call" of a snapshot belongs to its run
         of_workers = {key: v for key, v in state.items() if key not in (*of_driver, "call")}
         with self.calls.callback_list.loading(copy.deepcopy(of_driver["callbacks"])):
             call = Call(request=LoadRequest(state=of_workers), max_losses=3)
@@ -177,11 +174,11 @@ class TrainerState:
         self.calls.controller.snapshots.set(of_workers)
         self.results.latest.update(of_driver["validation_due"])
         self._warn_of_changes(of_driver["config"])
-        # an empty dict counts: the state was saved before anything was measured
+        # an empty dict counts too: the state was saved before any metric
         self.validations.note_owed("validation_due" in state)
 
     def _shown_config(self) -> dict[str, float | int | str]:
-        """Return the numbers and texts of the config, without secrets."""
+        """Return the numbers and strings of the config, without secrets."""
         return scalars(shown_config(self.options.config))
 
     def _warn_of_changes(self, saved: Mapping[str, Any]) -> None:
@@ -194,7 +191,7 @@ class TrainerState:
         ]
         if changed:
             logger.warning(
-                "The config differs from the checkpoint's: %s. Models, optimizers and schedulers, "
-                "with their learning rates, come from the checkpoint; all else from the config.",
+                "The config differs from that of the checkpoint: %s. Models, optimizers, and "
+                "schedulers come from the checkpoint, with their learning rates.",
                 ", ".join(changed),
             )

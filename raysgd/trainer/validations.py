@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 class Validations:
     """Runs validations, and knows whether that of the newest epoch is missing.
 
-    An epoch is saved before its validation, and an exception may end ``fit()`` in between. The next
-    ``fit()`` validates first, so that callbacks see the values that they would have seen.
+    An exception may end ``fit()`` between an epoch and its validation. The next ``fit()`` validates
+    first, so that callbacks see the same values as in an undisturbed run.
     """
 
     trainer_name: str
@@ -36,7 +36,6 @@ class Validations:
     monitor: str | None
     """Metric that ``fit()`` steps schedulers with; None if it steps none."""
     has_run: bool = False
-    """Whether a validation has succeeded."""
     _owed_at: int | None = None
     _num_epochs: int = 0
     _every: int | None = None
@@ -50,14 +49,14 @@ class Validations:
         profile: bool = False,
         from_start: bool = False,
     ) -> CallResult:
-        """Validate, and show the result to callbacks. Arguments are those of `Calls.validate`."""
+        """Validate, and show the result to callbacks."""
         self.calls.check_open(moves=True)
         with self.calls.callback_list.calling(trainer):
             result = self.calls.validate(
                 trainer, num_steps, profile=profile, info=info, from_start=from_start
             )
             if from_start and self.missing:
-                # before callbacks save the state, so that a resumed run does not lack the step
+                # before callbacks save the state
                 self._step_schedulers({**self.results.metrics, **result.merged})
             self.has_run = True
             self._owed_at, self._settled = None, self._progress.epoch
@@ -66,7 +65,7 @@ class Validations:
 
     @contextlib.contextmanager
     def of_fit(self, num_epochs: int, every: int | None) -> Iterator[None]:
-        """Apply the rule of a ``fit()`` while it runs."""
+        """Validate after every `every` epochs during a ``fit()``."""
         self._num_epochs, self._every = num_epochs, every
         self._settled = self._progress.epoch
         try:
@@ -81,7 +80,7 @@ class Validations:
 
     @property
     def num_epochs(self) -> int | None:
-        """The goal of the ``fit()`` under way; None outside of it."""
+        """The goal of the current ``fit()``; None outside of `fit`."""
         return self._num_epochs or None
 
     @property
@@ -91,13 +90,8 @@ class Validations:
         return every is not None and (epoch % every == 0 or epoch >= self._num_epochs)
 
     @property
-    def expected(self) -> bool:
-        """Whether a ``fit()`` that validates is under way."""
-        return self._every is not None
-
-    @property
     def owed(self) -> bool:
-        """Whether that of an earlier ``fit()`` is missing, and training has not continued."""
+        """Whether the validation of an earlier ``fit()`` is missing, without training since."""
         return self._owed_at == self._progress.global_step
 
     @property
@@ -128,11 +122,11 @@ class Validations:
         value = numbers_in({"value": metrics.get(self.monitor)}).get("value")
         if value is None:
             raise ValueError(
-                f"{self.trainer_name}(monitor={self.monitor!r}): fit() has no such number to step "
-                f"the schedulers with. There are: {', '.join(numbers_in(metrics))}. (A loop of "
-                'your own passes scheduler_step_freq="manual", and calls update_scheduler(metric).)'
+                f"{self.trainer_name}(monitor={self.monitor!r}): no such metric for schedulers. "
+                f"There are: {', '.join(numbers_in(metrics))}. In a loop of your own, set "
+                'scheduler_step_freq="manual" and call update_scheduler(metric).'
             )
         try:
             self.update_schedulers(value)
-        except WorkerLostError as error:  # a survivor gives its state to all others
+        except WorkerLostError as error:
             logger.warning("A scheduler may lack this value of %s: %s", self.monitor, error)

@@ -247,7 +247,7 @@ WRONG_ARGUMENTS = {
         f"hook_{kind.__name__}": (
             {**TWO, "initialization_hook": kind},
             TypeError,
-            ["initialization_hook", kind.__name__, "runs nothing", "plain function"],
+            ["initialization_hook", kind.__name__, "plain function", "plain function"],
         )
         for kind in (generating, asynchronous, both)
     },

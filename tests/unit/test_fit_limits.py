@@ -134,13 +134,13 @@ def test_so_does_one_that_fails(make_trainer):
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
-        ({}, TypeError, "num_epochs must be an int.*max_steps or max_time_s"),
+        ({}, TypeError, "num_epochs=None.*must be an int.*max_steps or max_time_s"),
         ({"max_steps": 0}, ValueError, r"max_steps=0\): must be at least 1"),
-        ({"max_time_s": 0}, ValueError, "max_time_s=0.: must be above 0"),
-        ({"max_time_s": "5"}, TypeError, "max_time_s='5'.: must be a number of seconds"),
+        ({"max_time_s": 0}, ValueError, "max_time_s=0.: must be a positive number"),
+        ({"max_time_s": "5"}, ValueError, "max_time_s='5'.: must be a positive number"),
         ({"limit_train_batches": 0}, ValueError, "limit_train_batches=0.: must be a number of"),
         ({"limit_val_batches": 1.5}, ValueError, "limit_val_batches=1.5.*up to 1.0"),
-        ({"overfit_batches": "2"}, TypeError, "overfit_batches='2'.: must be a number"),
+        ({"overfit_batches": "2"}, ValueError, "overfit_batches='2'.: must be a number"),
         ({"overfit_batches": 2, "limit_val_batches": 1}, ValueError, "not both"),
     ],
 )

@@ -40,7 +40,7 @@ def test_what_is_no_number_of_workers_is_named(value, name):
 def test_a_hook_is_a_function_or_none():
     arguments.check_hook("T", None)
     arguments.check_hook("T", print)
-    with pytest.raises(TypeError, match=r"T\(initialization_hook=...\) must be a function.* 7"):
+    with pytest.raises(TypeError, match=r"T\(initialization_hook=7\): must be a function"):
         arguments.check_hook("T", 7)
 
 
