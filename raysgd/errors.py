@@ -5,11 +5,11 @@
     RaySGDError
     ├── WorkerLostError              (RuntimeError)  a worker or its node died
     ├── WorkerTimeoutError           (TimeoutError)  workers did not answer in time
-        ├── CollectiveError              (RuntimeError)  communication between workers failed
+    ├── CollectiveError              (RuntimeError)  communication between workers failed
     ├── InsufficientResourcesError   (RuntimeError, TimeoutError)  no room for min_workers
     ├── CheckpointError              (RuntimeError)  a checkpoint cannot be written or read
     ├── CallbackError                (RuntimeError)  a callback of the trainer raised
-        └── RemoteError                  (RuntimeError)  an exception that cannot be pickled
+    └── RemoteError                  (RuntimeError)  an exception that cannot be pickled
 
 An exception from user code on a worker reaches the caller unchanged. Its ``__cause__`` is a
 :class:`RemoteTraceback` with the worker's traceback.
@@ -51,8 +51,8 @@ def _restored(kind: type[RaySGDError], args: tuple[Any, ...], fields: dict[str, 
 class WorkerLostError(RaySGDError, RuntimeError):
     """A worker process or its node died, and the work cannot continue without it.
 
-    Reasons: more losses in one call than ``max_retries``, fewer survivors than ``min_workers``, or
-    a loss during a call that must not be repeated (``apply_all_workers``).
+    There were more losses in one call than ``max_retries``, or fewer survivors than
+    ``min_workers``, or the call must not be repeated (``apply_all_workers``).
 
     Attributes:
         rank: World rank of the worker.
@@ -114,8 +114,7 @@ class CheckpointError(RaySGDError, RuntimeError):
 class CallbackError(RaySGDError, RuntimeError):
     """A callback raised an exception, which is the ``__cause__``.
 
-    It is raised at the end of the call: the steps are done, the other callbacks have run, and the
-    trainer remains usable.
+    The call raises it at its end. The other callbacks have run, and the trainer remains usable.
 
     Attributes:
         callback: Name of the callback's class.
@@ -131,8 +130,7 @@ class CallbackError(RaySGDError, RuntimeError):
 class RemoteError(RaySGDError, RuntimeError):
     """Replaces an exception of a worker. Its message has the original type and text.
 
-    It replaces exceptions that cannot be pickled, and SystemExit. As the cause of a
-    CollectiveError, it replaces an exception that is only a consequence of another failure.
+    It replaces exceptions that cannot be pickled, SystemExit, and the cause of a CollectiveError.
     """
 
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from raysgd._internal.arguments import check_int
 from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.timers import TimerCollection, TimerStat
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES, AverageMeter, AverageMeterCollection
@@ -57,10 +58,7 @@ def seed_everything(seed: int) -> None:
         TypeError: If `seed` is not an int.
         ValueError: If `seed` is out of range.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed_everything({seed!r}): must be an int.")
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed_everything({seed}): must be from 0 to 2**32 - 1.")
+    seed = check_int("seed_everything", "seed", seed, 0, 2**32 - 1)
     random.seed(seed)
     np.random.seed(seed)
     if importlib.util.find_spec("torch") is not None:

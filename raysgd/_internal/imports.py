@@ -15,10 +15,9 @@ __all__ = ["frozen_imports", "import_extra"]
 def frozen_imports() -> Iterator[None]:
     """Exclude imported objects from garbage collection, now and later.
 
-    An import creates hundreds of thousands of permanent objects. Scanning them takes 20% of the
-    import time of PyTorch and 25% for TensorFlow. Later scans pause training for 0.2 s
-    (PyTorch) to 0.5 s (TensorFlow), and write to memory that forked loader processes would
-    otherwise share. See :func:`gc.freeze`.
+    An import creates hundreds of thousands of permanent objects. Scanning them takes 20 to 25% of
+    the import time of PyTorch and TensorFlow, and later pauses training for 0.2 to 0.5 s. It also
+    copies memory that forked loader processes share.
     """
     threshold = gc.get_threshold()
     gc.set_threshold(0)  # not gc.disable(): an imported module can change it
@@ -31,12 +30,7 @@ def frozen_imports() -> Iterator[None]:
 
 
 def import_extra(owner: str, module: str, extra: str) -> Any:
-    """Import a module that an extra of raysgd installs.
-
-    Args:
-        owner: Name of the feature that needs it, for the error.
-        module: Name of the module.
-        extra: Name of the extra.
+    """Import a module that an extra of raysgd installs, for the feature `owner`.
 
     Raises:
         ImportError: If the module is not installed here.
@@ -46,6 +40,5 @@ def import_extra(owner: str, module: str, extra: str) -> Any:
     except ImportError as error:
         raise ImportError(
             f"{owner} needs {module.partition('.')[0]}, which cannot be imported here ({error}). "
-            "Install it where it is used, on the driver or on every worker: pip install "
-            f'"raysgd[{extra}]"'
+            f'Install it on the driver and all workers: pip install "raysgd[{extra}]"'
         ) from error

@@ -1,4 +1,4 @@
-"""Helpers for nested state and for objects that load it."""
+"""Helpers for nested state, and for objects that load it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["deep_copied", "join_outputs", "loading", "map_leaves", "unchanged"]
 def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
     """Return `tree` with `convert` applied to the leaves of its dicts, lists, and tuples.
 
-    Dicts keep their type and attributes. The state dict of a module has its version in one.
+    Dicts keep their type and attributes, such as the version in the state dict of a module.
 
     >>> map_leaves({"a": [1, (2,)]}, lambda leaf: -leaf)
     {'a': [-1, (-2,)]}
@@ -41,7 +41,7 @@ def join_outputs(parts: Sequence[Any], concatenate: Callable[[Sequence[Any]], An
 
     Args:
         parts: At least one array, tensor, or list, or dicts or tuples of them.
-        concatenate: Function that concatenates arrays or tensors along the first dimension.
+        concatenate: Joins arrays or tensors along the first dimension.
 
     Raises:
         TypeError: If a part has another type or no dimension.
@@ -58,8 +58,8 @@ def join_outputs(parts: Sequence[Any], concatenate: Callable[[Sequence[Any]], An
     if isinstance(first, list):
         return [row for part in parts for row in part]
     raise TypeError(
-        f"predict_batch returned {first!r}; it must return a row for each sample: a tensor, an "
-        "array or a list, or a dict or tuple of them."
+        f"predict_batch returned {first!r}. It must return one row per sample: a tensor, an array, "
+        "a list, or a dict or tuple of them."
     )
 
 
@@ -99,14 +99,10 @@ def unchanged(held: Any) -> Iterator[None]:
 def loading(
     held: Any, own: Any, given: Any, place: str, load: Callable[[Any], Any] | None = None
 ) -> Iterator[None]:
-    """Make an object load a state. If loading or the block fails, reload its own state.
+    """Make an object load a state. If loading or the block fails, reload its `own` state.
 
-    Args:
-        held: Object with ``load_state_dict``.
-        own: Its current state.
-        given: State to load.
-        place: Path of `given` in the state of the trainer.
-        load: Function that loads a state. None uses ``held.load_state_dict``.
+    `place` is the path of `given` in the state of the trainer. `load` replaces
+    ``held.load_state_dict``.
 
     Raises:
         CheckpointError: If the object cannot load `given`.

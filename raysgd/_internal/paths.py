@@ -12,7 +12,7 @@ __all__ = ["HIDDEN", "checked_path", "shown_url", "without_secrets"]
 HIDDEN = "***"
 """Replacement for secrets."""
 
-# Up to the last @ before the next URL of a chain, because passwords can contain one.
+# Up to the last @ before the next URL of a chain, because passwords can contain @.
 _PASSWORD = re.compile(r"//([^/:]*):(?!:\w+://)(?:(?!::\w+://).)*@", re.DOTALL)
 _QUERY = re.compile(r"\?.*", re.DOTALL)
 # Bounded, because foreign text can be long and contain many partial matches.
@@ -46,13 +46,8 @@ def without_secrets(text: str) -> str:
     return _QUERY_IN_TEXT.sub(f"?{HIDDEN}", _USER.sub(f"//{HIDDEN}@", text))
 
 
-def checked_path(argument: str, given: Any, advice: str = "Mount what is elsewhere.") -> Path:
-    """Return a local path, with ``~`` expanded.
-
-    Args:
-        argument: Name of the argument, for messages.
-        given: The user's value.
-        advice: What to do instead of passing a URL.
+def checked_path(argument: str, given: Any, advice: str = "Mount the storage.") -> Path:
+    """Return a local path, with ``~`` expanded. `advice` is what to do instead of using a URL.
 
     Raises:
         TypeError: If `given` is not a path.
@@ -65,13 +60,9 @@ def checked_path(argument: str, given: Any, advice: str = "Mount what is elsewhe
         raise ValueError(f"{argument}='': must be a path; '.' is the current folder.")
     if "://" in text:
         raise ValueError(
-            f"{argument}={shown_url(text)!r}: must be on a disk of the driver, and not a URL. "
-            f"{advice}"
+            f"{argument}={shown_url(text)!r}: must be on a disk of the driver, not a URL. {advice}"
         )
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
-        raise ValueError(
-            f"{argument}={text!r}: there is no home folder that this ~ could stand for. Write the "
-            "path out."
-        ) from error
+        raise ValueError(f"{argument}={text!r}: there is no home folder for this ~.") from error

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import time
 from collections.abc import Iterator
-from types import TracebackType
 
 __all__ = ["TimerCollection", "TimerStat"]
 
@@ -32,22 +31,17 @@ class TimerStat:
 
     def __enter__(self) -> TimerStat:
         if self._started is not None:
-            raise RuntimeError("This TimerStat is running already; use one timer for each block.")
+            raise RuntimeError("This TimerStat is running. Use another one for a nested block.")
         self._started = time.perf_counter()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._started is not None
         self.push(time.perf_counter() - self._started)
         self._started = None
 
     def push(self, seconds: float) -> None:
-        """Add a duration in seconds that was measured elsewhere."""
+        """Add a duration in seconds."""
         self._samples.append(seconds)
         self.count += 1
         self.total_s += seconds
@@ -118,21 +112,16 @@ class TimerCollection:
 
     def __init__(self) -> None:
         self._timers: dict[str, TimerStat] = {}
-        self._enabled = True
-        self._nothing = contextlib.nullcontext()
-
-    @property
-    def enabled(self) -> bool:
+        self.enabled = True
         """Whether blocks are timed."""
-        return self._enabled
 
     def enable(self) -> None:
         """Start timing blocks."""
-        self._enabled = True
+        self.enabled = True
 
     def disable(self) -> None:
         """Stop timing blocks."""
-        self._enabled = False
+        self.enabled = False
 
     def reset(self) -> None:
         """Discard all timers."""
@@ -140,7 +129,7 @@ class TimerCollection:
 
     def record(self, key: str) -> contextlib.AbstractContextManager[object]:
         """Return a context manager that times its block under `key`."""
-        return self._record(key) if self._enabled else self._nothing
+        return self._record(key) if self.enabled else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _record(self, key: str) -> Iterator[None]:

@@ -70,11 +70,7 @@ def _with_source(frame: re.Match[str]) -> str:
 
 
 def shortened_stacks(text: str) -> str:
-    """Return the stacks of threads, reduced to the lines of user code.
-
-    Drops the threads of libraries if other threads exist, and the callers of user code. The
-    environment variable ``RAYSGD_FULL_TRACEBACK=1`` disables this.
-    """
+    """Return the stacks of threads from the first frame of user code on, if a thread has one."""
     found = []
     for thread in re.split(r"^(?=Thread )", text, flags=re.MULTILINE):
         own = [frame for frame in _FRAME.finditer(thread) if is_the_users(frame[1])]
@@ -87,8 +83,7 @@ def shortened_stacks(text: str) -> str:
 def shorten(error: BaseException) -> None:
     """Remove the frames of libraries from the traceback of an error and of its causes.
 
-    An error that raysgd raises is always shortened, even if few frames are hidden, because its
-    message explains the problem.
+    An error that raysgd raises is always shortened, because its message explains the problem.
     """
     seen: list[BaseException] = []
     led: BaseException | None = error
@@ -121,7 +116,7 @@ def _shorten_one(error: BaseException) -> None:
 
 
 def _note_hidden(error: BaseException, hidden: int) -> None:
-    """Add a note with the number of hidden frames, including those of earlier notes."""
+    """Add a note with the number of hidden frames. It replaces earlier notes."""
     notes = getattr(error, "__notes__", [])
     for note in [note for note in notes if _HIDDEN.match(note)]:
         notes.remove(note)

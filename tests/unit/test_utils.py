@@ -32,7 +32,7 @@ def test_one_seed_makes_all_generators_begin_alike():
 
 
 @pytest.mark.parametrize(
-    ("seed", "error"), [(-1, ValueError), (2**32, ValueError), (1.0, TypeError)]
+    ("seed", "error"), [(-1, ValueError), (2**32, ValueError), (1.5, TypeError)]
 )
 def test_a_seed_that_some_generator_cannot_take_is_refused(seed, error):
     with pytest.raises(error, match="seed_everything"):

@@ -19,10 +19,6 @@ sizes = st.integers(1, 10_000)
 workers = st.integers(1, 64)
 
 
-def test_the_key_is_the_one_that_users_know():
-    assert BATCH_SIZE == "*batch_size"
-
-
 @given(sizes, workers)
 def test_shares_are_equal_positive_and_lose_less_than_one_sample_a_worker(size, num_workers):
     config = {BATCH_SIZE: size, "lr": 1}
@@ -71,12 +67,6 @@ def test_a_config_without_batch_size_is_fine():
 @pytest.mark.parametrize("size", [True, 8.0, "8", [8]])
 def test_a_batch_size_that_is_no_integer_is_refused(size):
     with pytest.raises(TypeError, match="must be an int"):
-        check_batch_size({BATCH_SIZE: size}, 1)
-
-
-@pytest.mark.parametrize("size", [0, -4])
-def test_a_batch_size_below_one_is_refused(size):
-    with pytest.raises(ValueError, match=f"={size} is smaller"):
         check_batch_size({BATCH_SIZE: size}, 1)
 
 

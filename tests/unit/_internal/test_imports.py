@@ -1,8 +1,6 @@
 """Libraries are loaded without the garbage collector, and named where they are missing."""
 
 import gc
-import json
-import sys
 
 import pytest
 
@@ -60,26 +58,13 @@ def test_what_the_user_has_set_before_or_in_a_module_stays():
     assert gc.get_threshold()[0] == 50_000
 
 
-def test_a_package_that_is_there_is_returned():
-    assert import_extra("Mine", "json", "callbacks") is json
-    assert import_extra("Mine", "json.decoder", "callbacks") is json.decoder
-
-
 @pytest.mark.parametrize("module", ["missing_package", "missing_package.inner"])
 def test_a_missing_one_is_named_with_its_owner_the_reason_and_the_extra(module):
     with pytest.raises(ImportError) as caught:
         import_extra("MyLogger", module, "callbacks")
     assert str(caught.value) == (
         "MyLogger needs missing_package, which cannot be imported here (No module named "
-        "'missing_package'). Install it where it is used, on the driver or on every worker: "
+        "'missing_package'). Install it on the driver and all workers: "
         'pip install "raysgd[callbacks]"'
     )
     assert isinstance(caught.value.__cause__, ImportError)
-
-
-def test_a_package_that_fails_itself_is_told_with_its_reason(tmp_path, monkeypatch):
-    (tmp_path / "broken_package.py").write_text("raise ImportError('needs libcuda.so')")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ImportError, match=r"cannot be imported here \(needs libcuda\.so\)"):
-        import_extra("MyLogger", "broken_package", "callbacks")
-    assert "broken_package" not in sys.modules

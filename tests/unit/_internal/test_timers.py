@@ -16,13 +16,6 @@ def clock(monkeypatch):
     return now
 
 
-def test_a_block_takes_as_long_as_the_clock_says(clock):
-    timer = TimerStat()
-    with timer:
-        clock[0] += 2.5
-    assert (timer.count, timer.last, timer.total_s) == (1, 2.5, 2.5)
-
-
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=30), st.integers(1, 10))
 def test_statistics_cover_the_window_and_totals_everything(durations, window):
     timer = TimerStat(window_size=window)
@@ -38,13 +31,6 @@ def test_statistics_cover_the_window_and_totals_everything(durations, window):
     assert timer.total_s == pytest.approx(sum(durations))
 
 
-def test_a_timer_that_never_ran_says_zero():
-    timer = TimerStat()
-    assert timer.mean == timer.median == timer.max == timer.first == timer.last == timer.sum == 0
-    assert timer.mean_throughput == timer.mean_units_processed == 0
-    assert not timer.has_units_processed()
-
-
 def test_throughput_is_units_over_time():
     timer = TimerStat()
     for units in (10, 30):
@@ -57,7 +43,7 @@ def test_throughput_is_units_over_time():
 
 def test_nested_use_of_one_timer_is_refused():
     timer = TimerStat()
-    with timer, pytest.raises(RuntimeError, match="running already"), timer:
+    with timer, pytest.raises(RuntimeError, match="is running"), timer:
         pass
 
 
@@ -94,23 +80,6 @@ def test_a_collection_times_blocks_by_name(clock):
     assert collection.stats(mean=False, last=True) == {"last_fwd_s": 3.0}
 
 
-def test_means_of_a_collection_cover_more_than_a_window(clock):
-    collection = TimerCollection()
-    for index in range(100):
-        with collection.record("fwd"):
-            clock[0] += index
-    assert collection.stats() == {"mean_fwd_s": 49.5}
-
-
-def test_blocks_of_different_names_may_be_nested(clock):
-    collection = TimerCollection()
-    with collection.record("outer"):
-        clock[0] += 1
-        with collection.record("inner"):
-            clock[0] += 2
-    assert collection.stats() == {"mean_outer_s": 3.0, "mean_inner_s": 2.0}
-
-
 def test_blocks_of_one_name_may_be_nested(clock):
     """As when an overridden train_batch calls the default one inside of its own timer."""
     collection = TimerCollection()
@@ -135,8 +104,3 @@ def test_a_disabled_collection_times_nothing(clock):
     assert collection.stats() == {"mean_fwd_s": 1.0}
     collection.reset()
     assert collection.stats() == {}
-
-
-def test_an_exception_passes_through_a_recorded_block():
-    with pytest.raises(KeyError), TimerCollection().record("fwd"):
-        raise KeyError
