@@ -28,9 +28,7 @@ class WorkerContext:
     world_rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    """Rank among the workers on the same node."""
     local_world_size: int = 1
-    """Number of workers on the same node."""
     node_rank: int = 0
     generation: int = 0
     distributed: bool = False
@@ -39,7 +37,6 @@ class WorkerContext:
     alone: bool = False
     """Whether the process group consists of this worker only, until it joins the others."""
     in_driver: bool = False
-    """Whether this worker runs in the driver's process (``use_local``)."""
     node_ip: str = "127.0.0.1"
     visible_gpus: tuple[str, ...] = ()
     """IDs of the GPUs of all workers on this node, in order. Each worker sees all of them."""
@@ -52,11 +49,9 @@ class Progress:
     """Progress of a worker. Another thread reads it while the worker is busy."""
 
     epoch: int = 0
-    """Number of completed epochs."""
     in_epoch: bool = False
     """Whether a further epoch has started."""
     global_step: int = 0
-    """Number of committed steps."""
     num_batches: int = 0
     """Batches finished in the current segment."""
     total_batches: int | None = None
@@ -79,7 +74,6 @@ class Progress:
     divided: bool = False
     """Whether each worker holds a shard of the state, so that a snapshot needs all workers."""
     is_fully_sharded: bool = False
-    """Whether the models are sharded too."""
     lacks_shards: bool = False
     """Whether shards of the state were lost with all workers that held them."""
     partial: bool = False
@@ -87,7 +81,6 @@ class Progress:
     blocked_on_driver: bool = False
     """Whether the worker's code has ended or only waits for the driver."""
     terminated: bool = False
-    """Whether the worker's process received SIGTERM."""
     collective: int | None = None
     """Number of the collective in which the worker waits, or None if there is none or unknown."""
 
@@ -99,7 +92,6 @@ class Preemption:
     deadline: float | None
     """Time of the first preemption, in seconds since the Unix epoch, or None if unknown."""
     ranks_by_node: Mapping[str, Sequence[int]]
-    """Ranks of the affected workers, by Ray node ID."""
 
 
 class Request:

@@ -81,7 +81,6 @@ def _is_postponed() -> bool:
 
 
 def _load() -> ModuleType:
-    """Return the real ``torch._dynamo``, and load it if necessary."""
     import torch
 
     with _swapping:  # do not hold it while loading: the import locks do that

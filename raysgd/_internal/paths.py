@@ -10,7 +10,6 @@ from typing import Any
 __all__ = ["HIDDEN", "checked_path", "shown_url", "without_secrets"]
 
 HIDDEN = "***"
-"""Replacement for secrets."""
 
 # Up to the last @ before the next URL of a chain, because passwords can contain @.
 _PASSWORD = re.compile(r"//([^/:]*):(?!:\w+://)(?:(?!::\w+://).)*@", re.DOTALL)

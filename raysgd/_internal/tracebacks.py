@@ -116,7 +116,6 @@ def _shorten_one(error: BaseException) -> None:
 
 
 def _note_hidden(error: BaseException, hidden: int) -> None:
-    """Add a note with the number of hidden frames. It replaces earlier notes."""
     notes = getattr(error, "__notes__", [])
     for note in [note for note in notes if _HIDDEN.match(note)]:
         notes.remove(note)

@@ -22,7 +22,6 @@ class Call:
 
     request: Request = field(default_factory=Request)
     rank: int | None = None
-    """The only worker to call; None for all."""
     max_losses: float = 0
     """How often workers may be lost; ``math.inf`` for no limit."""
     any_size: bool = False
@@ -44,11 +43,9 @@ class Call:
     """How often it was repeated with smaller batches, because memory ran out."""
     num_losses: int = 0
     causes: list[str] = field(default_factory=list)
-    """The cause of each lost worker."""
     metrics_start_step: dict[WorkerHandle, int] = field(default_factory=dict)
     """Committed steps when a worker began to measure. Its metrics since then are lost with it."""
     departed_results: list[Any] = field(default_factory=list)
-    """Metrics of workers that left during the call."""
     num_missing: int = 0
     """Workers that left without their metrics, or were a step behind when a generation began."""
 

@@ -44,16 +44,13 @@ class CallRunner:
         self._group, self._clock = context.group, context.group.clock
         self._journal, self._commands = context.journal, context.commands
         self._reached = Progress()
-        """The progress when the call began."""
         self._redo: Call | None = None
-        """The call that repeats the steps lost with all workers."""
         self._sent: dict[WorkerHandle, Future[Outcome]] | None = None
         self._attempt: Attempt | None = None
         self._monitor: HealthMonitor | None = None
         self._split = 0
         """Number of micro-batches per batch in the next attempt; 0 for no change."""
         self.outcomes: list[Outcome] = []
-        """The outcomes of the newest attempt that completed its call."""
 
     @property
     def is_sent(self) -> bool:
@@ -147,7 +144,6 @@ class CallRunner:
         return CallReturned(is_complete=is_complete, interrupted=interrupted)
 
     def _watch(self, call: Call, attempt: Attempt) -> None:
-        """Watch an attempt until all workers have returned or one has failed."""
         monitor = self._monitor = HealthMonitor(
             attempt,
             self._journal.ranks,
@@ -162,8 +158,7 @@ class CallRunner:
             if attempt.settle(_BUSY_TICK_S if is_busy else idle_s):
                 continue
             if self._group.is_cut_off():
-                self._context.preemption.give_up_silent(attempt)
-                continue  # the driver's host is cut off from all workers, which wait as well
+                continue  # the workers wait too
             progress = self._commands.ask_progress()
             if call.on_wait is not None:
                 call.on_wait(list(progress.values()))

@@ -20,7 +20,6 @@ __all__ = ["ANSWER_S", "Commands", "value_of"]
 ANSWER_S = 0.7
 """How long a worker may take to answer a control call."""
 _SILENCE_S = 10.0
-"""After how long a worker that answers no control call counts as lost."""
 _SALVAGE_S = 10.0
 """How long a worker may take to send its state before all workers restart."""
 _LOOK_EVERY_S = 1.0
@@ -40,7 +39,6 @@ class Commands:
         self.busy: dict[WorkerHandle, Future[Outcome]] = {}
         """Workers that had not returned when the driver stopped waiting for their call."""
         self.entering: list[WorkerHandle] = []
-        """Workers that are entering a generation."""
 
     def ask_progress(self) -> dict[WorkerHandle, Progress]:
         """Return the progress of every member that answers, while they are busy."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -100,15 +99,8 @@ class Controller:
         of_driver = not elastic.in_place and not group.options.inline
         self.snapshots = SnapshotKeeper(of_driver, group)
         self._preemption = PreemptionWatch(group, journal, can_join)
-        self._scale_up = ScaleUp(
-            group,
-            elastic,
-            (*created.values(), sys.path),
-            random.random,
-            self._note_failed_replacement,
-            timeout_s,
-            self.recovery,
-        )
+        arguments = (*created.values(), sys.path)
+        self._scale_up = ScaleUp(group, elastic, journal, self.recovery, arguments, timeout_s)
         self._context = context = DriverContext(
             group=group,
             backend=backend,
@@ -349,11 +341,6 @@ class Controller:
     def _give_up_state(self, why: str) -> None:
         logger.warning("All workers restart from the snapshot: %s.", why)
         self._context.discard_members()
-
-    def _note_failed_replacement(self, member: WorkerHandle | None, error: BaseException) -> None:
-        said = cause_of(member, error)
-        self.journal.record("newcomer_failed", [] if member is None else [member], cause=said)
-        logger.warning("A replacement worker failed before it joined: %s", said)
 
     # ---- for trainers
 

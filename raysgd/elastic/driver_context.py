@@ -29,13 +29,10 @@ class DriverContext:
 
     group: WorkerGroup
     backend: Backend | None
-    """How the workers communicate; None with one worker."""
     elastic: ElasticConfig
     recovery: Recovery
     timeout_s: float
-    """Limit for the setup and for joining a generation."""
     check_open: Callable[[], None]
-    """Raises if the workers were shut down."""
     journal: Journal
     commands: Commands
     snapshots: SnapshotKeeper

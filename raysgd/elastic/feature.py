@@ -20,6 +20,3 @@ class Feature:
         `progress` has the members that answer, during a call. It is empty before a call.
         """
         return None
-
-    def on_generation(self, number: int) -> None:
-        """React to a new generation."""

@@ -192,7 +192,7 @@ class GroupForming:
             event = FormingFailed(by_newcomer=True)
         else:
             self._scale_up.forget_joined(ready)
-        self._scale_up.set_up_alone(self._journal.generation)
+        self._scale_up.set_up_alone()
         return event
 
     def _start_group(self, joining: Mapping[WorkerHandle, Replacement]) -> None:
@@ -239,7 +239,6 @@ class GroupForming:
         self._next_generation()
 
     def _load_snapshot(self, members: Sequence[WorkerHandle]) -> None:
-        """Let workers load the newest snapshot, if there is one."""
         state = self._context.snapshots.state()
         self._journal.progress = Progress()
         if state is None:
@@ -253,8 +252,7 @@ class GroupForming:
 
     def _next_generation(self) -> int:
         self._journal.generation += 1
-        for feature in self._context.features:
-            feature.on_generation(self._journal.generation)
+        self._context.pauses.step = None  # as on the workers that enter
         return self._journal.generation
 
     def _next_contexts(self, members: Sequence[WorkerHandle]) -> list[WorkerContext]:

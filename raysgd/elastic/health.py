@@ -55,7 +55,6 @@ class HealthMonitor(Feature):
     clock: Clock
     has_batches: bool = True
     stuck_members: list[WorkerHandle] = field(default_factory=list)
-    """The workers that hung last, if some are stuck by themselves."""
 
     def __post_init__(self) -> None:
         self._has_shown = False
@@ -66,13 +65,16 @@ class HealthMonitor(Feature):
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> Event | None:
         """Return an event if the call does not move, or can never end."""
-        if (stuck := self.stuck(progress)) is not None:
+        stuck = self.stuck(progress)
+        if stuck:
             self.stuck_members = stuck
+            return WorkersHung()
+        if stuck is not None:
             why = (
-                f"No batch finished for {self.hang_timeout_s:g} s, and no worker is stuck by "
-                "itself: all wait for each other. The log has their stacks."
+                f"No batch finished for {self.hang_timeout_s:g} s, and all workers wait for each "
+                "other. The log has their stacks."
             )
-            return WorkersHung(num_stuck=len(stuck), why=why)
+            return CallBlocked(why=why)
         why_blocked = self.blocked(progress)
         return None if why_blocked is None else CallBlocked(why=why_blocked)
 
@@ -134,7 +136,6 @@ class HealthMonitor(Feature):
         return None
 
     def _show_stacks(self) -> dict[WorkerHandle, str | None]:
-        """Log the stacks of all workers, and return them."""
         stacks = _ask_stacks(self.attempt.pending, self.clock)
         seconds = self.clock.monotonic() - self._moved_at
         logger.warning("No batch finished for %.0f s. %s", seconds, _described(stacks, self.ranks))
@@ -145,7 +146,6 @@ class HealthMonitor(Feature):
 
 
 def _ask_stacks(members: Iterable[WorkerHandle], clock: Clock) -> dict[WorkerHandle, str | None]:
-    """Return the stacks of each worker; None if it does not answer."""
     asked = {member: member.control("stacks") for member in members}
     clock.wait(asked.values(), _STACKS_S)
     return {

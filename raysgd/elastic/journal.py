@@ -30,16 +30,13 @@ class Journal:
         """Ranks of the members of the newest generation, including lost ones."""
         self.generation = 0
         self.progress = Progress()
-        """The newest progress that workers have returned."""
         self.seen_step = 0
         """The newest committed step that workers have reported during a call."""
         self.lost: dict[WorkerHandle, BaseException] = {}
-        """Members lost since the last look at the group, and why."""
         self.error: BaseException | None = None
         """Why the newest attempt failed, if no member is lost."""
         self.events: list[Event] = []
         self.on_event: Callable[[], None] | None = None
-        """Called after each event, in the thread that called the controller."""
 
     def number(self, members: Sequence[WorkerHandle]) -> None:
         """Assign ranks to workers, in order."""

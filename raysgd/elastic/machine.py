@@ -63,7 +63,6 @@ class Policy:
     recovery: Recovery
     max_attempts: int = 10
     may_grow: bool = True
-    """Whether a group that lacks workers may wait for replacements."""
     keeps_snapshots: bool = True
 
 
@@ -77,10 +76,7 @@ class Budget:
     num_losses: int = 0
     num_early_losses: int = 0
     """Losses before the call reached the workers. They cost no retry."""
-    num_hangs: int = 0
-    """How often all workers waited for each other."""
     has_begun: bool = False
-    """Whether the call has reached the workers."""
 
 
 # ---- states
@@ -157,7 +153,6 @@ class Surveyed(Event):
     is_behind: bool = False
     """Whether to repeat steps that were lost with all workers."""
     can_restart: bool = True
-    """Whether all workers can restart from a state."""
 
 
 class WorkersReady(Event):
@@ -170,7 +165,6 @@ class ProgressKnown(Event):
 
     progress: Sequence[Progress]
     leaving: frozenset[int] = frozenset()
-    """Ranks that leave now because of a preemption."""
     has_snapshot: bool = False
 
 
@@ -202,16 +196,12 @@ class WorkersLost(Event):
     """Members are lost."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class WorkersHung(Event):
-    """No batch has finished for too long."""
-
-    num_stuck: int
-    """Number of stuck workers. With 0, all wait for each other."""
+    """Workers are stuck."""
 
 
 class CallBlocked(Event):
-    """Workers wait in a collective for others that have returned."""
+    """Workers wait for each other, or for others that have returned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,13 +355,8 @@ def transition(state: State, event: Event, policy: Policy) -> Next:
             return _after_loss(_broken(state), policy)
         case Running(), CallBlocked(why=why):
             return state, (Do.INTERRUPT_CALL, Fail(why, is_communication=True))
-        case Running(), WorkersHung(num_stuck=num_stuck, why=why):
-            if num_stuck:
-                return state, (Do.KILL_STUCK,)
-            budget = replace(budget, num_hangs=budget.num_hangs + 1)
-            is_last = budget.num_hangs > policy.max_attempts
-            fail = [Fail(why, is_communication=True)] if is_last else []
-            return Running(budget), (Do.INTERRUPT_CALL, *fail)
+        case Running(), WorkersHung():
+            return state, (Do.KILL_STUCK,)
         case Running(), CallReturned(is_complete=is_complete, interrupted=interrupted):
             # only a new generation revokes an interruption
             after = Broken(budget) if interrupted else Ready(budget)

@@ -20,11 +20,6 @@ class Pauses(Feature):
     def __init__(self, commands: Commands) -> None:
         self._commands = commands
         self.step: int | None = None
-        """Committed steps at which the members pause; None for no pause."""
-
-    def on_generation(self, number: int) -> None:
-        """Forget the pause, as workers do when they enter a generation."""
-        self.step = None
 
     def request(
         self, attempt: Attempt, progress: Mapping[WorkerHandle, Progress], num_members: int

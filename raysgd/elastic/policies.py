@@ -28,7 +28,6 @@ class Recovery:
     rejoins: bool
     """Whether a process can be in a second process group. Otherwise any failure restarts all."""
     in_place: bool
-    """Whether survivors continue; see `ElasticConfig`."""
     can_join: bool
     """Whether workers can join a call and take the state of the others, as with operators."""
 

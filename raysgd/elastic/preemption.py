@@ -7,10 +7,8 @@ from collections.abc import Mapping
 
 from raysgd._internal.context import Preemption, Progress
 from raysgd.cluster.departures import Notice
-from raysgd.cluster.host_monitor import HostLostError
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle
-from raysgd.elastic.attempt import Attempt
 from raysgd.elastic.feature import Feature
 from raysgd.elastic.journal import Journal
 from raysgd.elastic.policies import who_leaves
@@ -37,7 +35,6 @@ class PreemptionWatch(Feature):
         self._step_s = 0.0
         self._known: set[WorkerHandle] = set()
         self._announced: tuple[int, Preemption] | None = None
-        """The last notification of the members, with its generation."""
         self.must_save = False
         """Whether to save soon: workers leave before any worker can replace them."""
 
@@ -109,7 +106,6 @@ class PreemptionWatch(Feature):
 
     @property
     def _leave_s(self) -> float:
-        """Seconds before its deadline in which a worker without a successor leaves."""
         return _LEAVE_S + 4 * self._step_s
 
     def who_leaves(self, num_ready: int) -> list[WorkerHandle]:
@@ -126,12 +122,3 @@ class PreemptionWatch(Feature):
             margin_s=self._leave_s,
         )
         return [member for member in leaving if rank_of[member] in ranks]
-
-    def give_up_silent(self, attempt: Attempt) -> None:
-        """Declare silent workers lost whose deadline is over."""
-        now = self._clock.time()
-        for member, notice in self._group.leaving().items():
-            watch = member.watch
-            if notice.leave_by <= now and watch is not None and watch.is_silent:
-                why = f"its host {member.info.node_ip} is silent, as announced: {notice.cause}"
-                attempt.give_up(member, HostLostError(why))

@@ -31,13 +31,9 @@ class Replacement:
     group: WorkerGroup
     slot: Any
     rank: int
-    """Its probable rank in the group."""
     size: int
-    """The probable size of the group."""
     generation: int
-    """Number of the newest generation."""
     created: Sequence[Any]
-    """Arguments of the worker's ``create``."""
     timeout_s: float
     """Limit of each step from ``create`` on."""
     replaces_lost: bool
@@ -45,10 +41,8 @@ class Replacement:
     """When it is ready: after its ``setup``, after ``create`` if all set up together, or as soon as
     there is room if all workers will restart."""
     context: WorkerContext | None = None
-    """The context that its process was prepared for."""
     member: WorkerHandle | None = None
     step: Step = "come up"
-    """Its current step, or the step that failed."""
     is_ready: bool = False
     error: BaseException | None = None
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of, is_loss
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.feature import Feature
+from raysgd.elastic.journal import Journal
 from raysgd.elastic.policies import Recovery, backoff_s
 from raysgd.elastic.replacement import Goal, Replacement, Step
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
@@ -38,15 +40,10 @@ class ScaleUp(Feature):
 
     group: WorkerGroup
     config: ElasticConfig
-    created: Sequence[Any]
-    """Arguments of a worker's ``create``."""
-    draw: Callable[[], float]
-    """Returns a random number in 0..1, for the jitter."""
-    on_failure: Callable[[WorkerHandle | None, BaseException], None]
-    """Called with a replacement worker that failed, and the error."""
-    timeout_s: float
-    """Limit of each step of a start, from ``create`` on."""
+    journal: Journal
     recovery: Recovery
+    created: Sequence[Any]
+    timeout_s: float
     together: bool = True
     """Whether the workers set up in one process group, as in the first start until one is lost.
     Otherwise each sets up alone."""
@@ -62,9 +59,7 @@ class ScaleUp(Feature):
         self._retry_at: dict[Any, float] = {}
         self._resized_at = self.group.clock.monotonic()
         self._enough_at: float | None = None
-        """When a start had enough workers."""
         self._is_first = True
-        self._generation = 0
         self._has_logged_silence = False
 
     @property
@@ -72,13 +67,10 @@ class ScaleUp(Feature):
         """Whether there are replacement workers."""
         return bool(self._replacements)
 
-    def on_generation(self, number: int) -> None:
-        """Store the number for later starts."""
-        self._generation = number
-
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
-        """Advance the replacements, and start missing ones."""
-        self.tick(self._generation)
+        """Advance the replacements, and start missing ones, unless the group may not grow."""
+        if self.config.grow and self.recovery.can_join and not self.group.options.inline:
+            self.tick()
 
     def lost(self, member: WorkerHandle, error: BaseException) -> None:
         """Let a successor of a lost member join without the cooldown.
@@ -110,19 +102,12 @@ class ScaleUp(Feature):
     def _has_cooled_down(self) -> bool:
         return self.group.clock.monotonic() - self._resized_at >= self.config.resize_cooldown_s
 
-    def tick(self, generation: int, starting: bool = False) -> None:
+    def tick(self, starting: bool = False) -> None:
         """Advance the replacements, and start missing ones, without waiting.
 
-        It does nothing while the Ray head is silent, because its answers would block the driver.
-
-        Args:
-            generation: number of the newest generation.
-            starting: whether the replacements will be the group, in the reserved room.
+        With `starting`, they will be the group, in the reserved room. It does nothing while the Ray
+        head is silent, because its answers would block the driver.
         """
-        options = self.group.options
-        may_start = self.config.grow and self.recovery.can_join and not options.inline
-        if not starting and not may_start:
-            return
         drains = self.group.drains
         if self._has_logged_silence and not drains.is_ray_silent:
             self._has_logged_silence = False
@@ -136,25 +121,26 @@ class ScaleUp(Feature):
         if drains.is_ray_silent:
             return
         self._advance(self._replacements)
-        num_staying = len(self.group.members) - len(self.group.leaving())
         missing = self._num_missing()
         if missing <= 0:
             in_order = sorted(self._replacements, key=self._is_sure, reverse=True)
-            for replacement in in_order[options.num_workers - num_staying :]:
+            for replacement in in_order[self._num_places() :]:
                 self.drop(replacement)  # others were first, or all members stay
             if not self._replacements:
                 self.group.give_back()
         if missing > 0 and self._failures < self.config.max_attempts:
-            self._advance(self._start_missing(generation, starting, num_staying))
+            self._advance(self._start_missing(starting))
 
     def _is_sure(self, replacement: Replacement) -> bool:
         return replacement.member is not None and replacement.slot not in self.group.suspects
 
-    def _num_missing(self) -> int:
-        """Return how many places have no member that stays, and no sure replacement."""
+    def _num_places(self) -> int:
         num_staying = len(self.group.members) - len(self.group.leaving())
-        num_sure = sum(map(self._is_sure, self._replacements))
-        return self.group.options.num_workers - num_staying - num_sure
+        return self.group.options.num_workers - num_staying
+
+    def _num_missing(self) -> int:
+        """Return the number of places without a member that stays or a sure replacement."""
+        return self._num_places() - self.coming()
 
     def _advance(self, replacements: Sequence[Replacement]) -> None:
         missing = self._num_missing()
@@ -166,13 +152,11 @@ class ScaleUp(Feature):
             if replacement.error is not None:
                 self.fail(replacement)
 
-    def _start_missing(
-        self, generation: int, starting: bool, num_staying: int
-    ) -> list[Replacement]:
-        """Start the missing workers, and return them."""
+    def _start_missing(self, starting: bool) -> list[Replacement]:
         taken = [replacement.slot for replacement in self._replacements]
         vacant = [s for s in self.group.vacant_slots(request=not starting) if s not in taken]
         now, num_workers = self.group.clock.monotonic(), self.group.options.num_workers
+        num_staying = num_workers - self._num_places()
         size = min(num_staying + len(taken) + len(vacant), num_workers)
         replaces = starting or num_staying < len(self.group.members) or bool(self.group.suspects)
         goal: Goal = "setup" if self.recovery.rejoins else "room"
@@ -188,7 +172,7 @@ class ScaleUp(Feature):
                     slot,
                     next((r for r in range(num_staying, size) if r not in ranks), size - 1),
                     size,
-                    generation,
+                    self.journal.generation,
                     self.created,
                     self.timeout_s,
                     replaces_lost=replaces or slot in self._lost_slots,
@@ -204,8 +188,10 @@ class ScaleUp(Feature):
         """
         error = error or replacement.error or RuntimeError("it did not join")
         self.drop(replacement)
-        self.on_failure(replacement.member, error)
-        slot, step = replacement.slot, replacement.step
+        member, slot, step = replacement.member, replacement.slot, replacement.step
+        said = cause_of(member, error)
+        self.journal.record("newcomer_failed", [] if member is None else [member], cause=said)
+        logger.warning("A replacement worker failed before it joined: %s", said)
         if is_loss(error):
             self._lost_slots.append(slot)
             before, count = self._crashes.get(slot, (step, 0))
@@ -217,7 +203,7 @@ class ScaleUp(Feature):
                 self.error = _died_in_a_row(replacement, error, count)
         elif self._is_first or not isinstance(error, WorkerTimeoutError):
             self.error = error  # a timeout may not happen again
-        wait_s = backoff_s(self._failures, self.config, self.draw())
+        wait_s = backoff_s(self._failures, self.config, random.random())
         self._retry_at[slot] = self.group.clock.monotonic() + wait_s
         self._failures += 1
         if self._failures == self.config.max_attempts:
@@ -274,12 +260,12 @@ class ScaleUp(Feature):
         grace_s = _SHORT_GRACE_S if is_short else _GRACE_S
         return now >= self._enough_at + grace_s and all(member.remote for member in late.values())
 
-    def set_up_alone(self, generation: int) -> None:
+    def set_up_alone(self) -> None:
         """Let the remaining replacements set up alone, after the first start."""
         if self.together and self.recovery.joins:
             self.together, self._enough_at = False, None
             for replacement in self._replacements:
-                replacement.set_up_alone(generation)
+                replacement.set_up_alone(self.journal.generation)
 
     def forget_joined(self, replacements: Sequence[Replacement]) -> None:
         """Forget replacement workers that are members now."""

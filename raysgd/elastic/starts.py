@@ -16,9 +16,7 @@ __all__ = ["Starts"]
 logger = logging.getLogger(__name__)
 
 _START_TICK_S = 0.01
-"""How often to look at workers of a start."""
 _BUSY_TICK_S = 0.05
-"""How often to look at replacement workers."""
 
 
 class Starts:
@@ -39,7 +37,10 @@ class Starts:
         deadline, number = 0.0, 0
         while True:
             self._context.check_open()
-            self._scale_up.tick(self._journal.generation, starting)
+            if starting:
+                self._scale_up.tick(starting=True)
+            else:
+                self._scale_up.poll({})
             if starting and (error := self._scale_up.error) is not None:
                 if isinstance(error, WorkerLostError) and causes:
                     raise self._journal.failure(str(error), causes, cause=error)

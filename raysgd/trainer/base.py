@@ -58,7 +58,6 @@ class OperatorTrainer(TrainerInfo):
     """Trains an operator on a group of workers. Use a subclass, such as TorchTrainer."""
 
     _trainable: ClassVar[str]
-    """Name of the base class of trials in `raysgd.tune`."""
     _state_cls: ClassVar[type[TrainerState]] = TrainerState
 
     def __init__(

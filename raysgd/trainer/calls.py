@@ -47,9 +47,7 @@ class TrainCall(Call):
     has_batches: bool = True
     can_pause: bool = True
     start: Progress | None = None
-    """The progress when the call began."""
     seconds: float = 0.0
-    """Duration of its parts so far."""
     logged_s: float = 0.0
     """The same at the last logged step."""
 

@@ -30,7 +30,6 @@ __all__ = ["FitLoop"]
 logger = logging.getLogger(__name__)
 
 _OF_VALIDATION = ("val", "eval_", "eval/")
-"""Prefixes of the names of validation metrics."""
 
 
 @dataclass(eq=False)
@@ -90,7 +89,6 @@ class FitLoop:
         return self.calls.controller.progress.epoch
 
     def _try_all(self, trainer: OperatorTrainer, options: FitOptions) -> History:
-        """Train one step and validate one, and restore the state."""
         one = FitOptions(num_epochs=1, limit_train_batches=1, limit_val_batches=1)
         limits, epoch = Limits(one), self._num_completed + 1
         with self.results.trial(trainer), self.calls.limited(limits):

@@ -96,7 +96,6 @@ class TrainerState:
         return state
 
     def _rng_states(self) -> list[Any]:
-        """Return the states of the random number generators, by rank."""
         return self.calls.make(Call(request=RngStateRequest(), max_losses=3, any_size=True))
 
     def models(self) -> Any:
@@ -178,11 +177,9 @@ class TrainerState:
         self.validations.note_owed("validation_due" in state)
 
     def _shown_config(self) -> dict[str, float | int | str]:
-        """Return the numbers and strings of the config, without secrets."""
         return scalars(shown_config(self.options.config))
 
     def _warn_of_changes(self, saved: Mapping[str, Any]) -> None:
-        """Warn if the config differs from that of the loaded state."""
         own = self._shown_config()
         changed = [
             f"{name} {saved[name]!r} → {own[name]!r}"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from types import SimpleNamespace
 
 import pytest
 
@@ -164,29 +163,6 @@ def test_one_that_dies_before_its_successor_is_there_is_a_loss(start):
     assert kinds(controller)[:2] in (["draining", "lost"], ["lost", "resumed"])
     assert call.num_losses == 1
     assert len(controller.members) == 3
-
-
-def test_one_that_is_silent_when_its_time_is_over_is_not_waited_for(start, caplog):
-    """Though no other is heard of, so that it may be the driver that is cut off."""
-    world, controller = start(room=3, num_workers=1, driver_grace_s=1000.0)
-    (last,) = controller.members
-
-    def power_off():
-        last.silent = True
-        last.watch = SimpleNamespace(is_silent=True, host=last.info.node_ip)
-        world.room = 0
-        world.plan(20.0, lambda: setattr(world, "room", 3))
-
-    world.at_step(20, lambda: controller.drain(last.node_id, None, 1.0))
-    world.at_step(30, power_off)
-    began = world.now
-    train_with_losses(controller, 100)
-    assert "draining" in kinds(controller)
-    lost = next(event for event in controller.events if event.kind == "lost")
-    assert "is silent, as announced: drain() was called" in lost.cause
-    assert world.now - began < 100.0
-    assert "its own is cut off" in caplog.text
-    assert "again" not in caplog.text
 
 
 def train_with_losses(controller, step):

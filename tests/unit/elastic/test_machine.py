@@ -50,7 +50,7 @@ state_lost = st.just(machine.StateLost(why="no shares"))
 failed = st.builds(machine.FormingFailed, by_newcomer=booleans, is_communication=booleans)
 returned = st.builds(machine.CallReturned, is_complete=booleans, interrupted=booleans)
 stopped = st.builds(machine.CallFailed, may_repeat=booleans)
-hung = st.builds(machine.WorkersHung, num_stuck=st.integers(0, 1), why=st.just("hung"))
+hung = st.just(machine.WorkersHung())
 blocked = st.just(machine.CallBlocked(why="blocked"))
 calls = st.builds(machine.CallRequested, budget=st.sampled_from(BUDGETS))
 starts = st.builds(machine.StartRequested, min_workers=st.integers(1, 3))
@@ -76,7 +76,7 @@ def key(action):
 
 STATES = [
     *(New(), Starting(), Starting(BUDGETS[0]), Ready(), Running(), Broken()),
-    *(Running(Budget(num_hangs=MAX_ATTEMPTS)), Broken(num_failed_rejoins=2)),
+    Broken(num_failed_rejoins=2),
 ]
 SAMPLES = [
     *(
@@ -92,7 +92,7 @@ SAMPLES = [
     *(machine.GroupFormed(), machine.WorkersReady(), machine.WorkersLost()),
     *(machine.StateRescued(can_restart=each) for each in (True, False)),
     *(machine.StateLost(why="no shares"), machine.CallBlocked(why="blocked")),
-    *(machine.WorkersHung(num_stuck=each, why="hung") for each in (0, 1)),
+    machine.WorkersHung(),
     *(machine.CallReturned(is_complete=True, interrupted=each) for each in (True, False)),
     *(machine.CallFailed(may_repeat=each) for each in (True, False)),
     *(machine.Aborted(reached_workers=each) for each in (True, False)),
@@ -142,7 +142,7 @@ def lives(draw):
             event = draw(hung | blocked)
         elif last in RESULTS:
             event = draw(RESULTS[last])
-        elif isinstance(event, machine.WorkersHung) and last is not machine.Fail:
+        elif isinstance(event, machine.WorkersHung):
             event = draw(RESULTS[machine.RunCall])
         elif isinstance(state, Running | Starting):
             event = draw(aborted)  # an action has raised
@@ -157,7 +157,6 @@ def test_a_call_costs_no_more_than_its_budget(steps):
         budget, is_over = after.budget, any(key(action) is machine.Fail for action in actions)
         assert is_over or budget.num_losses <= budget.max_losses
         assert is_over or budget.num_early_losses <= MAX_ATTEMPTS
-        assert is_over or budget.num_hangs <= MAX_ATTEMPTS
 
 
 @given(lives())

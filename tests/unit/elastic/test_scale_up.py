@@ -62,6 +62,17 @@ class FakeGroup:
         self.taken.append(replacement.slot)
 
 
+class FakeJournal:
+    generation = 7
+
+    def __init__(self):
+        self.failed = []
+
+    def record(self, kind, members, cause):
+        assert kind == "newcomer_failed"
+        self.failed += members
+
+
 class FakeReplacement:
     """Ready or failed when the test says so."""
 
@@ -103,18 +114,16 @@ def clock(monkeypatch):
 def make(clock):
     def make(num_workers=3, present=2, **config):
         group = FakeGroup(clock, num_workers, present, config.pop("use_local", False))
-        failures = []
+        journal = FakeJournal()
         values = {"jitter": 0.0, "resize_cooldown_s": 10.0, **config}
         scale_up = ScaleUp(
             group,
             ElasticConfig(**values),
+            journal,
+            Recovery(rejoins=True, in_place=True, can_join=True),
             ("created",),
-            lambda: 0.5,
-            lambda member, error: failures.append((member, error)),
             timeout_s=30.0,
-            recovery=Recovery(rejoins=True, in_place=True, can_join=True),
         )
-        scale_up.failures = failures
         return scale_up, group
 
     return make
@@ -131,7 +140,7 @@ def replacements():
 def test_there_is_one_replacement_for_each_missing_place_and_one_for_each_slot(make, present):
     scale_up, _ = make(num_workers=4, present=present)
     for _ in range(3):
-        scale_up.tick(7)
+        scale_up.tick()
     assert len(replacements()) == 4 - present
     assert sorted(n.slot for n in replacements()) == list(range(present, 4))
     assert scale_up.under_way == (present < 4)
@@ -140,13 +149,13 @@ def test_there_is_one_replacement_for_each_missing_place_and_one_for_each_slot(m
 def test_a_full_group_asks_for_no_room(make):
     scale_up, group = make(num_workers=2, present=2)
     group.vacant_slots = None  # calling it would fail
-    scale_up.tick(1)
+    scale_up.tick()
     assert replacements() == []
 
 
 def test_a_group_that_shall_not_grow_gets_none(make):
     scale_up, _ = make(grow=False)
-    scale_up.tick(1)
+    scale_up.poll({})
     assert replacements() == []
     assert not scale_up.under_way
 
@@ -156,18 +165,18 @@ def test_a_group_that_shall_not_grow_gets_none(make):
 
 def test_a_replacement_that_failed_is_told_of_ended_and_replaced_after_a_while(make, clock):
     scale_up, group = make(initial_s=2.0)
-    scale_up.tick(1)
+    scale_up.tick()
     (first,) = replacements()
     first.error = ValueError("no such file")
-    scale_up.tick(1)
-    assert scale_up.failures == [(first.member, first.error)]
+    scale_up.tick()
+    assert scale_up.journal.failed == [first.member]
     assert group.discarded == [first.member]
     assert not scale_up.under_way
     clock.now += 1.9
-    scale_up.tick(1)
+    scale_up.tick()
     assert len(replacements()) == 1
     clock.now += 0.2
-    scale_up.tick(1)
+    scale_up.tick()
     assert len(replacements()) == 2
     assert replacements()[1].slot == first.slot
 
@@ -176,7 +185,7 @@ def waits_until_the_next(scale_up, clock, most_s=200.0):
     """Seconds until another replacement worker is started."""
     before, began = len(replacements()), clock.now
     while len(replacements()) == before:
-        scale_up.tick(1)
+        scale_up.tick()
         if clock.now - began > most_s:
             return None
         clock.now += 0.1
@@ -185,22 +194,22 @@ def waits_until_the_next(scale_up, clock, most_s=200.0):
 
 def test_each_wait_after_a_failure_is_longer_up_to_the_cap(make, clock):
     scale_up, _ = make(initial_s=1.0, factor=2.0, max_s=6.0)
-    scale_up.tick(1)
+    scale_up.tick()
     waits = []
     for _ in range(5):
         replacements()[-1].error = ValueError("setup")
-        scale_up.tick(1)
+        scale_up.tick()
         waits.append(waits_until_the_next(scale_up, clock))
     assert waits == pytest.approx([1, 2, 4, 6, 6], abs=0.25)
 
 
 def test_one_that_is_lost_on_its_way_is_replaced_at_once_with_its_rank(make):
     scale_up, _ = make(num_workers=5, present=2)
-    scale_up.tick(1)
+    scale_up.tick()
     first, *others = replacements()
     first.error = LostError("OOM")
-    scale_up.tick(1)
-    scale_up.tick(1)
+    scale_up.tick()
+    scale_up.tick()
     another = replacements()[-1]
     assert len(replacements()) == 4
     assert (another.slot, another.rank, another.size) == (first.slot, first.rank, 5)
@@ -213,15 +222,15 @@ def test_a_slot_whose_workers_are_lost_in_the_same_step_again_and_again_waits(
     make, clock, step, most
 ):
     scale_up, _ = make(num_workers=4, initial_s=2.0, max_attempts=5)
-    scale_up.tick(1)
+    scale_up.tick()
     for other in (*[step] * (most - 1), "come up", *[step] * (most - 1)):
         before = len(replacements())
         replacements()[-1].step, replacements()[-1].error = other, LostError("OOM")
-        scale_up.tick(1)
+        scale_up.tick()
         assert len(replacements()) == before + 1
     assert scale_up.error is None
     replacements()[-1].step, replacements()[-1].error = step, LostError("OOM")
-    scale_up.tick(1)
+    scale_up.tick()
     assert waits_until_the_next(scale_up, clock) == pytest.approx(2, abs=0.25)
     # only in these steps the code of the user runs
     assert (scale_up.error is not None) == (step in ("set up", "start"))
@@ -231,7 +240,7 @@ def test_a_start_waits_for_late_workers_a_minute_and_a_restart_a_moment(make, cl
     scale_up, _ = make(num_workers=3, present=0)
     for grace_s in (60.0, 0.5):
         scale_up.begin()
-        scale_up.tick(1, starting=True)
+        scale_up.tick(starting=True)
         first, second, _ = replacements()[-3:]
         first.get_ready()
         assert not scale_up.are_enough(2)
@@ -250,10 +259,10 @@ def test_a_start_waits_for_late_workers_a_minute_and_a_restart_a_moment(make, cl
 def test_a_start_waits_a_moment_for_the_successor_of_a_killed_worker(make, clock, grow, grace_s):
     scale_up, _ = make(num_workers=3, present=0, grow=grow)
     scale_up.begin()
-    scale_up.tick(1, starting=True)
+    scale_up.tick(starting=True)
     first, second, third = replacements()
     third.error = LostError("killed")
-    scale_up.tick(1, starting=True)
+    scale_up.tick(starting=True)
     assert (len(replacements()), scale_up.coming()) == (4, 3)
     first.get_ready()
     second.get_ready()
@@ -266,24 +275,24 @@ def test_a_start_waits_a_moment_for_the_successor_of_a_killed_worker(make, clock
 
 def test_it_is_given_up_after_so_many_failures(make, clock):
     scale_up, _ = make(max_attempts=3)
-    scale_up.tick(1)
+    scale_up.tick()
     for _ in range(3):
         replacements()[-1].error = ValueError("setup")
-        scale_up.tick(1)
+        scale_up.tick()
         waits_until_the_next(scale_up, clock)
     assert len(replacements()) == 3
     clock.now += 1e6
-    scale_up.tick(1)
+    scale_up.tick()
     assert len(replacements()) == 3
 
 
 def test_a_replacement_that_joins_ends_the_wait_that_the_failures_of_another_began(make, clock):
     scale_up, group = make(num_workers=4, present=2, max_attempts=2)
-    scale_up.tick(1)
+    scale_up.tick()
     bad, good = replacements()
     for _ in range(2):
         bad.error = ValueError("setup")
-        scale_up.tick(1)
+        scale_up.tick()
         waits_until_the_next(scale_up, clock, most_s=5.0)
         bad = replacements()[-1]
     assert len(replacements()) == 3  # given up
@@ -291,19 +300,19 @@ def test_a_replacement_that_joins_ends_the_wait_that_the_failures_of_another_beg
     group.take(good)
     scale_up.forget_joined([good])
     clock.now += 1000
-    scale_up.tick(1)
+    scale_up.tick()
     assert len(replacements()) == 4
 
 
 def test_after_a_new_loss_it_is_tried_again_though_it_was_given_up(make, clock):
     """The place is another one; and without this, waiting for min_workers would be in vain."""
     scale_up, group = make(num_workers=3, present=2, max_attempts=1)
-    scale_up.tick(1)
+    scale_up.tick()
     replacements()[-1].error = ValueError("setup")
-    scale_up.tick(1)
+    scale_up.tick()
     clock.now += 1000
     group.lose(scale_up, 1)
-    scale_up.tick(1)
+    scale_up.tick()
     assert len(replacements()) > 1
 
 
@@ -313,7 +322,7 @@ def test_after_a_new_loss_it_is_tried_again_though_it_was_given_up(make, clock):
 def test_one_for_room_that_appeared_waits_for_the_cooldown(make, clock):
     scale_up, _ = make(resize_cooldown_s=10.0)
     scale_up.resized()
-    scale_up.tick(1)
+    scale_up.tick()
     replacements()[0].get_ready()
     clock.now += 9.9
     assert scale_up.ready() == []
@@ -327,7 +336,7 @@ def test_the_successor_of_a_lost_worker_joins_at_once(make):
     scale_up, group = make(num_workers=3, present=2, resize_cooldown_s=1e6)
     group.lose(scale_up, 1)
     scale_up.resized()
-    scale_up.tick(1)
+    scale_up.tick()
     for replacement in replacements():
         replacement.get_ready()
     assert {n.slot: n.replaces_lost for n in replacements()} == {1: True, 2: False}
@@ -337,7 +346,7 @@ def test_the_successor_of_a_lost_worker_joins_at_once(make):
 def test_a_place_that_was_filled_again_is_no_lost_one_any_more(make, clock):
     scale_up, group = make(num_workers=2, present=2, resize_cooldown_s=5.0)
     group.lose(scale_up, 1)
-    scale_up.tick(1)
+    scale_up.tick()
     replacements()[0].get_ready()
     group.take(replacements()[0])
     scale_up.forget_joined([replacements()[0]])
@@ -346,7 +355,7 @@ def test_a_place_that_was_filled_again_is_no_lost_one_any_more(make, clock):
     # it goes again, this time not as a loss
     group.members.pop()
     group.taken.pop()
-    scale_up.tick(1)
+    scale_up.tick()
     replacements()[1].get_ready()
     assert not replacements()[1].replaces_lost
     assert scale_up.ready() == []  # joining was a change of size
@@ -356,7 +365,7 @@ def test_a_place_that_was_filled_again_is_no_lost_one_any_more(make, clock):
 
 def test_to_stop_is_to_end_all_replacements(make):
     scale_up, group = make(num_workers=4, present=2)
-    scale_up.tick(1)
+    scale_up.tick()
     ended = [n.member for n in replacements()]
     scale_up.stop()
     assert group.discarded == ended
