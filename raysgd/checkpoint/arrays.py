@@ -5,7 +5,7 @@
     raysgd-state/structure.json     nested containers, numbers, and texts
     raysgd-state/arrays/0           the bytes of the first array in it, in C order
 
-It is read without torch, and nothing in it is ever unpickled.
+Reading needs no PyTorch and runs no code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ARRAY = "raysgd-state/arrays/{}"
 
 
 def is_ours(file: IO[bytes]) -> bool:
-    """Return whether a file, which has been checked, is what `write` made."""
+    """Return whether `write` wrote a file, whose hash is right."""
     if not is_archive(file):
         return False
     with zipfile.ZipFile(file) as archive:
@@ -39,26 +39,18 @@ def is_ours(file: IO[bytes]) -> bool:
 
 
 def write(state: Mapping[str, Any], file: IO[bytes]) -> None:
-    """Write a state.
-
-    Raises:
-        TypeError: if it holds an object of another type.
-    """
-    held: list[Any] = []
-    structure = json.dumps(_encode(state, held))
+    """Write a state to a file."""
+    arrays: list[Any] = []
+    structure = json.dumps(_encode(state, arrays))
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr(zipfile.ZipInfo(_STRUCTURE), structure)
-        for number, array in enumerate(held):
+        for number, array in enumerate(arrays):
             content = np.ascontiguousarray(array).tobytes()
             archive.writestr(zipfile.ZipInfo(_ARRAY.format(number)), content)
 
 
 def read(source: Location, file: IO[bytes]) -> Any:
-    """Read a state.
-
-    Raises:
-        CheckpointError: if the file is not what `write` made.
-    """
+    """Read a state from an open file. All errors are CheckpointErrors."""
     try:
         with zipfile.ZipFile(file) as archive:
             numbers = itertools.count()
@@ -77,13 +69,13 @@ def check_loadable(owner: str, user_state: Any, target: Location) -> None:
         _encode(user_state, [])
     except TypeError as error:
         raise CheckpointError(
-            f"Cannot save to {target.shown}: the state_dict() of the {owner} returned what no file "
-            f"can hold: {error} Turn it into numbers, strings, lists, dicts or arrays."
+            f"Cannot save to {target.shown}: state_dict() of the {owner} returned {error} Turn it "
+            "into numbers, strings, lists, dicts or arrays."
         ) from error
 
 
-def _encode(tree: Any, held: list[Any]) -> Any:
-    """Return `tree` as JSON, and append its arrays to `held`."""
+def _encode(tree: Any, arrays: list[Any]) -> Any:
+    """Return `tree` as JSON, and append its arrays to `arrays`."""
     if tree is None or isinstance(tree, bool | int | float | str):
         return tree
     if isinstance(tree, bytes):
@@ -91,14 +83,14 @@ def _encode(tree: Any, held: list[Any]) -> Any:
     if isinstance(tree, np.ndarray):
         if tree.dtype.hasobject or tree.dtype.names:
             raise TypeError(f"an array of {tree.dtype}.")
-        held.append(tree)
-        # bfloat16 has the kind V and is known by its name alone
+        arrays.append(tree)
+        # bfloat16 has the kind V, and only its name identifies it
         dtype = tree.dtype.name if tree.dtype.kind == "V" else tree.dtype.str
         return {"array": [dtype, tree.shape]}
     if isinstance(tree, Mapping):
-        return {"dict": [[_encode(k, held), _encode(v, held)] for k, v in tree.items()]}
+        return {"dict": [[_encode(k, arrays), _encode(v, arrays)] for k, v in tree.items()]}
     if isinstance(tree, list | tuple):
-        items = [_encode(item, held) for item in tree]
+        items = [_encode(item, arrays) for item in tree]
         return items if isinstance(tree, list) else {"tuple": items}
     raise TypeError(f"a {type(tree).__name__}.")
 
@@ -120,8 +112,7 @@ def _decode(tree: Any, next_array: Callable[[], bytes]) -> Any:
 
 
 def _dtype(name: str) -> Any:
-    """Return a type of NumPy, or of the package that has bfloat16 and the like."""
     try:
         return np.dtype(name)
     except TypeError:
-        return np.dtype(getattr(importlib.import_module("ml_dtypes"), name))
+        return np.dtype(getattr(importlib.import_module("ml_dtypes"), name))  # such as bfloat16

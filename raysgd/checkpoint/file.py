@@ -1,4 +1,4 @@
-"""One state or one pickle in a file: written whole or not at all, and checked when it is read."""
+"""Files with one state or one pickle: written completely or not at all, and checked when read."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ __all__ = [
 ]
 
 STATE = "state.ckpt"
-"""Name of the checkpoint in a folder that workers wrote together."""
+"""Name of the checkpoint in the folder of a sharded state."""
 TENSORS_FOLDER = re.compile(r"tensors-[0-9a-f]{8}")
-"""Name of the folder in that folder that holds the tensors."""
+"""Name of the subfolder with the tensors."""
 TENSORS_FILE = "model-00001-of-00001.safetensors"
-"""The name that torch gives a single file of tensors."""
+"""Name that PyTorch gives to the file of tensors."""
 
 
 def check_writable(path: str | os.PathLike[str]) -> str:
     """Return the absolute path, or the URL, if a file can be written there.
 
-    A URL is checked only for a file system that can open it. No server is asked.
+    For a URL, this only checks that a package for its file system is installed.
 
     Raises:
-        CheckpointError: if its folder is missing or not writable, it is a folder itself, or no
-            installed package can open the URL.
+        CheckpointError: if it is a folder, its folder is missing or not writable, or no installed
+            package can open the URL.
     """
     return locate(path).check_writable()
 
@@ -57,16 +57,16 @@ def check_writable(path: str | os.PathLike[str]) -> str:
 def write_file(
     state: Mapping[str, Any], path: str | os.PathLike[str], manifest: Manifest | None = None
 ) -> str:
-    """Write a state to a path or a URL, replacing a file there.
+    """Write a state to a path or a URL, and replace an existing file.
 
-    The state goes to a temporary name in the same folder, then to the disk, and only then to its
-    own name. If the process or the machine stops, `path` holds the old state or the new one.
-    ``torch.load`` opens the file, which also holds a manifest: see `read_manifest`.
+    The state goes to a temporary name in the same folder, is synced to disk, and is then renamed.
+    If the process or the machine stops, `path` holds the old state or the new one. ``torch.load``
+    opens the file, which also has a manifest: see `read_manifest`.
 
     Args:
         state: what a trainer's ``state_dict`` returned.
-        path: where to write; a URL of any file system that fsspec knows.
-        manifest: what to say about the state. The epoch and the step are filled in.
+        path: where to write: a path, or a URL for fsspec.
+        manifest: describes the state. The epoch and the step are added.
 
     Returns:
         The absolute path, or the URL.
@@ -80,15 +80,12 @@ def write_file(
 def prepare_write(
     state: Mapping[str, Any], path: str | os.PathLike[str], manifest: Manifest | None = None
 ) -> Callable[[], str]:
-    """Check a state as `write_file` does, and return a function that writes it.
-
-    The content of `state` must not change until then.
-    """
+    """Check a state as `write_file` does, and return a function that writes it unchanged."""
     target = locate(path)
     if "path" in (state.get("tensors") or ()):
         raise CheckpointError(
-            f"Cannot save to {target.shown}: the tensors of this state are in "
-            f"{state['tensors']['path']}. Load it with a trainer, and save that."
+            f"Cannot save to {target.shown}: the tensors of this state are in another file, "
+            f"{state['tensors']['path']}. Load the state with a trainer, and save that."
         )
     # weights_only loading rejects NumPy scalars
     state = map_leaves(dict(state), lambda x: x.item() if isinstance(x, np.generic) else x)
@@ -111,24 +108,24 @@ def prepare_write(
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a state that `write_file`, or ``torch.save`` of an older library, wrote.
 
-    A folder that workers wrote together holds large tensors in a ``.safetensors`` file, which
-    ``state["tensors"]["path"]`` names. A trainer loads them from there.
+    For the folder of a sharded state, ``state["tensors"]["path"]`` is the path of a
+    ``.safetensors`` file with the large tensors, which a trainer loads from there.
 
     Raises:
-        CheckpointError: if the file is missing, damaged, of a newer format, not a state, or holds
-            objects that ``torch.load(weights_only=True)`` refuses.
+        CheckpointError: if the file is missing, damaged, of a newer format, not a state, or has
+            objects that ``torch.load(weights_only=True)`` rejects.
     """
     return read_checkpoint(path)[0]
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest | None:
-    """Read what a file says about itself, without reading or checking its state.
+    """Read the manifest of a file, without reading or checking its state.
 
     Returns:
         None for a file of an older library.
 
     Raises:
-        CheckpointError: if the file is missing, of a newer format, or visibly damaged.
+        CheckpointError: if the file is missing, of a newer format, or its end is damaged.
     """
     source = _file_at(path)
     with source.open(whole=False) as file:
@@ -136,23 +133,20 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest | None:
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manifest | None]:
-    """Read a state as `read_file` does, together with its manifest."""
+    """Read a state as `read_file` does, and its manifest."""
     source = _file_at(path)
     with source.open() as file:
         manifest = verify(file, source.shown)
-        # load from the open file, because the name may lead to another file by now
+        # load from the open file, because the path may lead to another file by now
         archive = arrays if arrays.is_ours(file) else _tensors()
         file.seek(0)
         state = archive.read(source, file)
-    missing = [
-        key
-        for key in ("models", "optimizers", "epoch")
-        if not isinstance(state, dict) or key not in state
-    ]
+    content = state if isinstance(state, dict) else {}
+    missing = [key for key in ("models", "optimizers", "epoch") if key not in content]
     if missing:
         raise CheckpointError(
-            f"Cannot load {source.shown}: it is no state of a trainer, {', '.join(missing)} "
-            "missing. Write one with trainer.save(path)."
+            f"Cannot load {source.shown}: it is not the state of a trainer, because it has no "
+            f"{', '.join(missing)}. Write one with trainer.save(path)."
         )
     if "tensors" in state:
         state["tensors"] = _checked_tensors(source, state["tensors"])
@@ -160,14 +154,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manif
 
 
 def write_pickle(blob: bytes, path: str | os.PathLike[str], manifest: Manifest) -> str:
-    """Write a pickle to a path or a URL. ``pickle.load`` reads the file as well.
-
-    Returns:
-        The absolute path, or the URL.
-
-    Raises:
-        CheckpointError: if it cannot be written there.
-    """
+    """Write a pickle to a path or a URL, and return that. ``pickle.load`` also reads the file."""
 
     def fill(file: IO[bytes]) -> None:
         file.write(blob)
@@ -177,13 +164,10 @@ def write_pickle(blob: bytes, path: str | os.PathLike[str], manifest: Manifest) 
 
 
 def read_pickle(path: str | os.PathLike[str]) -> tuple[bytes, Manifest | None]:
-    """Read a file that `write_pickle`, or ``pickle.dump``, wrote, without unpickling it.
+    """Read a file of `write_pickle` or ``pickle.dump``, without unpickling it.
 
     Returns:
-        The pickle, and its manifest or None if ``pickle.dump`` wrote the file.
-
-    Raises:
-        CheckpointError: if the file is missing, damaged or of a newer format.
+        The pickle, and its manifest, or None if ``pickle.dump`` wrote the file.
     """
     source = locate(path)
     with source.open() as file:
@@ -193,29 +177,25 @@ def read_pickle(path: str | os.PathLike[str]) -> tuple[bytes, Manifest | None]:
         blob = file.read(size)
     if not blob.endswith(b"."):  # the last byte of every pickle
         raise CheckpointError(
-            f"Cannot load {source.shown}: the file is damaged or is not a checkpoint: it is no "
-            "pickle, or was cut off."
+            f"Cannot load {source.shown}: the file is damaged or is not a checkpoint: it does not "
+            "end like a pickle."
         )
     return blob, manifest
 
 
 def _file_at(path: str | os.PathLike[str]) -> Location:
-    """Return the file to read. In a folder that workers wrote together, it is the checkpoint."""
+    """Return the file to read. In the folder of a sharded state, it is the checkpoint."""
     source = locate(path)
     is_folder = source.is_local and os.path.isfile(f"{source.name}/{STATE}")
     return source.child(STATE) if is_folder else source
 
 
 def _checked_tensors(source: Location, entry: Any) -> dict[str, str]:
-    """Return the path of the tensors that a state names, after a check of their hash.
-
-    Raises:
-        CheckpointError: if they are missing or damaged.
-    """
+    """Return the path of a state's tensors, after a check of their hash."""
     name = entry.get("file") if isinstance(entry, dict) else None
     folder, _, file = name.partition("/") if isinstance(name, str) else ("", "", "")
     if not TENSORS_FOLDER.fullmatch(folder) or file != TENSORS_FILE:
-        raise CheckpointError(f"Cannot load {source.shown}: it names no file of its tensors.")
+        raise CheckpointError(f"Cannot load {source.shown}: it has no name of a tensors file.")
     path = Path(source.name).parent / folder / file
     try:
         with path.open("rb") as content:
@@ -228,7 +208,7 @@ def _checked_tensors(source: Location, entry: Any) -> dict[str, str]:
 
 
 def _holds_arrays(state: Mapping[str, Any]) -> bool:
-    """Return whether the models and optimizers hold NumPy arrays and no tensors."""
+    """Return whether the models and optimizers have NumPy arrays, and no tensors."""
     leaves: list[Any] = []
     map_leaves([state.get("models"), state.get("optimizers")], leaves.append)
     torch = sys.modules.get("torch")
@@ -238,7 +218,6 @@ def _holds_arrays(state: Mapping[str, Any]) -> bool:
 
 
 def _tensors() -> Any:
-    """Return the module that reads and writes tensors. It needs torch."""
     try:
         from raysgd.checkpoint import tensors
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: which are there, which load, and which are worth keeping."""
+"""Folders of checkpoints: which exist, which load, and which to keep."""
 
 from __future__ import annotations
 
@@ -14,19 +14,16 @@ from raysgd.checkpoint.location import UnreachableError, locate
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
 
-__all__ = ["CheckpointFolder", "is_given_up", "position_of"]
+__all__ = ["CheckpointFolder", "is_abandoned", "position_of"]
 
 logger = logging.getLogger(__name__)
 
 
 class CheckpointFolder:
-    """The checkpoints in a folder: which are there, which load, and which to keep.
-
-    A subclass says how they are named and read, and writes them.
-    """
+    """The checkpoints in a folder. A subclass names, reads, and writes them."""
 
     _pattern: ClassVar[re.Pattern[str]]
-    """Names of checkpoints. They sort by the numbers in them."""
+    """Matches the names of checkpoints. The numbers in a name define the order."""
 
     def __init__(
         self,
@@ -40,18 +37,18 @@ class CheckpointFolder:
         self._monitor = monitor
         self._mode = mode
         self._manifests: dict[str, Manifest | None] = {}
-        """By the names of checkpoints; None for those that cannot be read."""
+        """By checkpoint name; None if the manifest cannot be read."""
 
     def _names(self) -> list[str]:
-        """Return the names of the checkpoints in the folder, the last one first."""
+        """Return the names of the checkpoints in the folder, newest first."""
         found = filter(self._pattern.fullmatch, self._folder.file_names())
         return sorted(found, key=position_of, reverse=True)
 
     def _check(self, name: str, manifest: Manifest) -> None:
-        """Raise an error if a checkpoint does not belong into this folder."""
+        """Raise an error if a checkpoint does not belong in this folder."""
 
     def _learn(self, names: Iterable[str]) -> None:
-        """Read the manifests that are not known yet, and forget those of other names."""
+        """Read the manifests that are unknown, and forget those of other names."""
         known = self._manifests
         self._manifests = {name: known[name] for name in names if name in known}
         for name in names:
@@ -62,7 +59,7 @@ class CheckpointFolder:
             except UnreachableError:
                 raise
             except CheckpointError as error:
-                logger.warning("Leaving a checkpoint as it is: %s", error)
+                logger.warning("Ignored a checkpoint: %s", error)
                 manifest = None
             if manifest is not None:
                 self._check(name, manifest)
@@ -72,14 +69,14 @@ class CheckpointFolder:
         self,
         names: Iterable[str],
         read: Callable[[str], tuple[Any, Manifest | None]],
-        passed_over: list[tuple[str, str]],
+        skipped: list[tuple[str, str]],
     ) -> tuple[str, Any, Manifest]:
         """Return the name, the content, and the manifest of the first checkpoint that loads.
 
         Args:
-            names: those to try, in this order.
-            read: takes a path or a URL.
-            passed_over: gets those that do not load, and why.
+            names: in the order in which to try them.
+            read: reads a path or URL.
+            skipped: gets the checkpoints that do not load, and the reasons.
 
         Raises:
             UnreachableError: if one could not be read, though it may be intact.
@@ -92,26 +89,26 @@ class CheckpointFolder:
             except UnreachableError:
                 raise
             except CheckpointError as error:
-                passed_over.append((file.shown, str(error)))
+                skipped.append((file.shown, str(error)))
                 self._manifests[name] = None
                 continue
             if manifest is None:
-                passed_over.append((file.shown, "It has no manifest: no store wrote it."))
+                skipped.append((file.shown, "It has no manifest, so no store wrote it."))
                 continue
             self._check(name, manifest)
-            for passed, reason in passed_over:
-                logger.warning("Passed over %s: %s", passed, reason)
+            for place, reason in skipped:
+                logger.warning("Skipped %s: %s", place, reason)
             return name, content, manifest
-        reasons = "".join(f"\n- {passed}: {reason}" for passed, reason in passed_over)
+        reasons = "".join(f"\n- {place}: {reason}" for place, reason in skipped)
         raise CheckpointError(f"No checkpoint in {self._folder.shown} can be loaded:{reasons}")
 
     def _surplus(self, newest: str | None) -> list[str]:
-        """Return the checkpoints that are neither `newest` nor among the best ones to keep."""
+        """Return the checkpoints to remove: neither `newest` nor among the best."""
         ranked = [] if self._keep is None else self._ranked(newest)[self._keep :]
         return [name for name in ranked if name != newest]
 
     def _ranked(self, newest: str | None = None) -> list[str]:
-        """Return the names of the known checkpoints, the best first, and the newer of equals."""
+        """Return the names of the readable checkpoints, the best first; of equals the newer."""
         known = (name for name, manifest in self._manifests.items() if manifest)
         return sorted(known, key=lambda name: self._goodness(name, newest), reverse=True)
 
@@ -120,10 +117,10 @@ class CheckpointFolder:
         value = self._value_of(name)
         is_rated = not math.isnan(value)
         manifest = self._manifests[name]
-        # values of training and of validation do not compare
+        # metrics of training and of validation cannot be compared
         is_validated = is_rated and manifest is not None and not manifest.of_training
         rating = (value if self._mode == "max" else -value) if is_rated else 0.0
-        is_current = newest is None or not is_given_up(name, newest)
+        is_current = newest is None or not is_abandoned(name, newest)
         return is_current, is_validated, is_rated, rating, position_of(name)
 
     def _value_of(self, name: str) -> float:
@@ -132,8 +129,8 @@ class CheckpointFolder:
         return manifest.metrics.get(self._monitor or "", math.nan) if manifest else math.nan
 
 
-def is_given_up(name: str, newest: str) -> bool:
-    """Return whether training went back to before a checkpoint after that was written."""
+def is_abandoned(name: str, newest: str) -> bool:
+    """Return whether training went back to before a checkpoint, to `newest`."""
     return position_of(name) > position_of(newest)
 
 

@@ -1,4 +1,4 @@
-"""Where files lie: at a path, or behind a URL of a file system that fsspec knows."""
+"""Files at a path, or at a URL for fsspec."""
 
 from __future__ import annotations
 
@@ -16,24 +16,19 @@ from raysgd.errors import CheckpointError
 __all__ = ["Location", "UnreachableError", "first_line", "locate"]
 
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci"}
-"""File systems in which a file appears when its upload ends, and renaming is a second upload."""
+"""File systems in which a file appears when its upload is complete. They cannot rename."""
 
 
 class UnreachableError(CheckpointError):
-    """A place could not be read: no permission, or no answer.
-
-    The checkpoint itself may be intact.
-    """
+    """A place could not be read. The checkpoint itself may be intact."""
 
 
 class Location:
-    """A file or a folder, by its path or URL. It need not exist.
-
-    All methods raise CheckpointError. The file system decides how long it waits for a server.
+    """The path or URL of a file or folder, which need not exist. Methods raise CheckpointError.
 
     Attributes:
         name: the absolute path, or the URL.
-        shown: its name in messages, without passwords and signatures.
+        shown: the name in messages, without passwords and signatures.
         is_local: whether it is a path.
     """
 
@@ -58,31 +53,27 @@ class Location:
                 get_filesystem_class(protocol)
             except ImportError as error:  # names the package to install
                 raise CheckpointError(f"Cannot open {self.shown}: {error}") from error
-            except ValueError as error:
-                # a password with :: in it looks like a chain of URLs
-                named = f"{protocol}://" if protocol in self.shown else "it"
+            except ValueError:
                 raise CheckpointError(
-                    f"Cannot open {self.shown}: nothing opens {named}. Known are file://, "
-                    "memory://, and with the package in brackets installed, s3:// (s3fs), "
-                    "gs:// (gcsfs), az:// (adlfs), hdfs:// (pyarrow), sftp:// (paramiko), "
-                    "https:// (aiohttp) and others, which fsspec lists."
-                ) from self._cause(error)
+                    f"Cannot open {self.shown}: fsspec does not know its protocol. For example, "
+                    "s3:// needs s3fs, gs:// needs gcsfs, and az:// needs adlfs."
+                ) from None  # the error could show a part of a password
 
     def child(self, name: str) -> Location:
         """Return a file in this folder."""
         return Location(f"{self.name.rstrip('/')}/{name}")
 
     def check_writable(self) -> str:
-        """Return the name of the file that a write replaces. Only a write checks a URL."""
+        """Return the name of the file that a write replaces, after checks of a path."""
         return str(_target_of(self.name)) if self.is_local else self.name
 
     def write(self, fill: Callable[[IO[bytes]], None]) -> str:
-        """Write a file, whole or not at all, and return its name.
+        """Write a file completely or not at all, and return its name.
 
-        A URL is uploaded from the local disk. If a path is a link, the target is replaced.
+        A URL is uploaded from a temporary file. If a path is a link, its target is replaced.
 
         Args:
-            fill: takes a file that is open for reading and writing.
+            fill: gets a file that is open for reading and writing.
         """
         shown = self.check_writable() if self.is_local else self.shown
         try:
@@ -99,30 +90,21 @@ class Location:
         except UnreachableError:
             raise
         except Exception as error:
-            folder, cause = os.path.dirname(shown), _system_error(error)
-            is_gone = self.is_local and not os.path.isdir(folder)
-            gone = f"the folder {folder} was removed: " if is_gone else ""
-            raise CheckpointError(f"Cannot save to {shown}: {gone}{cause}") from cause
+            cause = _system_error(error)
+            raise CheckpointError(f"Cannot save to {shown}: {cause}") from cause
 
     @contextlib.contextmanager
     def open(self, whole: bool = True) -> Iterator[IO[bytes]]:
-        """Open the file for reading. With `whole` it is fetched to the local disk first."""
-        with contextlib.ExitStack() as stack:
-            with self._file_system("load") as (fs, path):
-                if not self.is_local and not whole:
-                    with fs.open(path, "rb") as file:
-                        yield file
-                    return
-                local = Path(path)
-                if not self.is_local:
-                    local = stack.enter_context(_scratch_file())
-                    fs.get_file(path, str(local))
-                if not local.is_file():
-                    is_folder = local.is_dir() or not self.is_local
-                    problem = "it is a folder" if is_folder else "there is no such file"
-                    raise CheckpointError(f"Cannot load {self.shown}: {problem}.")
-                file = stack.enter_context(local.open("rb"))
-            yield file
+        """Open the file for reading. With `whole`, download it first."""
+        with self._file_system("load") as (fs, path), contextlib.ExitStack() as stack:
+            if self.is_local and os.path.isdir(path):
+                raise CheckpointError(f"Cannot load {self.shown}: it is a folder.")
+            if whole and not self.is_local:
+                local = stack.enter_context(_scratch_file())
+                fs.get_file(path, str(local))
+                yield stack.enter_context(local.open("rb"))
+            else:
+                yield stack.enter_context(fs.open(path, "rb"))
 
     def remove(self) -> None:
         """Remove the file, if it is there."""
@@ -130,7 +112,7 @@ class Location:
             fs.rm_file(path)
 
     def make_folder(self) -> None:
-        """Make this folder, except in an object store: that would make a bucket."""
+        """Create this folder, except in an object store, where it could be a bucket."""
         with self._file_system("make the folder") as (fs, path):
             if not _is_object_store(fs):
                 fs.makedirs(path, exist_ok=True)
@@ -138,7 +120,7 @@ class Location:
                 sync_folder(Path(path).parent)
 
     def file_names(self) -> list[str]:
-        """Return the names of the files in this folder; none if there is no such folder."""
+        """Return the names of the files in this folder; none if it does not exist."""
         with self._file_system("list") as (fs, path):
             fs.invalidate_cache()  # another process may have written since
             with contextlib.suppress(FileNotFoundError):
@@ -149,52 +131,48 @@ class Location:
 
     @contextlib.contextmanager
     def _file_system(self, verb: str) -> Iterator[tuple[Any, str]]:
-        """Yield the file system and the path in it, and replace its errors by ours."""
+        """Yield the file system and the path in it. Turn its errors into CheckpointError."""
         from fsspec import filesystem
         from fsspec.core import url_to_fs
 
         try:
-            # a path may have the :: of a chain of URLs in it
+            # url_to_fs would split a path with ::
             yield (filesystem("file"), self.name) if self.is_local else url_to_fs(self.name)
         except CheckpointError:
             raise
         except Exception as error:
             if isinstance(error, FileNotFoundError) and verb == "load":
-                raise CheckpointError(
-                    f"Cannot load {self.shown}: there is no such file."
-                ) from self._cause(error)
+                raise CheckpointError(f"Cannot load {self.shown}: there is no such file.") from None
             text = without_secrets(first_line(error).replace(self.name, self.shown))
-            if self.is_local and not isinstance(error, PermissionError):
-                raise CheckpointError(f"Cannot {verb} {self.shown}: {text}") from error
-            raise UnreachableError(f"Cannot {verb} {self.shown}: {text}") from self._cause(error)
-
-    def _cause(self, error: BaseException) -> BaseException | None:
-        """Return an error as the cause of ours, unless its text may show a secret."""
-        return error if self.shown == self.name else None
+            may_be_intact = not self.is_local or isinstance(error, PermissionError)
+            kind = UnreachableError if may_be_intact else CheckpointError
+            # the text of a remote error may have a secret
+            cause = error if self.is_local else None
+            raise kind(f"Cannot {verb} {self.shown}: {text}") from cause
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
-    """Return the place that a path or a URL names.
+    """Return the location of a path or URL.
 
     Raises:
         TypeError: if it is neither.
-        CheckpointError: if it is a URL that no installed package can open.
+        CheckpointError: if no installed package can open the URL.
     """
     text = os.fspath(path)
     if not isinstance(text, str):
-        raise TypeError(f"A path must be a text, but it is {path!r}.")
+        raise TypeError(f"A path must be a string, but it is {path!r}.")
     return Location(text)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type if it has no text."""
+    """Return the first line of an error, or its type if it has no text."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _system_error(error: BaseException) -> BaseException:
-    """Return the error of the system that led to `error`, or `error`.
+    """Return the OSError behind `error`, or `error`.
 
-    The writer of torch fails once more when it is closed, and raises that second error.
+    If a write of `torch.save` fails, closing its writer fails too, and that error is raised.
     """
     first: BaseException | None = error
     while first is not None and not isinstance(first, OSError):
@@ -203,21 +181,18 @@ def _system_error(error: BaseException) -> BaseException:
 
 
 def _target_of(name: str) -> Path:
-    """Return the file that a write to a path replaces."""
     try:
         target = Path(name).resolve()
         folder = target.parent
         if target.is_dir():
             problem = "it is a folder; give the name of a file in it"
-        elif target.exists() and not target.is_file():
-            problem = "it is no regular file"
         elif not folder.is_dir():
             problem = f"the folder {folder} does not exist; create it first"
         elif not os.access(folder, os.W_OK | os.X_OK):
             problem = f"there is no permission to write into {folder}"
         else:
             return target
-    except (OSError, RuntimeError, ValueError) as error:  # too long, a ring of links, a zero
+    except (OSError, RuntimeError, ValueError) as error:  # for example, a name is too long
         raise CheckpointError(f"Cannot save to {name}: {error}") from error
     raise CheckpointError(f"Cannot save to {target}: {problem}.")
 
@@ -232,12 +207,7 @@ def _upload(local: str, fs: Any, path: str) -> None:
     try:
         fs.put_file(local, temporary)
         fs.mv(temporary, path)
-        fs.invalidate_cache()  # it may still list the temporary file
-        if fs.exists(temporary):  # WebHDFS refuses without an error
-            raise OSError(
-                "what was uploaded was not renamed to it. Some servers replace no file: "
-                "save to another name, or remove the one that is there"
-            )
+        fs.invalidate_cache()
     except BaseException:
         with contextlib.suppress(Exception):
             fs.rm_file(temporary)

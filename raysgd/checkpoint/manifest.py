@@ -1,12 +1,9 @@
-"""What a checkpoint says about itself, and the hash that finds damage to it.
+"""The manifest of a checkpoint, and the hash that detects damage.
 
-A checkpoint is a zip archive, such as ``torch.save`` writes. `seal` adds the manifest to it as a
-record, ``raysgd-manifest.json``. The comment of the archive, which is the end of the file, holds
-the SHA-256 of all bytes before it::
-
-    raysgd-checkpoint sha256=…
-
-Behind other content, such as a pickle, `seal` appends an archive that holds only the manifest.
+A checkpoint is a zip archive, such as ``torch.save`` writes. `seal` adds the manifest as a record,
+``raysgd-manifest.json``. The comment of the archive, at the end of the file, holds the SHA-256 of
+all bytes before it: ``raysgd-checkpoint sha256=…``. Behind other content, such as a pickle, `seal`
+appends an archive that holds only the manifest.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-import math
 import platform
 import re
 import zipfile
@@ -29,13 +25,12 @@ from raysgd.errors import CheckpointError
 __all__ = ["FORMAT", "Manifest", "is_archive", "seal", "sealed_size", "verify"]
 
 FORMAT = 1
-"""The format that this library writes, and the newest that it reads."""
+"""The format that raysgd writes, and the newest that it reads."""
 
 _LIBRARIES = ("raysgd", "torch", "keras", "ray")
 _RECORD = "raysgd-manifest.json"
 _SEAL = re.compile(rb"raysgd-checkpoint sha256=([0-9a-f]{64})\n")
 _SEAL_SIZE = len("raysgd-checkpoint sha256=\n") + 64
-_NO_SEAL = "the file is damaged: its seal is not as it was written."
 _CHUNK = 1 << 20
 
 
@@ -52,7 +47,7 @@ def _versions() -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says about itself."""
+    """Describes a checkpoint."""
 
     format: int = FORMAT
     versions: Mapping[str, str] = field(default_factory=_versions)
@@ -61,21 +56,15 @@ class Manifest:
     epoch: int = 0
     global_step: int = 0
     operator: str = ""
-    """Name of the operator."""
     job: str = ""
-    """Name of the job, if a store wrote the checkpoint."""
+    """Name of the job, if a `CheckpointStore` wrote the checkpoint."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     of_training: bool = False
-    """Whether the metrics come from training alone. Those of a validation take precedence."""
+    """Whether the metrics are only of training. Those of a validation take precedence."""
 
     def to_json(self) -> bytes:
-        """Return the manifest as JSON text."""
-        metrics = {  # JSON has no NaN and no infinity
-            name: value if math.isfinite(value) else str(value)
-            for name, value in self.metrics.items()
-        }
-        content = {**dataclasses.asdict(self), "metrics": metrics}
-        return json.dumps(content, indent=1, allow_nan=False).encode()
+        """Return the manifest as JSON text, in which metrics can be NaN or Infinity."""
+        return json.dumps(dataclasses.asdict(self), indent=1).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:
@@ -86,18 +75,15 @@ class Manifest:
         """
         content = json.loads(text)
         if content["format"] > FORMAT:
-            writer = content.get("versions", {}).get("raysgd", "of a later version")
             raise CheckpointError(
-                f"raysgd {writer} wrote it in format {content['format']}, and this raysgd "
-                f"reads formats up to {FORMAT}. Update raysgd."
+                f"raysgd {content['versions']['raysgd']} wrote it in format {content['format']}, "
+                f"and this raysgd reads formats up to {FORMAT}. Update raysgd."
             )
-        values = {entry.name: content[entry.name] for entry in dataclasses.fields(cls)}
-        metrics = {name: float(value) for name, value in content["metrics"].items()}
-        return cls(**{**values, "metrics": metrics})
+        return cls(**{entry.name: content[entry.name] for entry in dataclasses.fields(cls)})
 
 
 def seal(file: IO[bytes], manifest: Manifest) -> None:
-    """Add a manifest and a hash to what was written into `file`, which is open for both ways."""
+    """Add a manifest and a hash to a file, which is open for reading and writing."""
     is_zip = is_archive(file)
     file.seek(0, 2)
     with zipfile.ZipFile(file, "a" if is_zip else "w") as archive:
@@ -117,8 +103,7 @@ def verify(file: IO[bytes], shown: str, whole: bool = True) -> Manifest | None:
         whole: whether to check every byte, or only the manifest.
 
     Returns:
-        None for a file without a seal, which an older library wrote. Only its own checksums can
-        be checked.
+        None for a file without a seal, which only PyTorch or an older library wrote.
 
     Raises:
         CheckpointError: if the file is damaged or of a newer format.
@@ -130,24 +115,25 @@ def verify(file: IO[bytes], shown: str, whole: bool = True) -> Manifest | None:
                 "the file is damaged: its content has another SHA-256 than when it was written."
             )
         if not is_archive(file) and not digest:
-            return None  # a pickle, the older format of torch, or something else
+            return None
         with zipfile.ZipFile(file) as archive:
-            if is_archive(file):
-                _check_layout(archive)
+            records = [name for name in archive.namelist() if name.endswith(f"/{_RECORD}")]
             if digest:
-                return _manifest_in(archive)
-            _check_unsealed(archive, whole)
+                return Manifest.from_json(archive.read(records[0]))
+            # an archive that starts later is a tensor of a truncated file
+            if archive.comment or records or archive.infolist()[0].header_offset > 0:
+                raise CheckpointError("the file is damaged: its seal is not as it was written.")
             return None
     except CheckpointError as error:
         raise CheckpointError(f"Cannot load {shown}: {error}") from error
-    except Exception as error:  # a failing disk or a crafted file can raise anything
+    except Exception as error:  # a failing disk or a damaged archive can raise anything
         raise CheckpointError(
             f"Cannot load {shown}: the file is damaged or is not a checkpoint ({error})."
         ) from error
 
 
 def is_archive(file: IO[bytes]) -> bool:
-    """Return whether a file begins as a zip archive does, which is how torch recognizes one."""
+    """Return whether a file begins like a zip archive. PyTorch recognizes archives by that."""
     file.seek(0)
     return file.read(4) == b"PK\x03\x04"
 
@@ -159,38 +145,9 @@ def sealed_size(file: IO[bytes]) -> int:
 
 
 def _digest_in(file: IO[bytes]) -> str | None:
-    """Return the hash in the seal at the end of a file, or None without a seal."""
     file.seek(max(0, file.seek(0, 2) - _SEAL_SIZE))
     match = _SEAL.fullmatch(file.read())
     return match and match[1].decode()
-
-
-def _manifest_in(archive: zipfile.ZipFile) -> Manifest:
-    (name,) = (name for name in archive.namelist() if name.endswith(f"/{_RECORD}"))
-    return Manifest.from_json(archive.read(name))  # checks the CRC of the record
-
-
-def _check_unsealed(archive: zipfile.ZipFile, whole: bool) -> None:
-    """Check that ``torch.save`` alone wrote an archive: it has no comment and no manifest.
-
-    torch ignores the checksums of its records.
-    """
-    if archive.comment or any(name.endswith(_RECORD) for name in archive.namelist()):
-        raise CheckpointError(_NO_SEAL)
-    if damaged := archive.testzip() if whole else None:
-        raise CheckpointError(f"the file is damaged: record {damaged} has another checksum.")
-
-
-def _check_layout(archive: zipfile.ZipFile) -> None:
-    """Check that an archive starts at the first byte and unpacks to no more than its size."""
-    records = archive.infolist()
-    size = sum(record.file_size for record in records)
-    start = min((record.header_offset for record in records), default=0)
-    if start > 0 or size > archive.start_dir:
-        raise CheckpointError(
-            "the file is damaged or is not a checkpoint: its records are compressed, overlap, or "
-            "do not begin at its start."
-        )
 
 
 def _sha256(file: IO[bytes], size: int) -> str:

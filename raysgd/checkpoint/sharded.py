@@ -1,6 +1,6 @@
-"""A state in a folder: a checkpoint, and a file of the tensors that no process holds completely.
+"""A state in a folder: a checkpoint, and a file of tensors that no process holds completely.
 
-The checkpoint is written last and names the file of tensors with its hash. Until then the folder
+The checkpoint is written last, and has the name and the hash of the file. Until then, the folder
 holds the earlier state.
 """
 
@@ -34,19 +34,11 @@ class UnsharedFolderError(CheckpointError):
 
 
 def writable_folder(place: Location) -> Path:
-    """Return a folder that workers write a state into together, and make it if it is missing.
-
-    Raises:
-        CheckpointError: if it is a URL, or no folder that can be written to.
-    """
-    if not place.is_local:
+    """Return a folder that workers write to together, and create it if it is missing."""
+    if not place.is_local or Path(place.name).is_file():
         raise CheckpointError(
-            f"Cannot save to {place.shown} with sharded=True: the workers write into a folder "
-            "of a file system that all of them have mounted. Give its path."
-        )
-    if Path(place.name).is_file():
-        raise CheckpointError(
-            f"Cannot save to {place.shown} with sharded=True: it is a file, and must be a folder."
+            f"Cannot save to {place.shown} with sharded=True: it must be a folder on a file system "
+            "that all workers have mounted."
         )
     place.make_folder()
     return Path(place.name)
@@ -63,15 +55,12 @@ def new_tensors(folder: Path) -> Iterator[Path]:
 
 
 def write_folder(state: Mapping[str, Any], folder: Path, manifest: Manifest) -> str:
-    """Write a state to a folder, remove the one before it, and return the folder's path.
+    """Write a state to a folder, remove the earlier one, and return the folder's path.
 
     Args:
-        state: its ``tensors`` name the file in a folder of `new_tensors`, and its hash.
-        folder: where to write. It may hold an earlier state.
-        manifest: what to say about the state.
-
-    Raises:
-        CheckpointError: if it cannot be written.
+        state: a state whose ``tensors`` have the path in a folder of `new_tensors`, and the hash.
+        folder: where to write.
+        manifest: manifest of the checkpoint.
     """
     tensors = folder / f"tensors-{uuid.uuid4().hex[:8]}"
     try:
@@ -92,7 +81,7 @@ def write_folder(state: Mapping[str, Any], folder: Path, manifest: Manifest) -> 
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove the temporary folders that killed writers of tensors have left."""
+    """Remove the temporary folders of killed writers."""
     for each in folder.iterdir():
         match = TEMPORARY_NAME.fullmatch(each.name)
         if match and match[1] == "tensors":
@@ -100,10 +89,6 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a state. The checkpoint goes first, so that the rest does not count as a state.
-
-    Raises:
-        CheckpointError: if the checkpoint cannot be removed.
-    """
+    """Remove a state: the checkpoint first, so that the rest is not a state."""
     locate(folder / STATE).remove()
     shutil.rmtree(folder, ignore_errors=True)

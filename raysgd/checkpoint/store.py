@@ -1,7 +1,8 @@
-"""A folder of checkpoints of one job: the newest, and those that are worth keeping."""
+"""A folder with the checkpoints of one job: the newest, and the best."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import math
@@ -11,9 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
+from raysgd._internal.arguments import check_choice
 from raysgd._internal.files import TEMPORARY_NAME
 from raysgd.checkpoint.file import STATE, read_checkpoint, write_file
-from raysgd.checkpoint.folder import CheckpointFolder, is_given_up, position_of
+from raysgd.checkpoint.folder import CheckpointFolder, is_abandoned, position_of
 from raysgd.checkpoint.location import UnreachableError, locate
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.sharded import (
@@ -33,42 +35,39 @@ _BEST = "best"
 
 
 class Restored(NamedTuple):
-    """What was found in a folder of checkpoints."""
+    """The newest intact checkpoint in a folder."""
 
     path: str
     state: dict[str, Any]
     passed_over: list[tuple[str, str]]
-    """Those that were tried before it and could not be loaded, in that order, and why. A URL is
-    without its password."""
+    """Checkpoints that were tried before and could not be loaded, and why."""
 
     @property
     def shown(self) -> str:
-        """The path in messages: a URL is without its password."""
+        """The path in messages: a URL without its password."""
         return locate(self.path).shown
 
 
 class CheckpointStore(CheckpointFolder):
     """Saves the checkpoints of one job into a folder, and finds the newest that loads.
 
-    The folder holds ``epoch-00003-step-00000512.ckpt`` and the like, and ``latest``, a text file
-    that names the newest; with `monitor` also ``best``, which names the best. A state that workers
-    write together is a folder, without ``.ckpt`` in its name. The two text files change when a
-    checkpoint is on disk, and only then are older ones removed. If the process is killed, the
-    newest checkpoint that loads is the last one that was saved, or the one that was under way.
-    One process at a time may save into the folder.
+    The folder has files such as ``epoch-00003-step-00000512.ckpt``, and ``latest``, a text file
+    with the name of the newest; with `monitor` also ``best``. A sharded state is a folder, without
+    ``.ckpt`` in its name. The text files change when a checkpoint is on disk, and only then are
+    older ones removed. If the process is killed, at most the current save is lost. One process at a
+    time may save into the folder.
 
     Args:
-        folder: a path, or a URL of any file system that fsspec knows. It is made with the first
-            checkpoint.
-        keep: how many checkpoints to keep; None for all. With `monitor` the best, and the newest
-            besides. If training went back, those of later steps are removed first.
-        monitor: name of the metric by which the best are kept; without one the newest are.
+        folder: a path, or a URL for fsspec. The first save creates it.
+        keep: number of checkpoints to keep; None for all. With `monitor`, the best ones, and in
+            addition the newest. If training went back, those of later steps are removed first.
+        monitor: name of the metric that selects the best; without it, the newest are kept.
         mode: "min" if smaller values of the metric are better, or "max".
-        job: name of the job; a folder with checkpoints of another one is refused.
+        job: name of the job. A folder with checkpoints of another job raises an error.
 
     Raises:
         ValueError: if an argument has a value that is not allowed.
-        CheckpointError: if the folder is a URL that no installed package can open.
+        CheckpointError: if no installed package can open the URL.
     """
 
     _pattern = re.compile(r"epoch-[0-9]{5,}-step-[0-9]{8,}(\.ckpt)?")
@@ -83,13 +82,10 @@ class CheckpointStore(CheckpointFolder):
         job: str,
     ) -> None:
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise ValueError(
-                f"CheckpointStore(keep={keep!r}): must be at least 1, or None for all."
-            )
-        if mode not in ("min", "max"):
-            raise ValueError(f'CheckpointStore(mode={mode!r}): must be "min" or "max".')
+            raise ValueError(f"CheckpointStore(keep={keep!r}): must be at least 1, or None.")
+        check_choice("CheckpointStore", "mode", mode, ("min", "max"))
         if not isinstance(job, str) or not job:
-            raise ValueError(f"CheckpointStore(job={job!r}): must be the name of the job.")
+            raise ValueError(f"CheckpointStore(job={job!r}): must be a name.")
         super().__init__(folder, keep, monitor, mode)
         self._job = job
         self._made = False
@@ -103,26 +99,30 @@ class CheckpointStore(CheckpointFolder):
         operator: str = "",
         of_training: bool = False,
     ) -> str:
-        """Write a checkpoint, name it the newest, and remove what is not to be kept.
+        """Write a checkpoint as the newest, and remove those that are not kept.
 
         Args:
-            state: what a trainer's ``state_dict`` returned, or that of a divided model whose
-                tensors its workers have written into `tensors_folder`.
-            metrics: what was measured with it; the numbers in it are kept in the file.
+            state: what a trainer's ``state_dict`` returned; or a sharded state, whose tensors the
+                workers have written into `tensors_folder`.
+            metrics: metrics of the state. The file contains their numbers.
             world_size: number of workers.
             operator: name of the operator.
-            of_training: whether `metrics` are those of training alone. Such a checkpoint is kept
-                after those with metrics of a validation, however good its own metric is.
+            of_training: whether `metrics` are only of training. Checkpoints with metrics of a
+                validation are better than those.
 
         Returns:
             The path of the checkpoint, or its URL.
 
         Raises:
-            ValueError: if `metrics` lacks the monitored metric, or it is no number.
+            ValueError: if `metrics` has no number for `monitor`.
             CheckpointError: if it cannot be written, or the folder belongs to another job.
         """
         numbers = _numbers(metrics or {})
-        self._check_monitored(numbers, metrics or {})
+        if self._monitor is not None and self._monitor not in numbers:
+            raise ValueError(
+                f"CheckpointStore(monitor={self._monitor!r}): there is no such number. There are: "
+                f"{', '.join(numbers) or 'none'}."
+            )
         if not self._made:
             self._folder.make_folder()
             self._made = True
@@ -151,23 +151,21 @@ class CheckpointStore(CheckpointFolder):
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a path, and no URL."""
+        """Whether the folder is a path, not a URL."""
         return self._folder.is_local
 
     @property
     def tensors_folder(self) -> Path:
-        """The folder in which workers write the tensors of a state before `save` gets it.
+        """The folder for the tensors of a sharded state, which workers write before `save`.
 
         Raises:
-            CheckpointError: if the store's is a URL, or cannot be made.
+            CheckpointError: if it is a URL, or cannot be created.
         """
         return writable_folder(self._folder)
 
     @property
     def best(self) -> str | None:
-        """The path or URL of the checkpoint whose monitored metric is best.
-
-        None without `monitor`, or if no checkpoint has that metric.
+        """The path or URL of the checkpoint with the best monitored metric; None without one.
 
         Raises:
             CheckpointError: if the folder belongs to another job, or cannot be reached.
@@ -177,14 +175,10 @@ class CheckpointStore(CheckpointFolder):
         return None if best is None else self._folder.child(best).name
 
     def restore(self) -> Restored | None:
-        """Load the newest intact checkpoint.
-
-        Those of later steps than ``latest`` names are tried last: training went back to an older
-        one, or started again.
+        """Load the newest intact checkpoint. Those of later steps than ``latest`` are tried last.
 
         Returns:
-            Its path, its state, and the newer ones that were passed over, with the reason; None
-            if the folder is empty or missing.
+            The checkpoint; None if the folder is empty or missing.
 
         Raises:
             CheckpointError: if there are checkpoints and none can be loaded, if the folder belongs
@@ -195,20 +189,18 @@ class CheckpointStore(CheckpointFolder):
         passed_over = [] if problem is None else [(self._folder.child(_LATEST).shown, problem)]
         if newest is not None:
             names = [newest, *(name for name in names if name != newest)]
-            names.sort(key=lambda name: is_given_up(name, newest))  # keeps the order otherwise
+            names.sort(key=lambda name: is_abandoned(name, newest))  # keeps the order otherwise
         if not names and problem is None:
             return None
         name, state, _ = self._load_first(names, read_checkpoint, passed_over)
         return Restored(self._folder.child(name).name, state, passed_over)
-
-    # ---- helpers
 
     def _names(self) -> list[str]:
         files = (name for name in super()._names() if name.endswith(".ckpt"))
         return sorted([*files, *self._folders(whole=True)], key=position_of, reverse=True)
 
     def _folders(self, whole: bool) -> list[str]:
-        """Return the names of folders that hold a checkpoint, or only parts of one."""
+        """Return the names of folders with a complete checkpoint, or with only parts of one."""
         if not self.is_local:
             return []
         return [
@@ -220,24 +212,10 @@ class CheckpointStore(CheckpointFolder):
 
     def _check(self, name: str, manifest: Manifest) -> None:
         if manifest.job != self._job:
-            error = CheckpointError(
-                f"{self._folder.shown} holds checkpoints of job {manifest.job!r} ({name}), and "
-                f"this is job {self._job!r}. Give each job a folder of its own."
+            raise CheckpointError(
+                f"{self._folder.shown} has checkpoints of job {manifest.job!r} ({name}), but this "
+                f"is job {self._job!r}. Use another folder."
             )
-            # a note, because the command has no such call and leaves it out
-            error.add_note(
-                "To start from that one's state, call "
-                f"trainer.load({self._folder.child(name).shown!r})."
-            )
-            raise error
-
-    def _check_monitored(self, numbers: Mapping[str, float], metrics: Mapping[str, Any]) -> None:
-        if self._monitor is None or self._monitor in numbers:
-            return
-        problem = f"there is no such metric. There are: {', '.join(numbers) or 'none'}."
-        if self._monitor in metrics:
-            problem = f"it must be a number, but it is {metrics[self._monitor]!r}."
-        raise ValueError(f"CheckpointStore(monitor={self._monitor!r}): {problem}")
 
     def _point_to(self, name: str, pointer: str = _LATEST) -> None:
         def fill(file: IO[bytes]) -> None:
@@ -246,7 +224,7 @@ class CheckpointStore(CheckpointFolder):
         self._folder.child(pointer).write(fill)
 
     def _pointed_to(self) -> tuple[str | None, str | None]:
-        """Return the name in ``latest``, if there is one, or what is wrong with that file."""
+        """Return the name in ``latest``, or what is wrong with that file; both None without it."""
         if _LATEST not in self._folder.file_names():
             return None, None
         try:
@@ -258,11 +236,11 @@ class CheckpointStore(CheckpointFolder):
             return None, str(error)
         name = text.split(b"\n")[0].decode(errors="replace")
         if not self._pattern.fullmatch(name) or text != _pointer_to(name):
-            return None, "It is damaged: it names no checkpoint."
+            return None, "It is damaged."
         return name, None
 
     def _tidy(self, newest: str) -> None:
-        """Remove what is not to be kept. An error is logged, because the checkpoint is saved."""
+        """Remove what is not kept. An error is only logged, because the checkpoint is saved."""
         try:
             for name in self._surplus(newest):
                 self._remove(name)
@@ -289,7 +267,7 @@ class CheckpointStore(CheckpointFolder):
             remove_folder(Path(file.name))
 
     def _best_of(self, newest: str | None) -> str | None:
-        """Return the best of those that have the monitored metric."""
+        """Return the best checkpoint with the monitored metric."""
         rated = (name for name in self._ranked(newest) if not math.isnan(self._value_of(name)))
         return next(rated, None)
 
@@ -301,9 +279,7 @@ def _pointer_to(name: str) -> bytes:
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     numbers = {}
     for name, value in metrics.items():
-        try:
+        with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
             if not isinstance(value, str | bytes):
-                numbers[name] = float(value.item() if hasattr(value, "item") else value)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            continue
+                numbers[name] = float(value)
     return numbers

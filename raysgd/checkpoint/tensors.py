@@ -1,4 +1,4 @@
-"""States with tensors: the archive of ``torch.save``. Loading it runs no code."""
+"""States with tensors, as archives of ``torch.save``. Loading them runs no code."""
 
 from __future__ import annotations
 
@@ -21,25 +21,21 @@ _ALLOW = (
 
 
 def write(state: Mapping[str, Any], file: IO[bytes]) -> None:
-    """Write a state."""
+    """Write a state to a file."""
     torch.save(dict(state), file)
 
 
 def read(source: Location, file: IO[bytes]) -> Any:
-    """Read a state.
-
-    Raises:
-        CheckpointError: if it is damaged, or holds objects of a type that is not allowed.
-    """
+    """Read a state from an open file. All errors are CheckpointErrors."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         if "weights_only" in str(error) and "GLOBAL" in str(error):
             raise CheckpointError(
-                f"Cannot load {source.shown}: it holds objects of a type that is not allowed, and "
-                f"loading never runs code from a file. {_ALLOW}\n{_refused_type(error)}"
+                f"Cannot load {source.shown}: it has objects of a type that is not allowed. "
+                f"Loading never runs code from a file. {_ALLOW}\n{_refused_type(error)}"
             ) from error
-        # errors of torch that name weights_only advise to load without protection
+        # these errors of PyTorch advise to load without protection
         text = "" if "weights_only" in str(error) else f": {first_line(error)}"
         raise CheckpointError(
             f"Cannot load {source.shown}: the file is damaged or is not a checkpoint "
@@ -57,14 +53,12 @@ def check_loadable(owner: str, user_state: Any, target: Location) -> None:
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except Exception as error:
-        whose = f"{owner}'" if owner.endswith("s") else f"{owner}'s"
         raise CheckpointError(
-            f"Cannot save to {target.shown}: what the {whose} state_dict() returned could not be "
-            f"loaded again. {_ALLOW}\n{_refused_type(error)}"
+            f"Cannot save to {target.shown}: the result of state_dict() of the {owner} could not "
+            f"be loaded again. {_ALLOW}\n{_refused_type(error)}"
         ) from error
 
 
 def _refused_type(error: BaseException) -> str:
-    """Return the type that torch refuses, without the advice of torch."""
     found = re.search(r"GLOBAL (\S+)", str(error))
     return first_line(error) if found is None else f"It is {found[1]}."

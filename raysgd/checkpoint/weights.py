@@ -1,4 +1,4 @@
-"""The weights of models, for use in other programs."""
+"""Weights of models for other programs."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def save_model(
     models: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any],
     path: str | os.PathLike[str],
 ) -> str:
-    """Write the weights of one or several models as a ``.safetensors`` file, whole or not at all.
+    """Write the weights of models to a ``.safetensors`` file, completely or not at all.
 
-    ``safetensors.torch.load_model(model, path)`` reads it. Tensors that a model has under several
-    names are written once; the metadata maps each other name to the one that was kept.
+    ``safetensors.torch.load_model(model, path)`` reads it. A tensor with several names is written
+    once, and the metadata maps its other names to the one in the file.
 
     Args:
-        models: a model of torch, or several, whose keys then begin with ``0.``, ``1.``, …; or
-            the weights of one, arrays by name.
-        path: where to; a URL of any file system that fsspec knows.
+        models: a PyTorch model; or several, whose keys begin with ``0.``, ``1.``, …; or the weights
+            of one, arrays by name.
+        path: where to write: a path, or a URL for fsspec.
 
     Returns:
         The absolute path, or the URL.
 
     Raises:
-        CheckpointError: if it cannot be written there.
+        CheckpointError: if it cannot be written.
         ImportError: if safetensors is not installed.
     """
     target = locate(path)
@@ -99,7 +99,7 @@ def _of_modules(models: torch.nn.Module | Sequence[torch.nn.Module]) -> bytes:
 
 
 def _deduplicated(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return each tensor once, without shared memory, and the names that were left out."""
+    """Return each tensor once, without shared memory, and its other names."""
     kept: dict[tuple[object, ...], str] = {}
     tensors: dict[str, torch.Tensor] = {}
     other_names: dict[str, str] = {}

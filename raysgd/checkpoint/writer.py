@@ -1,11 +1,8 @@
-"""Writing in the background: one write at a time in a thread, while training continues."""
+"""Writing in the background: one write at a time, while training continues."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -16,15 +13,12 @@ __all__ = ["BackgroundWriter"]
 
 logger = logging.getLogger(__name__)
 
-_NICENESS = 15
-"""The niceness of Ray workers. Training has priority over writes in the background."""
-
 
 class BackgroundWriter:
     """Does one write at a time in a thread, which ends with the write.
 
-    The interpreter waits for the thread when the script ends, so that no accepted write is lost.
-    A failure is logged, and the next call raises it.
+    The interpreter waits for the thread at exit, so that no write is lost. An error is logged, and
+    the next call raises it.
     """
 
     def __init__(self) -> None:
@@ -36,14 +30,14 @@ class BackgroundWriter:
 
         Args:
             write: writes the checkpoint. No other code may change the state that it uses.
-            path: where it writes to, for messages.
+            path: where it writes, for messages.
 
         Raises:
-            CheckpointError: if the write before it failed; `write` is not called then.
+            CheckpointError: if the write before it failed; `write` is then not called.
         """
         self.wait()
         self._path = path
-        executor = ThreadPoolExecutor(1, "raysgd-checkpoint-writer", _lower_priority)
+        executor = ThreadPoolExecutor(1, "raysgd-checkpoint-writer")
         self._write = executor.submit(write)
         self._write.add_done_callback(_log_failure)
         executor.shutdown(wait=False)
@@ -62,18 +56,13 @@ class BackgroundWriter:
             raise CheckpointError(f"Cannot save to {self._path}: {error!r}") from error
 
     def raise_failure(self) -> None:
-        """Raise the failure of a write that has ended, once; does not wait.
+        """Raise the error of a write that has ended, once, without waiting.
 
         Raises:
             CheckpointError: if it failed.
         """
         if self._write is not None and self._write.done():
             self.wait()
-
-
-def _lower_priority() -> None:
-    with contextlib.suppress(OSError, AttributeError):  # not every system has threads with it
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def _log_failure(write: Future[Any]) -> None:

@@ -709,7 +709,7 @@ def test_damaged_file_is_refused_and_changes_nothing(trainer, tmp_path, damage):
 def test_file_of_something_else_is_refused(trainer, tmp_path, content):
     path = tmp_path / "model.pt"
     torch.save(content, path)
-    words = [str(path), "no state of a trainer", "optimizers"]
+    words = [str(path), "not the state of a trainer", "optimizers"]
     check(lambda: trainer.load(path), CheckpointError, words)
 
 

@@ -2,11 +2,9 @@
 
 import collections
 import datetime
-import json
 import os
 import pickle
 import platform
-import zipfile
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ import torch
 
 from raysgd.checkpoint import (
     Manifest,
-    check_writable,
     read_file,
     read_manifest,
     tensors,
@@ -23,7 +20,7 @@ from raysgd.checkpoint import (
 from raysgd.checkpoint import file as checkpoint_file
 from raysgd.checkpoint.file import read_checkpoint
 from raysgd.errors import CheckpointError
-from tests.unit.checkpoint.states import STATE, Code, flip
+from tests.unit.checkpoint.states import STATE, Code
 
 
 def with_user_state(user_state):
@@ -63,6 +60,12 @@ def test_a_module_keeps_the_versions_of_its_state(tmp_path):
     assert read_file(path)["models"][0]._metadata == model.state_dict()._metadata
 
 
+def test_a_tensor_of_another_layout_comes_back(tmp_path):
+    state = {**STATE, "models": [{"s": torch.eye(3).to_sparse()}]}
+    path = write_file(state, tmp_path / "state.pt")
+    assert torch.equal(read_file(path)["models"][0]["s"].to_dense(), torch.eye(3))
+
+
 # ---- user state that could not be loaded
 
 
@@ -73,7 +76,7 @@ def test_a_module_keeps_the_versions_of_its_state(tmp_path):
 )
 def test_user_state_that_would_not_load_is_refused_when_it_is_saved(tmp_path, value):
     path = write_file(STATE, tmp_path / "state.pt")
-    with pytest.raises(CheckpointError, match=r"state_dict\(\).*could not be\s+loaded"):
+    with pytest.raises(CheckpointError, match=r"state_dict\(\) .*could not be\s+loaded"):
         write_file(with_user_state({"value": value}), path)
     assert read_file(path)["operator"] == STATE["operator"]
     assert os.listdir(tmp_path) == ["state.pt"]
@@ -99,17 +102,13 @@ def test_types_that_the_user_allows_are_saved_and_loaded(tmp_path):
 # ---- files that are no checkpoints
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match=r"state\.pt: there is no such file"):
-        read_file(tmp_path / "state.pt")
-
-
 @pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04nonsense", bytes(1000)])
 def test_a_file_of_something_else_is_an_error(tmp_path, content):
     path = tmp_path / "state.pt"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="damaged or is not a checkpoint"):
+    with pytest.raises(CheckpointError, match="damaged or is not a checkpoint") as caught:
         read_file(path)
+    assert "weights_only" not in str(caught.value), "the advice of PyTorch is unsafe"
 
 
 @pytest.mark.parametrize("kind", ["torch", "legacy", "sealed", "pickle"])
@@ -147,7 +146,7 @@ def test_an_object_of_another_type_is_refused_with_the_way_to_allow_it(tmp_path)
 )
 def test_a_file_that_is_no_state_of_a_trainer_says_what_is_missing(tmp_path, state, missing):
     torch.save(state, tmp_path / "state.pt")
-    with pytest.raises(CheckpointError, match=f"no state of a trainer, {missing} missing"):
+    with pytest.raises(CheckpointError, match=f"because it has no {missing}"):
         read_file(tmp_path / "state.pt")
 
 
@@ -160,14 +159,6 @@ def test_torch_opens_the_file_by_itself(tmp_path):
         state = torch.load(path, weights_only=True, mmap=mmap)
         assert torch.equal(state["models"][0]["weight"], torch.arange(4.0))
         assert state["operator"] == STATE["operator"]
-
-
-def test_any_reader_of_archives_finds_the_manifest(tmp_path):
-    path = write_file(STATE, tmp_path / "state.pt", Manifest(operator="Digits"))
-    with zipfile.ZipFile(path) as archive:
-        assert archive.testzip() is None
-        content = json.loads(archive.read("archive/raysgd-manifest.json"))
-    assert content["operator"] == "Digits"
 
 
 def test_the_manifest_says_what_wrote_the_file_and_what_is_in_it(tmp_path):
@@ -191,47 +182,14 @@ def test_the_manifest_says_what_wrote_the_file_and_what_is_in_it(tmp_path):
     assert manifest.versions["python"] == platform.python_version()
 
 
-def test_a_damaged_state_is_told(tmp_path):
-    state = {**STATE, "optimizers": [{"state": {0: {"m": torch.ones(300)}}}]}
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_file_of_an_older_library_loads_and_has_no_manifest(tmp_path, zipped):
     path = tmp_path / "state.pt"
-    write_file(state, path)
-    flip(path, path.read_bytes().find(torch.ones(300).numpy().tobytes()) + 100)
-    with pytest.raises(CheckpointError, match=r"state\.pt: .*damaged: its content "):
-        read_file(path)
-    assert read_manifest(path).epoch == 2  # which looks at nothing else
-
-
-def test_a_file_of_an_older_library_loads_and_has_no_manifest(tmp_path):
-    path = tmp_path / "state.pt"
-    torch.save(STATE, path)
+    torch.save(STATE, path, _use_new_zipfile_serialization=zipped)
     state, manifest = read_checkpoint(path)
     assert torch.equal(state["models"][0]["weight"], torch.arange(4.0))
     assert manifest is None
     assert read_manifest(path) is None
-
-
-def test_a_file_in_the_oldest_format_of_torch_loads(tmp_path):
-    path = tmp_path / "state.pt"
-    torch.save(STATE, path, _use_new_zipfile_serialization=False)
-    state, manifest = read_checkpoint(path)
-    assert torch.equal(state["models"][0]["weight"], torch.arange(4.0))
-    assert manifest is None
-
-
-def test_a_damaged_tensor_in_an_older_file_is_an_error(tmp_path):
-    path = tmp_path / "state.pt"
-    torch.save({**STATE, "models": [{"w": torch.ones(5000)}]}, path)
-    flip(path, path.read_bytes().find(torch.ones(64).numpy().tobytes()) + 100)
-    with pytest.raises(CheckpointError, match="damaged"):
-        read_file(path)
-
-
-def test_a_newer_format_says_what_to_do(tmp_path):
-    newer = Manifest(format=2, versions={"raysgd": "9.1"})
-    path = write_file(STATE, tmp_path / "state.pt", newer)
-    for read in (read_file, read_manifest):
-        with pytest.raises(CheckpointError, match=r"raysgd 9\.1 wrote it in format 2.*Update"):
-            read(path)
 
 
 def test_what_is_read_is_what_was_checked(tmp_path, monkeypatch):
@@ -248,8 +206,3 @@ def test_what_is_read_is_what_was_checked(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint_file, "verify", check_and_replace)
     assert read_file(path)["epoch"] == 2
-
-
-def test_checking_a_path_makes_nothing(tmp_path):
-    assert check_writable(tmp_path / "state.pt") == str(tmp_path / "state.pt")
-    assert os.listdir(tmp_path) == []

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from raysgd.checkpoint import read_file, write_file
-from raysgd.checkpoint.location import first_line, locate
+from raysgd.checkpoint.location import locate
 from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.states import STATE
 
@@ -26,10 +26,6 @@ def test_a_url_of_a_file_is_a_path(tmp_path):
     assert read_file(url)["epoch"] == 2
 
 
-def test_every_other_url_is_remote():
-    assert not locate("memory://folder/state.pt").is_local
-
-
 @pytest.mark.parametrize("nonsense", [None, 3, b"bytes"])
 def test_what_is_no_path_is_a_type_error(nonsense):
     with pytest.raises(TypeError, match=r"(?i)path"):
@@ -39,8 +35,3 @@ def test_what_is_no_path_is_a_type_error(nonsense):
 def test_the_home_of_nobody_is_named():
     with pytest.raises(CheckpointError, match=r"'~nosuch/x\.pt': there is no home folder"):
         locate("~nosuch/x.pt")
-
-
-def test_the_first_line_of_an_error_says_something_in_any_case():
-    assert first_line(ValueError("one\ntwo")) == "one"
-    assert first_line(ValueError()) == "ValueError"

@@ -1,11 +1,7 @@
 """The seal of a file: no damage, wherever it is, passes for the state."""
 
-import copy
 import io
 import itertools
-import json
-import time
-import warnings
 import zipfile
 
 import pytest
@@ -13,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.checkpoint import Manifest, read_file, read_manifest, write_file
+from raysgd.checkpoint import Manifest, read_file, write_file
 from raysgd.checkpoint.manifest import seal, verify
 from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.states import STATE, flip, state_at
@@ -65,17 +61,6 @@ def test_no_flipped_byte_passes(place, bits):
     check(damaged(LARGER, place, bits))
 
 
-@given(
-    start=st.integers(0, len(LARGER) - 1),
-    size=st.integers(1, 3000),
-    byte=st.sampled_from(b"\0\xffP"),
-)
-def test_no_overwritten_segment_passes(start, size, byte):
-    segment = LARGER[start : start + size]
-    if segment.strip(bytes([byte])):
-        check(LARGER[:start] + bytes([byte]) * len(segment) + LARGER[start + size :])
-
-
 def test_no_truncated_file_passes():
     for size in range(len(SMALL)):
         try:
@@ -92,18 +77,7 @@ def test_nothing_may_be_added(content, added):
     check(added + content)
 
 
-@given(
-    places=st.lists(st.integers(0, len(LARGER) - 1), min_size=2, max_size=6, unique=True),
-    data=st.data(),
-)
-def test_several_flipped_bytes_do_not_pass(places, data):
-    content = LARGER
-    for place in places:
-        content = damaged(content, place, data.draw(st.integers(1, 255)))
-    check(content)
-
-
-@pytest.mark.parametrize("size", [0, 3, 100, 5000])
+@pytest.mark.parametrize("size", [0, 100])
 def test_a_damaged_file_is_never_loaded(tmp_path, size):
     """The way that users go, with places all over the file."""
     path = tmp_path / "state.pt"
@@ -161,43 +135,6 @@ def test_an_archive_within_a_truncated_file_does_not_pass():
     check(content[:end])
 
 
-def test_an_older_file_with_another_checksum_is_damaged():
-    content = torch_saved()
-    place = content.find(torch.arange(4.0).numpy().tobytes())
-    assert "record archive/data/0" in check(damaged(content, place, 1))
-
-
-# ---- the cost
-
-
-class Counting(io.BytesIO):
-    """Counts the bytes that are read from it."""
-
-    num_read = 0
-
-    def read(self, size=-1):
-        chunk = super().read(size)
-        self.num_read += len(chunk)
-        return chunk
-
-
-def test_every_byte_is_read_once_to_be_checked():
-    content = sealed({**STATE, "models": [{"w": torch.randn(300_000)}]})
-    file = Counting(content)
-    verify(file, "x.pt")
-    assert len(content) <= file.num_read < len(content) + 150_000
-    file = Counting(content)
-    verify(file, "x.pt", whole=False)
-    assert file.num_read < 100_000  # zipfile looks for the end of the directory
-
-
-def test_a_manifest_is_found_in_a_file_on_disk_without_reading_it(tmp_path):
-    path = write_file(STATE, tmp_path / "state.pt")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a file left open would be one
-        assert read_manifest(path).epoch == 2
-
-
 # ---- errors that name the file
 
 
@@ -211,11 +148,6 @@ def path(tmp_path):
     path = tmp_path / "state.pt"
     write_file(STATE, path, Manifest(operator="Digits"))
     return path
-
-
-def test_the_manifest_of_a_file_in_order(path):
-    for whole in (True, False):
-        assert manifest_of(path, whole).operator == "Digits"
 
 
 def test_damage_to_the_content_is_found_where_all_of_it_is_checked(path):
@@ -232,22 +164,6 @@ def test_damage_to_the_manifest_is_found_either_way(path):
             manifest_of(path, whole)
 
 
-def test_a_newer_format_is_no_damage(tmp_path):
-    path = tmp_path / "state.pt"
-    write_file(STATE, path, Manifest(format=2, versions={"raysgd": "9.1"}))
-    with pytest.raises(CheckpointError) as caught:
-        manifest_of(path)
-    assert "raysgd 9.1 wrote it in format 2" in str(caught.value)
-    assert "damaged" not in str(caught.value)
-
-
-def test_a_file_of_something_else_never_had_one(tmp_path):
-    path = tmp_path / "state.pt"
-    path.write_bytes(b"some words")
-    for whole in (True, False):
-        assert manifest_of(path, whole) is None
-
-
 def test_a_disk_that_fails_is_an_error_that_names_the_file(tmp_path):
     class Failing(io.BytesIO):
         def read(self, *arguments):
@@ -257,17 +173,9 @@ def test_a_disk_that_fails_is_an_error_that_names_the_file(tmp_path):
         verify(Failing(b"x" * 1000), "state.pt")
 
 
-CONTENT = json.loads(Manifest().to_json())
-
-
 @pytest.mark.parametrize(
     "text",
-    [b"", b"[]", b"3", b'{"format": "x"}', b"\xff"]
-    + [json.dumps({**CONTENT, "metrics": metrics}).encode() for metrics in ("ab", {"a": "x"})]
-    + [
-        json.dumps({key: CONTENT[key] for key in CONTENT if key != left_out}).encode()
-        for left_out in CONTENT
-    ],
+    [b"", b"[]", b'{"format": "x"}', b"\xff", b'{"format": 1}'],
 )
 def test_a_crafted_manifest_is_an_error_that_names_the_file(tmp_path, monkeypatch, text):
     path = tmp_path / "state.pt"
@@ -276,56 +184,3 @@ def test_a_crafted_manifest_is_an_error_that_names_the_file(tmp_path, monkeypatc
         write_file(STATE, path)
     with pytest.raises(CheckpointError, match=r"state\.pt: the file is damaged or is not a check"):
         manifest_of(path)
-
-
-# ---- small files of much
-
-
-def with_records(write):
-    """The records of a state, written into another archive by `write(archive, name, content)`."""
-    file = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(torch_saved())) as records, zipfile.ZipFile(file, "w") as to:
-        for name in records.namelist():
-            write(to, name, records.read(name))
-    return file
-
-
-def bomb():
-    """100 MB of zeros in 100 KB."""
-    return with_records(
-        lambda to, name, content: to.writestr(
-            name, bytes(100_000_000) if "data/0" in name else content, zipfile.ZIP_DEFLATED
-        )
-    )
-
-
-def overlapping():
-    """A record of 1 MB a thousand times."""
-    file = with_records(lambda to, name, content: to.writestr(name, content))
-    with zipfile.ZipFile(file, "a") as to:
-        to.writestr("archive/data/1", bytes(1_000_000))
-        record = to.filelist[-1]
-        for number in range(2, 1000):
-            again = copy.copy(record)
-            again.filename = again.orig_filename = f"archive/data/{number}"
-            to.filelist.append(again)
-    return file
-
-
-def behind_another():
-    return io.BytesIO(b"PK\x03\x04" + torch_saved())
-
-
-@pytest.mark.parametrize("is_sealed", [False, True])
-@pytest.mark.parametrize("craft", [bomb, overlapping, behind_another])
-def test_an_archive_that_could_unpack_to_more_than_the_file_is_refused(tmp_path, craft, is_sealed):
-    file = craft()
-    if is_sealed:
-        seal(file, Manifest())
-    path = tmp_path / "state.pt"
-    path.write_bytes(file.getvalue())
-    began = time.process_time()
-    for read in (read_file, manifest_of):
-        with pytest.raises(CheckpointError, match="records are compressed, overlap, or"):
-            read(path)
-    assert time.process_time() - began < 1.0

