@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
+from raysgd._internal.arguments import check_int
+
 if TYPE_CHECKING:
     from raysgd.cluster.worker_handle import WorkerHandle
     from raysgd.trainer.base import OperatorTrainer
@@ -40,7 +42,6 @@ def kill(trainer: OperatorTrainer, rank: int) -> int:
         rank: Current world rank of the worker.
 
     Raises:
-        TypeError: If `rank` is not an int.
         ValueError: If no worker has that rank, or it runs in the driver's process.
         ProcessLookupError: If its process has already ended.
     """
@@ -51,16 +52,8 @@ def hang(trainer: OperatorTrainer, rank: int) -> int:
     """Stop the process of a worker (SIGSTOP), and return its process ID.
 
     The process keeps its resources, and the other workers wait for it. Training continues after
-    `resume`, or without the worker after ``ElasticConfig(hang_timeout_s=...)``.
-
-    Args:
-        trainer: A trainer whose workers have their own processes.
-        rank: Current world rank of the worker.
-
-    Raises:
-        TypeError: If `rank` is not an int.
-        ValueError: If no worker has that rank, or it runs in the driver's process.
-        ProcessLookupError: If its process has already ended.
+    `resume`, or without the worker after ``ElasticConfig(hang_timeout_s=...)``. Arguments and
+    errors are those of `kill`.
     """
     return _signal(trainer, rank, signal.SIGSTOP)
 
@@ -68,14 +61,7 @@ def hang(trainer: OperatorTrainer, rank: int) -> int:
 def resume(trainer: OperatorTrainer, rank: int) -> int:
     """Continue a worker that `hang` stopped (SIGCONT), and return its process ID.
 
-    Args:
-        trainer: The trainer.
-        rank: Current world rank of the worker.
-
-    Raises:
-        TypeError: If `rank` is not an int.
-        ValueError: If no worker has that rank, or it runs in the driver's process.
-        ProcessLookupError: If its process has already ended.
+    Arguments and errors are those of `kill`.
     """
     return _signal(trainer, rank, signal.SIGCONT)
 
@@ -145,16 +131,13 @@ def schedule(
     """
     if (num_steps is None) == (seconds is None):
         raise ValueError("schedule(): give either num_steps or seconds.")
+    check_int("schedule", "num_kills", num_kills, 0)
+    check_int("schedule", "num_hangs", num_hangs, 0)
+    check_int("schedule", "num_workers", num_workers, 1)
     num_faults = num_kills + num_hangs
-    if num_kills < 0 or num_hangs < 0 or num_workers < 1:
-        raise ValueError(
-            f"schedule(num_kills={num_kills}, num_hangs={num_hangs}, num_workers={num_workers}): "
-            "the first two must be at least 0, and num_workers at least 1."
-        )
     if num_steps is not None and num_faults >= num_steps:
         raise ValueError(
-            f"schedule(): {num_faults} faults need more than {num_faults} steps, but "
-            f"num_steps={num_steps}."
+            f"schedule(num_steps={num_steps}): must be above {num_faults}, the faults."
         )
     draw = random.Random(seed)
     kinds: list[Literal["kill", "hang"]] = []
@@ -282,12 +265,9 @@ def _is_due(fault: Fault, step: int, elapsed_s: float) -> bool:
 
 
 def _signal(trainer: OperatorTrainer, rank: int, number: signal.Signals) -> int:
-    if isinstance(rank, bool) or not isinstance(rank, int):
-        raise TypeError(f"rank must be an int, but it is {rank!r}.")
     members = list(trainer._controller.members)
-    if not 0 <= rank < len(members):
-        there = f"ranks 0 to {len(members) - 1}" if members else "no workers"
-        raise ValueError(f"There is no worker {rank}: the trainer has {there} now.")
+    if rank not in range(len(members)):
+        raise ValueError(f"There is no worker {rank!r}: the trainer has {len(members)} now.")
     member = members[rank]
     _check_signalled(member, rank)
     if not member.signal(number):
@@ -300,6 +280,6 @@ def _signal(trainer: OperatorTrainer, rank: int, number: signal.Signals) -> int:
 def _check_signalled(member: WorkerHandle, rank: int) -> None:
     if not member.remote:
         raise ValueError(
-            f"Worker {rank} lives in the driver's process (use_local=True), which would be hit "
-            "itself. Take another rank, or leave use_local out."
+            f"Worker {rank} is in the driver's process (use_local=True). Use another rank, or no "
+            "use_local."
         )

@@ -55,23 +55,6 @@ def test_schedulers_can_be_tried():
         run_operator(Scheduled)
 
 
-def test_a_setup_that_registers_nothing_is_refused():
-    class Empty(TrainingOperator):
-        def setup(self, config):
-            pass
-
-    with pytest.raises(RuntimeError, match=r"Empty.setup did not register anything"):
-        run_operator(Empty)
-
-
-def test_a_class_without_setup_is_refused_by_name():
-    class NoSetup(TrainingOperator):
-        pass
-
-    with pytest.raises(NotImplementedError, match="NoSetup must override setup"):
-        run_operator(NoSetup)
-
-
 def test_an_operator_of_tensorflow_runs_as_well():
     pytest.importorskip("tensorflow")
     from tests.tf_operators import Digits
