@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import IN_SOAK
-
 CODE = """
 import importlib, importlib.util, inspect, json, os, pickle, sys, threading
 import torch, torch.distributed
@@ -70,24 +68,12 @@ def steps_within_what_is_compiled():
     torch.compile(steps, backend="eager")()
     return True
 
-def disables():
-    @torch.compiler.disable
-    def function():
-        return 3
-    return function() == 3
-
 def imports_a_part():
     import torch._dynamo.config
     part = sys.modules[NAME + ".config"]
     import torch._dynamo.config as again
     # and it is the one that the others in there have
     return torch._dynamo.config is part is again is torch._dynamo.eval_frame.config
-
-def imports_from_it():
-    from torch._dynamo import config, disable, graph_break, reset, utils
-    found = dict(
-        config=config, disable=disable, graph_break=graph_break, reset=reset, utils=utils)
-    return all(found[name] is getattr(sys.modules[NAME], name) for name in found)
 
 def kept_the_stand_in():
     utils = stand_in.utils  # answers nothing by itself from now on
@@ -102,23 +88,6 @@ def kept_the_stand_in():
         == "python_reducer" and utils.counters is torch._dynamo.utils.counters
     )
 
-def reloads_after_an_import_from_it():
-    from torch._dynamo import comptime
-    before = comptime.comptime
-    importlib.reload(sys.modules[NAME + ".comptime"])
-    return sys.modules[NAME + ".comptime"].comptime is not before
-
-def is_looked_for():
-    spec = importlib.util.find_spec(NAME + ".config")
-    return spec.origin.endswith("config.py")
-
-def sets():
-    stand_in.config.suppress_errors = True
-    stand_in.anything = 3
-    stand_in.utils.other = 4
-    found = sys.modules[NAME].anything, sys.modules[NAME + ".utils"].other
-    return torch._dynamo.config.suppress_errors and found == (3, 4)
-
 def comes_from_several_threads():
     found = []
     def ask(what):
@@ -128,12 +97,6 @@ def comes_from_several_threads():
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     return len(found) == 4 and torch._dynamo.utils is sys.modules[NAME + ".utils"]
-
-def reloads():
-    import torch._dynamo.comptime
-    before = torch._dynamo.comptime.comptime
-    importlib.reload(torch._dynamo.comptime)
-    return torch._dynamo.comptime.comptime is not before
 
 def whole():
     parts = [f"{NAME}.{name}" for name in ("config", "utils", "eval_frame", "trace_rules")]
@@ -151,14 +114,11 @@ print(json.dumps({name: json.load(file) for name, file in begun.items()}))
 """
 WAYS = [
     "compiles steps_within_what_is_compiled",
-    "disables",
-    "imports_a_part reloads",
-    "kept_the_stand_in sets",
+    "imports_a_part",
+    "kept_the_stand_in",
     "comes_from_several_threads",
 ]
 """What loads it, and what is done with it then."""
-if IN_SOAK:  # loading it takes seconds
-    WAYS += ["reloads_after_an_import_from_it imports_from_it", "is_looked_for"]
 
 
 @pytest.fixture(scope="module")

@@ -98,11 +98,3 @@ def test_a_failed_collective_without_reason_is_an_error_of_communication():
     error = attempt.error()
     assert isinstance(error, CollectiveError)
     assert error.__cause__ is not None
-
-
-def test_workers_that_do_not_come_back_stay_pending():
-    attempt, futures = attempt_of("a", "b")
-    futures["a"].set_result(outcome("user", ValueError()))
-    attempt.settle(0)
-    attempt.find_cause(lambda: None)
-    assert attempt.pending == {"b": futures["b"]}

@@ -431,28 +431,6 @@ def test_survivors_go_on_after_a_loss(start):
     assert run.call.num_losses == 0
 
 
-def test_the_step_that_one_survivor_had_finished_is_not_lost(start):
-    controller = start()
-
-    def ahead(runner):
-        if len(runner.contexts) == 1:
-            runner.step = 5
-            runner.wait_for_peers()
-        return runner.leaders
-
-    def behind(runner):
-        if len(runner.contexts) == 1:
-            runner.step = 4
-            runner.wait_for_peers()
-        return runner.leaders
-
-    script(controller, r0=behind, r1=dying(controller, 1), r2=ahead)
-    outcomes = run(controller, "work", max_losses=1)
-    # rank 2 has become rank 1
-    assert [outcome.value() for outcome in outcomes] == [[1], [1]]
-    assert run.call.num_missing == 1  # has not measured that step, which is done
-
-
 def test_more_losses_than_allowed_end_the_call_with_every_cause(start):
     controller = start()
     script(
@@ -479,24 +457,6 @@ def test_fewer_survivors_than_min_workers_end_the_call(start):
     script(controller, r0=lambda runner: "done")
     # what reads the state is allowed with fewer
     assert [o.value() for o in run(controller, "work", any_size=True)] == ["done"]
-
-
-def test_a_generation_that_could_not_be_joined_is_not_used(start):
-    """All are alive but do not find each other: none of them has entered the new generation."""
-    backend = FakeBackend()
-    controller = start(2, backend=backend)
-    script(controller, r0=raising(ValueError("bad batch")), r1=FakeRunner.wait_for_peers)
-    with pytest.raises(ValueError, match="bad batch"):
-        run(controller, "work")
-    script(controller, r0=lambda r: "done", r1=lambda r: "done")
-    backend.broken = True
-    before = [runner.calls for runner in runners(controller)]
-    with pytest.raises(CollectiveError):
-        run(controller, "work")
-    assert [runner.calls for runner in runners(controller)] == before
-    backend.broken = False
-    assert len(run(controller, "work")) == 2
-    assert all(len(runner.contexts) == 2 for runner in runners(controller))
 
 
 def test_workers_that_do_not_find_each_other_try_again(start):

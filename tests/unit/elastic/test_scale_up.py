@@ -146,13 +146,6 @@ def test_there_is_one_replacement_for_each_missing_place_and_one_for_each_slot(m
     assert scale_up.under_way == (present < 4)
 
 
-def test_a_full_group_asks_for_no_room(make):
-    scale_up, group = make(num_workers=2, present=2)
-    group.vacant_slots = None  # calling it would fail
-    scale_up.tick()
-    assert replacements() == []
-
-
 def test_a_group_that_shall_not_grow_gets_none(make):
     scale_up, _ = make(grow=False)
     scale_up.poll({})
@@ -190,17 +183,6 @@ def waits_until_the_next(scale_up, clock, most_s=200.0):
             return None
         clock.now += 0.1
     return clock.now - began
-
-
-def test_each_wait_after_a_failure_is_longer_up_to_the_cap(make, clock):
-    scale_up, _ = make(initial_s=1.0, factor=2.0, max_s=6.0)
-    scale_up.tick()
-    waits = []
-    for _ in range(5):
-        replacements()[-1].error = ValueError("setup")
-        scale_up.tick()
-        waits.append(waits_until_the_next(scale_up, clock))
-    assert waits == pytest.approx([1, 2, 4, 6, 6], abs=0.25)
 
 
 def test_one_that_is_lost_on_its_way_is_replaced_at_once_with_its_rank(make):
@@ -286,24 +268,6 @@ def test_it_is_given_up_after_so_many_failures(make, clock):
     assert len(replacements()) == 3
 
 
-def test_a_replacement_that_joins_ends_the_wait_that_the_failures_of_another_began(make, clock):
-    scale_up, group = make(num_workers=4, present=2, max_attempts=2)
-    scale_up.tick()
-    bad, good = replacements()
-    for _ in range(2):
-        bad.error = ValueError("setup")
-        scale_up.tick()
-        waits_until_the_next(scale_up, clock, most_s=5.0)
-        bad = replacements()[-1]
-    assert len(replacements()) == 3  # given up
-    good.get_ready()
-    group.take(good)
-    scale_up.forget_joined([good])
-    clock.now += 1000
-    scale_up.tick()
-    assert len(replacements()) == 4
-
-
 def test_after_a_new_loss_it_is_tried_again_though_it_was_given_up(make, clock):
     """The place is another one; and without this, waiting for min_workers would be in vain."""
     scale_up, group = make(num_workers=3, present=2, max_attempts=1)
@@ -361,15 +325,3 @@ def test_a_place_that_was_filled_again_is_no_lost_one_any_more(make, clock):
     assert scale_up.ready() == []  # joining was a change of size
     clock.now += 5
     assert scale_up.ready() == [replacements()[1]]
-
-
-def test_to_stop_is_to_end_all_replacements(make):
-    scale_up, group = make(num_workers=4, present=2)
-    scale_up.tick()
-    ended = [n.member for n in replacements()]
-    scale_up.stop()
-    assert group.discarded == ended
-    assert not scale_up.under_way
-    assert scale_up.ready() == []
-    scale_up.stop()
-    assert group.discarded == ended

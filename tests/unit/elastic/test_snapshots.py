@@ -39,16 +39,6 @@ def keeper():
     return SnapshotKeeper()
 
 
-def test_the_one_before_is_kept_until_the_next_has_come(keeper):
-    member = FakeMember()
-    keeper.follow(member, at(0))
-    member.send({"step": 0})
-    keeper.follow(member, at(5))
-    assert keeper.state() == {"step": 0}
-    member.send({"step": 5})
-    assert keeper.state() == {"step": 5}
-
-
 def test_one_that_is_taken_anew_at_the_same_step_is_fetched(keeper):
     """The schedulers were told a metric in between."""
     member = FakeMember()

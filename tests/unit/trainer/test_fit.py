@@ -17,7 +17,7 @@ from raysgd.callbacks import (
     History,
     TensorBoardLogger,
 )
-from raysgd.errors import CallbackError, RemoteTraceback
+from raysgd.errors import CallbackError
 from raysgd.metrics import Sums
 from tests.operators import parameters
 from tests.unit.callbacks.spy import Spy
@@ -263,20 +263,6 @@ def test_an_error_is_told_once_and_callbacks_end(make_trainer):
     assert own.hooks[-1] == "on_train_end"
 
 
-def test_an_error_of_a_callback_ends_it_after_the_epoch(make_trainer):
-    bad, good = Spy("bad", fail_in=["on_epoch_end"]), Spy("good")
-    trainer = make_trainer()
-    with pytest.raises(CallbackError, match="on_epoch_end"):
-        trainer.fit(3, callbacks=[bad, good])
-    assert (trainer.epoch, trainer.global_step) == (1, 5)
-    assert good.calls[1:] == [
-        ("good", "on_epoch_end", 1),
-        ("good", "on_exception", "CallbackError"),
-        ("good", "on_train_end", 1),
-    ]
-    assert len(trainer.fit(2)) == 1
-
-
 def breaking(batch_info, when):
     if when == "validate":
         raise ZeroDivisionError
@@ -421,18 +407,6 @@ def test_ctrl_c_says_how_far_training_is_and_shows_nothing_of_ours(make_trainer,
     assert lines[-1].strip().endswith("epoch-00001-step-00000005.ckpt.")
 
 
-def test_keyboard_interrupt_of_a_worker_keeps_its_traceback(make_trainer):
-    trainer = make_trainer(Recorder)
-
-    def fail(batch_info, when):
-        raise KeyboardInterrupt from RemoteTraceback("Raised on worker 1")
-
-    trainer.get_local_operator().fail = fail
-    with pytest.raises(KeyboardInterrupt) as caught:
-        trainer.fit(1)
-    assert "Raised on worker 1" in str(caught.value.__cause__)
-
-
 def test_it_validates_all_data_wherever_a_validation_has_stopped_before(make_trainer):
     trainer = make_trainer()
     whole = trainer.validate()["num_samples"]
@@ -512,14 +486,3 @@ def scalars(folder, tag):
     read = EventAccumulator(str(folder))
     read.Reload()
     return [(event.step, event.value) for event in read.Scalars(tag)]
-
-
-def test_what_nobody_would_collect_cannot_be_logged(make_trainer):
-    class OwnLoop(Logging):
-        def train_epoch(self, iterator, info=None):
-            for batch in iterator:
-                self.train_batch(batch, {"global_step": 0})
-            return {}
-
-    with pytest.raises(RuntimeError, match=r"self.log\('twice', ...\) can be called in"):
-        make_trainer(OwnLoop).train()
