@@ -14,7 +14,8 @@ __all__ = ["is_the_users", "is_wanted", "shorten", "shortened_stacks", "shortene
 
 _SWITCH = "RAYSGD_FULL_TRACEBACK"
 _FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)\n(?:    .*\n)*')
-_HIDDEN = re.compile(r"\((\d+) frames of libraries are hidden;")
+_HIDDEN_NOTE = f"({{}} frames of libraries are hidden; {_SWITCH}=1 shows them.)"
+_HIDDEN = re.compile(r"\(\d+ frames of libraries are hidden;")
 _PACKAGE = str(Path(__file__).parents[1])
 _MANY = 4
 """Minimal number of hidden frames. Fewer frames stay visible."""
@@ -59,7 +60,7 @@ def shortened_text(text: str) -> str:
     short = _FRAME.sub(kept, text)
     if not is_wanted() or hidden < _MANY:
         return _FRAME.sub(_with_source, text)
-    return f"{short}({hidden} frames of libraries are hidden; {_SWITCH}=1 shows them.)\n"
+    return f"{short}{_HIDDEN_NOTE.format(hidden)}\n"
 
 
 def _with_source(frame: re.Match[str]) -> str:
@@ -86,11 +87,11 @@ def shorten(error: BaseException) -> None:
     An error that raysgd raises is always shortened, because its message explains the problem.
     """
     seen: list[BaseException] = []
-    led: BaseException | None = error
-    while led is not None and led not in seen:
-        seen.append(led)
-        _shorten_one(led)
-        led = led.__cause__ or (None if led.__suppress_context__ else led.__context__)
+    each: BaseException | None = error
+    while each is not None and each not in seen:
+        seen.append(each)
+        _shorten_one(each)
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
 
 
 def _shorten_one(error: BaseException) -> None:
@@ -108,16 +109,9 @@ def _shorten_one(error: BaseException) -> None:
         return
     if not is_ours and isinstance(error, Exception):  # the place of Ctrl-C does not matter
         with contextlib.suppress(Exception):  # user classes may refuse notes
-            _note_hidden(error, hidden)
+            if not any(map(_HIDDEN.match, getattr(error, "__notes__", []))):
+                error.add_note(_HIDDEN_NOTE.format(hidden))
     following: TracebackType | None = None
     for each in reversed(own):
         following = TracebackType(following, each.tb_frame, each.tb_lasti, each.tb_lineno)
     error.__traceback__ = following
-
-
-def _note_hidden(error: BaseException, hidden: int) -> None:
-    notes = getattr(error, "__notes__", [])
-    for note in [note for note in notes if _HIDDEN.match(note)]:
-        notes.remove(note)
-        hidden += int(_HIDDEN.match(note)[1])  # type: ignore[index]
-    error.add_note(f"({hidden} frames of libraries are hidden; {_SWITCH}=1 shows them.)")
