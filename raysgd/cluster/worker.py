@@ -71,13 +71,12 @@ class Outcome:
         if self.traceback:
             error.__cause__ = RemoteTraceback(shortened_text(self.traceback))
         if self.note:
-            with contextlib.suppress(Exception):  # classes of the user's may refuse
-                error.add_note(self.note)
+            error.add_note(self.note)
         return error
 
 
 class CarriedError(Exception):
-    """Carries a KeyboardInterrupt or the like of user code, which Ray takes for a cancellation."""
+    """Carries an exception such as KeyboardInterrupt, which Ray takes for a cancellation."""
 
 
 _is_worker_process = False
@@ -109,15 +108,18 @@ class Worker:
     Args:
         catches_sigterm: whether to report SIGTERM to the driver instead of ending the process.
         hides_gpus: whether to hide the node's GPUs, because the worker reserves none.
+        remote: whether it is in another process than the driver. If not, nothing is pickled.
     """
 
-    def __init__(self, catches_sigterm: bool = False, hides_gpus: bool = False) -> None:
+    def __init__(
+        self, catches_sigterm: bool = False, hides_gpus: bool = False, remote: bool = True
+    ) -> None:
         if hides_gpus:  # Ray hides GPUs only from processes that reserve some
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self.runner: Runner | None = None
         self._backend: Backend | None = None
         self._rank = 0
-        self._remote = True
+        self._remote = remote
         self._interrupted = False
         self._cut_off = False
         self._terminated = False
@@ -143,12 +145,17 @@ class Worker:
         )
 
     def create(self, hook: Any, runner: Any, backend: Any, import_path: list[str]) -> Outcome:
-        """Run the initialization hook, then take over runner and backend.
+        """Run the initialization hook, then unpickle runner and backend.
 
-        What the driver could import from `import_path`, the worker can: Ray gives it the folder of
-        the driver's script and the current one, but not what was added to ``sys.path`` since.
-        They come packed one by one, since unpickling the runner imports what the hook may want to
-        configure; in the driver's process they come as they are.
+        Each is packed separately, because unpickling the runner imports modules that the hook may
+        configure. In the driver's process they are not packed.
+
+        Args:
+            hook: function without arguments, or None.
+            runner: the runner.
+            backend: the backend, or None.
+            import_path: ``sys.path`` of the driver. Ray passes on only the folder of the script and
+                the current one.
         """
 
         def create() -> None:
@@ -165,10 +172,6 @@ class Worker:
                 self._backend = _unpacked(backend)
 
         return self._attempt(create)
-
-    def keep_in_process(self) -> None:
-        """Pickle nothing, because driver and worker share a process."""
-        self._remote = False
 
     def prepare(self, context: WorkerContext) -> Outcome:
         """Prepare the process before it enters a process group."""
@@ -210,13 +213,12 @@ class Worker:
         except BaseException as error:
             return self._failure(error)
 
-    # messages to an older generation may arrive late, and are ignored
-
     def interrupt(self, generation: int | None = None) -> None:
         """Make the current call fail, at its next step or in its collective.
 
         Args:
-            generation: the newest generation to interrupt; None for any.
+            generation: the newest generation to interrupt; None for any. A late message to an older
+                one is ignored.
         """
         with self._generation_lock:
             if generation is not None and generation < self._generation:
@@ -254,7 +256,7 @@ class Worker:
         self._terminated = True
 
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function of the user; Ray passes on what it raises."""
+        """Call a function of the user. Ray sends its exception to the driver."""
         try:
             return function(*args, **kwargs)
         except (Exception, SystemExit):  # the latter ends the process
@@ -295,7 +297,7 @@ class Worker:
     @property
     def _hosted(self) -> Runner:
         if self.runner is None:
-            raise RuntimeError("This worker hosts nothing: it was not created, or torn down.")
+            raise RuntimeError("This worker has no runner: it was not created, or torn down.")
         return self.runner
 
     def _attempt(self, function: Callable[[], None]) -> Outcome:
@@ -320,10 +322,10 @@ class Worker:
         text = "".join(traceback.format_exception(error))
         raised_in = _raised_in(error)
         if isinstance(error, SystemExit):
-            # raised as itself it would end the driver's program silently
+            # it would end the driver's program silently
             error = RemoteError(
-                f"SystemExit: user code called sys.exit({error.code!r}). Return from it, or raise "
-                "an exception, instead."
+                f"SystemExit: user code called sys.exit({error.code!r}). Return, or raise an "
+                "exception."
             )
         kind: OutcomeKind = "user"
         if isinstance(error, PausedError):
@@ -341,12 +343,11 @@ class Worker:
         if not self._remote:
             return Outcome(kind, error, progress, split=split)
         where = f"Raised on worker {self._rank} (pid {os.getpid()}, {_host()}):\n{text}"
-        # no caller catches a consequence of another error by its type, so it is sent as text:
-        # unpickling a TensorFlow error would import TensorFlow into the driver
         bare = _bare(error)
+        # sent as text, because unpickling a TensorFlow error would import TensorFlow
         if kind != "user":
             return Outcome(kind, pack(_as_text(bare)), progress, where)
-        # the last line of the output, and often the only one that is read
+        # often the only line that is read
         note = f"Raised on worker {self._rank}, {raised_in}; its traceback is above."
         note = note if raised_in else ""
         return Outcome(kind, _packed_error(bare), progress, where, note, split)
@@ -363,13 +364,13 @@ def _catch_sigterm(note: Callable[[], None]) -> None:
 
     Python would handle it in the main thread, but that of an actor waits in C++ code of Ray.
     """
-    told, tell = os.pipe()
-    os.set_blocking(tell, False)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
     signal.signal(signal.SIGTERM, lambda number, frame: None)
-    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 
     def listen() -> None:
-        while os.read(told, 1) != bytes([signal.SIGTERM]):
+        while os.read(read_end, 1) != bytes([signal.SIGTERM]):
             pass
         note()
 
@@ -383,13 +384,9 @@ def _catch_sigterm(note: Callable[[], None]) -> None:
 
 def _caused_by(error: BaseException | None, test: Callable[[BaseException], bool]) -> bool:
     """Return whether `error`, or one of its causes, passes `test`."""
-    seen = set()
-    while error is not None and id(error) not in seen:
-        if test(error):
-            return True
-        seen.add(id(error))
+    while error is not None and not test(error):
         error = error.__cause__ or error.__context__
-    return False
+    return error is not None
 
 
 def _raised_in(error: BaseException) -> str:
@@ -407,17 +404,12 @@ def _packed(value: Any) -> Packed:
     try:
         return pack(value, getattr(value, "is_portable", False))
     except Exception as error:
-        # runners may say which part of their own it is, in words that users know
-        say = getattr(value, "unpicklable_part", lambda: f"a {type(value).__name__}")
-        raise TypeError(f"A worker cannot send {say()} back to the driver: {error}") from error
+        name_part = getattr(value, "unpicklable_part", lambda: f"a {type(value).__name__}")
+        raise TypeError(f"A worker cannot send {name_part()} to the driver: {error}") from error
 
 
 def _bare(error: BaseException) -> BaseException:
-    """Remove the frames and causes of an exception.
-
-    Frames hold batches, tensors, and process groups. A future that keeps the exception would keep
-    them alive.
-    """
+    """Remove the frames and causes of an exception, which keep tensors and groups alive."""
     bare = error.with_traceback(None)
     bare.__cause__ = bare.__context__ = None
     return bare
@@ -435,11 +427,7 @@ def _packed_error(error: BaseException) -> Packed:
 
 
 def _as_text(error: BaseException) -> RemoteError:
-    try:
-        text = str(error)
-    except Exception as unprintable:
-        text = f"(its text cannot be had: {type(unprintable).__qualname__})"
-    return RemoteError(f"{type(error).__qualname__}: {text}")
+    return RemoteError(f"{type(error).__qualname__}: {error}")
 
 
 def _host() -> str:

@@ -279,8 +279,7 @@ class InlineHandle(WorkerHandle):
 
     def __init__(self) -> None:
         self.info = WorkerInfo(node_id="", node_ip="127.0.0.1", in_driver=True)
-        self.worker = Worker()
-        self.worker.keep_in_process()
+        self.worker = Worker(remote=False)
 
     def work(self, method: str, *arguments: Any) -> Future[Any]:
         """Make the call."""
