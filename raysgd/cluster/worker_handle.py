@@ -9,7 +9,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 
@@ -30,8 +30,6 @@ __all__ = [
 ]
 
 
-T = TypeVar("T")
-
 _WHICH = ("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:")
 """How lines begin that name the lost actor in an error of Ray."""
 _SIGNAL_S = 10.0
@@ -47,11 +45,12 @@ class WorkerHandle(ABC):
     info = WorkerInfo(node_id="", node_ip="")
     """Where it runs; empty until that is known."""
     remote: bool
+    """Whether it has its own process."""
     watch: HostWatch | None = None
     """The watch on its host; None on the driver's own host."""
 
     def locate(self, info: WorkerInfo) -> None:
-        """Store where it runs."""
+        """Store where it runs, and start to watch its host."""
         self.info = info
 
     @property
@@ -67,13 +66,13 @@ class WorkerHandle(ABC):
     def work(self, method: str, *arguments: Any) -> Future[Any]:
         """Start a call of a method of the worker in the work thread."""
 
-    def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Start a function of the user in the work thread, and return a Ray reference."""
-        raise RuntimeError(f"{self.name}: this worker is no actor of Ray's.")
-
     @abstractmethod
     def control(self, method: str, *arguments: Any) -> Future[Any]:
         """Start a call that runs in parallel with the work."""
+
+    def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Start a function of the user in the work thread, and return a Ray reference."""
+        raise RuntimeError(f"{self.name}: this worker is not a Ray actor.")
 
     @abstractmethod
     def kill(self) -> None:
@@ -119,7 +118,7 @@ class ActorHandle(WorkerHandle):
     """A worker in a Ray actor.
 
     Args:
-        actor: Ray's handle.
+        actor: the Ray handle.
         monitor: watches its host; None if only Ray does.
     """
 
@@ -127,14 +126,12 @@ class ActorHandle(WorkerHandle):
 
     def __init__(self, actor: Any, monitor: HostMonitor | None = None) -> None:
         self.actor = actor
-        """Ray's handle."""
         self._monitor = monitor
         self._waiting: dict[Future[Any], None] = {}
         """Futures of answers from Ray."""
         self._lost: LostError | None = None
 
     def locate(self, info: WorkerInfo) -> None:
-        """Store where it runs, and start to watch its host."""
         self.info = info
         monitor = self._monitor
         if monitor is not None and (watch := monitor.watch(info, self._lose)) is not None:
@@ -150,14 +147,12 @@ class ActorHandle(WorkerHandle):
                 self._waiting.popitem()[0].set_exception(error)
 
     def work(self, method: str, *arguments: Any) -> Future[Any]:
-        """Start a call in the actor's work thread."""
         self._check_alive()
         sent = [each.stored() if isinstance(each, Packed) else each for each in arguments]
         answer: Future[Any] = getattr(self.actor, method).remote(*sent).future()
         return answer if self.watch is None else self._unless_lost(answer)
 
     def control(self, method: str, *arguments: Any) -> Future[Any]:
-        """Start a call in one of the actor's control threads."""
         assert method in CONTROL_METHODS, f"{method} would wait for the work thread"
         return self.work(method, *arguments)  # the method itself has the thread group
 
@@ -183,7 +178,6 @@ class ActorHandle(WorkerHandle):
         return waiting
 
     def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Start a function of the user in the work thread, and return a Ray reference."""
         self._check_alive()
         return self.actor.execute.remote(function, *args, **kwargs)
 
@@ -200,7 +194,7 @@ class ActorHandle(WorkerHandle):
     def _check_alive(self) -> None:
         if not self.alive:
             raise RuntimeError(
-                "Ray was shut down after this trainer was created; create a new trainer."
+                "Ray was shut down after this trainer was created. Create a new trainer."
             )
 
     @property
@@ -211,7 +205,6 @@ class ActorHandle(WorkerHandle):
         return bool(ray.is_initialized())
 
     def kill(self) -> None:
-        """Kill the actor's process."""
         import ray
 
         if self.watch is not None:
@@ -221,52 +214,40 @@ class ActorHandle(WorkerHandle):
                 ray.kill(self.actor)
 
     def leave(self, timeout_s: float) -> Future[bool]:
-        """Let the actor's process end by itself."""
         self._check_alive()
         self.actor.__ray_terminate__.remote()
-        return _in_thread(self._await_end, timeout_s)
-
-    def _await_end(self, timeout_s: float) -> bool:
-        import ray
-
-        if _is_here(self.info):
-            return _await_end(self.info.pid, timeout_s)
         # Ray reports the end of an actor before its exit handlers run
-        ended: bool = ray.get(self._on_node(_await_end).remote(self.info.pid, timeout_s))
-        return ended
-
-    def _on_node(self, function: Any) -> Any:
-        """Return a Ray task that calls a function on the worker's node.
-
-        It does not start while the Ray head is silent.
-        """
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        strategy = NodeAffinitySchedulingStrategy(self.info.node_id, soft=False)
-        remote: Any = ray.remote
-        return remote(num_cpus=0, scheduling_strategy=strategy)(function)
+        return self._on_node(_await_end, timeout_s)
 
     def kill_process(self) -> None:
-        """Kill the actor's process by a signal, sent on its node."""
         if self._lost is None:
             with contextlib.suppress(Exception):  # its node may be gone already
-                _in_thread(self.signal, signal.SIGKILL).result(_SIGNAL_S)
+                self.signal(signal.SIGKILL)
         self.kill()
 
     def signal(self, number: int) -> bool:
-        """Send a signal to the actor's process, from its node."""
-        import ray
-
         try:
-            if _is_here(self.info):
-                _send_signal(self.info.pid, number)
-            else:
-                sent = self._on_node(_send_signal).remote(self.info.pid, number)
-                ray.get(sent, timeout=_SIGNAL_S)
+            self._on_node(_send_signal, number).result(_SIGNAL_S)
         except ProcessLookupError:
             return False
         return True
+
+    def _on_node(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Call a function on the worker's node, with the process id first.
+
+        It runs in a daemon thread, because a Ray task does not start while the Ray head is silent.
+        """
+        ended: Future[Any] = Future()
+
+        def call() -> None:
+            try:
+                run = function if _is_here(self.info) else _on_node(function, self.info.node_id)
+                ended.set_result(run(self.info.pid, *arguments))
+            except BaseException as error:
+                ended.set_exception(error)
+
+        threading.Thread(target=call, daemon=True).start()
+        return ended
 
 
 class InlineHandle(WorkerHandle):
@@ -282,14 +263,12 @@ class InlineHandle(WorkerHandle):
         self.worker = Worker(remote=False)
 
     def work(self, method: str, *arguments: Any) -> Future[Any]:
-        """Make the call."""
         future: Future[Any] = Future()
         future.set_result(getattr(self.worker, method)(*arguments))
         return future
 
     def control(self, method: str, *arguments: Any) -> Future[Any]:
-        """Make the call in this thread, even if work has its own thread."""
-        try:
+        try:  # in this thread, even if work has its own
             return InlineHandle.work(self, method, *arguments)
         except Exception as error:
             failed: Future[Any] = Future()
@@ -311,26 +290,21 @@ class ThreadHandle(InlineHandle):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="raysgd-worker-0")
 
     def work(self, method: str, *arguments: Any) -> Future[Any]:
-        """Start a call in the thread."""
         return self._thread.submit(getattr(self.worker, method), *arguments)
 
     def kill(self) -> None:
-        """Let the thread end after its calls."""
         self._thread.shutdown(wait=False)  # a queued teardown still runs
 
 
-def _in_thread(function: Callable[..., T], *arguments: Any) -> Future[T]:
-    """Call a function that may hang, in a daemon thread that does not block process exit."""
-    future: Future[T] = Future()
+def _on_node(function: Any, node_id: str) -> Callable[..., Any]:
+    """Return a function that runs as a Ray task on a node."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    def call() -> None:
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=call, daemon=True).start()
-    return future
+    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    remote: Any = ray.remote
+    task = remote(num_cpus=0, scheduling_strategy=strategy)(function)
+    return lambda *arguments: ray.get(task.remote(*arguments))
 
 
 def _send_signal(pid: int, number: int) -> None:

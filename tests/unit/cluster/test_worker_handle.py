@@ -103,7 +103,7 @@ def test_a_worker_in_this_process_has_none_of_its_own():
     member = InlineHandle()
     with pytest.raises(RuntimeError, match=r"\(127\.0\.0\.1\): .*no process of its own"):
         member.signal(signal.SIGKILL)
-    with pytest.raises(RuntimeError, match="no actor"):
+    with pytest.raises(RuntimeError, match="not a Ray actor"):
         member.execute(print)
     assert member.alive
 
@@ -131,7 +131,7 @@ def test_without_ray_a_call_is_an_error_and_starts_none(member, monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "kill", lambda actor: pytest.fail("that would start Ray"))
     for call in (member.work, member.control, member.execute):
-        with pytest.raises(RuntimeError, match="create a new trainer"):
+        with pytest.raises(RuntimeError, match="Create a new trainer"):
             call("progress")
     member.kill()
     assert member.actor.calls == []
@@ -166,11 +166,12 @@ def test_to_kill_or_to_let_go_of_a_worker_elsewhere_waits_for_no_head_of_rays(me
     monkeypatch.setattr(members, "_SIGNAL_S", 0.01)
     monkeypatch.setattr(members, "_is_here", lambda info: False)
 
-    def on_node(function):
+    def on_node(function, node_id):
         if not answers.wait(5):
             pytest.fail("it was waited for")
+        return lambda *arguments: True
 
-    monkeypatch.setattr(member, "_on_node", on_node)
+    monkeypatch.setattr(members, "_on_node", on_node)
     try:
         leaving = member.leave(0.0)
         member.kill_process()
