@@ -216,7 +216,7 @@ class Listener:
         self._service = _Service(host, name)
         self._port: int = self._service.server.getsockname()[1]
         self._end = weakref.finalize(self, self._service.end)
-        self._service.start()
+        self._service.thread.start()
 
     def expect(self, talk: Talk, key: str | None = None) -> Address:
         """Accept connections for `talk`, and return the address for them.
@@ -252,20 +252,8 @@ class _Service:
         self._strangers: dict[socket.socket, None] = {}
         self._closed = asyncio.Event()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        try:
-            # Not the program's own event loop policy: `detach` needs a selector loop.
-            self._loop = asyncio.SelectorEventLoop()
-        except OSError:
-            self.server.close()
-            raise
-
-    def start(self) -> None:
-        try:
-            self.thread.start()
-        except RuntimeError:
-            self._loop.close()
-            self.server.close()
-            raise
+        # Not the program's own event loop policy: `detach` needs a selector loop.
+        self._loop = asyncio.SelectorEventLoop()
 
     def end(self) -> None:
         """Ask the thread to end, from any thread, without waiting."""

@@ -66,17 +66,6 @@ def outcome(*members):
     return tasks.results(members, tasks.start(members, print))
 
 
-def test_a_function_is_started_with_its_arguments_on_every_worker():
-    members = [Remote(0), Remote(1)]
-    started = tasks.start(members, print, (1, 2), {"end": ""})
-    assert [tuple(s) for s in started] == [(print, (1, 2), {"end": ""}, rank) for rank in range(2)]
-    assert [tuple(s) for s in tasks.start([Remote(0)], print)] == [(print, (), {}, 0)]
-
-
-def test_what_was_returned_comes_by_rank():
-    assert outcome(Remote("a"), Remote(None), Remote("c")) == ["a", None, "c"]
-
-
 def test_what_a_function_raised_is_raised_as_itself_with_the_place():
     class BrokenError(Exception):
         pass
@@ -117,17 +106,6 @@ def test_a_loss_is_told_in_place_of_the_error_that_it_has_caused():
             outcome(*members)
     with pytest.raises(RuntimeError, match="gloo"):
         outcome(Remote(broken), Remote("fine"), Remote(failure(RuntimeError("gloo"))))
-
-
-def test_other_errors_of_ray_pass():
-    """A timeout says nothing about the worker."""
-    with pytest.raises(ray.exceptions.GetTimeoutError):
-        outcome(Remote(ray.exceptions.GetTimeoutError("late")))
-
-
-def test_a_reference_too_many_is_an_error_of_ours():
-    with pytest.raises(ValueError, match="zip"):
-        tasks.results([Remote(0)], [(0,), (1,)])
 
 
 def test_what_a_worker_carries_is_raised_as_itself():

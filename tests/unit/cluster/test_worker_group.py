@@ -23,19 +23,6 @@ def done(value):
     return future
 
 
-def test_a_bundle_names_only_what_is_needed():
-    options = GroupOptions(num_workers=2, num_cpus=2, resources={"special": 0.5})
-    assert options.bundle == {"CPU": 2, "special": 0.5}
-    assert GroupOptions(num_workers=2, num_gpus=1).bundle == {"CPU": 1, "GPU": 1}
-
-
-@pytest.mark.parametrize(
-    ("num_workers", "use_local", "inline"), [(1, True, True), (1, False, False), (2, True, False)]
-)
-def test_only_a_local_worker_that_is_alone_is_inline(num_workers, use_local, inline):
-    assert GroupOptions(num_workers=num_workers, use_local=use_local).inline == inline
-
-
 def test_what_an_actor_does_beside_its_work_has_threads_of_its_own():
     group_module._actor_class()
     groups = {
@@ -186,10 +173,6 @@ def test_workers_that_reserve_no_gpu_see_none(start, num_gpus):
     assert group_module._actor_class().hides_gpus == (num_gpus == 0)
 
 
-def test_a_full_group_has_no_vacant_slot(start):
-    assert start(num_workers=3, room=3).vacant_slots() == []
-
-
 def test_room_that_is_missing_is_requested_once(start):
     group = start(num_workers=4, room=2)
     vacant = group.vacant_slots()
@@ -296,13 +279,6 @@ def test_a_worker_that_does_not_come_up_is_named(start, monkeypatch):
         start(num_workers=3, room=3)
     assert (e.value.ranks, e.value.waited_s) == ((0, 2), 60)
     assert "To wait longer, set SGD_PLACEMENT_GROUP_TIMEOUT_S" in str(e.value)
-
-
-def test_workers_have_as_long_as_is_said_to_end_their_work(start):
-    group = start(num_workers=1, room=1)
-    group.clock.waited.clear()
-    group.shutdown(patience_s=0.5)
-    assert group.clock.waited == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("answer", [Future(), done(False)], ids=["silent", "alive"])

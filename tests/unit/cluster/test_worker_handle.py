@@ -138,13 +138,6 @@ def test_without_ray_a_call_is_an_error_and_starts_none(member, monkeypatch):
     assert not member.alive
 
 
-def test_a_worker_is_named_by_its_node():
-    member = ActorHandle(Actor())
-    assert (member.name, member.node_id) == ("a node that is not known yet", "")
-    member.info = PLACE
-    assert (member.name, member.node_id) == ("node 01234567 (10.0.0.7)", "0123456789abcdef")
-
-
 def test_a_signal_says_whether_the_process_is_there(member, monkeypatch):
     monkeypatch.setattr(members, "_is_here", lambda info: True)
     for pid, there in ((os.getpid(), True), (NO_PROCESS, False)):

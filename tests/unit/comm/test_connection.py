@@ -233,20 +233,6 @@ def test_an_error_ends_its_own_connection_and_is_told(listener, caplog):
         assert echoed(connection, b"?") == b"?"
 
 
-def test_a_connection_can_be_taken_over(listener):
-    taken = []
-
-    async def take(connection):
-        taken.append(socket.socket(fileno=connection.detach()))
-
-    with connect(listener.expect(take), WAIT_S) as connection:
-        wait_until(lambda: taken)
-        listener.close()
-        with taken[0]:
-            taken[0].sendall(b"?")
-            assert connection.recv(1) == b"?"
-
-
 def test_closing_ends_connections_that_have_just_come():
     """At whatever point the listener is with them; a garbage collection would end them too late."""
     gc.disable()
@@ -342,16 +328,3 @@ def test_it_leaves_no_thread_and_no_descriptor():
     for _ in range(20):
         use()
     assert all(now <= then for now, then in zip(left(), before, strict=True))
-
-
-def test_a_start_that_fails_leaves_nothing(monkeypatch):
-    def refused(self):
-        raise RuntimeError("can't start new thread")
-
-    before = len(os.listdir("/dev/fd"))
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refused)
-        for _ in range(3):
-            with pytest.raises(RuntimeError, match="new thread"):
-                Listener(HOST, "test")
-    assert len(os.listdir("/dev/fd")) == before

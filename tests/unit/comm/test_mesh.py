@@ -56,7 +56,7 @@ def pair():
         yield made
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [2, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64])
 def test_results_are_those_of_adding_in_the_order_of_the_ranks(size, dtype):
     with meshes(size) as made:
@@ -95,12 +95,6 @@ def test_many_are_under_way_at_once_and_finished_in_any_order(pair):
 
     assert on_all(pair, reduce) == [[2.0 * n + 1 for n in range(200)]] * 2
     assert sorted(ended) == [0] * 200 + [1] * 200
-
-
-def test_messages_that_fill_all_buffers_pass_each_other(pair):
-    tensors = [torch.ones(5_000_000), torch.ones(5_000_000)]
-    reduced(pair, tensors)
-    assert all(bool((tensor == 2).all()) for tensor in tensors)
 
 
 def test_who_has_said_all_is_done_only_when_it_is_under_way(pair):
@@ -158,15 +152,6 @@ def test_ranks_that_reduce_different_things_are_told():
                 mesh.finish(mesh.start(mine, torch.add, lambda: None), PATIENCE_S)
 
         on_all(made, reduce)
-
-
-def test_after_a_mismatch_every_reduction_ends_with_the_mesh():
-    ended = []
-    with meshes(2) as made:
-        for mesh in made:
-            mesh.start(torch.ones(3 + made.index(mesh)), torch.add, lambda: ended.append(True))
-        wait_until(lambda: made[0].look() or made[0].broken, PATIENCE_S)
-    assert ended == [True, True]
 
 
 def test_threads_wait_for_several_at_once():
@@ -240,18 +225,6 @@ def test_waits_are_bounded():
             with pytest.raises(RuntimeError, match=r"gloo/ 0\.1 s are over.*ranks \[1\]"):
                 made[0].finish(started, 0.1, give_up)
             assert made[0].broken is give_up
-
-
-def test_strangers_neither_join_nor_keep_anyone_waiting():
-    made = [make_mesh(rank) for rank in range(2)]
-    with contextlib.ExitStack() as strangers:
-        for said in [b"", b"\1", b"\1" + bytes(100)] * 10:
-            stranger = strangers.enter_context(socket.create_connection(made[0].address))
-            stranger.sendall(said)
-        on_all(made, lambda mesh: mesh.connect([each.address for each in made]))
-        assert reduced(made, [torch.ones(1), torch.ones(1)])[0].item() == 2
-    for mesh in made:
-        mesh.close()
 
 
 def test_connecting_is_given_up_after_a_while():
