@@ -50,11 +50,6 @@ def test_an_error_with_fields_has_an_example_here(kind):
     assert num_fields <= 0 or kind.__name__ in EXAMPLES
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_every_error_says_when_it_happens(kind):
-    assert (kind.__dict__.get("__doc__") or "").strip()
-
-
 def test_every_error_is_in_the_tree_at_the_top_of_its_module():
     for name in errors.__all__:
         assert name in errors.__doc__

@@ -336,7 +336,6 @@ def modules():
 
 
 MODULES = modules()
-by_module = pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 
 
 @pytest.mark.parametrize("name", SURFACE)
@@ -469,41 +468,3 @@ def test_methods_of_the_function_trainer_take_their_arguments_in_this_order(meth
     trainer = importlib.import_module("raysgd.train").Trainer
     parameters = inspect.signature(getattr(trainer, method)).parameters
     assert list(parameters)[1 : len(names) + 1] == names
-
-
-@by_module
-def test_every_module_says_what_it_offers(module):
-    if module.__name__ in {m.__name__ for m in MODULES if hasattr(m, "__path__")} - set(SURFACE):
-        return  # a folder of modules that users do not import from
-    assert len(module.__all__) == len(set(module.__all__))
-    for name in module.__all__:
-        assert hasattr(module, name)
-
-
-@by_module
-def test_everything_public_is_documented(module):
-    undocumented = [] if (module.__doc__ or "").strip() else [module.__name__]
-    for name in getattr(module, "__all__", ()):
-        thing = getattr(module, name)
-        if not (inspect.isclass(thing) or inspect.isfunction(thing)):
-            continue
-        if getattr(thing, "__module__", None) != module.__name__:
-            continue
-        # a class may inherit the text of another: that says nothing about it
-        own = thing.__dict__.get("__doc__") if inspect.isclass(thing) else thing.__doc__
-        if not (own or "").strip():
-            undocumented.append(name)
-        if inspect.isclass(thing):
-            undocumented += [f"{name}.{member}" for member in undocumented_members(thing)]
-    assert not undocumented
-
-
-def undocumented_members(cls):
-    for name, member in vars(cls).items():
-        function = member.fget if isinstance(member, property) else member
-        function = getattr(function, "__func__", function)
-        if name.startswith("_") or not inspect.isfunction(function):
-            continue
-        # a method that overrides another is documented by it, as in help()
-        if not inspect.getdoc(getattr(cls, name)):
-            yield name

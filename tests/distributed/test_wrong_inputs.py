@@ -16,13 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
+from raysgd import TorchTrainer, TrainingOperator
 from raysgd.errors import (
     CheckpointError,
     InsufficientResourcesError,
     RemoteError,
     RemoteTraceback,
-    WorkerLostError,
 )
 from tests.conftest import alive_actors, assert_names, wait_until
 from tests.operators import Classifier, parameters, register_all, replica_hash
@@ -126,25 +125,6 @@ def test_exception_in_setup_of_one_worker_surfaces_as_itself_and_frees_the_one_i
     assert time.time() - caught.value.args[1] < FAR_BELOW_THE_TIMEOUT_S
     assert isinstance(caught.value.__cause__, RemoteTraceback)
     assert_names(caught.value.__cause__, ["worker 1", "raise_on_rank_one", "no data here"])
-    wait_until(lambda: not alive_actors())
-
-
-def die(operator, config):
-    if operator.world_rank == 1:
-        os._exit(1)
-    register_all(operator)
-
-
-@pytest.mark.slow("a worker starts three times")
-def test_worker_that_dies_in_setup_is_a_lost_worker(ray_cluster):
-    with pytest.raises(WorkerLostError) as caught:
-        start(training_operator_cls=with_setup(die), elastic=ElasticConfig(min_workers=2))
-    assert caught.value.rank == 1
-    assert caught.value.node_id
-    assert caught.value.cause
-    # it died while the trainer was made, not in a train() with a number of retries
-    assert_names(caught.value, ["worker 1", "starting"])
-    assert "max_retries" not in str(caught.value)
     wait_until(lambda: not alive_actors())
 
 
