@@ -33,7 +33,6 @@ PARTS = {
         *("--deselect", f"{CLUSTER}/test_under_fire.py"),
         *ALL_CORES,
     ],
-    "alarms": ["tests/hosts/test_alarms.py"],
 }
 """What is run, by name: arguments of pytest. Without a GPU or Horovod it skips what needs them."""
 

@@ -1,7 +1,7 @@
-"""Processes that a worker forks, such as those of a DataLoader, end when the worker ends.
+"""Ends processes that a worker has forked, such as those of a DataLoader, with the worker.
 
-They inherit its connections. While one of them lives, neither Ray nor the other workers see that
-the worker was killed: a fork that waits for ever would hide the loss for ever.
+They inherit its connections. While one of them lives, neither Ray nor other workers detect that the
+worker was killed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["end_forks_with_this_process"]
 
 @cache
 def end_forks_with_this_process() -> None:
-    """Let every process that is forked from this one exit as soon as this one ends (on Linux)."""
+    """Let every process that is forked from this one exit when this one ends (on Linux)."""
     if hasattr(os, "pidfd_open"):
         death = os.pidfd_open(os.getpid())
         os.register_at_fork(after_in_child=partial(_end_with, death))

@@ -1,4 +1,4 @@
-"""Time as the driver's loop sees it."""
+"""The clock of the driver's loop."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Clock"]
 
 
 class Clock:
-    """Tells the time and waits. A simulation has one of its own, whose seconds take no time."""
+    """Tells the time and waits. A simulation has its own, whose seconds take no time."""
 
     def monotonic(self) -> float:
-        """Return seconds that only grow."""
+        """Return the seconds of a clock that never goes back."""
         return time.monotonic()
 
     def time(self) -> float:
@@ -24,7 +24,7 @@ class Clock:
         return time.time()
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass."""
+        """Wait for some seconds."""
         time.sleep(seconds)
 
     def wait(self, futures: Iterable[Future[Any]], timeout_s: float) -> set[Future[Any]]:

@@ -1,4 +1,4 @@
-"""Runs functions of the user on workers by plain actor calls, for `raysgd.train`."""
+"""Runs training functions on workers by plain actor calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raysgd.errors import RemoteTraceback, WorkerLostError
 __all__ = ["are_idle", "cancel", "finished", "results", "start", "start_task"]
 
 _ROOT_CAUSE_S = 0.5
-"""Seconds to look for a loss that caused an error: the peers of a dead worker see a broken
+"""Seconds to wait for the loss that caused an error. The peers of a dead worker see a broken
 connection before Ray reports its death."""
 
 
@@ -95,7 +95,6 @@ def results(members: Sequence[WorkerHandle], references: Sequence[Any]) -> list[
     deadline = 0.0
     pending = list(references)
     while pending:
-        # in the order of their ends, so that a busy rank hides no error of another
         left = None if failure is None else max(0.0, deadline - time.monotonic())
         ready, pending = ray.wait(pending, timeout=left)
         if not ready:

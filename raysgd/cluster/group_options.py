@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 __all__ = ["COME_UP_S", "WAIT_LONGER", "GroupOptions"]
 
 COME_UP_S = 60.0
-"""How long worker processes may take to come up once they have room."""
+"""Seconds that worker processes may take to start when they have room."""
 WAIT_LONGER = (
-    "To wait longer, set SGD_PLACEMENT_GROUP_TIMEOUT_S to more seconds, or for raysgd.train "
-    "TRAIN_PLACEMENT_GROUP_TIMEOUT_S."
+    "To wait longer, set SGD_PLACEMENT_GROUP_TIMEOUT_S (raysgd.train: "
+    "TRAIN_PLACEMENT_GROUP_TIMEOUT_S) to more seconds."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions:
-    """How many workers there are and what each of them reserves."""
+    """The number of workers, and what each of them reserves."""
 
     num_workers: int
     min_workers: int = 1
@@ -29,11 +29,11 @@ class GroupOptions:
     strategy: str = "SPREAD"
     """How Ray places the workers on nodes."""
     label_selectors: Sequence[Mapping[str, str]] = ()
-    """For each worker, what the labels of its node have to be; none where that is the same."""
+    """Label selector of each worker's node; empty for any node."""
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What one worker reserves, as Ray names it."""
+        """Resources that one worker reserves, by their Ray names."""
         bundle = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
         return {name: amount for name, amount in bundle.items() if amount}
 

@@ -1,4 +1,4 @@
-"""How many workers fit into given resources, and which group sizes a start tries."""
+"""How many workers fit into given resources, and which group sizes to try at the start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["start_sizes", "workers_that_fit"]
 
 
 def workers_that_fit(resources: Mapping[str, float], bundle: Mapping[str, float]) -> int:
-    """Return how many bundles `resources` hold, were they all on one node: an upper bound.
+    """Return how many bundles fit if all resources are on one node: an upper bound.
 
     >>> workers_that_fit({"CPU": 5.0}, {"CPU": 2})
     2
@@ -18,14 +18,14 @@ def workers_that_fit(resources: Mapping[str, float], bundle: Mapping[str, float]
 
 
 def start_sizes(num_workers: int, min_workers: int, capacity: int, free: int) -> list[int]:
-    """Return the group sizes to try at the start, one after the other; the last is the fewest.
+    """Return the group sizes to try at the start, from the largest to `min_workers`.
 
     Args:
-        num_workers: the most.
+        num_workers: the most workers.
         min_workers: the fewest.
         capacity: how many the whole cluster could hold.
-        free: how many it seems to hold now. What Ray says is free lags behind by up to a
-            second, so `num_workers` is tried first wherever the cluster could hold them.
+        free: how many it seems to hold now. The free resources that Ray reports lag behind by up
+            to a second, so `num_workers` comes first if the cluster could hold them.
 
     >>> start_sizes(4, 1, capacity=8, free=2)
     [4, 2, 1]

@@ -199,8 +199,8 @@ class HostMonitor:
         """Log a warning if a worker could not connect."""
         if answer.exception() is None and (reason := answer.result()):
             logger.warning(
-                "A worker cannot connect to the driver (%s). If its host falls silent, only Ray "
-                "detects that, which may take a minute.",
+                "A worker cannot connect to the driver (%s). If its host falls silent, raysgd "
+                "detects that only when Ray does, after up to a minute.",
                 reason,
             )
 
@@ -264,7 +264,7 @@ class DriverWatch:
                 if waited_s > self._driver_grace_s:
                     reason = f"the driver is unreachable for {waited_s:.0f} s (driver_grace_s)"
             time.sleep(_TICK_S)
-        print(f"raysgd: {reason}: this worker ends.", file=sys.stderr)
+        print(f"raysgd: this worker ends: {reason}.", file=sys.stderr)
         return None
 
 

@@ -90,8 +90,7 @@ def _topped_up(
 ) -> Reservation:
     """Request room for the missing workers, and wait a moment for it.
 
-    The number that fits was counted as if all resources were on one node. With a strict strategy
-    there is no such request, because single slots could be on any node.
+    With a strict strategy it requests none, because single slots could be on any node.
     """
     size = len(reservation.slots)
     if size == num_workers:
@@ -135,10 +134,7 @@ def _granted(
     is_wanted: Callable[[], bool],
     labels: Sequence[Mapping[str, str]],
 ) -> PlacementGroup | None:
-    """Request room and wait for it; return None after `timeout_s`.
-
-    The request is removed then, and if an exception such as Ctrl-C ends the wait.
-    """
+    """Request room and wait for it. Remove the request and return None after `timeout_s`."""
     group = request_group(bundles, strategy, labels)
     is_granted = False
     try:
@@ -169,13 +165,13 @@ def _advice() -> list[str]:
     held = _sum(bundle for group in groups for bundle in group.bundle_specs)
     if held:
         advice.append(
-            f"Trainers that were made before and are not shut down hold {_described(held)}: call "
-            "their shutdown(), or make them in a with block."
+            f"Earlier trainers that are not shut down hold {_described(held)}: call their "
+            "shutdown(), or create them in a with block."
         )
     if is_worker_process():
         advice.append(
-            "The workers on one of which this trainer is made keep their resources meanwhile: "
-            "leave room beside them."
+            "This trainer is created on a worker of another trainer, whose workers keep their "
+            "resources."
         )
     return advice
 
@@ -190,15 +186,15 @@ def _no_room(
     total = ray.cluster_resources()
     said = [f"No room {when}for {demand(bundle, min_workers)}"]
     if min_workers < num_workers:
-        said.append(f"This is the least to start with, of up to {_plural(num_workers)}.")
+        said.append(f"Training starts with at least that, of up to {_plural(num_workers)}.")
     if labels:
         told = "; ".join(dict.fromkeys(str(dict(selector)) for selector in labels))
-        said.append(f"Of the nodes only those count whose labels are {told} (label_selector).")
+        said.append(f"Only nodes with the labels {told} count (label_selector).")
     if when:
         said += _advice()
     said.append(
-        "Use fewer workers or less for each (num_workers, num_cpus_per_worker, use_gpu, "
-        "resources_per_worker), or add nodes."
+        "Request less (num_workers, num_cpus_per_worker, use_gpu, resources_per_worker), or add "
+        "nodes."
     )
     if when:
         said.append(WAIT_LONGER)
@@ -220,8 +216,8 @@ def _reserve_within(
     if num_beside < min_workers:
         raise InsufficientResourcesError(
             f"No room for {_plural(min_workers)} with {_described(bundle)} each in the placement "
-            f"group that this trainer runs in: its bundles hold {num_beside} beside the caller. "
-            "Give it a bundle for each worker.",
+            f"group that this trainer runs in: its bundles hold {num_beside} in addition to the "
+            "caller. Give it a bundle for each worker.",
             requested=bundle,
             total=_sum(group.bundle_specs),
             available=_sum(left),
@@ -234,7 +230,6 @@ def _reserve_within(
             num_workers,
             _described(bundle),
         )
-    # Ray knows which bundles are free
     return Reservation(group, [-1] * min(num_beside, num_workers), owned=False)
 
 
@@ -243,9 +238,8 @@ def _left_beside(
 ) -> list[dict[str, float]]:
     """Return the resources of each bundle of a placement group that a process does not hold.
 
-    The name of a resource that it holds, such as ``CPU_group_2_ID``, has the index of the bundle.
-    A process may have CPUs of one bundle and GPUs of another. The resource ``bundle`` is ignored,
-    because it may belong to a third one.
+    The name of a held resource, such as ``CPU_group_2_ID``, has the index of its bundle. The
+    resource ``bundle`` is ignored, because it may belong to another bundle.
     """
     left = [dict(bundle) for bundle in bundles]
     for name, parts in held.items():

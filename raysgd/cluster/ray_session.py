@@ -27,7 +27,7 @@ def connect() -> None:
     """
     if ray.is_initialized():
         return
-    # looks where ray.init() looks, which would try for minutes if the cluster is gone
+    # ray.init() would try for minutes if the cluster is gone
     given = os.environ.get("RAY_ADDRESS")
     last = _last_cluster()
     try:
@@ -36,10 +36,10 @@ def connect() -> None:
         if given is not None:
             raise ConnectionError(
                 f"RAY_ADDRESS={given!r}: no Ray cluster answers there ({error}). Start one, unset "
-                "RAY_ADDRESS, or set it to 'local' for a Ray of this script's own."
+                "RAY_ADDRESS, or set it to 'local' for a private Ray."
             ) from error
         logger.warning(
-            "The cluster that was last started here, at %s, is gone: starting Ray on this machine.",
+            "The last Ray cluster of this machine, at %s, has ended: starting Ray here.",
             last,
         )
         ray.init("local")
@@ -48,7 +48,7 @@ def connect() -> None:
 
 
 def _last_cluster() -> str:
-    """Return the address that ``ray start`` left on this machine; empty if there is none."""
+    """Return the address that ``ray start`` has stored on this machine, or an empty string."""
     folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray"
     with contextlib.suppress(OSError):
         return (folder / "ray_current_cluster").read_text().strip()
@@ -67,7 +67,7 @@ def overview(address: str) -> dict[str, tuple[float, float]]:
     """Return how much a cluster has of each resource, and how much of that is free.
 
     Raises:
-        OSError: if there is none at `address`.
+        OSError: if no cluster answers at `address`.
     """
     _probe(address)  # Ray itself would try for minutes
     ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
@@ -83,24 +83,24 @@ def overview(address: str) -> dict[str, tuple[float, float]]:
 
 
 def free_cpus() -> float:
-    """Return how many CPUs of the cluster are free; infinitely many without a cluster."""
+    """Return the number of free CPUs of the cluster; infinity without a cluster."""
     if not ray.is_initialized():
         return math.inf
     return float(ray.available_resources().get("CPU", 0))
 
 
 def gpus_in_cluster() -> float:
-    """Return how many GPUs the cluster has, which may be none on the driver."""
+    """Return the number of GPUs in the cluster."""
     return float(ray.cluster_resources().get("GPU", 0))
 
 
 def nodes() -> set[str]:
-    """Return the ids of the nodes of the cluster."""
+    """Return the ids of the live nodes."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def is_own_cluster() -> bool:
-    """Return whether this process has started the cluster, which then gets no further nodes."""
+    """Return whether this process has started the cluster. Such a cluster does not grow."""
     with contextlib.suppress(psutil.NoSuchProcess):  # one that ends just now
         return any(child.name() == "gcs_server" for child in psutil.Process().children())
     return False

@@ -72,7 +72,11 @@ def dumps(value: Any) -> bytes:
 
 
 def sendable(what: str, value: Any) -> Packed:
-    """Pack a value for the workers; `what` it is, for the error.
+    """Pack a value for the workers.
+
+    Args:
+        what: name of the value, for the error.
+        value: the value.
 
     Raises:
         TypeError: if it cannot be pickled.
@@ -80,11 +84,10 @@ def sendable(what: str, value: Any) -> Packed:
     try:
         return pack(value, shares_tensors=False)
     except Exception as error:
-        # runners may say which part of their own it is, in words that users know
-        say = getattr(value, "unpicklable_part", lambda: what)
+        name_part = getattr(value, "unpicklable_part", lambda: what)
         raise TypeError(
-            f"Cannot send {say()} to the workers, because it cannot be pickled: {error}. Create "
-            "such objects in setup() instead, which runs on the workers."
+            f"Cannot send {name_part()} to the workers, because it cannot be pickled: {error}. "
+            "Create such objects in setup(), which runs on the workers."
         ) from None
 
 
@@ -99,29 +102,27 @@ def unpicklable_key(values: Mapping[Any, Any]) -> Any:
 
 
 def pack(value: Any, portable: bool = False, shares_tensors: bool = True) -> Packed:
-    """Pickle a value, but for its large tensors and arrays.
-
-    Until Ray has taken the result over, nothing may change these.
+    """Pickle a value except its large tensors and arrays, which must not change until it is sent.
 
     Args:
         value: the value.
-        portable: whether any process shall be able to read it, see `Portable`.
-        shares_tensors: whether tensors may lie in memory that other processes read, too. PyTorch
-            does not know read-only memory: a model there would change the others'.
+        portable: whether any process must be able to read it, see `Portable`.
+        shares_tensors: whether several processes may share the memory of tensors. PyTorch does not
+            support read-only memory, so a process could change the tensors of others.
     """
-    beside: list[pickle.PickleBuffer] = []
+    large: list[pickle.PickleBuffer] = []
 
     def is_small(buffer: pickle.PickleBuffer) -> bool:
         if buffer.raw().nbytes < _LARGE_BYTES:
             return True
-        beside.append(buffer)
+        large.append(buffer)
         return False
 
-    return Packed(_pickled(value, is_small, portable, shares_tensors), beside)
+    return Packed(_pickled(value, is_small, portable, shares_tensors), large)
 
 
 class Portable:
-    """A mixin of picklers whose output needs no GPU and no process group, only PyTorch.
+    """A mixin of picklers whose output loads without a GPU or a process group.
 
     Device tensors arrive on the CPU, and DistributedDataParallel as the model in it.
     """
@@ -161,7 +162,7 @@ def _pickler(portable: bool, shares_tensors: bool) -> Any:
             if torch is not None and type(obj) is torch.Tensor and _is_plain(obj, torch):
                 flat = obj.reshape(-1).view(torch.uint8).numpy()
                 return rebuild, (flat, obj.dtype, tuple(obj.shape))
-            # such as torch.distributed.config, which goes with a function that has both names
+            # such as torch.distributed.config, if a function uses names like these
             if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
                 name = obj.__name__
                 if sys.modules.get(name) is obj:
@@ -192,7 +193,7 @@ def _is_plain(tensor: Any, torch: Any) -> bool:
 
 @functools.cache
 def _hush() -> None:
-    """Trigger and hide the warning of PyTorch about read-only arrays, which it gives once."""
+    """Hide the warning of PyTorch about read-only arrays, which it raises only once."""
     torch = sys.modules.get("torch")
     if torch is not None:
         with warnings.catch_warnings():

@@ -39,11 +39,7 @@ _MENTION_S = 30.0
 class WorkerGroup:
     """The members in the order of their ranks, and their room in the cluster."""
 
-    def __init__(
-        self,
-        options: GroupOptions,
-        clock: Clock | None = None,
-    ) -> None:
+    def __init__(self, options: GroupOptions, clock: Clock | None = None) -> None:
         self.options = options
         self.clock = clock or Clock()
         self.members: list[WorkerHandle] = []
@@ -66,7 +62,7 @@ class WorkerGroup:
             timeout_s: how long to wait for room for ``min_workers``.
 
         Raises:
-            InsufficientResourcesError: if there is no room for ``min_workers``.
+            InsufficientResourcesError: if that room does not become free.
         """
         options = self.options
         self._is_wanted = True
@@ -92,15 +88,15 @@ class WorkerGroup:
         return self._monitor is not None and self._monitor.is_cut_off(watches)
 
     def start(self, timeout_s: float) -> None:
-        """Start the workers, and wait until each has reported where it runs.
+        """Reserve room, start the workers, and wait until each has reported where it runs.
 
         Args:
             timeout_s: how long to wait for room for ``min_workers``.
 
         Raises:
-            InsufficientResourcesError: if there is no room for ``min_workers``.
-            WorkerTimeoutError: if a worker does not come up.
-            WorkerLostError: if one dies as it comes up.
+            InsufficientResourcesError: if that room does not become free.
+            WorkerTimeoutError: if a worker does not start in time.
+            WorkerLostError: if one dies as it starts.
         """
         self.reserve(timeout_s)
         # stored before they are up, so that a failed start leaves no process behind
@@ -125,13 +121,7 @@ class WorkerGroup:
         )
 
     def add(self, num_workers: int) -> None:
-        """Append workers, and wait until they are up. After an error none of them is left.
-
-        Raises:
-            InsufficientResourcesError: if there is no room for them.
-            WorkerTimeoutError: if one does not come up.
-            WorkerLostError: if one dies as it comes up.
-        """
+        """Append workers, and wait until they run. Raise like `start`, and then add none."""
         slots = self.vacant_slots(request=False)[:num_workers]
         if missing := num_workers - len(slots):
             more = self._reserve(missing, missing, self.options.start_timeout_s)
@@ -150,17 +140,16 @@ class WorkerGroup:
         self.members += members
 
     def _find_places(self, members: Sequence[WorkerHandle], timeout_s: float) -> None:
-        """Wait until workers are up, and store where each of them runs."""
         places = [member.control("info") for member in members]
         missing = self.clock.wait(places, min(timeout_s, _MENTION_S))
         if missing and timeout_s > _MENTION_S:
-            logger.warning("Still waiting for %d workers to come up.", len(missing))
+            logger.warning("Still waiting for %d workers to start.", len(missing))
             missing = self.clock.wait(missing, timeout_s - _MENTION_S)
         if missing:
             ranks = [rank for rank, place in enumerate(places) if place in missing]
             raise WorkerTimeoutError(
-                f"Waited {timeout_s:g} s for worker processes to come up, in vain for worker"
-                f"{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}. {WAIT_LONGER}",
+                f"Processes of workers {', '.join(map(str, ranks))} did not start within "
+                f"{timeout_s:g} s. {WAIT_LONGER}",
                 ranks=ranks,
                 waited_s=timeout_s,
             )
@@ -169,11 +158,11 @@ class WorkerGroup:
                 member.locate(place.result())
             except Exception as error:
                 if is_loss(error):
-                    raise WorkerLostError(f"A worker died as it came up: {error}", -1) from error
+                    raise WorkerLostError(f"A worker died as it started: {error}", -1) from error
                 raise
 
     def new_member(self, slot: Any) -> WorkerHandle:
-        """Start a worker in a slot. It is no member of the group yet."""
+        """Start a worker in a slot. It does not join the group."""
         options = self.options
         member: WorkerHandle
         if slot is self._local:
@@ -274,7 +263,7 @@ class WorkerGroup:
         return sorted(members, key=lambda member: nodes.index(member.info.node_id))
 
     def shutdown(self, force: bool = False, patience_s: float = _TEARDOWN_S) -> None:
-        """End every worker, and give their room back.
+        """End every worker, and release their room.
 
         Args:
             force: whether to kill the processes immediately.

@@ -61,7 +61,9 @@ def test_a_trainer_uses_the_room_that_another_has_just_given_back(ray_cluster, m
 
 def check_that_it_is_named(kept, caplog):
     """A trainer that was not shut down, as in a notebook whose cell is run again."""
-    with pytest.raises(InsufficientResourcesError, match=r"the least .* of up to 2 workers\.") as e:
+    with pytest.raises(
+        InsufficientResourcesError, match=r"at least that, of up to 2 workers\."
+    ) as e:
         TorchTrainer(**{**kept, "num_workers": 2})
     waiting = next(r.message for r in caplog.records if r.message.startswith("Waiting up to"))
     for message in (waiting, str(e.value)):
@@ -223,7 +225,7 @@ def test_what_is_left_of_a_cluster_that_has_ended_is_in_nobodys_way(
     (tmp_path / "ray" / "ray_current_cluster").write_text(gone + "\n")
     ray_session.connect()
     assert begun == [(), ("local",)]
-    assert f"at {gone}, is gone" in caplog.text
+    assert f"at {gone}, has ended" in caplog.text
 
 
 def test_inside_of_a_placement_group_its_room_is_used(ray_cluster):
@@ -232,7 +234,7 @@ def test_inside_of_a_placement_group_its_room_is_used(ray_cluster):
     @ray_cluster.remote(num_cpus=1)
     def count_slots_and_groups():
         asked = {"num_workers": 4, "min_workers": 1, "timeout_s": 20}
-        with pytest.raises(InsufficientResourcesError, match="its bundles hold 0 beside the"):
+        with pytest.raises(InsufficientResourcesError, match="its bundles hold 0 in addition"):
             placement.reserve({"CPU": 2}, **asked)
         room = placement.reserve({"CPU": 1}, **asked)
         groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]

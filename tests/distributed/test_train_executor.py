@@ -279,7 +279,7 @@ def test_workers_start_on_nodes_with_their_labels_alone(module_cluster, monkeypa
     monkeypatch.setenv("TRAIN_PLACEMENT_GROUP_TIMEOUT_S", "0.1")
     here = module_cluster.get_runtime_context().get_node_id()
     executor = BackendExecutor(BackendConfig(), 1, label_selector={"ray.io/node-id": f"!{here}"})
-    with pytest.raises(InsufficientResourcesError, match=r"labels are .*label_selector"):
+    with pytest.raises(InsufficientResourcesError, match=r"nodes with the labels .*label_selector"):
         executor.start()
 
 

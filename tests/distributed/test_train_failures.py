@@ -290,7 +290,7 @@ def test_a_trainer_made_on_a_worker_takes_room_beside_it_or_says_who_has_it(trai
         return str(refused.value), sizes(1), train.world_size()
 
     for said, inner, outer in trainer.run(function):
-        assert "on one of which this trainer is made keep their resources" in said
+        assert "whose workers keep their resources" in said
         assert (inner, outer) == ([1], 2)
 
 

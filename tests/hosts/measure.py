@@ -23,10 +23,11 @@ from pathlib import Path
 from tests.conftest import wait_until
 from tests.hosts.drive import STEP_S
 from tests.hosts.network import Hosts, why_not
-from tests.hosts.test_hosts import NUM_WORKERS, Run
+from tests.hosts.test_hosts import Run
 
 ROOM, NO_ROOM = [0, 1, 1, 2], [0, 1, 1, 1]
 """The CPUs of each host."""
+NUM_WORKERS = 3
 SAVE_EVERY = 100
 RECOVER_S = 300.0
 
@@ -37,7 +38,7 @@ class RaysgdRun(Run):
     WORKER = "ray::Worker"
 
     def __init__(self, hosts):
-        super().__init__(hosts, grace_s=60.0)
+        super().__init__(hosts, grace_s=60.0, num_workers=NUM_WORKERS)
 
     def said(self, events):
         """What the driver logged, and the events."""

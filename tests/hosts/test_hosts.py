@@ -17,18 +17,20 @@ import pytest
 from tests.conftest import IN_SOAK, wait_until
 from tests.hosts.network import Hosts, why_not
 
-NUM_WORKERS = 3
-NUM_SAMPLES = 4 * NUM_WORKERS * 50
+NUM_WORKERS = 2
+CPUS = [0, 1, 2]
+"""Of each host: there is room for one more worker."""
+SAMPLES_PER_WORKER = 4 * 50
 GRACE_S = 40.0 if IN_SOAK else 6.0
 LOST_S = 5.0
 """Seconds from the silence of a host to the next step."""
 ELASTIC = {"initial_s": 0.2, "max_s": 2.0}
 
-pytestmark = pytest.mark.slow("Ray starts on four hosts, and each fault takes seconds")
+pytestmark = pytest.mark.slow("Ray starts on three hosts, and each fault takes seconds")
 
 
 class Run:
-    """A group of workers, on hosts 1 to 3 as a rule, and its driver on host 0."""
+    """A group of workers, and its driver on host 0."""
 
     def __init__(self, hosts, grace_s=GRACE_S, num_workers=NUM_WORKERS):
         self.hosts = hosts
@@ -48,8 +50,10 @@ class Run:
             text=True,
         )
         elastic = {**ELASTIC, "driver_grace_s": grace_s}
-        num_samples = NUM_SAMPLES // NUM_WORKERS * num_workers
-        self.call("start", hosts.address(0), str(self.folder), num_workers, num_samples, elastic)
+        self.num_workers, self.num_samples = num_workers, SAMPLES_PER_WORKER * num_workers
+        self.call(
+            "start", hosts.address(0), str(self.folder), num_workers, self.num_samples, elastic
+        )
 
     def close(self):
         self._process.kill()
@@ -76,7 +80,7 @@ class Run:
         began = time.time()
         print(json.dumps(["train", []]), file=self._process.stdin, flush=True)
         self._is_training = True
-        wait_until(lambda: len(self.steps(began)) > 10 * NUM_WORKERS)
+        wait_until(lambda: len(self.steps(began)) > 10 * self.num_workers)
 
     def end(self):
         """End the training with all workers, and return the events since it began."""
@@ -86,7 +90,7 @@ class Run:
 
     def settle(self):
         """Have all hosts, whatever a test that failed has left."""
-        for host in range(1 + NUM_WORKERS):
+        for host in range(len(self.hosts.cpus)):
             self.hosts.heal(host)
         if self._is_training:
             self.end()
@@ -100,7 +104,8 @@ class Run:
 
     def alone(self):
         """The workers that are the only ones of their host, by host."""
-        found = {host: self.hosts.processes(host, "ray::Worker") for host in (1, 2, 3)}
+        others = range(1, len(self.hosts.cpus))
+        found = {host: self.hosts.processes(host, "ray::Worker") for host in others}
         return {host: workers[0] for host, workers in found.items() if len(workers) == 1}
 
     def steps(self, since):
@@ -122,7 +127,7 @@ class Run:
 
     def await_epochs(self, number):
         """Wait for so many epochs' steps."""
-        began, num_samples = time.time(), number * NUM_SAMPLES
+        began, num_samples = time.time(), number * self.num_samples
         wait_until(lambda: 4 * len(self.steps(began)) > num_samples, 60)
 
     def redone(self, since):
@@ -142,7 +147,7 @@ class Run:
 def shared():
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    with Hosts([0, 1, 1, 2]) as hosts, contextlib.closing(Run(hosts)) as run:
+    with Hosts(CPUS) as hosts, contextlib.closing(Run(hosts)) as run:
         yield run
 
 
@@ -158,27 +163,24 @@ def kinds(events):
     return [kind for kind, _ in events]
 
 
-def test_silent_hosts_cost_five_seconds_and_their_workers_end(run):
-    """Host 2 comes back and its worker ignores exceptions; host 3 has no power any more."""
+def test_a_silent_host_costs_five_seconds_and_its_worker_ends(run):
+    """It comes back, and its worker ignores exceptions."""
     back = run.workers[run.hosts.address(2)]
     (run.folder / f"stubborn-{back}").touch()
     cut = time.time()
     run.hosts.cut(2)
-    run.hosts.power_off(3)
     assert run.await_size(1, cut) - cut <= LOST_S
     assert run.redone(cut) == 0
     run.hosts.heal(2)
     wait_until(lambda: not psutil.pid_exists(back), 10)
-    run.hosts.heal(3)
-    run.hosts.start_ray(3)
     run.await_size(NUM_WORKERS, cut)
     events = run.end()
-    assert kinds(events).count("lost") == 2
-    where, said = re.escape(run.hosts.address(3)), run.log.read_text()
+    assert kinds(events).count("lost") == 1
+    where, said = re.escape(run.hosts.address(2)), run.log.read_text()
     cause = rf"its host {where} has not answered the driver for \d\.\d s"
     assert re.search(cause, str(events))
     assert re.search(rf"Lost worker \d on node \w+ \({where}\): process \d+: {cause}", said)
-    assert "Continuing with 1 of 3 workers." in said
+    assert "Continuing with 1 of 2 workers." in said
     assert "is cut off" not in said
 
 
@@ -233,11 +235,11 @@ def test_flapping_links_and_stopped_processes_are_not_lost(run):
     assert run.call("workers").keys() == run.workers.keys()
 
 
-@pytest.mark.skipif(not IN_SOAK, reason="it starts Ray on four hosts")
+@pytest.mark.skipif(not IN_SOAK, reason="it starts Ray on three hosts")
 def test_rays_head_dies_and_starts_again_with_its_tables_and_nobody_is_lost():
     if (reason := why_not()) is not None:
         pytest.skip(reason)
-    with Hosts([0, 1, 1, 2], keeps_tables=True) as hosts, contextlib.closing(Run(hosts)) as run:
+    with Hosts(CPUS, keeps_tables=True) as hosts, contextlib.closing(Run(hosts)) as run:
         run.train()
         began = time.time()
         hosts.restart_head()
@@ -297,11 +299,11 @@ def test_whatever_happens_each_sample_counts_once(run, seed):
 def test_workers_that_are_to_go_leave_before_and_it_costs_nothing(run):
     """A node is drained, with room elsewhere; then one is sent SIGTERM, and there is none."""
     began = time.time()
-    drained = min(run.alone())  # it has one CPU, as many as are left
+    drained = 1  # it has one CPU, as many as are left
     run.hosts.drain(drained, 30)
     wait_until(lambda: not run.hosts.processes(drained, "ray::Worker"), 30)
     moved = run.await_size(NUM_WORKERS, time.time())
-    worker = next(iter(run.alone().values()))
+    (worker, _) = run.hosts.processes(2, "ray::Worker")
     worker.send_signal(signal.SIGTERM)
     wait_until(lambda: not worker.is_running(), 30)
     run.await_size(NUM_WORKERS - 1, moved)
@@ -311,7 +313,7 @@ def test_workers_that_are_to_go_leave_before_and_it_costs_nothing(run):
     assert causes == ["Ray drains its node", "its process was sent SIGTERM"]
     assert run.pause(began) < 3.0  # the figure is a benchmark's: a successor starts on busy cores
     assert run.redone(began) == 0
-    assert run.hosts.address(drained) not in run.call("workers")
+    assert run.call("workers").keys() == {run.hosts.address(2)}
 
 
 def test_workers_hold_still_for_a_driver_that_is_cut_off_and_end_when_it_is_gone_for_good(run):
@@ -334,7 +336,7 @@ def test_workers_hold_still_for_a_driver_that_is_cut_off_and_end_when_it_is_gone
     run.train()
     assert run.workers == before
     run.hosts.power_off(0)
-    every = range(1, 1 + NUM_WORKERS)
+    every = range(1, len(CPUS))
     wait_until(
         lambda: not any(run.hosts.processes(host, "ray::Worker") for host in every), GRACE_S + 10
     )

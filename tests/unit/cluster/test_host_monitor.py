@@ -202,7 +202,7 @@ def test_a_worker_that_cannot_reach_the_driver_stops_and_ends_after_the_grace(mo
     assert worker.watch._reconnect() is None
     assert 0.3 < time.monotonic() - began < 20
     assert worker.stopped.is_set()
-    assert "(driver_grace_s): this worker ends." in capsys.readouterr().err
+    assert "this worker ends: the driver is unreachable" in capsys.readouterr().err
 
 
 def test_a_worker_that_reaches_the_driver_in_time_stays(monkeypatch):
