@@ -165,10 +165,9 @@ class GlooGroup(ProcessGroup):
         if largest != smallest:
             raise ValueError(
                 f"all_gather: rank {self.rank()} gave {size} bytes, but the tensors of all ranks "
-                f"have from {smallest} to {largest}. Workers have different numbers of samples in "
-                "the last step of an epoch, and while workers are missing. Register a DataLoader "
-                'with drop_last=True and pass ElasticConfig(global_batch="scale"), or pad the '
-                "tensors to one size."
+                f"have {smallest} to {largest}. Batches differ in the last step of an epoch and "
+                "while workers are missing: pad the tensors, or register a DataLoader with "
+                'drop_last=True and pass ElasticConfig(global_batch="scale").'
             )
         return _Operation(self._running, lambda: self._gloo.allgather(*args), args[0])
 
@@ -406,7 +405,7 @@ class _Operation(Work):
             done = threading.Event()
             self._ended.add_done_callback(lambda _: done.set())
             if not done.wait(timeout.total_seconds()):
-                raise RuntimeError(f"gloo/ {timeout.total_seconds():g} s are over: timed out.")
+                raise RuntimeError(f"gloo/ Timed out after {timeout.total_seconds():g} s.")
         self._ended.wait()
         _value(self._ended)
         return True

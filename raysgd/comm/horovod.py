@@ -157,9 +157,8 @@ def check_horovod() -> None:
     if importlib.util.find_spec("horovod") is None:
         raise ImportError(
             'backend="horovod" needs Horovod, which is not installed: '
-            'pip install "raysgd[horovod]". Its last release builds against today\'s torch and '
-            "TensorFlow after two small edits: see docs/horovod.md, or .ci/horovod-wheel in a "
-            "clone of raysgd, which makes a wheel."
+            'pip install "raysgd[horovod]". Its last release needs two small edits to build '
+            "against current PyTorch and TensorFlow: see docs/horovod.md."
         )
 
 

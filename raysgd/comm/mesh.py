@@ -86,9 +86,9 @@ class Reduction:
         message = self.missing[rank]
         if message[: _HEADER.size] != self._header:
             raise RuntimeError(
-                "In reduction {} of small tensors this rank has {} bytes, and rank {} has "
-                "reduction {} with {} bytes. All ranks have to call the same collectives in the "
-                "same order, with tensors of the same size".format(
+                "In reduction {} of small tensors this rank has {} bytes, but rank {} has "
+                "reduction {} with {} bytes. All ranks must call the same collectives in the same "
+                "order, with tensors of the same size".format(
                     *_HEADER.unpack(self._header), rank, *_HEADER.unpack_from(message)
                 )
             )
@@ -301,7 +301,7 @@ class Mesh:
                 rest_s = min(ends - time.monotonic(), _LONGEST_WAIT_S)
                 if rest_s <= 0:
                     late = [peer.rank for peer in self._peers if peer.events]
-                    reason = f"{timeout_s:g} s are over: timed out, waiting for ranks {late}"
+                    reason = f"Timed out after {timeout_s:g} s, waiting for ranks {late}"
                     if give_up:
                         self._break(reason)
                     raise RuntimeError(f"gloo/ {reason}.")

@@ -53,11 +53,11 @@ def interface_of(address: str) -> str:
     Raises:
         RuntimeError: If no interface has it.
     """
-    there_are = interfaces()
-    if address not in there_are:
+    found = interfaces()
+    if address not in found:
         raise RuntimeError(
-            f"No network interface of this node has the address {address} by which Ray knows "
-            f"it; it has {', '.join(there_are) or 'none'}. Set GLOO_SOCKET_IFNAME to the "
-            "interface that the workers shall use."
+            f"No network interface of this node has its Ray address {address}. It has "
+            f"{', '.join(found) or 'none'}. Set GLOO_SOCKET_IFNAME to the interface for the "
+            "workers."
         )
-    return there_are[address]
+    return found[address]

@@ -117,8 +117,8 @@ class StoreClient:
             self._socket = connect(address, _ANSWER_S, _CONNECT_S)
         except OSError as error:
             raise ConnectionError(
-                f"{self._name} cannot be reached ({error}): this generation of workers was given "
-                "up, or a firewall is in between."
+                f"{self._name} cannot be reached ({error}): this generation of workers has ended, "
+                "or a firewall blocks the port."
             ) from error
         self._answers = self._socket.makefile("rb")
         for opened in (self._answers, self._socket):
@@ -141,7 +141,7 @@ class StoreClient:
         values: list[str] | None = self.ask("get", list(keys), timeout_s, wait_s=timeout_s)
         if values is None:
             raise TimeoutError(
-                f"Waited {timeout_s:g} s, in vain, for other workers to set {', '.join(keys)}."
+                f"Other workers did not set {', '.join(keys)} within {timeout_s:g} s."
             )
         return values
 
@@ -158,7 +158,7 @@ class StoreClient:
             ) from error
         except (OSError, EOFError) as error:
             raise ConnectionError(
-                f"{self._name} is closed: this generation of workers was given up."
+                f"{self._name} is closed: this generation of workers has ended."
             ) from error
 
 

@@ -61,15 +61,15 @@ class TensorflowBackend(Backend):
         if not self._has_warned and len(addresses) > 1:
             self._has_warned = True
             logger.warning(
-                "A MultiWorkerMirroredStrategy starts a server of TensorFlow's in each worker, on "
-                "all interfaces, by which whoever reaches it can read and write files as the "
-                "worker: keep strangers away by a firewall."
+                "MultiWorkerMirroredStrategy starts a TensorFlow server in each worker, on all "
+                "interfaces. Anyone who reaches it can read and write files as the worker: protect "
+                "it with a firewall."
             )
             if self._environment.get("TF_USE_LEGACY_KERAS", "0").lower() not in ("1", "true"):
                 logger.warning(
-                    "fit() of Keras 3 fails under such a strategy, by a ValueError that names "
-                    "PerReplica. Set TF_USE_LEGACY_KERAS=1 in the environment of the driver, for "
-                    "fit() of tf_keras, or take your own steps by strategy.run()."
+                    "fit() of Keras 3 fails under this strategy with a ValueError about "
+                    "PerReplica. Set TF_USE_LEGACY_KERAS=1 on the driver to use fit() of tf_keras, "
+                    "or call strategy.run()."
                 )
         self.close()
         self._server = StoreServer(driver_address(addresses))
@@ -85,10 +85,8 @@ class TensorflowBackend(Backend):
         check_tensorflow("backend='tensorflow'")
         if "tensorflow" in sys.modules:
             raise RuntimeError(
-                "TensorFlow was imported on this worker before TF_CONFIG was set, and it "
-                "configures its collectives and its Keras once. Do not import it in "
-                "initialization_hook; set what it reads in os.environ there, and import it in the "
-                "training function."
+                "TensorFlow was imported on this worker before TF_CONFIG was set. Do not import it "
+                "in initialization_hook, but in the training function."
             )
         if rendezvous is None:
             raise RuntimeError("A TensorFlow worker cannot set up alone and join a group later.")

@@ -102,9 +102,9 @@ class TorchBackend(Backend):
         """Create the default process group, and record which sockets belong to it."""
         if dist.is_initialized():
             raise RuntimeError(
-                "torch.distributed is initialized already in this process, and raysgd makes a "
-                "process group of its own. Call torch.distributed.destroy_process_group() (or "
-                "shut the other trainer with use_local=True down) first."
+                "torch.distributed is already initialized in this process, and raysgd needs its "
+                "own process group. Call torch.distributed.destroy_process_group(), or shut down "
+                "the other trainer with use_local=True."
             )
         entry = self._entry = Entry()
         if "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -191,9 +191,9 @@ class TorchBackend(Backend):
         if not isinstance(error, ValueError) or not any(sign in str(error) for sign in _STALE):
             return ""
         return (
-            "This process group ended when the workers formed a new one, after a loss or because "
-            "workers joined. Call torch.distributed.new_group in on_world_change(self) of the "
-            "operator, which runs for each new group, and not in setup."
+            "This process group ended when workers were lost or joined. Call "
+            "torch.distributed.new_group in on_world_change(self) of the operator, which runs for "
+            "each new group, not in setup."
         )
 
     def close(self) -> None:

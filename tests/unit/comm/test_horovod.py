@@ -78,5 +78,5 @@ def test_its_rendezvous_listens_on_loopback_and_strangers_hold_nobody_up():
 
 def test_without_horovod_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r'pip install "raysgd\[horovod\]".*horovod-wheel'):
+    with pytest.raises(ImportError, match=r'pip install "raysgd\[horovod\]".*docs/horovod.md'):
         create_backend("horovod", 1800)

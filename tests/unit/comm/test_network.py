@@ -37,7 +37,7 @@ def test_an_address_that_no_interface_has_is_explained_with_those_there_are(monk
     monkeypatch.setattr(network, "interfaces", lambda: {"10.1.2.3": "eth0", LOOPBACK: "lo"})
     with pytest.raises(RuntimeError, match=re.escape(ELSEWHERE)) as caught:
         interface_of(ELSEWHERE)
-    assert "it has 10.1.2.3, 127.0.0.1. Set GLOO_SOCKET_IFNAME" in str(caught.value)
+    assert "It has 10.1.2.3, 127.0.0.1. Set GLOO_SOCKET_IFNAME" in str(caught.value)
     monkeypatch.setattr(network, "interfaces", dict)
-    with pytest.raises(RuntimeError, match="it has none"):
+    with pytest.raises(RuntimeError, match="It has none"):
         interface_of(ELSEWHERE)

@@ -90,7 +90,7 @@ def test_a_wait_ends_when_another_client_has_set_the_last_key(server, client):
 
 
 def test_a_key_that_does_not_come_is_named(client):
-    with pytest.raises(dist.DistStoreError, match=r"Waited 0\.1 s.*here/1"):
+    with pytest.raises(dist.DistStoreError, match=r"here/1 within 0\.1 s"):
         client.wait(["here/0", "here/1"], SHORT)
     client.set_timeout(SHORT)
     with pytest.raises(dist.DistStoreError, match="missing"):
@@ -110,9 +110,9 @@ def test_a_deleted_key_is_waited_for_again(client):
 def test_closing_the_store_ends_the_waits_and_refuses_replacements(server, client):
     waits = waiting_for(client, ["never"])
     server.close()
-    with pytest.raises(dist.DistNetworkError, match="given up"):
+    with pytest.raises(dist.DistNetworkError, match="has ended"):
         waits.result(10)
-    with pytest.raises(dist.DistNetworkError, match=r"cannot be reached.*given up"):
+    with pytest.raises(dist.DistNetworkError, match=r"cannot be reached.*has ended"):
         TorchStore(server.address, LONG)
     server.close()
 
@@ -189,5 +189,5 @@ def test_a_group_that_waits_for_a_peer_is_woken_by_closing_the_store(server):
         while observer.num_keys() == 0:
             time.sleep(0.001)
         server.close()
-        with pytest.raises(Exception, match="given up"):
+        with pytest.raises(Exception, match="has ended"):
             made.result(10)
