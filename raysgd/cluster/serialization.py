@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 __all__ = ["Packed", "Portable", "dumps", "pack", "sendable", "unpicklable_key"]
 
 _LARGE_BYTES = 1 << 14
@@ -191,22 +189,12 @@ def _is_plain(tensor: Any, torch: Any) -> bool:
     )
 
 
-@functools.cache
-def _hush() -> None:
-    """Hide the warning of PyTorch about read-only arrays, which it raises only once."""
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.from_numpy(np.frombuffer(b"\0", np.uint8))
-
-
 def _tensor(flat: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
     import torch
 
-    if not flat.flags.writeable:
-        _hush()
-    return torch.from_numpy(flat).view(dtype).reshape(shape)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns about read-only arrays
+        return torch.from_numpy(flat).view(dtype).reshape(shape)
 
 
 def _own_tensor(flat: Any, dtype: Any, shape: tuple[int, ...]) -> Any:

@@ -76,24 +76,6 @@ def test_a_loss_between_pauses_and_a_replacement_reach_callbacks_and_the_run_fol
     assert trained["metrics"]["num_samples"] == NUM_SAMPLES
 
 
-def test_events_before_a_call_that_fails_reach_callbacks_before_the_error(two):
-    spy = Spy()
-    order(two.folder, "train", 1, 3, "die")
-    order(two.folder, "between", 0, 3, "raise")  # it comes as far only when it goes on alone
-    with pytest.raises(KeyError, match="a mistake of the user"):
-        two.trainer.fit(2, callbacks=[spy])
-    assert [call[1:] for call in spy.calls] == [
-        ("on_train_start", 0),
-        ("on_event", "lost"),
-        ("on_event", "resumed"),
-        ("on_event", "user_error"),
-        ("on_exception", "KeyError"),
-        ("on_train_end", 1),
-    ]
-    assert [event.num_workers for event in two.events] == [1, 1, 1]
-    assert len(two.trainer.fit(1)) == 1
-
-
 def test_pauses_change_neither_metrics_nor_bits_and_a_saved_one_is_gone_on_from(two):
     trainer = two.trainer
 

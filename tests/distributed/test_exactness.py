@@ -102,20 +102,6 @@ def test_three_workers_take_the_steps_of_one_process_with_three_times_the_batch(
     assert torch.allclose(found[0], expected, atol=1e-6, rtol=0)
 
 
-def test_num_steps_goes_on_where_the_last_call_stopped(three):
-    """An epoch is 21 steps, the last one of 43 samples."""
-    first = three.train(num_steps=2)
-    assert (first["epoch"], first["num_samples"], first["batch_count"]) == (1, 96, 2)
-    rest = three.train()
-    assert (rest["epoch"], rest["num_samples"], rest["batch_count"]) == (1, 907, 19)
-    long = three.train(num_steps=23)
-    assert (long["epoch"], long["num_samples"], long["batch_count"]) == (3, 1003 + 96, 23)
-    assert (three.epoch, three.global_step) == (3, 44)
-    half = three.validate(num_steps=10)
-    other = three.validate(num_steps=11)
-    assert half["num_samples"] + other["num_samples"] == NUM_SAMPLES
-
-
 class Centers(torch.nn.Module):
     """A loss that learns: the distance to a center of each class."""
 

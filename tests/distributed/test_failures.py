@@ -86,23 +86,16 @@ def test_a_straggler_does_not_keep_the_exception_from_the_caller(three):
     check_epoch(three.trainer)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_validation_after_one_that_raised_begins_where_that_did(three, rank):
+def test_a_validation_after_one_that_raised_begins_where_that_did(three):
     trainer = three.trainer
     trainer.train(num_steps=2)
     expected = trainer.validate()
     trainer.validate(num_steps=2)
-    order(three.folder, "validate", rank, 2, "raise")
+    order(three.folder, "validate", 1, 2, "raise")
     with pytest.raises(KeyError):
         trainer.validate(num_steps=3)
     assert trainer.validate()["num_samples"] == NUM_SAMPLES - 2 * 3 * 32
     assert trainer.validate() == pytest.approx(expected)
-    order(three.folder, "validate", rank, 2, "raise")
-    with pytest.raises(KeyError):
-        trainer.validate(num_steps=3)
-    trainer.train()
-    assert trainer.validate()["num_samples"] == NUM_SAMPLES
-    check_epoch(trainer)
 
 
 def interrupt_validation(trainer, folder, num_workers):

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 NODES = """
-import json, logging, sys, time
+import json, sys, time
 from ray.cluster_utils import Cluster
 import ray
 # Nodes take seconds to start: the driver's is one of the two, without what nobody looks at.
@@ -18,18 +18,13 @@ cluster = Cluster(initialize_head=True, head_node_args={**node, **none})
 other = cluster.add_node(**node)
 ray.init(address=cluster.address, log_to_driver=False)
 
-from raysgd import ElasticConfig, TorchTrainer
+from raysgd import ElasticConfig
 from raysgd._internal.context import Progress
-from raysgd.errors import WorkerLostError
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.placement import reserve
 from raysgd.elastic.call import Call
 from raysgd.elastic.controller import Controller
-from tests.operators import Classifier, replica_hash
-
-logging.basicConfig(level=logging.WARNING)
-
 
 class Places:
     # the execution layer needs no framework: this runner says where it is
@@ -55,33 +50,6 @@ controller.shutdown()
 room = reserve({"CPU": 0.6}, num_workers=3, min_workers=1, timeout_s=60)
 print(json.dumps([slot.is_ready for slot in room.slots]), flush=True)
 room.release()
-
-JOINED = ("started", "grown")
-elastic = ElasticConfig(initial_s=0.25, max_s=0.5, max_attempts=3, jitter=0.0)
-with TorchTrainer(
-    training_operator_cls=Classifier, num_workers=2, min_workers=2, use_gpu=False, elastic=elastic
-) as trainer:
-    trainer.train(num_steps=3)
-    held = reserve({"GPU": 2}, num_workers=2, min_workers=2, timeout_s=60)
-    cluster.remove_node(other)
-    try:
-        trainer.train()
-    except WorkerLostError as error:
-        print(json.dumps({"error": str(error)}), flush=True)
-    waits = [event.seconds for event in trainer.events if event.kind == "waiting"]
-    state = trainer.state_dict()
-    print(json.dumps({"waits": waits, "step": state["global_step"]}), flush=True)
-    print(json.dumps([slot.is_ready for slot in held.slots]), flush=True)
-    held.release()
-    other = cluster.add_node(num_cpus=1)
-    metrics = trainer.train()
-    result = {
-        "samples": metrics["num_samples"],
-        "workers": trainer.num_workers,
-        "equal": len(set(trainer.apply_all_operators(replica_hash))),
-        "nodes": len({n for e in trainer.events for n in e.nodes if e.kind in JOINED}),
-    }
-    print(json.dumps(result), flush=True)
 
 from raysgd import train
 from raysgd.train import Trainer
@@ -149,13 +117,13 @@ def on_nodes(tmp_path_factory):
         check=False,
     )
     lines = [json.loads(line) for line in run.stdout.splitlines() if line[:1] in ("[", "{")]
-    assert len(lines) == 8, run.stderr
-    return run.stderr, lines
+    assert len(lines) == 4, run.stderr
+    return lines
 
 
 @pytest.mark.slow("a cluster of several nodes starts, and workers on it again and again")
 def test_workers_spread_over_nodes_and_each_sees_their_gpus(on_nodes):
-    _, (infos, *_) = on_nodes
+    infos = on_nodes[0]
     assert [info[:3] for info in infos] == [[0, 0, 0], [1, 1, 0], [2, 0, 1], [3, 1, 1]]
     # all workers of a node see its GPUs in the same order, and each has one of its own
     assert all(info[3] == ["0", "1"] for info in infos)
@@ -164,23 +132,11 @@ def test_workers_spread_over_nodes_and_each_sees_their_gpus(on_nodes):
 
 
 def test_a_start_takes_what_fits_node_by_node(on_nodes):
-    _, (_, ready, *_) = on_nodes
-    assert ready == [True, True]  # and no request is left that would take room later
-
-
-def test_a_node_that_goes_is_waited_for_and_one_that_comes_is_used(on_nodes):
-    logged, (_, _, failed, left, ready, again, *_) = on_nodes
-    assert "Training run failed: 1 left, min_workers=2" in failed["error"]
-    assert "the cluster has 1 CPU, of which 0 CPU are free" in failed["error"]
-    # doubled, capped, and each one logged
-    assert left == {"waits": [0.25, 0.5, 0.5], "step": 3}
-    assert logged.count("Too few workers") >= 3
-    assert sorted(ready) == [False, True]  # what was reserved on the other node stays
-    assert again == {"samples": 1003 - 3 * 64, "workers": 2, "equal": 1, "nodes": 3}
+    assert on_nodes[1] == [True, True]  # and no request is left that would take room later
 
 
 def test_a_function_goes_on_with_fewer_when_a_node_goes_and_with_more_when_one_comes(on_nodes):
-    found = on_nodes[1][6]
+    found = on_nodes[2]
     first, alone, again, left = found["lives"]
     assert [life["size"] for life in found["lives"]] == [2, 1, 2, 1]
     assert first["begun"] == 0
@@ -194,4 +150,4 @@ def test_a_function_goes_on_with_fewer_when_a_node_goes_and_with_more_when_one_c
 
 
 def test_room_for_one_is_used_where_a_node_with_room_for_two_is_lost(on_nodes):
-    assert on_nodes[1][7] == [False, True]
+    assert on_nodes[3] == [False, True]

@@ -10,9 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import TorchTrainer
 from raysgd.operators import (
     GAN,
-    ImageClassifier,
     SemanticSegmenter,
-    WithMetrics,
 )
 from tests.operators import replica_hash
 from tests.unit.operators.samples import digits, shapes
@@ -88,56 +86,6 @@ def test_mean_iou_is_that_of_all_pixels(module_cluster):
     }
     assert {key: found[key] for key in expected} == pytest.approx(expected, abs=1e-6)
     assert 0.34 < found["val_mean_iou"] < 1
-
-
-class Measured(WithMetrics, ImageClassifier):
-    """With metrics that are sums, of one class or of each, and one that keeps all predictions."""
-
-    def build_metrics(self, config):
-        from torchmetrics.classification import BinaryAUROC, MulticlassF1Score
-
-        return {
-            "f1": MulticlassF1Score(num_classes=10, average="macro"),
-            "class_f1": MulticlassF1Score(num_classes=10, average=None),
-            "auroc_of_zero": BinaryAUROC(),
-        }
-
-    def update_metrics(self, output, target):
-        for name, metric in self.validation_metrics.items():
-            if name == "auroc_of_zero":
-                metric.update(output.softmax(dim=1)[:, 0], (target == 0).int())
-            else:
-                metric.update(output, target)
-
-
-@pytest.mark.slow("torchmetrics is loaded")
-@pytest.mark.filterwarnings("ignore:No positive samples")  # among the last eight, in fact
-@torch.no_grad()
-def test_metrics_of_torchmetrics_are_those_of_all_samples(module_cluster):
-    """The last of twenty steps has 8 samples in all, so that one worker has a batch less."""
-    torch.manual_seed(0)
-    train, held_out = digits()
-    images, target = (column[:350] for column in held_out)
-    config = {
-        "model": nn.Sequential(nn.Flatten(), nn.Linear(64, 10)),
-        "train_data": train,
-        "validation_data": (images, target),
-        "batch_size": 9,
-        "lr": 0.01,
-    }
-    found, model = results(Measured, config, num_steps=20)
-    from sklearn.metrics import f1_score, roc_auc_score
-
-    scores = model(images)
-    predicted = scores.argmax(dim=1)
-    each = f1_score(target, predicted, average=None)
-    expected = {
-        "val_f1": f1_score(target, predicted, average="macro"),
-        "val_auroc_of_zero": roc_auc_score(target == 0, scores.softmax(dim=1)[:, 0]),
-        "val_accuracy": (predicted == target).double().mean().item(),
-        **{f"val_class_f1_{index}": value for index, value in enumerate(each)},
-    }
-    assert {key: found[key] for key in expected} == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_gan_trains_on_two_workers_and_its_replicas_stay_the_same(module_cluster):

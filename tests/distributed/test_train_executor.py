@@ -23,8 +23,6 @@ from tests.conftest import wait_until
 
 decoded = []
 """On the driver: the process in which each report and checkpoint was encoded."""
-to_kill = set()
-"""On the driver: the processes that `KillsWhenRead` has still to kill."""
 
 
 class Stamping(Backend):
@@ -158,21 +156,6 @@ def test_the_checkpoint_of_another_worker_is_kept_where_worker_0_has_none(execut
     assert executor.latest_checkpoint == {"rank": 1}
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_workers_that_report_and_save_differently_are_an_error(executor, first):
-    def uneven():
-        if train.world_rank() == first:
-            train.save_checkpoint(epoch=0)
-        else:
-            train.report(epoch=0)
-
-    executor.start_training(uneven)
-    with pytest.raises(RuntimeError, match=f"worker {first} saved a checkpoint"):
-        executor.finish_training()
-    executor.start_training(lambda: 1)  # and the workers can be used on
-    assert executor.finish_training() == [1, 1]
-
-
 def test_an_error_is_raised_while_other_workers_are_busy(executor, tmp_path):
     group, done = executor.worker_group, tmp_path / "done"
 
@@ -190,46 +173,6 @@ def test_an_error_is_raised_while_other_workers_are_busy(executor, tmp_path):
     assert group.execute(work, 0) == ["done"] * 2  # after what was busy
 
 
-class KillsWhenRead(str):
-    """The name of a metric. It kills a process, once, when the driver first reads it."""
-
-    pid = 0
-
-    def __reduce__(self):
-        return read_and_kill, (str(self), self.pid)
-
-
-def read_and_kill(name, pid):
-    if pid in to_kill:
-        to_kill.remove(pid)
-        os.kill(pid, signal.SIGKILL)
-    return name
-
-
-def test_a_checkpoint_that_is_lost_with_its_worker_is_made_again(executor, tmp_path):
-    """The driver reads what both have reported, and then asks worker 1 for its checkpoint."""
-
-    def function():
-        reached = train.load_checkpoint()["step"] if train.load_checkpoint() else 0
-        for step in range(reached + 1, 4):
-            own = train.Checkpoint.from_dict({"step": step}) if train.world_rank() == 1 else None
-            name = KillsWhenRead("step") if step == 2 else "step"
-            if step == 2:
-                name.pid = os.getpid()
-            train.report({name: step}, checkpoint=own)
-        return reached
-
-    to_kill.add(executor.run(os.getpid)[1])
-    executor.start_training(function, tmp_path)
-    steps = []
-    while (results := executor.fetch_next_result()) is not None:
-        steps.append([result["step"] for result in results])
-    assert not to_kill
-    assert steps == [[1, 1], [2, 2], [3, 3]]
-    assert executor.finish_training() == [1, 1]  # from the checkpoint before
-    assert executor.latest_checkpoint == {"step": 3}
-
-
 class KillsAsItIsShared:
     """Data of which a worker dies in the moment in which they are first shared out."""
 
@@ -241,12 +184,6 @@ class KillsAsItIsShared:
             os.kill(self.pid, signal.SIGKILL)
             self.pid = None
         return [f"share {rank} of {number}" for rank in range(number)]
-
-
-def test_a_worker_lost_as_data_are_shared_out_costs_a_retry_and_not_the_run(executor):
-    data = KillsAsItIsShared(executor.run(os.getpid)[1])
-    executor.start_training(train.get_dataset_shard, dataset=data)
-    assert executor.finish_training() == ["share 0 of 2", "share 1 of 2"]
 
 
 def test_without_retries_a_loss_ends_the_run_and_the_workers_can_be_started_again(
