@@ -100,7 +100,7 @@ def connect(
 
     Args:
         address: Address of the listener.
-        timeout_s: Seconds for the whole call. The listening process can be busy.
+        timeout_s: Seconds for the whole call.
         reach_s: Seconds for the TCP connection, which the remote kernel accepts.
         hold: Called with the socket before it connects, so that another thread can shut it down.
             Shutting it down before the connection attempt has no effect.
@@ -149,17 +149,12 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 def framed(content: bytes) -> bytes:
-    """Return `content` with its length in front, as it is sent."""
+    """Return `content` as it is sent."""
     return _LENGTH.pack(len(content)) + content
 
 
 def read(stream: BinaryIO) -> bytes:
-    """Return the content of the next message of a blocking stream.
-
-    Raises:
-        EOFError: If the connection was closed.
-        OSError: If the connection broke.
-    """
+    """Return the next message of a blocking stream. Raise EOFError if the connection was closed."""
     header = stream.read(_LENGTH.size)
     if len(header) == _LENGTH.size:
         (length,) = _LENGTH.unpack(header)
@@ -170,7 +165,7 @@ def read(stream: BinaryIO) -> bytes:
 
 
 async def receive(connection: socket.socket) -> bytes:
-    """Return the content of the next message, in the listener's thread. Raises like `read`."""
+    """Return the next message, in the listener's thread. Raise like `read`."""
     (length,) = _LENGTH.unpack(await exactly(connection, _LENGTH.size))
     return await exactly(connection, length)
 
@@ -235,14 +230,14 @@ class Listener:
         self._service.expected.pop(_name(address.key), None)
 
     def close(self) -> None:
-        """Stop listening and end all connections. Wait for the thread, unless called in it."""
+        """Stop listening and end all connections."""
         self._end()
         if self._service.thread is not threading.current_thread():
             self._service.thread.join(_CLOSE_S)
 
 
 class _Service:
-    """State and work of a listener's thread."""
+    """The thread of a listener."""
 
     def __init__(self, host: str, name: str) -> None:
         self.server = socket.create_server((host, 0), backlog=1024)
@@ -256,7 +251,6 @@ class _Service:
         self._loop = asyncio.SelectorEventLoop()
 
     def end(self) -> None:
-        """Ask the thread to end, from any thread, without waiting."""
         with contextlib.suppress(RuntimeError):  # has ended
             self._loop.call_soon_threadsafe(self._closed.set)
 

@@ -69,7 +69,7 @@ class Reduction:
         return b"".join((self._header, self._content.view(-1).view(torch.uint8).numpy().data))
 
     def take(self, rank: int, own_rank: int) -> None:
-        """Record the complete message of `rank`. Reduce after the last one."""
+        """Record the message of `rank`. Reduce after the last one."""
         self._come[rank] = self.missing.pop(rank)
         if self.missing:
             return
@@ -78,11 +78,7 @@ class Reduction:
         self.done = True
 
     def check(self, rank: int) -> None:
-        """Check the header of the message from `rank`.
-
-        Raises:
-            RuntimeError: If that rank runs a different reduction.
-        """
+        """Raise RuntimeError if `rank` runs a different reduction, by the header of its message."""
         message = self.missing[rank]
         if message[: _HEADER.size] != self._header:
             raise RuntimeError(
@@ -165,7 +161,7 @@ class Mesh:
         rank: This rank.
         host: Address of this rank for the others.
         key: Secret that all ranks share.
-        timeout_s: Timeout in seconds of connecting to all ranks.
+        timeout_s: Seconds to connect to all ranks.
     """
 
     def __init__(self, rank: int, host: str, key: str, timeout_s: float) -> None:
@@ -191,10 +187,7 @@ class Mesh:
         self.address = address.host, address.port
 
     def connect(self, addresses: Sequence[tuple[str, int]]) -> None:
-        """Connect to all ranks. All ranks must call this method.
-
-        Args:
-            addresses: Hosts and ports by rank.
+        """Connect to all ranks, given their hosts and ports by rank. All ranks must call this.
 
         Raises:
             RuntimeError: If a rank does not connect in time, or after `interrupt`.
@@ -234,28 +227,22 @@ class Mesh:
             self._break(self._broken)  # also closes the new connections
 
     async def _take(self, connection: socket.socket) -> None:
-        """Accept the connection of another rank, which sends its number."""
         (rank,) = _RANK.unpack(await exactly(connection, _RANK.size))
         connection = socket.socket(fileno=connection.detach())
         self._sockets.append(connection)
         self._come.put((rank, connection))
 
     def _hold(self, connection: socket.socket) -> None:
-        """Register a connecting socket, so that `interrupt` can shut it down."""
         self._sockets.append(connection)
         self._check()
 
     def start(
         self, tensor: torch.Tensor, combine: Combine, at_end: Callable[[], None]
     ) -> Reduction:
-        """Start to reduce a tensor over all ranks, in place, without waiting.
+        """Start to reduce a CPU tensor over all ranks, in place, without waiting.
 
-        All ranks must start their reductions in the same order.
-
-        Args:
-            tensor: CPU tensor.
-            combine: Function that combines the tensors of two ranks.
-            at_end: Called when the result is in the tensor or the reduction has failed.
+        All ranks must start their reductions in the same order. `combine` combines the tensors of
+        two ranks. `at_end` is called when the reduction has ended or failed.
 
         Raises:
             RuntimeError: If a connection broke, or after `interrupt`.
@@ -286,13 +273,9 @@ class Mesh:
 
         If several threads wait, one of them reads the sockets for all.
 
-        Args:
-            wanted: The return value of `start`.
-            timeout_s: Timeout in seconds.
-            give_up: Whether a timeout makes the mesh unusable.
-
         Raises:
-            RuntimeError: If a connection broke, after `interrupt`, or after `timeout_s` seconds.
+            RuntimeError: If a connection broke, after `interrupt`, or after `timeout_s` seconds. If
+                `give_up`, a timeout makes the mesh unusable.
         """
         ends = time.monotonic() + timeout_s
         with self._changed:
