@@ -1,11 +1,11 @@
-"""Callbacks: what observes training from the driver, and may ask it to stop.
+"""Callbacks observe training from the driver, and can ask it to stop.
 
 >>> from raysgd.callbacks import CheckpointCallback, EarlyStopping
 >>> callbacks = [EarlyStopping("val_loss", patience=3)]
 
-``TorchTrainer(callbacks=callbacks)`` attaches them for good, ``trainer.fit(10,
-callbacks=callbacks)`` for that call. Each is in a file of its own, which imports what it needs
-when it is made; ``pip install "raysgd[callbacks]"`` brings it all.
+``TorchTrainer(callbacks=callbacks)`` attaches them for the life of the trainer, and
+``trainer.fit(10, callbacks=callbacks)`` for one call. ``pip install "raysgd[callbacks]"`` installs
+the packages that some of them need.
 """
 
 from raysgd.callbacks.averaging import EMA as EMA
@@ -30,5 +30,5 @@ from raysgd.callbacks.tensorboard import TensorBoardLogger as TensorBoardLogger
 from raysgd.callbacks.terminate_on_nan import TerminateOnNaN as TerminateOnNaN
 from raysgd.callbacks.wandb import WandbLogger as WandbLogger
 
-# every class above: a new callback is a new file and its line there
+# every class above
 __all__ = sorted(name for name, value in globals().items() if isinstance(value, type))

@@ -1,38 +1,37 @@
-"""Averages of the weights: what is validated, and handed out, in place of the newest ones."""
+"""Averages of the weights, which replace them in validation and exports."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
+from raysgd._internal.arguments import check_int
 from raysgd.callbacks.base import Callback, Trainer
 
 __all__ = ["EMA", "SWA"]
 
 
 class _WeightAveraging(Callback):
-    """Lets all workers average the weights that they train; runs there, at no call of the driver.
+    """Lets all workers average the weights that they train.
 
-    The averages take the place of the weights in validation, `predict`, `test`, ``get_model`` and
-    ``save_model``, and are in the trainer's state under ``averages``: checkpoints, restarts and
-    replacement workers have them. They are kept when this callback ends, as long as the trainer
-    lives. One of `EMA` and `SWA` at a time; for PyTorch.
+    The averages replace the weights in validation, `predict`, `test`, ``get_model`` and
+    ``save_model``. They are part of the trainer's state, as ``averages``, and stay when this
+    callback ends. Use one of `EMA` and `SWA` at a time. For PyTorch.
     """
 
     _decay: float | None = None
     _start_epoch = 1
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Begin, or go on with what a state that was loaded has."""
         begin = functools.partial(_begin, type(self).__name__, self._decay, self._start_epoch)
         trainer.apply_all_operators(begin)
 
 
 class EMA(_WeightAveraging):
-    """Keeps an exponential moving average of the weights, and has it validated and handed out.
+    """Keeps an exponential moving average of the weights.
 
-    After each update the average becomes ``decay * average + (1 - decay) * weights``. The first one
-    is the weights. Buffers, such as running statistics, are not averaged.
+    After each update the average becomes ``decay * average + (1 - decay) * weights``. It starts
+    with the weights. Buffers, such as running statistics, are not averaged.
 
     Args:
         decay: between 0 and 1; 0.999 averages over about the last 1,000 updates.
@@ -48,24 +47,22 @@ class EMA(_WeightAveraging):
 
 
 class SWA(_WeightAveraging):
-    """Keeps the mean of the weights at the ends of epochs, and has it validated and handed out.
+    """Keeps the mean of the weights at the ends of epochs (Izmailov et al., 2018).
 
-    It is the stochastic weight averaging of Izmailov et al., 2018; a learning rate that stays high
-    meanwhile is a scheduler of yours, such as ``torch.optim.swa_utils.SWALR``. Buffers are not
-    averaged: before a model with batch normalization is used, compute its statistics anew, by
-    ``torch.optim.swa_utils.update_bn(loader, trainer.get_model())``.
+    For a learning rate that stays high, register a scheduler, such as
+    ``torch.optim.swa_utils.SWALR``. Buffers are not averaged. With batch normalization, call
+    ``torch.optim.swa_utils.update_bn(loader, model)`` on the result of ``trainer.get_model()``.
 
     Args:
         start_epoch: the first epoch whose end counts, from 1.
 
     Raises:
-        ValueError: if `start_epoch` is no int from 1 on.
+        TypeError: if `start_epoch` is not an int.
+        ValueError: if it is below 1.
     """
 
     def __init__(self, start_epoch: int) -> None:
-        if isinstance(start_epoch, bool) or not isinstance(start_epoch, int) or start_epoch < 1:
-            raise ValueError(f"SWA(start_epoch={start_epoch!r}): must be an int from 1 on.")
-        self._start_epoch = start_epoch
+        self._start_epoch = check_int("SWA", "start_epoch", start_epoch, 1)
 
 
 def _begin(name: str, decay: float | None, start_epoch: int, operator: Any) -> None:
@@ -73,7 +70,7 @@ def _begin(name: str, decay: float | None, start_epoch: int, operator: Any) -> N
     averaging = operator._train_state.feature("Averaging")
     if averaging is None:
         raise NotImplementedError(
-            f"{name} averages the weights of PyTorch models. Optimizers of Keras do it by "
-            "themselves: use_ema=True."
+            f"{name} averages the weights of PyTorch models only. With Keras, use use_ema=True of "
+            "the optimizer."
         )
     averaging.begin(decay, start_epoch)

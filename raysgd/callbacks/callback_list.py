@@ -1,4 +1,4 @@
-"""The callbacks of one trainer: who is called, when, and what follows if one of them raises."""
+"""The callbacks of one trainer: the order of their calls, their errors, and their state."""
 
 from __future__ import annotations
 
@@ -21,34 +21,30 @@ __all__ = ["CallbackList", "checked_callbacks"]
 logger = logging.getLogger(__name__)
 
 _HOOKS = {name: member for name, member in vars(Callback).items() if inspect.isfunction(member)}
-_PLACES = {"folder": "runs/1", "path": "runs/1/metrics.csv"}
-"""What callbacks call the place that they write to, and an example of one."""
 
 
 @dataclass(eq=False)
 class _Entry:
-    """A callback that is attached."""
-
     callback: Callback
     key: str
     """Its name in the trainer's state."""
     num_seen: int
-    """Events that it was told of, counted from the trainer's first."""
+    """Number of the trainer's events that it has got or skipped."""
     started: bool = False
     begun: bool = False
-    """Whether it has ever started: it is told of events from then on, also after its end."""
+    """Whether it has ever started. From then on it gets events, even after its end."""
     pause: int | None = None
-    """The step at which it wants the call under way to pause."""
+    """The step at which it wants the current call to pause."""
 
 
 class CallbackList:
     """Calls the callbacks of one trainer.
 
-    What a callback raises is kept until the trainer's call is over, and raised then. The trainer
-    is handed in with each call, since what refers to it here would keep it from being collected.
+    An error of a callback is raised at the end of the trainer's call. The trainer is an argument
+    of the methods, because a reference would keep a dropped trainer and its workers alive.
 
     Args:
-        callbacks: for as long as the trainer lives; checked ones.
+        callbacks: what `checked_callbacks` returned, for the life of the trainer.
     """
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
@@ -57,26 +53,22 @@ class CallbackList:
         self._inside: list[str] = []
         self._depth = 0
         self._loaded: dict[str, Any] = {}
-        self._detached: dict[str, Any] = {}
         self.callbacks: Sequence[Callback] = callbacks
-        """Those that are attached, and those that the newest `fit` had."""
+        """The attached callbacks, and those of the newest `fit`."""
         self._attach(callbacks, num_seen=0)
 
     def __iter__(self) -> Iterator[Callback]:
-        """Iterate over those that are attached."""
+        """Iterate over the attached callbacks."""
         return (entry.callback for entry in self._entries)
 
     @property
     def inside(self) -> Sequence[str]:
-        """The hooks that are being called now, the outermost first."""
+        """The hooks that run now, the outermost first."""
         return tuple(self._inside)
 
-    # ---- attaching, starting, ending
-
     def _attach(self, callbacks: Sequence[Callback], num_seen: int) -> list[_Entry]:
-        everyone = [*(entry.callback for entry in self._entries), *callbacks]
+        everyone = [*self, *callbacks]
         for callback in callbacks:
-            # before the first is attached: those of a call that is refused are to be gone
             if sum(other is callback for other in everyone) > 1:
                 raise ValueError(f"The same {type(callback).__name__} is given twice.")
         added = []
@@ -90,7 +82,7 @@ class CallbackList:
 
     @contextlib.contextmanager
     def attached(self, trainer: Trainer, callbacks: Sequence[Callback]) -> Iterator[None]:
-        """Attach callbacks for a while, start all that are not, and end those in the end."""
+        """Attach callbacks for a call of `fit`. Start those that have not started, and end them."""
         before = [entry for entry in self._entries if entry.started]
         added = self._attach(callbacks, num_seen=len(trainer.events))
         self.callbacks = [entry.callback for entry in self._entries]
@@ -109,19 +101,14 @@ class CallbackList:
         try:
             self._end(trainer, [entry for entry in self._entries if entry not in before])
         finally:
-            for entry in added:
-                self._entries.remove(entry)
-                if entry.key in self._loaded:
-                    continue  # it could not be loaded, and waits for the next fit
-                with contextlib.suppress(CallbackError):  # nothing is saved now
-                    self._detached[entry.key] = self._state_of(entry)
+            self._entries = [entry for entry in self._entries if entry not in added]
 
     def end(self, trainer: Trainer) -> None:
-        """End all that were started: the trainer is shut down."""
+        """End all callbacks, because the trainer shuts down."""
         self._end(trainer, list(self._entries))
 
     def _start(self, trainer: Trainer) -> None:
-        # those that save resume first, so that the others start with what was restored
+        # callbacks that save come first, because they may load a state
         new = [entry for entry in self._entries if not entry.started]
         for entry in sorted(new, key=lambda entry: -entry.callback.stage):
             entry.started = self._call_one(entry, "on_train_start", trainer)
@@ -137,20 +124,16 @@ class CallbackList:
             entry.started = False
             try:
                 self._call_one(entry, "on_train_end", trainer)
-            except BaseException as error:  # Ctrl-C: the others still have files to close
+            except BaseException as error:  # after Ctrl-C, the others still close their files
                 interrupt = error
         if interrupt is not None:
             raise interrupt
 
-    # ---- calling
-
     @contextlib.contextmanager
     def calling(self, trainer: Trainer) -> Iterator[None]:
-        """Surround a call of the trainer: start callbacks, tell of exceptions, raise failures.
+        """Surround a call of the trainer: start callbacks, and report and raise errors.
 
-        A call within a call, as of ``train()`` in ``fit()``, leaves telling to the outer one.
-
-        After Ctrl-C the traceback ends here: it would be of how the driver waits for workers.
+        An inner call, such as ``train()`` in ``fit()``, leaves ``on_exception`` to the outer one.
         """
         self._depth += 1
         try:
@@ -158,22 +141,23 @@ class CallbackList:
                 self._start(trainer)
                 self.raise_failures()
             yield
-            if not self._inside:  # else it is the outer call that raises them
+            if not self._inside:  # otherwise the outer call raises them
                 self.raise_failures()
         except BaseException as error:
-            if self._depth == 1:
-                self.call("on_exception", trainer, error)
-                self.note_failures(error)
-                from_worker = isinstance(error.__cause__, RemoteTraceback)
-                if isinstance(error, KeyboardInterrupt) and not error.args and not from_worker:
-                    raise _interrupted(trainer, error) from None
+            if self._depth > 1:
+                raise
+            shown = _with_position(trainer, error)
+            self.call("on_exception", trainer, shown)
+            self.note_failures(shown)
+            if shown is not error:
+                raise shown from None  # the traceback only shows how the driver waits for workers
             raise
         finally:
             self._depth -= 1
 
     @contextlib.contextmanager
     def silenced(self) -> Iterator[None]:
-        """Call no callback meanwhile; of events they are told afterwards."""
+        """Call no callbacks in the block. They get its events afterwards."""
         entries, self._entries = self._entries, []
         try:
             yield
@@ -181,13 +165,13 @@ class CallbackList:
             self._entries = entries
 
     def call(self, hook: str, trainer: Trainer, *arguments: Any) -> None:
-        """Call a hook of every callback that has started."""
+        """Call a hook of all started callbacks."""
         for entry in list(self._entries):
             if entry.started:
                 self._call_one(entry, hook, trainer, *arguments)
 
     def _call_one(self, entry: _Entry, hook: str, *arguments: Any) -> bool:
-        """Call a hook of one callback; returns whether all went well."""
+        """Call a hook of one callback, and return whether it succeeded."""
         self._inside.append(hook)
         try:
             getattr(entry.callback, hook)(*arguments)
@@ -199,7 +183,7 @@ class CallbackList:
         return True
 
     def tell_events(self, trainer: Trainer) -> None:
-        """Call `on_event` for every event that a callback has not been told of yet."""
+        """Call `on_event` with the events that callbacks have not got yet."""
         events = trainer.events
         for entry in list(self._entries):
             while entry.begun and entry.num_seen < len(events):
@@ -207,7 +191,7 @@ class CallbackList:
                 self._call_one(entry, "on_event", trainer, events[entry.num_seen - 1])
 
     def watcher(self, trainer: Trainer, kind: str) -> Callable[[Sequence[Progress]], None] | None:
-        """Return what to call with the workers' progress; None if nobody wants to know."""
+        """Return a function that passes progress to callbacks; None if no callback uses it."""
         wanting = [e for e in self._entries if e.started and _overrides(e.callback, "on_progress")]
         if not wanting:
             return None
@@ -215,17 +199,15 @@ class CallbackList:
         def tell(progress: Sequence[Progress]) -> None:
             for entry in list(wanting):
                 if not self._call_one(entry, "on_progress", trainer, kind, progress):
-                    wanting.remove(entry)  # once a call is enough
+                    wanting.remove(entry)  # report one failure per call
 
         tell([])
         return tell
 
-    # ---- pauses
-
     def next_pause(self, global_step: int, at_once: bool = False) -> int | None:
         """Return the next step at which a callback wants training to pause.
 
-        With `at_once` those that save want the next one.
+        With `at_once`, callbacks that save get the next step.
         """
         for entry in self._entries:
             entry.pause = None
@@ -237,7 +219,8 @@ class CallbackList:
                     step = global_step + 1
                 if step is not None and step <= global_step:
                     raise ValueError(
-                        f"It returned {step!r}, and must be above global_step={global_step}."
+                        f"It returned {step!r}, but must return a step above "
+                        f"global_step={global_step}."
                     )
                 entry.pause = step
             except Exception as error:
@@ -245,29 +228,25 @@ class CallbackList:
         return min((e.pause for e in self._entries if e.pause is not None), default=None)
 
     def pause(self, trainer: Trainer) -> None:
-        """Call `on_pause` where it is due."""
+        """Call `on_pause` of the callbacks that asked for this step."""
         for entry in list(self._entries):
             if entry.started and entry.pause is not None and entry.pause <= trainer.global_step:
                 entry.pause = None
                 self._call_one(entry, "on_pause", trainer)
 
-    # ---- failures
-
     def _fail(self, entry: _Entry, hook: str, error: Exception) -> None:
         failure = _failure(entry, hook, error)
         self._failures.append(failure)
-        if hook == "on_train_start":
-            return  # raised at once
-        # said now, since it may take long until it can be raised; the traceback comes with that
-        logger.error(
-            "The callback %s failed in %s: %s", failure.callback, hook, _format_error(error)
-        )
+        if hook != "on_train_start":  # its error is raised immediately, others perhaps much later
+            logger.error(
+                "The callback %s failed in %s: %s", failure.callback, hook, _format_error(error)
+            )
 
     def raise_failures(self) -> None:
-        """Raise what callbacks raised, the first of them with the others as its notes.
+        """Raise the first error of a callback, with the others as notes.
 
         Raises:
-            CallbackError: if one did.
+            CallbackError: if a callback failed.
         """
         if self._failures:
             first = self._failures.pop(0)
@@ -275,29 +254,25 @@ class CallbackList:
             raise first
 
     def note_failures(self, error: BaseException) -> None:
-        """Note on an error what callbacks raised besides."""
+        """Add the errors of callbacks to another error, as notes."""
         failures, self._failures = self._failures, []
-        _note(error, failures)
-
-    # ---- state
+        for failure in failures:
+            error.add_note(f"Also: {failure}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the callbacks' states by key, also of those that are not attached (any more).
-
-        They are copies, which do not change as callbacks go on.
-        """
-        states: dict[str, Any] = map_leaves({**self._loaded, **self._detached}, deep_copied)
+        """Return copies of the callbacks' states, and of loaded states that no callback has."""
+        states: dict[str, Any] = map_leaves(self._loaded, deep_copied)
         states |= {entry.key: self._state_of(entry) for entry in self._entries}
         return {key: state for key, state in states.items() if state}
 
     @contextlib.contextmanager
     def loading(self, state: Mapping[str, Any]) -> Iterator[None]:
-        """Give the callbacks their states; what nobody claims waits for ``fit(callbacks=...)``.
+        """Load the callbacks' states. States of other callbacks wait for ``fit(callbacks=...)``.
 
-        If one of them raises, or what is done within, they are given back what they had.
+        If a callback or the block raises, all callbacks load their earlier states.
 
         Raises:
-            CheckpointError: if one of them raised.
+            CheckpointError: if a callback raised.
         """
         claimed = {entry.key: entry for entry in self._entries if entry.key in state}
         with contextlib.ExitStack() as undoing:
@@ -308,7 +283,6 @@ class CallbackList:
                 )
             yield
         self._loaded = {key: part for key, part in state.items() if key not in claimed}
-        self._detached = {}
 
     def _state_of(self, entry: _Entry) -> dict[str, Any]:
         try:
@@ -318,42 +292,34 @@ class CallbackList:
         return state
 
     def _load(self, entries: Sequence[_Entry]) -> None:
-        """Give these the states that wait for them, and raise then what one of them raised.
-
-        If one did, the states wait on: a `fit` that it keeps from beginning is called once again.
-        """
+        """Load the states that wait for these callbacks. If one fails, all states wait on."""
         claiming = [entry for entry in entries if entry.key in self._loaded]
-        failures = []
         for entry in claiming:
             try:
                 entry.callback.load_state_dict(map_leaves(self._loaded[entry.key], deep_copied))
             except Exception as error:
-                failures.append(_failure(entry, "load_state_dict", error))
-        if failures:
-            first, *others = failures
-            _note(first, others)
-            raise first
+                raise _failure(entry, "load_state_dict", error) from error
         for entry in claiming:
             del self._loaded[entry.key]
 
 
-def _interrupted(trainer: Trainer, error: KeyboardInterrupt) -> KeyboardInterrupt:
-    """Return what Ctrl-C raises, with how far training is and the notes of callbacks."""
-    told = KeyboardInterrupt(
+def _with_position(trainer: Trainer, error: BaseException) -> BaseException:
+    """Return what the call raises. After Ctrl-C, it says how far training is."""
+    from_worker = isinstance(error.__cause__, RemoteTraceback)
+    if not isinstance(error, KeyboardInterrupt) or error.args or from_worker:
+        return error
+    return KeyboardInterrupt(
         f"Interrupted at epoch {trainer.epoch}, step {trainer.global_step}. No finished step is "
-        "lost as long as this trainer lives: the next call goes on from here."
+        "lost as long as this trainer lives: the next call continues from here."
     )
-    for note in getattr(error, "__notes__", ()):
-        told.add_note(note)
-    return told
 
 
 def checked_callbacks(where: str, callbacks: Any, logdir: Path | None) -> list[Callback]:
-    """Return callbacks as a list, if all of them are.
+    """Return a list of callbacks, after checking them.
 
     Raises:
-        TypeError: if one is no instance of Callback, or a hook of it takes other arguments.
-        ValueError: if one was given no folder, and the trainer has no `logdir`.
+        TypeError: if one is not an instance of Callback, or a hook takes other arguments.
+        ValueError: if one needs a folder, and the trainer has no `logdir`.
     """
     if isinstance(callbacks, Callback | str) or not isinstance(callbacks, Iterable):
         raise TypeError(f"{where} takes a list of callbacks, not {callbacks!r}.")
@@ -366,17 +332,20 @@ def checked_callbacks(where: str, callbacks: Any, logdir: Path | None) -> list[C
             )
         if not isinstance(callback, Callback):
             raise TypeError(
-                f"{where}: {callback!r} is no callback. Derive its class from "
+                f"{where}: {callback!r} is not a callback. Derive its class from "
                 "raysgd.callbacks.Callback."
             )
         _check_hooks(where, callback)
         if callback.needs_logdir and logdir is None:
-            raise _no_folder(callback)
+            raise ValueError(
+                f"{type(callback).__name__} needs a folder. Pass one to it, or a folder for the "
+                "whole run to the trainer: logdir='runs/1'."
+            )
     return found
 
 
 def _check_hooks(where: str, callback: Callback) -> None:
-    """Check what a callback overrides now, and not when it is called after hours of training."""
+    """Check the signatures of overridden hooks, because they may run only after hours."""
     name = type(callback).__name__
     for hook, original in _HOOKS.items():
         if not _overrides(callback, hook):
@@ -391,34 +360,12 @@ def _check_hooks(where: str, callback: Callback) -> None:
     for hook in dir(type(callback)):
         if hook.startswith("on_") and hook not in _HOOKS:
             logger.warning(
-                "%s has %s, which nothing calls. The hooks are: %s.", name, hook, ", ".join(_HOOKS)
+                "%s has %s, which is not a hook. The hooks are: %s.", name, hook, ", ".join(_HOOKS)
             )
 
 
 def _overrides(callback: Callback, hook: str) -> bool:
     return getattr(getattr(callback, hook), "__func__", None) is not _HOOKS[hook]
-
-
-def _no_folder(callback: Callback) -> ValueError:
-    name, taken = type(callback).__name__, inspect.signature(type(callback)).parameters
-    own = [f"{argument}={example!r}" for argument, example in _PLACES.items() if argument in taken]
-    advice = f"pass it one, {name}({own[0]}), or give" if own else "give"
-    return ValueError(
-        f"{name} does not know where to write: {advice} the trainer a folder for the whole run, "
-        "logdir='runs/1'."
-    )
-
-
-def _note(error: BaseException, failures: Iterable[CallbackError]) -> None:
-    for failure in failures:
-        error.add_note(f"Also: {failure}")
-        # a note has no traceback, and nothing else will show this one
-        logger.error(
-            "Where the callback %s failed in %s:",
-            failure.callback,
-            failure.hook,
-            exc_info=failure.__cause__,
-        )
 
 
 def _key(name: str, number: int) -> str:
@@ -428,10 +375,10 @@ def _key(name: str, number: int) -> str:
 def _failure(entry: _Entry, hook: str, error: Exception) -> CallbackError:
     name = type(entry.callback).__name__
     untrained = ("on_train_start", "state_dict", "load_state_dict")
-    trained = "" if hook in untrained else "What was trained is trained. "
+    trained = "" if hook in untrained else "No training is lost. "
     failure = CallbackError(
         f"The callback {name} failed in {hook}: {_format_error(error)}. {trained}"
-        "The trainer can be used on.",
+        "You can continue to use the trainer.",
         callback=name,
         hook=hook,
     )
@@ -440,4 +387,4 @@ def _failure(entry: _Entry, hook: str, error: Exception) -> CallbackError:
 
 
 def _format_error(error: Exception) -> str:
-    return without_secrets(repr(error))  # a service may have repeated the URL that it was given
+    return without_secrets(repr(error))  # a service may repeat its URL

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, and going on from the newest."""
+"""Saving checkpoints during a run, and resuming from the newest."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
+from raysgd._internal.arguments import check_choice
 from raysgd._internal.nested import map_leaves
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.logger import folder_for
@@ -27,37 +28,35 @@ logger = logging.getLogger(__name__)
 class CheckpointCallback(Callback):
     """Saves checkpoints into a folder, and resumes from the newest intact one.
 
-    Without `monitor` it saves at the end of each epoch, or every so many steps. With `monitor` it
-    saves when the metric is measured: after ``validate()`` for ``val_loss``, in place of the end
-    of the epoch. If training has a metric of that name too, it saves at both times, and validated
-    checkpoints are kept first. If an exception ends training before the metric is measured, the
-    epoch is saved without it.
+    Without `monitor`, it saves after each epoch, or every few steps. With `monitor`, it saves when
+    the metric is measured: for ``val_loss`` after ``validate()`` instead of after the epoch. If
+    training has a metric of that name too, it saves at both times, and keeps validated checkpoints
+    first. If an exception comes before the metric, it saves the epoch without the metric.
 
     Args:
-        folder: a path, or a URL of any file system that fsspec knows; None for ``checkpoints`` in
-            the trainer's ``logdir``.
+        folder: a path, or a URL for fsspec; None for ``checkpoints`` in the trainer's ``logdir``.
         every: "epoch", or a number of steps. Training pauses for the save at multiples of it.
-        keep: how many checkpoints to keep; None for all. With `monitor` the best, and the newest
-            in addition.
-        monitor: name of the metric by which the best are kept, of training or of validation; of
-            validation if both have it. Without one the newest are kept.
+        keep: number of checkpoints to keep; None for all. With `monitor`, the best ones, and in
+            addition the newest.
+        monitor: name of the metric that selects the best, of training or validation; of validation
+            if both have it. Without it, the newest are kept.
         mode: "min" if smaller values of the metric are better, or "max".
-        blocking: False: copy the state, and write it while training continues.
+        blocking: False copies the state, and writes it while training continues.
         resume: whether a trainer that has not trained yet starts from the newest intact checkpoint
             in the folder. A warning names the damaged ones.
-        job: name of the job, one for each folder; None for the operator's name.
-        sharded: whether each worker writes its rows of models with ``register(sharding="full")``,
-            as ``trainer.save(folder, sharded=True)`` does. Then a checkpoint is a folder, and
+        job: name of the job, one per folder; None for the operator's name.
+        sharded: whether each worker writes its shards of models with ``register(sharding="full")``,
+            as ``trainer.save(folder, sharded=True)`` does. A checkpoint is then a folder, and
             training waits for it. False: the driver gathers the state in its memory. None: True
-            for such models if `folder` is on a file system that the workers share, else False.
-        on_exception: whether to save, also in mid-epoch, if an exception or Ctrl-C ends training,
-            unless too few workers are left or the state has NaN in it.
+            for such models if the workers share the file system of `folder`, else False.
+        on_exception: whether to save, also within an epoch, if an exception or Ctrl-C ends
+            training. It does not save a state with NaN, or if too few workers are left.
 
     Raises:
         ValueError: if an argument has a value that is not allowed.
     """
 
-    stage: ClassVar[int] = 1  # after the others note their state, before they start
+    stage: ClassVar[int] = 1  # after the callbacks that change their state, but starts before them
     saves_state: bool = True
 
     def __init__(
@@ -73,15 +72,13 @@ class CheckpointCallback(Callback):
         on_exception: bool = False,
         sharded: bool | None = None,
     ) -> None:
-        if sharded not in (True, False, None):
-            raise ValueError(f"CheckpointCallback(sharded={sharded!r}): must be a bool or None.")
+        check_choice("CheckpointCallback", "sharded", sharded, (True, False, None))
         if sharded and not blocking:
             raise ValueError(
-                "CheckpointCallback(sharded=True) waits until all is written: leave blocking out."
+                "CheckpointCallback(sharded=True, blocking=False): leave blocking out, because "
+                "training waits for the workers that write."
             )
-        if every != "epoch" and (
-            isinstance(every, bool) or not isinstance(every, int) or every < 1
-        ):
+        if every != "epoch" and (type(every) is not int or every < 1):
             raise ValueError(
                 f'CheckpointCallback(every={every!r}): must be "epoch" or a number of steps.'
             )
@@ -95,29 +92,27 @@ class CheckpointCallback(Callback):
         self._sharded = sharded
         self._job = job
         self._new_store = functools.partial(CheckpointStore, keep=keep, monitor=monitor, mode=mode)
-        # refuses wrong arguments early
-        checked = self._new_store(folder or ".", job=job or "checked here")
+        checked = self._new_store(folder or ".", job=job or "job")  # check the arguments early
         if sharded and not checked.is_local:
             raise ValueError(
-                "CheckpointCallback(sharded=True): the workers write into a folder of a file "
-                "system that all of them have mounted. Give its path, not a URL."
+                "CheckpointCallback(sharded=True): the folder must be a path on a file system that "
+                "all workers have mounted, not a URL."
             )
         self._store: CheckpointStore | None = None
         self._writer = BackgroundWriter()
         self._num_epochs_missing = 0
         self._newest: str | None = None
         self._saved_at = 0
-        """The step of the newest."""
-        self._unjudged = False
-        """Whether an epoch is over, and is saved when its metric is measured."""
+        self._unrated = False
+        """Whether an epoch is over that is saved when its metric is measured."""
         self.restored_from: str | None = None
-        """The checkpoint that training went on from."""
+        """The checkpoint from which training resumed."""
         self.passed_over: list[tuple[str, str]] = []
-        """Newer ones that could not be loaded, and why."""
+        """Newer checkpoints that could not be loaded, and why."""
 
     @property
     def best(self) -> str | None:
-        """The path or URL of the checkpoint whose monitored metric is best; None without one.
+        """The path or URL of the checkpoint with the best monitored metric; None without one.
 
         Raises:
             CheckpointError: if the folder cannot be reached.
@@ -126,64 +121,58 @@ class CheckpointCallback(Callback):
         return None if self._store is None else self._store.best
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Go on from the newest checkpoint."""
         if self._sharded:
-            trainer.apply_all_operators(_check_divided)
+            trainer.apply_all_operators(_check_sharded)
         folder = self._folder or folder_for(trainer, None, "checkpoints")
         self._store = self._new_store(folder, job=self._job or trainer.operator_name)
         if not self._resume or trainer.epoch or trainer.global_step:
-            return  # what was trained or loaded already is what the user wants
-        restored = self._store.restore()  # logs what it passes over
+            return
+        restored = self._store.restore()
         if restored is None:
             return
         try:
             trainer.load_state_dict(restored.state)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{restored.shown} is not of what is trained here. Train with the config that it "
-                "was written with, give another folder (or logdir), or empty this one to begin "
-                f"anew. {error}"
+                f"{restored.shown} is of another training. Train with the config that it was "
+                "written with, give another folder (or logdir), or empty this one to start from "
+                f"scratch. {error}"
             ) from error
         self.restored_from, self.passed_over = restored.path, restored.passed_over
         self._newest = restored.shown
         self._saved_at = trainer.global_step
-        # seen by default: the script's own learning rate, for one, has no effect now
+        # a warning, because the script's learning rate, for example, has no effect now
         logger.warning(
-            "Going on from %s, with its optimizers: epoch %d, step %d. (Another folder begins "
-            "anew.)",
+            "Resuming from %s, with its optimizers: epoch %d, step %d. To start from scratch, use "
+            "another folder.",
             restored.shown,
             trainer.epoch,
             trainer.global_step,
         )
 
     def next_pause(self, global_step: int) -> int | None:
-        """Pause at the next multiple."""
         if self._every == "epoch":
             return None
         return (global_step // self._every + 1) * self._every
 
     def on_pause(self, trainer: Trainer) -> None:
-        """Save in mid-epoch."""
         self._save(trainer, {})
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        """Save, unless the metric that judges it is still to come."""
         if self.monitor in metrics or (self.monitor is None and self._every == "epoch"):
-            # a validation that is to come may have the metric too, and then rates
             self._save(trainer, metrics, of_training=True)
         elif self.monitor is not None:
             self._num_epochs_missing += 1
-            self._unjudged = self._every == "epoch"
+            self._unrated = self._every == "epoch"
             if self._num_epochs_missing == 2:
                 logger.warning(
-                    "CheckpointCallback(monitor=%r): two epochs are over without it, and nothing "
-                    "is saved before it is measured. There are: %s.",
+                    "CheckpointCallback(monitor=%r): two epochs had no such metric, and nothing is "
+                    "saved without it. There are: %s.",
                     self.monitor,
                     ", ".join(trainer.latest_metrics),
                 )
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        """Save with the metric that judges it."""
         if self.monitor is None:
             return
         if self.monitor in metrics:
@@ -196,16 +185,14 @@ class CheckpointCallback(Callback):
             )
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """Save an epoch that waits to be judged, or all, and say where the script would go on."""
-        lacks = self._unjudged or (self._on_exception and trainer.global_step != self._saved_at)
-        if lacks and not isinstance(error, WorkerLostError):  # who is left may not answer
+        lacks = self._unrated or (self._on_exception and trainer.global_step != self._saved_at)
+        if lacks and not isinstance(error, WorkerLostError):  # the other workers may not answer
             self._save(trainer, {}, unless_nan=True)
             self._writer.wait()
         if self._newest is not None and self._resume:
-            error.add_note(f"Started again, the script goes on from {self._newest}.")
+            error.add_note(f"If you start the script again, it resumes from {self._newest}.")
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """Wait for the write that is under way."""
         self._writer.wait()
 
     def _save(
@@ -217,14 +204,14 @@ class CheckpointCallback(Callback):
     ) -> None:
         assert self._store is not None
         self._num_epochs_missing = 0
-        self._writer.wait()  # before the state is copied, so that there is one at a time
+        self._writer.wait()  # before the state is copied, to hold one copy at a time
         if self.monitor is not None:
-            metrics = {self.monitor: math.nan, **metrics}  # in mid-epoch it is not known
+            metrics = {self.monitor: math.nan, **metrics}  # it is unknown within an epoch
         with self._state(trainer, self._store, unless_nan) as state:
             if state is None:
-                logger.warning("Not saved after an exception: the state has NaN in it.")
+                logger.warning("Nothing is saved after the exception, because the state has NaN.")
                 return
-            self._unjudged, self._saved_at = False, trainer.global_step
+            self._unrated, self._saved_at = False, trainer.global_step
             save = functools.partial(
                 self._store.save,
                 state,
@@ -246,13 +233,13 @@ class CheckpointCallback(Callback):
     def _state(
         self, trainer: Any, store: CheckpointStore, unless_nan: bool
     ) -> Iterator[dict[str, Any] | None]:
-        """Yield the state to save, whose tensors may be in a folder as long as this lasts.
+        """Yield the state to save, or None if `unless_nan` and it has NaN.
 
-        Or None if it has NaN in it, and `unless_nan`.
+        Its tensors may be in a temporary folder.
         """
-        by_itself = self._sharded is None
-        if trainer._state.is_fully_sharded and store.is_local if by_itself else self._sharded:
-            if unless_nan and any(trainer.apply_all_operators(_rows_have_nan)):
+        automatic = self._sharded is None
+        if trainer._state.is_fully_sharded and store.is_local if automatic else self._sharded:
+            if unless_nan and any(trainer.apply_all_operators(_shards_have_nan)):
                 yield None
                 return
             with contextlib.ExitStack() as writing:
@@ -260,31 +247,30 @@ class CheckpointCallback(Callback):
                     yield writing.enter_context(trainer._state.sharded(store.tensors_folder))
                     return
                 except UnsharedFolderError as error:
-                    if not by_itself:
+                    if not automatic:
                         raise
                     self._sharded = False
-                    logger.warning("%s The driver saves whole states instead.", error)
+                    logger.warning("%s The driver gathers and saves the state instead.", error)
         state = trainer.state_dict(copy=False)
         yield None if unless_nan and _has_nan((state["models"], state["optimizers"])) else state
 
 
-def _check_divided(operator: Any) -> None:
-    """Refuse what workers do not write together. Runs on the worker."""
+def _check_sharded(operator: Any) -> None:
+    """Check that the models are sharded. Runs on the worker."""
     if getattr(operator._train_state, "sharding", None) != "full":
         raise ValueError(
-            "CheckpointCallback(sharded=True) is for models that are divided, by "
-            'register(sharding="full"). Leave sharded out.'
+            'CheckpointCallback(sharded=True) needs models with register(sharding="full"). Leave '
+            "sharded out."
         )
 
 
-def _rows_have_nan(operator: Any) -> bool:
-    """Whether what a worker holds has NaN in it. Runs on the worker."""
+def _shards_have_nan(operator: Any) -> bool:
+    """Return whether the state of a worker has NaN. Runs on the worker."""
     train_state = operator._train_state
     return _has_nan((train_state.training_state(), train_state.shards()))
 
 
 def _has_nan(state: Any) -> bool:
-    """Whether there is a NaN among the arrays and tensors of a state. Masks may be infinite."""
     found = []
     map_leaves(state, lambda x: found.append(hasattr(x, "dtype") and bool((x != x).any())))
     return any(found)

@@ -6,7 +6,7 @@ import codecs
 import csv
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,14 @@ __all__ = ["CsvLogger"]
 
 
 class CsvLogger(LoggerCallback):
-    """Writes a row for each ``train()``, each ``validate()``, and each step that is logged.
+    """Writes a row for each ``train()``, each ``validate()``, and each logged step.
 
     The columns are ``kind``, ``time``, ``seconds``, ``epoch``, ``global_step``, ``num_workers`` and
-    the metrics. Where a metric appears for the first time, the file is written anew with a column
-    more, and rows from before have nothing there. A file that is there is gone on with.
+    the metrics. For a new metric, the file is rewritten with another column. Rows are added to an
+    existing file.
 
     Args:
-        path: of the file; None for ``metrics.csv`` in the trainer's ``logdir``.
+        path: path of the file; None for ``metrics.csv`` in the trainer's ``logdir``.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -34,16 +34,18 @@ class CsvLogger(LoggerCallback):
         self.needs_logdir = path is None
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Find out where to write."""
         super().on_train_start(trainer)
         path = self._path(trainer)
         path.parent.mkdir(parents=True, exist_ok=True)
         end_line(path)
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
-        """Write a row."""
         path, record = self._path(trainer), record_of(trainer, call)
-        row = {**record, **_cells(metrics), **record}  # a metric of such a name gives way
+        cells = {
+            name: json.dumps(value) if isinstance(value, list) else value
+            for name, value in plain_values(metrics).items()
+        }
+        row = {**record, **cells, **record}  # the order of the record, and its values
         columns = _columns_of(path)
         if missing := [name for name in row if name not in columns]:
             columns += missing
@@ -55,11 +57,6 @@ class CsvLogger(LoggerCallback):
         return folder_for(trainer, self._given, "metrics.csv")
 
 
-def _cells(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    values = plain_values(metrics)
-    return {name: json.dumps(v) if isinstance(v, list) else v for name, v in values.items()}
-
-
 def _columns_of(path: Path) -> list[str]:
     if not path.exists():
         return []
@@ -68,12 +65,11 @@ def _columns_of(path: Path) -> list[str]:
 
 
 def _rewrite(path: Path, columns: Sequence[str]) -> None:
-    """Write the file anew with other columns: beside it, and then in its place."""
+    """Replace the file by one with other columns."""
     with replacing(path) as file:
         writer = csv.DictWriter(codecs.getwriter("utf-8")(file), columns)
         writer.writeheader()
         if path.exists():
             with path.open(encoding="utf-8", newline="") as old:
-                for row in csv.DictReader(old):
-                    # a row that is cut off, or too long, is kept as far as it has columns
+                for row in csv.DictReader(old):  # a row may be cut off or too long
                     writer.writerow({name: row.get(name) or "" for name in columns})

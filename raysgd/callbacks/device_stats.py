@@ -1,4 +1,4 @@
-"""What workers use of their devices, as metrics."""
+"""Resource use of the workers as metrics."""
 
 from __future__ import annotations
 
@@ -20,22 +20,20 @@ _MIB = 2**20
 
 
 class DeviceStats(Callback):
-    """Adds what the workers' processes use to the metrics of training.
+    """Adds the resource use of the workers' processes to the metrics of training.
 
-    ``memory_mib`` is the largest resident memory of a worker, ``cpu_percent`` the mean use of the
-    processor since the call before (100 is one core), and ``gpu_memory_mib``, where torch uses
-    GPUs, the largest peak of allocated GPU memory since the call before.
+    ``memory_mib`` is the largest resident memory of a worker. ``cpu_percent`` is the mean CPU use
+    since the last call (100 is one core). ``gpu_memory_mib``, if PyTorch uses GPUs, is the largest
+    peak of allocated GPU memory since the last call.
     """
 
     stage: ClassVar[int] = -1  # before the loggers
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        """Add the numbers."""
         try:
-            found = trainer.apply_all_operators(_used)
-        except WorkerLostError as error:
-            # the next call mends the group; a run is not to end for want of these numbers
-            logger.warning("No statistics of devices of epoch %d: %s", trainer.epoch, error)
+            found = trainer.apply_all_operators(_resource_use)
+        except WorkerLostError as error:  # the next call repairs the group
+            logger.warning("No device statistics for epoch %d: %s", trainer.epoch, error)
             return
         metrics["memory_mib"] = max(each["memory_mib"] for each in found)
         metrics["cpu_percent"] = sum(each["cpu_percent"] for each in found) / len(found)
@@ -45,8 +43,8 @@ class DeviceStats(Callback):
     on_steps_end = on_epoch_end
 
 
-def _used(operator: Any) -> dict[str, float]:
-    """Return what this process uses. Runs on the worker."""
+def _resource_use(operator: Any) -> dict[str, float]:
+    """Return the resource use of this process. Runs on the worker."""
     process = _process()
     used = {"memory_mib": process.memory_info().rss / _MIB, "cpu_percent": process.cpu_percent()}
     torch = sys.modules.get("torch")
@@ -58,4 +56,4 @@ def _used(operator: Any) -> dict[str, float]:
 
 @functools.cache
 def _process() -> psutil.Process:
-    return psutil.Process()  # which knows when it was last asked
+    return psutil.Process()  # it remembers the time of its last `cpu_percent`

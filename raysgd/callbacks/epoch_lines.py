@@ -12,68 +12,63 @@ from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.values import numbers_in
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES, NUM_SKIPPED_STEPS
 
-__all__ = ["EpochLines", "in_notebook", "is_interactive", "means_in", "place_of"]
+__all__ = ["EpochLines", "is_interactive", "means_in", "place_of"]
 
 _MOST = 8
 """Metrics in a line."""
 _WITHOUT_END = sys.maxsize
-"""Epochs of a `fit` that only steps or a time end."""
+"""`num_epochs` of a `fit` that ends by steps or time."""
 
 
 class EpochLines(Callback):
-    """Prints a line for each epoch of ``fit()``, when it is validated; ``fit()`` has one itself.
+    """Prints a line for each epoch of ``fit()``, after its validation; ``fit()`` adds one.
 
     ::
 
         epoch 2/8  train_loss 0.3123  val_loss 0.2911  val_accuracy 0.9115  3.1 s
 
-    The seconds are those of training and validation. In a terminal, ``…`` stands for metrics that
-    do not fit into one line. It goes to standard error, in a notebook to
-    standard output. Other calls than ``fit()`` print nothing.
+    The time is that of training and validation. In a terminal, ``…`` stands for metrics that do not
+    fit. It prints to standard error, and in a notebook to standard output.
     """
 
     def __init__(self) -> None:
         self._means: dict[str, float] = {}
         self._seconds = 0.0
         self._waits = False
+        """Whether the line waits for a validation."""
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """See whether a validation is to come first."""
         self._waits = trainer.validation_due
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        """Print the line, unless the validation is to come."""
-        self._means, self._seconds = means_in(metrics), _seconds_of(trainer)
+        self._means, self._seconds = {}, 0.0
         self._waits = trainer.validation_due
-        if not self._waits:
-            self._print_epoch(trainer)
+        self._add(trainer, metrics)
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        """Print the line."""
         if self._waits:
-            self._means |= means_in(metrics)
-            self._seconds += _seconds_of(trainer)
-            self._print_epoch(trainer)
+            self._waits = False
+            self._add(trainer, metrics)
+
+    def _add(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+        self._means |= means_in(metrics)
+        self._seconds += 0.0 if trainer.last_call is None else trainer.last_call.seconds
+        if not self._waits and trainer.num_epochs is not None:
+            begin, end = place_of(trainer, trainer.epoch), f"{self._seconds:.1f} s"
+            self._print(_fitted(begin, self._means, end, _width()))
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """Say why training has ended early."""
         if trainer.stop_reason is not None:
             self._print(f"stopped after epoch {trainer.epoch}: {trainer.stop_reason}")
 
-    def _print_epoch(self, trainer: Trainer) -> None:
-        if trainer.num_epochs is not None:
-            begin, end = place_of(trainer, trainer.epoch), f"{self._seconds:.1f} s"
-            self._print(_fitted(begin, self._means, end, _width()))
-        self._means, self._seconds, self._waits = {}, 0.0, False
-
     def _print(self, line: str) -> None:
-        print(line, file=sys.stdout if in_notebook() else sys.stderr, flush=True)
+        print(line, file=sys.stdout if _in_notebook() else sys.stderr, flush=True)
 
 
 def _fitted(begin: str, means: dict[str, float], end: str, width: float) -> str:
-    """Return a line of at most `width` columns, with as many metrics as fit, and at least one.
+    """Return a line of at most `width` columns, or with only one metric.
 
-    If some are left out, losses come first, and then metrics of validation.
+    If not all metrics fit, losses come first, and then metrics of validation.
     """
     shown = {name: f"{name} {value:.4g}" for name, value in means.items()}
     line = "  ".join([begin, *shown.values(), end])
@@ -88,13 +83,13 @@ def _fitted(begin: str, means: dict[str, float], end: str, width: float) -> str:
 
 
 def _width() -> float:
-    """Return how many columns a line may have: a terminal wraps longer ones, a file does not."""
-    in_terminal = sys.stderr.isatty() and not in_notebook()
+    """Return the width of the terminal, or infinity for a file."""
+    in_terminal = sys.stderr.isatty() and not _in_notebook()
     return shutil.get_terminal_size().columns if in_terminal else math.inf
 
 
 def means_in(metrics: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers in the result of a call that say how well it goes."""
+    """Return the numbers in the result of a call without counts and last values."""
     counts = ("epoch", NUM_SAMPLES, BATCH_COUNT, NUM_SKIPPED_STEPS)
     return {
         name: value
@@ -103,25 +98,20 @@ def means_in(metrics: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def in_notebook() -> bool:
-    """Whether this is the kernel of a notebook."""
+def is_interactive() -> bool:
+    """Return whether a bar can be redrawn: in a terminal, or a notebook with ipywidgets."""
+    if _in_notebook():
+        return importlib.util.find_spec("ipywidgets") is not None
+    return sys.stderr.isatty()
+
+
+def _in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return shell is not None and "IPKernelApp" in shell.config
 
 
-def is_interactive() -> bool:
-    """Whether a bar can be redrawn in place: a notebook needs ipywidgets for it."""
-    if in_notebook():
-        return importlib.util.find_spec("ipywidgets") is not None
-    return sys.stderr.isatty()
-
-
-def _seconds_of(trainer: Trainer) -> float:
-    return 0.0 if trainer.last_call is None else trainer.last_call.seconds
-
-
-def place_of(trainer: Trainer, epoch: int | str) -> str:
-    """Return "epoch 2/8", or "epoch 2" where steps or a time end the `fit`."""
+def place_of(trainer: Trainer, epoch: int) -> str:
+    """Return "epoch 2/8", or "epoch 2" if steps or time end the `fit`."""
     has_end = trainer.num_epochs is not None and trainer.num_epochs < _WITHOUT_END
     return f"epoch {epoch}/{trainer.num_epochs}" if has_end else f"epoch {epoch}"

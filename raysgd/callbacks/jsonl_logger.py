@@ -1,4 +1,4 @@
-"""The log of a run as files of one JSON object a line, which other tools can read."""
+"""The log of a run as JSON lines, which other tools can read."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["JsonlLogger"]
 
 
 class JsonlLogger(LoggerCallback):
-    """Writes ``metrics.jsonl`` and ``events.jsonl``; ``TorchTrainer(logdir=...)`` has one.
+    """Writes ``metrics.jsonl`` and ``events.jsonl``; ``TorchTrainer(logdir=...)`` adds one.
 
-    A line is written and flushed as it comes, and no file is held open in between. The first line
-    of ``metrics.jsonl``, and one more for each time that the run is resumed, tells of the run::
+    The first line of ``metrics.jsonl``, and another one each time that the run resumes, describes
+    the run::
 
         {"kind": "run", "time": ..., "version": ..., "operator": "Classifier", "device": "CPU",
          "versions": {"python": ..., ...}, "config": {...}, "epoch": 0, "global_step": 0,
@@ -34,60 +34,50 @@ class JsonlLogger(LoggerCallback):
         {"kind": "train", "time": ..., "seconds": ..., "epoch": 1, "global_step": 31,
          "num_workers": 2, "metrics": {"train_loss": 0.5, ...}}
 
-    With ``fit(log_every=...)`` there are lines of kind "step" as well. ``time`` is in seconds since
-    the epoch, at the end of the call; numbers that are not finite are the texts "nan", "inf" and
-    "-inf". ``events.jsonl`` has the fields of
-    :class:`raysgd.elastic.events.Event`.
+    ``fit(log_every=...)`` adds lines of kind "step". ``time`` is the end of the call in seconds
+    since the epoch. Numbers that are not finite are the strings "nan", "inf" and "-inf".
+    ``events.jsonl`` has the fields of :class:`raysgd.elastic.events.Event`.
 
     Args:
-        folder: where to; None for the trainer's ``logdir``. It is made if it is missing.
+        folder: where to write; None for the trainer's ``logdir``.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self.folder = None if folder is None else checked_path("folder", folder).absolute()
-        """The folder that was given."""
+        """The folder that the user gave."""
         self.needs_logdir = folder is None
-        self._told_of: weakref.ref[Trainer] | None = None
+        self._described: weakref.ref[Trainer] | None = None
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Tell of the run, once for each trainer."""
         super().on_train_start(trainer)
-        folder = folder_for(trainer, self.folder)
-        if self._told_of is not None and self._told_of() is trainer:
+        if self._described is not None and self._described() is trainer:
             return
+        folder = folder_for(trainer, self.folder)
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("metrics.jsonl", "events.jsonl"):
             end_line(folder / name)
-        self._write(
-            trainer,
-            "metrics.jsonl",
-            {
-                "kind": "run",
-                "time": time.time(),
-                "version": importlib.import_module("raysgd").__version__,
-                "operator": trainer.operator_name,
-                "device": "GPU" if getattr(trainer, "use_gpu", False) else "CPU",
-                "versions": _versions(),
-                "config": json_dict(shown_config(trainer.config)),
-                "epoch": trainer.epoch,
-                "global_step": trainer.global_step,
-                "num_workers": trainer.num_workers,
-                "min_workers": trainer.min_workers,
-            },
-        )
-        self._told_of = weakref.ref(trainer)
+        run = {
+            "kind": "run",
+            "time": time.time(),
+            "version": importlib.import_module("raysgd").__version__,
+            "operator": trainer.operator_name,
+            "device": "GPU" if getattr(trainer, "use_gpu", False) else "CPU",
+            "versions": _versions(),
+            "config": json_dict(shown_config(trainer.config)),
+            "epoch": trainer.epoch,
+            "global_step": trainer.global_step,
+            "num_workers": trainer.num_workers,
+            "min_workers": trainer.min_workers,
+        }
+        self._write(trainer, "metrics.jsonl", run)
+        self._described = weakref.ref(trainer)
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
-        """Write the result of a call."""
         line = {**record_of(trainer, call), "metrics": plain_values(metrics)}
         self._write(trainer, "metrics.jsonl", line)
 
     def on_event(self, trainer: Trainer, event: Event) -> None:
-        """Write an event, also between two runs: no file is open that could be closed."""
-        self.log_event(trainer, event)
-
-    def log_event(self, trainer: Trainer, event: Event) -> None:
-        """Write an event."""
+        # also between two runs, because no file stays open
         self._write(trainer, "events.jsonl", dataclasses.asdict(event))
 
     def _write(self, trainer: Trainer, name: str, line: Mapping[str, Any]) -> None:
@@ -98,7 +88,7 @@ class JsonlLogger(LoggerCallback):
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of Python, and of what is imported of Ray and the frameworks."""
+    """Return the versions of Python, and of Ray and the imported frameworks."""
     names = ("ray", "torch", "tensorflow", "keras")
     found = {name: getattr(sys.modules.get(name), "__version__", None) for name in names}
     return {"python": platform.python_version(), **{k: v for k, v in found.items() if v}}

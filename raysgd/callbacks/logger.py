@@ -1,4 +1,4 @@
-"""What the callbacks that write metrics somewhere have in common."""
+"""The base class of callbacks that write metrics, and their helpers."""
 
 from __future__ import annotations
 
@@ -11,55 +11,96 @@ from raysgd.callbacks.base import Callback, LastCall, Trainer
 from raysgd.callbacks.values import numbers_in
 from raysgd.elastic.events import Event
 
-__all__ = ["LoggerCallback", "end_line", "folder_for", "measured", "record_of"]
+__all__ = [
+    "LoggerCallback",
+    "ServiceLogger",
+    "end_line",
+    "folder_for",
+    "named_metrics",
+    "record_of",
+]
 
 
 class LoggerCallback(Callback):
-    """Writes the result of each call and each event somewhere.
-
-    Override `log`, `log_event` and `close`.
-    """
+    """Writes the result of each call and each event. Override `log`, `log_event` and `close`."""
 
     is_running = False
-    """Whether it has started and not ended. What happens in between two runs it lets pass."""
+    """Whether it has started and not ended. It ignores events in between."""
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
-        """Write the result of one ``train()`` or ``validate()``, or of some steps, by its kind."""
+        """Write the result of a ``train()``, a ``validate()``, or some steps: see ``call.kind``."""
 
     def log_event(self, trainer: Trainer, event: Event) -> None:
         """Write an event."""
 
     def close(self, trainer: Trainer) -> None:
-        """Close what is open; called in the end, also after an exception."""
+        """Close what is open. Called at the end, also after an exception."""
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Begin."""
         self.is_running = True
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """End."""
         self.is_running = False
         self.close(trainer)
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        """Write the result of a call."""
         assert trainer.last_call is not None
         self.log(trainer, trainer.last_call, metrics)
 
     on_steps_end = on_validation_end = on_epoch_end
 
     def on_log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
-        """Write what some steps have measured."""
         self.log(trainer, call, metrics)
 
     def on_event(self, trainer: Trainer, event: Event) -> None:
-        """Write an event."""
         if self.is_running:
             self.log_event(trainer, event)
 
 
+class ServiceLogger(LoggerCallback):
+    """Writes to a run of a tracking service. A resumed training continues the same run."""
+
+    run_id: str | None = None
+    """The id of the run; None before it has begun."""
+    _run: Any = None
+    _failed = False
+
+    def _open(self, trainer: Trainer) -> Any:
+        """Begin a run, or continue the one with `run_id`. Return it, and set `run_id`."""
+        raise NotImplementedError
+
+    def _end(self, run: Any, failed: bool) -> None:
+        """End a run."""
+        raise NotImplementedError
+
+    def _opened(self, trainer: Trainer) -> Any:
+        """Return the run. It opens with the first record, because a state may load before that."""
+        if self._run is None:
+            self._failed = False
+            self._run = self._open(trainer)
+        return self._run
+
+    def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
+        self._failed = False  # training has continued after an exception
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        self._failed = True
+
+    def close(self, trainer: Trainer) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            self._end(run, self._failed)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.run_id is None else {"run_id": self.run_id}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._run is None:
+            self.run_id = state.get("run_id")
+
+
 def record_of(trainer: Trainer, call: LastCall) -> dict[str, Any]:
-    """Return what files tell of a call beside its metrics."""
+    """Return what files contain about a call, in addition to its metrics."""
     record = {
         "kind": call.kind,
         "time": call.time,
@@ -71,22 +112,24 @@ def record_of(trainer: Trainer, call: LastCall) -> dict[str, Any]:
     return record if trainer.split == 1 else {**record, "split": trainer.split}
 
 
-def measured(trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> dict[str, float | int]:
-    """Return the numbers of a call by the names that services show them under."""
+def named_metrics(
+    trainer: Trainer, call: LastCall, metrics: dict[str, Any]
+) -> dict[str, float | int]:
+    """Return the numbers of a call by their names in services."""
     numbers = {f"{call.kind}/{name}": value for name, value in numbers_in(metrics).items()}
     return {**numbers, "workers/num_workers": trainer.num_workers}
 
 
 def folder_for(trainer: Trainer, given: str | os.PathLike[str] | None, *below: str) -> Path:
-    """Return the folder that a callback was given, or the one in the run folder."""
+    """Return the folder that the user gave, or the one in the run folder."""
     if given is not None:
         return checked_path("folder", given).absolute()
-    assert trainer.logdir is not None  # `needs_logdir`
+    assert trainer.logdir is not None  # because of `needs_logdir`
     return trainer.logdir.joinpath(*below)
 
 
 def end_line(path: Path) -> None:
-    """End the last line of a file whose writer was killed in the midst of it."""
+    """End the last line of a file, because its writer may have been killed within the line."""
     if not path.exists() or path.stat().st_size == 0:
         return
     with path.open("rb+") as file:

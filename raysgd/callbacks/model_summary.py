@@ -1,4 +1,4 @@
-"""What is trained, in a table at the start."""
+"""A table of the models at the start."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from raysgd.callbacks.base import Callback, Trainer
 __all__ = ["ModelSummary"]
 
 _WIDTH = 50
-"""Characters of the type and its arguments."""
+"""Characters of a type and its arguments."""
 
 
 class ModelSummary(Callback):
     """Prints the layers of the models, their parameters and sizes, when training starts."""
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Print it."""
         print(trainer.apply_all_operators(_summary)[0], flush=True)
 
 
@@ -28,7 +27,7 @@ def _summary(operator: Any) -> str:
     totals = [0, 0, 0]
     for number, model in enumerate(models):
         if hasattr(operator, "unwrapped"):
-            model = operator.unwrapped(model)  # without what averages gradients
+            model = operator.unwrapped(model)  # without DistributedDataParallel
         prefix = f"{number}." if len(models) > 1 else ""
         for part, module in _parts(model):
             rows.append((f"{prefix}{part}", _described(module), *_cells(_counts(module))))
@@ -51,7 +50,7 @@ def _cells(counts: Sequence[int]) -> tuple[str, str, str]:
 
 
 def _described(module: Any) -> str:
-    """Return the type of a part and its arguments, or the shapes of what a Keras layer holds."""
+    """Return the type and the arguments of a module, or the shapes of a Keras layer."""
     if hasattr(module, "extra_repr"):
         arguments = " ".join(module.extra_repr().split())
     else:
@@ -61,14 +60,14 @@ def _described(module: Any) -> str:
 
 
 def _parts(model: Any) -> list[tuple[str, Any]]:
-    """Return the parts of a model of PyTorch, or the layers of one of Keras, by name."""
+    """Return the children of a PyTorch module, or the layers of a Keras model, by name."""
     if hasattr(model, "named_children"):
         return list(model.named_children())
     return [(layer.name, layer) for layer in model.layers]
 
 
 def _counts(module: Any) -> tuple[int, int, int]:
-    """Return numbers, numbers that are trained, and bytes, of parameters."""
+    """Return the numbers of parameters and of trained parameters, and their size in bytes."""
     if hasattr(module, "parameters"):
         found = list(module.parameters())
         trained = sum(p.numel() for p in found if p.requires_grad)

@@ -1,4 +1,4 @@
-"""A trace of some steps, made by torch's profiler on worker 0."""
+"""A trace of some steps by the PyTorch profiler on worker 0."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from raysgd._internal.arguments import check_int
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.logger import folder_for
 
@@ -16,21 +17,21 @@ __all__ = ["TorchProfiler", "exported"]
 
 logger = logging.getLogger(__name__)
 
-_UNDER_WAY: dict[str, Any] = {}
-"""In the worker: the profilers that are on."""
+_RUNNING: dict[str, Any] = {}
+"""The running profilers of this worker."""
 
 
 class TorchProfiler(Callback):
     """Profiles some training steps on worker 0, once, and writes a trace.
 
-    The trace, ``trace-step-00000010.json.gz`` or the like, opens in https://ui.perfetto.dev and in
-    ``chrome://tracing``. Training pauses before and after the steps. A worker 0 that is lost
-    takes its trace along.
+    The trace, such as ``trace-step-00000010.json.gz``, opens in https://ui.perfetto.dev and in
+    ``chrome://tracing``. Training pauses before and after the steps. If worker 0 is lost in these
+    steps, its trace is lost too.
 
     Args:
-        num_steps: how many steps to profile; each makes the trace some 100 kB larger.
-        skip_steps: how many steps to let pass before, since the first ones are not typical.
-        folder: where to; None for ``profile`` in the trainer's ``logdir``.
+        num_steps: number of steps to profile. Each adds about 100 kB to the trace.
+        skip_steps: number of steps before them. The first steps are not typical.
+        folder: where to write; None for ``profile`` in the trainer's ``logdir``.
         arguments: further arguments of ``torch.profiler.profile``, such as ``record_shapes``.
 
     Raises:
@@ -44,13 +45,8 @@ class TorchProfiler(Callback):
         folder: str | os.PathLike[str] | None = None,
         **arguments: Any,
     ) -> None:
-        if num_steps < 1 or skip_steps < 0:
-            raise ValueError(
-                f"TorchProfiler(num_steps={num_steps!r}, skip_steps={skip_steps!r}): at least one "
-                "step must be profiled, and skip_steps be at least 0."
-            )
-        self._num_steps = num_steps
-        self._skip_steps = skip_steps
+        self._num_steps = check_int("TorchProfiler", "num_steps", num_steps, 1)
+        self._skip_steps = check_int("TorchProfiler", "skip_steps", skip_steps, 0)
         self._given = folder
         self.needs_logdir = folder is None
         self._arguments = arguments
@@ -58,10 +54,9 @@ class TorchProfiler(Callback):
         self._begin_at: int | None = None
         self._end_at: int | None = None
         self.trace: Path | None = None
-        """The trace, once it is written."""
+        """Path of the trace, when it is written."""
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Begin at once if no step is to be skipped."""
         self._folder = folder_for(trainer, self._given, "profile")
         if self.trace is None:
             self._begin_at = trainer.global_step + self._skip_steps
@@ -69,20 +64,17 @@ class TorchProfiler(Callback):
                 self._begin(trainer)
 
     def next_pause(self, global_step: int) -> int | None:
-        """Pause where profiling begins and where it ends."""
         due = self._begin_at if self._end_at is None else self._end_at
-        # training may have gone past it where all workers were lost
+        # a step may be past already, if all workers were lost
         return None if due is None else max(due, global_step + 1)
 
     def on_pause(self, trainer: Trainer) -> None:
-        """Begin or end."""
         if self._end_at is None:
             self._begin(trainer)
         else:
             self._end(trainer)
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """End it where training ended first."""
         if self._end_at is not None:
             self._end(trainer)
         self._begin_at = None
@@ -97,7 +89,7 @@ class TorchProfiler(Callback):
         key = str(id(self))
         packed = trainer.apply_all_operators(lambda operator: _stop(operator, key))[0]
         if packed is None:
-            logger.warning("No trace: worker 0 was lost while it was profiled.")
+            logger.warning("No trace was written: worker 0 was lost while it was profiled.")
             return
         assert self._folder is not None
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -106,18 +98,17 @@ class TorchProfiler(Callback):
 
 
 def _start(operator: Any, key: str, arguments: dict[str, Any]) -> None:
-    """Turn the profiler on. Runs on the worker, in the thread that trains."""
+    """Start the profiler. Runs on the worker, in the thread that trains."""
     if operator.world_rank == 0:
         from torch.profiler import profile
 
-        profiler = profile(**arguments)
-        profiler.start()
-        _UNDER_WAY[key] = profiler
+        _RUNNING[key] = profile(**arguments)
+        _RUNNING[key].start()
 
 
 def _stop(operator: Any, key: str) -> bytes | None:
-    """Turn the profiler off and return its trace. Runs on the worker."""
-    profiler = _UNDER_WAY.pop(key, None)
+    """Stop the profiler, and return its trace. Runs on the worker."""
+    profiler = _RUNNING.pop(key, None)
     if profiler is None:
         return None
     profiler.stop()
@@ -125,7 +116,7 @@ def _stop(operator: Any, key: str) -> bytes | None:
 
 
 def exported(profiler: Any) -> bytes:
-    """Return the trace of a profiler of torch's."""
+    """Return the trace of a PyTorch profiler."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))

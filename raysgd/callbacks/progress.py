@@ -20,19 +20,18 @@ _MOST = 4
 
 
 class ProgressBar(EpochLines):
-    """Shows batches, newest metrics, samples a second and live workers of each call.
+    """Shows batches, newest metrics, samples per second and live workers of each call.
 
-    In a terminal, or a notebook with ipywidgets, it is a bar that is redrawn in place; its last
-    state stays, or in ``fit()`` gives way to the line of the epoch. Elsewhere it is a line now and
-    then, and one at the end of a call or of an epoch of ``fit()``. ``TorchTrainer(use_tqdm=True)``
-    has one, ``fit()`` as well where it is a bar. Give it as the first callback where others print:
-    its line is done then.
+    In a terminal, or a notebook with ipywidgets, it is a bar. In ``fit()``, the line of the epoch
+    replaces the bar. Elsewhere, it prints a line from time to time, and at the end of a call or
+    epoch. ``TorchTrainer(use_tqdm=True)`` adds one. If other callbacks print, put it before them,
+    so that its line is complete.
 
     Args:
-        every_s: seconds between two lines where there is no terminal.
+        every_s: seconds between two lines without a terminal.
 
     Raises:
-        ValueError: if `every_s` is not above 0.
+        ValueError: if `every_s` is not positive.
     """
 
     def __init__(self, every_s: float = 30.0) -> None:
@@ -45,7 +44,6 @@ class ProgressBar(EpochLines):
         self._num_samples = self._samples_before = 0
 
     def on_progress(self, trainer: Trainer, kind: str, progress: Sequence[Progress]) -> None:
-        """Show how far the workers are."""
         if self._display is None or self._kind != kind:
             self._begin(trainer, kind)
         if not progress:
@@ -55,7 +53,7 @@ class ProgressBar(EpochLines):
             return
         names = dict.fromkeys(name for each in progress for name in each.latest)
         latest = {n: _mean([p.latest[n] for p in progress if n in p.latest]) for n in names}
-        # a call has several segments where it pauses or loses a worker: count over all of them
+        # the workers start to count again after a pause or a failure within the call
         done = first.num_batches
         if kind == "train":
             done = max(done, first.global_step - self._first_step)
@@ -64,55 +62,50 @@ class ProgressBar(EpochLines):
         if num_samples < self._num_samples:
             self._samples_before += self._num_samples
         self._num_samples = num_samples
-        shown = self._format(trainer, self._samples_before + num_samples, latest)
-        assert self._display is not None
         if trainer.num_epochs is not None and kind == "train":
             self._label = place_of(trainer, first.epoch + 1)
+        assert self._display is not None
         self._display.label = self._label + ", compiling" * compiling
+        shown = self._format(trainer, self._samples_before + num_samples, latest)
         self._display.show(done, total, shown)
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        """Show the result of a ``train()``."""
         self._finish(trainer, f"train {trainer.epoch}", metrics)
         super().on_epoch_end(trainer, metrics)
 
     def on_steps_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        """Show the result of a ``train()``."""
         self._finish(trainer, f"train {trainer.epoch}", metrics)
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        """Show the result of a ``validate()``."""
         self._finish(trainer, "validate", metrics)
         super().on_validation_end(trainer, metrics)
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """Leave the bar as it is."""
         self._close()
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """Leave the bar as it is."""
         self._close()
         super().on_train_end(trainer)
 
     def _begin(self, trainer: Trainer, kind: str) -> None:
         self._close()
-        self._kind = kind
-        label = kind
+        self._kind = self._label = kind
         if trainer.num_epochs is not None:
             is_validation = kind == "validate"
-            # of training the workers say which epoch it is, as soon as they have a batch
-            label = place_of(trainer, trainer.epoch + (not is_validation))
-            label += ", validation" * is_validation
-        stays = trainer.num_epochs is None
-        self._label = label
-        self._display = _Bar(label, stays) if is_interactive() else _Lines(label, self._every_s)
+            # a guess for training: the workers report the epoch with their first batch
+            self._label = place_of(trainer, trainer.epoch + (not is_validation))
+            self._label += ", validation" * is_validation
+        if is_interactive():
+            self._display = _Bar(self._label, stays=trainer.num_epochs is None)
+        else:
+            self._display = _Lines(self._label, self._every_s)
         self._started = time.perf_counter()
         self._first_step = trainer.global_step
         self._num_samples = self._samples_before = 0
 
     def _finish(self, trainer: Trainer, label: str, metrics: dict[str, Any]) -> None:
         if self._display is not None and trainer.num_epochs is None:
-            # loops that users write need not say how much they have read
+            # a user's loop may not count its batches
             steps = trainer.global_step - self._first_step if self._kind == "train" else None
             counted = metrics.get(BATCH_COUNT, steps)
             num_batches = None if counted is None else round(counted)
@@ -140,10 +133,8 @@ class ProgressBar(EpochLines):
 
 
 class _Bar:
-    """A bar of tqdm."""
-
     def __init__(self, label: str, stays: bool) -> None:
-        from tqdm.auto import tqdm  # in a notebook without widgets this warns
+        from tqdm.auto import tqdm  # warns in a notebook without ipywidgets
         from tqdm.contrib.logging import logging_redirect_tqdm
 
         self.label = label
@@ -152,12 +143,8 @@ class _Bar:
         self._bar = tqdm(desc=label, unit="batch", dynamic_ncols=True, file=sys.stderr, leave=stays)
 
     def show(self, num_batches: int, total: int | None, shown: dict[str, str]) -> None:
-        if total != self._bar.total and not self._bar.disable:
-            # a notebook's bar takes a new total by this alone, which also starts its clock anew
-            began = self._bar.start_t
-            self._bar.reset(total)
-            self._bar.start_t = began
-        self._bar.total = total
+        if total is not None and total != self._bar.total:
+            self._bar.reset(total)  # in a notebook, an assignment does not change the widget
         self._bar.set_description(self.label, refresh=False)
         self._bar.set_postfix(shown, refresh=False)
         self._bar.n = num_batches
@@ -165,20 +152,18 @@ class _Bar:
 
     def finish(self, label: str, num_batches: int | None, shown: dict[str, str]) -> None:
         self.label = label
-        known = self._bar.total or self._bar.n  # as far as the call is known to have come
-        num_shown = int(known) if num_batches is None else num_batches
-        self.show(num_shown, num_shown or None, shown)
+        if num_batches is None:
+            num_batches = int(self._bar.total or self._bar.n)
+        self.show(num_batches, num_batches or None, shown)
 
     def close(self, is_done: bool) -> None:
-        if is_done:  # a notebook takes a bar that is not full for one of a failure, and keeps it
+        if is_done:  # a notebook shows a bar that is not full as a failure
             self._bar.total = self._bar.n
         self._bar.close()
         self._logs_above.close()
 
 
 class _Lines:
-    """Lines in a file: few enough to be read, and enough to see that it goes on."""
-
     def __init__(self, label: str, every_s: float) -> None:
         self.label = label
         self._every_s = every_s
@@ -196,9 +181,9 @@ class _Lines:
         pass
 
     def _write(self, label: str, done: str | None, shown: dict[str, str]) -> None:
-        told = [] if done is None else [f"{done} batches"]
-        told += [f"{name}={value}" for name, value in shown.items()]
-        print(f"{label}: {', '.join(told)}", file=sys.stderr, flush=True)
+        parts = [] if done is None else [f"{done} batches"]
+        parts += [f"{name}={value}" for name, value in shown.items()]
+        print(f"{label}: {', '.join(parts)}", file=sys.stderr, flush=True)
 
 
 def _mean(values: Sequence[float]) -> float:

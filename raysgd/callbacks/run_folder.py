@@ -1,4 +1,4 @@
-"""The folder of a run, and the callbacks that a trainer has of its own."""
+"""The folder of a run, and the callbacks that a trainer adds."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ def checked_logdir(logdir: str | os.PathLike[str] | None) -> Path | None:
     """Return the run folder as an absolute path.
 
     Raises:
-        TypeError: if it is no path.
+        TypeError: if it is not a path.
         ValueError: if it is empty, a URL or a file.
     """
     if logdir is None:
         return None
-    advice = "Checkpoints may go to one: CheckpointCallback('s3://...')."
+    advice = "Checkpoints can go to one: CheckpointCallback('s3://...')."
     path = checked_path("logdir", logdir, advice).absolute()
     if path.exists() and not path.is_dir():
-        raise ValueError(f"logdir={str(logdir)!r}: it is there, and is no folder.")
+        raise ValueError(f"logdir={str(logdir)!r}: it exists, but is not a folder.")
     return path
 
 
 def check_can_write(logdir: Path) -> None:
-    """Check that the run folder takes files, and leave nothing behind.
+    """Check that files can be created in the run folder, or the closest existing parent.
 
     Raises:
-        OSError: if it does not, or cannot be made.
+        OSError: if they cannot.
     """
-    there = next(folder for folder in (logdir, *logdir.parents) if folder.exists())
+    existing = next(folder for folder in (logdir, *logdir.parents) if folder.exists())
     try:
-        with tempfile.TemporaryFile(dir=there) as file:
+        with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"\n")
     except OSError as error:
         raise type(error)(
-            f"logdir={str(logdir)!r}: nothing can be written in {there}: {error.strerror}."
+            f"logdir={str(logdir)!r}: cannot write in {existing}: {error.strerror}."
         ) from None
 
 
 def trainer_callbacks(
     trainer_name: str, callbacks: Iterable[Callback], use_tqdm: bool, logdir: Path | None
 ) -> list[Callback]:
-    """Return the user's callbacks with those that ``use_tqdm`` and ``logdir`` stand for.
+    """Return the user's callbacks, and those that ``use_tqdm`` and ``logdir`` add.
 
     Raises:
-        TypeError: if one is no callback.
-        ValueError: if one was given no folder, and there is no `logdir`.
+        TypeError: if one is not a callback.
+        ValueError: if one needs a folder, and there is no `logdir`.
         OSError: if nothing can be written into `logdir`.
     """
     found = checked_callbacks(f"{trainer_name}(callbacks=...)", callbacks, logdir)
@@ -64,11 +64,7 @@ def trainer_callbacks(
         found.insert(0, ProgressBar())
     if logdir is not None:
         check_can_write(logdir)
-    if logdir is not None and not any(
-        isinstance(callback, JsonlLogger) and callback.folder in (None, logdir)
-        for callback in found
-    ):
-        found.append(JsonlLogger())  # last, for what the others add to the metrics
-    if logdir is not None:
+        if not any(isinstance(c, JsonlLogger) and c.folder in (None, logdir) for c in found):
+            found.append(JsonlLogger())  # last, after callbacks that add metrics
         found.append(RunReport())
     return found

@@ -1,4 +1,4 @@
-"""The page about a run, made when the run ends."""
+"""A report of a run when it ends."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ logger = logging.getLogger(__name__)
 
 
 class RunReport(Callback):
-    """Writes ``report.html`` into the trainer's ``logdir``; ``TorchTrainer(logdir=...)`` has one.
+    """Writes ``report.html`` into the trainer's ``logdir``; ``TorchTrainer(logdir=...)`` adds one.
 
-    ``raysgd report RUNDIR`` makes it at any other time, also of a run that was killed.
+    ``raysgd report RUNDIR`` writes it at any other time.
     """
 
-    stage = 2  # when all that is logged has been written
+    stage = 2  # after the loggers
     needs_logdir = True
 
-    _said = ""
+    _warned_of = ""
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """Make the page; a run does not fail for the want of it."""
         assert trainer.logdir is not None
         try:
             make_report(trainer.logdir)
         except (ImportError, OSError, ValueError) as error:
-            if str(error) != self._said:  # runs end more than once: each fit() is one
-                self._said = str(error)
+            if str(error) != self._warned_of:  # each fit() ends a run
+                self._warned_of = str(error)
                 logger.warning(
-                    "No report.html was made; raysgd report %s makes it later. %s",
+                    "No report.html was written. Later, run: raysgd report %s. %s",
                     trainer.logdir,
                     error,
                 )

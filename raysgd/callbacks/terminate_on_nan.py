@@ -1,4 +1,4 @@
-"""Stopping when the loss is no number any more."""
+"""Stopping at a loss that is not finite."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ __all__ = ["TerminateOnNaN"]
 
 
 class TerminateOnNaN(Callback):
-    """Asks ``fit()`` to stop after an epoch with a loss that is NaN or infinite.
+    """Stops ``fit()`` after an epoch with a loss that is NaN or infinite.
 
-    A loss is a metric of training or of validation with ``loss`` in its name. The epoch is saved by
-    a CheckpointCallback that has no `monitor`; with one the best stays the last that was finite.
+    A loss is a metric of training or validation with ``loss`` in its name. A CheckpointCallback
+    without `monitor` saves that epoch; with `monitor`, the best checkpoint stays a finite one.
     """
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        """Look at the losses."""
         for name, value in numbers_in(metrics).items():
             if "loss" in name and not math.isfinite(value):
                 trainer.request_stop(f"{name} is {value} in epoch {trainer.epoch}.")

@@ -1,4 +1,4 @@
-"""Metrics and configs as plain values that files and services take."""
+"""Metrics and configs as plain values that files and services accept."""
 
 from __future__ import annotations
 
@@ -19,33 +19,31 @@ __all__ = [
     "plain_values",
     "scalars",
     "shown_config",
-    "shown_repr",
     "suggest_metric",
 ]
 
 _SECRET = re.compile(r"(?i:password|passwd|passphrase|secret|credential)")
+# secrets unless they are numbers, such as num_tokens
 _MAYBE_SECRET = re.compile(
     r"(?i:key|token)s?(?![a-z])|(?<![a-z])(?:pass|pwd|auth)(?![a-z])|(?i:authorization)"
 )
-"""In names of what is a secret unless it is a number, as num_tokens is; a tokenizer is none."""
-_IN_REPR = re.compile(rf"""{_SECRET.pattern}|{_MAYBE_SECRET.pattern}['"]?\s*[=:]\s*(?![\d-])""")
 
 
 def suggest_metric(name: str, metrics: Iterable[str]) -> str:
-    """Return the question whether another metric is meant; empty if none is near.
+    """Return a question with a similar name, or an empty string.
 
     >>> known = ["val_loss", "val_f1"]
     >>> suggest_metric("val_los", known), suggest_metric("f1", known)
-    (" Is 'val_loss' meant?", " Is 'val_f1' meant?")
+    (" Did you mean 'val_loss'?", " Did you mean 'val_f1'?")
     """
     known = list(metrics)
     ends = [each for each in known if each.endswith((f"_{name}", f"/{name}"))]
     close = ends[0] if ends else closest(name, known)
-    return f" Is {close!r} meant?" if close else ""
+    return f" Did you mean {close!r}?" if close else ""
 
 
 def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config as others may see it: ``***`` in place of what its name calls a secret.
+    """Return a config with ``***`` in place of secrets, which their names identify.
 
     >>> shown_config({"lr": 0.5, "wandb": {"apiKey": "abc"}, "max_tokens": 5, "db_password": 1})
     {'lr': 0.5, 'wandb': {'apiKey': '***'}, 'max_tokens': 5, 'db_password': '***'}
@@ -54,43 +52,40 @@ def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     shown = {}
     for name, value in config.items():
-        with contextlib.suppress(RecursionError):  # one that holds itself has no end to show
-            shown[name] = _to_plain(value, str(name))
+        with contextlib.suppress(RecursionError):  # a value that contains itself
+            shown[name] = _without_secrets(value, str(name))
     return shown
 
 
-def _to_plain(value: Any, name: str) -> Any:
+def _without_secrets(value: Any, name: str) -> Any:
     is_plain = value is None or isinstance(value, numbers.Number)
     if _SECRET.search(name) or (not is_plain and _MAYBE_SECRET.search(name)):
         return HIDDEN
     if isinstance(value, str):
         return without_secrets(value)
     if isinstance(value, Mapping):
-        return {key: _to_plain(held, str(key)) for key, held in value.items()}
-    return [_to_plain(held, "") for held in value] if isinstance(value, list | tuple) else value
+        return {key: _without_secrets(held, str(key)) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_secrets(held, "") for held in value]
+    return value
 
 
-def shown_repr(value: Any) -> str:
-    """Return an object's ``repr``; only its type where that names something that may be a secret.
-
-    >>> shown_repr({"a"}), shown_repr(frozenset({("password", "abc")}))
-    ("{'a'}", 'frozenset(***)')
-    """
-    text = without_secrets(repr(value))
-    return f"{type(value).__name__}({HIDDEN})" if _IN_REPR.search(text) else text
-
-
-def scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float | int | str]:
-    """Return the numbers and texts in `metrics`; of nested dicts as ``outer/inner``.
+def scalars(metrics: Mapping[str, Any]) -> dict[str, float | int | str]:
+    """Return the numbers and strings; those of nested dicts as ``outer/inner``.
 
     >>> scalars({"loss": 0.5, "profile": {"mean_fwd_s": 1.0}, "note": "x", "other": [1]})
     {'loss': 0.5, 'profile/mean_fwd_s': 1.0, 'note': 'x'}
     """
-    return {name: v for name, v in plain_values(metrics, prefix).items() if not isinstance(v, list)}
+    return {name: v for name, v in plain_values(metrics).items() if not isinstance(v, list)}
+
+
+def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float | int]:
+    """Return the numbers, as `scalars` does."""
+    return {name: v for name, v in scalars(metrics).items() if not isinstance(v, str)}
 
 
 def plain_values(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the same, and lists, arrays and tensors as lists.
+    """Return the same as `scalars`, and lists, arrays, and tensors as lists.
 
     >>> plain_values({"f1": {"cat": 0.5}, "matrix": [(1, 0), (0, float("nan"))], "odd": {1}})
     {'f1/cat': 0.5, 'matrix': [[1, 0], [0, 'nan']]}
@@ -102,39 +97,31 @@ def plain_values(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
             found.update(plain_values(value, f"{name}/"))
         elif (plain := _plain(value)) is not None:
             found[name] = plain
-        elif isinstance(held := _listed(value), list | tuple):
-            with contextlib.suppress(TypeError, ValueError, RecursionError):
-                found[name] = jsonable(held)
+        else:
+            held = value.tolist() if hasattr(value, "tolist") else value
+            if isinstance(held, list | tuple):
+                found |= json_dict({name: held})
     return found
 
 
-def _listed(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float | int]:
-    """Return the numbers in `metrics`, as `scalars` does."""
-    return {name: v for name, v in scalars(metrics).items() if not isinstance(v, str)}
-
-
 def jsonable(value: Any, keep_nan: bool = False) -> Any:
-    """Return `value` as JSON has it, with ``"nan"`` and ``"inf"`` as texts.
+    """Return `value` with JSON types only. Numbers that are not finite become strings.
 
     >>> jsonable({"a": (1, float("nan")), "b": -float("inf")})
     {'a': [1, 'nan'], 'b': '-inf'}
 
     Args:
         value: the value.
-        keep_nan: whether these stay numbers, which `json` writes and reads as NaN and Infinity.
+        keep_nan: whether they stay numbers, which `json` writes as NaN and Infinity.
 
     Raises:
-        TypeError: if it has no such form.
+        TypeError: if JSON cannot represent it.
     """
     if value is None or isinstance(value, str | bool):
         return str(value) if isinstance(value, str) else value
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
-            raise TypeError("JSON has only texts as keys")
+            raise TypeError("JSON has only strings as keys")
         return {str(key): jsonable(held, keep_nan) for key, held in value.items()}
     if isinstance(value, list | tuple):
         return [jsonable(held, keep_nan) for held in value]
@@ -149,15 +136,14 @@ def jsonable(value: Any, keep_nan: bool = False) -> Any:
 def json_dict(
     values: Mapping[Any, Any], otherwise: Callable[[Any], Any] | None = None
 ) -> dict[str, Any]:
-    """Return a dict as JSON has it.
+    """Return a dict with JSON types only.
 
     >>> json_dict({"lr": 0.5, "odd": {1}}), json_dict({"odd": {1}}, repr)
     ({'lr': 0.5}, {'odd': '{1}'})
 
     Args:
         values: the dict.
-        otherwise: gives something in place of a value that JSON has no form for; with None it is
-            left out.
+        otherwise: converts other values; None leaves them out.
     """
     found = {}
     for key, value in values.items():
@@ -170,10 +156,10 @@ def json_dict(
 
 
 def _plain(value: Any) -> float | int | str | None:
-    """Return a number or a text as Python's own; None where it is neither."""
+    """Return a number or string as a Python type, or None if it is neither."""
     if isinstance(value, str):
         return str(value)
-    if isinstance(value, numbers.Number):  # before `item`: that of a long double is one again
+    if isinstance(value, numbers.Number):  # before `item`, which returns a long double unchanged
         if isinstance(value, numbers.Integral):
             return int(value)
         return float(value) if isinstance(value, numbers.Real) else None

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import threading
 import weakref
 
 import pytest
@@ -44,27 +43,6 @@ def test_the_first_call_starts_a_callback_and_shutdown_ends_it(make_trainer):
         ("on_validation_end", 40),
         ("on_epoch_end", 2),
         ("on_train_end", 2),
-    ]
-
-
-def test_a_trainer_that_never_trained_ends_nothing(make_trainer):
-    spy = Spy()
-    trainer = make_trainer(callbacks=[spy])
-    trainer.state_dict()
-    trainer.shutdown()
-    assert spy.calls == []
-
-
-def test_a_call_of_steps_ends_an_epoch_only_where_it_did(make_trainer):
-    spy = Spy()
-    trainer = make_trainer(callbacks=[spy])
-    for num_steps in (2, 3, 5, 7):
-        trainer.train(num_steps=num_steps)
-    assert spy.calls[2:] == [
-        ("spy", "on_steps_end", 2),
-        ("spy", "on_epoch_end", 1),
-        ("spy", "on_epoch_end", 2),
-        ("spy", "on_epoch_end", 4),  # to the end of the third, and two steps of the fourth
     ]
 
 
@@ -197,19 +175,6 @@ def test_a_pause_changes_nothing_but_the_time(make_trainer, operator_cls, every)
     assert steps == list(range(every, 23, every))
 
 
-def test_several_callbacks_pause_where_each_of_them_asks_to(make_trainer):
-    calls = []
-    spies = [Spy("twos", calls, pause_every=2), Spy("threes", calls, pause_every=3)]
-    make_trainer(callbacks=spies).train(num_steps=6)
-    assert [(name, step) for name, hook, step in calls if hook == "on_pause"] == [
-        ("twos", 2),
-        ("threes", 3),
-        ("twos", 4),
-        ("twos", 6),
-        ("threes", 6),
-    ]
-
-
 def test_the_state_that_is_saved_in_a_pause_goes_on_with_the_next_sample(make_trainer, tmp_path):
     class Saving(Spy):
         def on_pause(self, trainer):
@@ -298,23 +263,6 @@ def test_events_between_two_runs_are_told_too_and_once(make_trainer, tmp_path):
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == len(told)
 
 
-def test_what_fails_in_an_event_of_another_call_is_raised_by_the_next(make_trainer, tmp_path):
-    spy = Spy()
-    trainer = make_trainer(callbacks=[spy])
-    trainer.train()
-    spy.fail_in = ["on_event"]
-    with pytest.raises(ZeroDivisionError):
-        trainer.apply_all_workers(lambda: 1 / 0)
-    trainer.save(tmp_path / "state.pt")
-    with pytest.raises(CallbackError, match="on_event"):
-        trainer.train()
-    assert trainer.train()["epoch"] == 2
-
-
-def test_an_event_says_how_many_workers_there_are(make_trainer):
-    assert [event.num_workers for event in make_trainer().events] == [1]
-
-
 def test_the_workers_cannot_be_called_in_the_midst_of_a_call(make_trainer, tmp_path):
     class Saving(Callback):
         def on_event(self, trainer, event):
@@ -341,12 +289,11 @@ def test_an_exception_names_the_callback_and_spoils_nothing(make_trainer, caplog
     with pytest.raises(CallbackError, match=rf"Spy failed in {hook}: KeyError") as caught:
         trainer.train()
     assert (caught.value.callback, caught.value.hook) == ("Spy", hook)
-    assert "What was trained is trained." in str(caught.value)
+    assert "No training is lost." in str(caught.value)
     assert isinstance(caught.value.__cause__, KeyError)
     assert hook in spies[1].hooks, "the other one was called"
     assert spies[1].hooks[-1] == "on_exception"
-    assert f"Spy failed in {hook}: KeyError('bad fails')" in caplog.text, "said at once"
-    assert not any(record.exc_info for record in caplog.records), "its traceback is the raised one"
+    assert f"Spy failed in {hook}: KeyError('bad fails')" in caplog.text, "logged immediately"
     done = 0 if hook == "on_event" else 5  # the first event is told before the first step
     assert trainer.global_step == done
     assert trainer.latest_metrics.get("num_samples") == (40 if done else None)
@@ -378,13 +325,11 @@ def test_a_callback_that_cannot_start_keeps_training_from_beginning(make_trainer
     assert spies[1].hooks.count("on_train_start") == 1
 
 
-def test_the_errors_of_several_callbacks_are_all_told(make_trainer, caplog):
+def test_errors_of_further_callbacks_are_notes_of_the_first(make_trainer):
     spies = [Spy(name, fail_in=["on_epoch_end"]) for name in ("one", "two")]
     with pytest.raises(CallbackError, match="one fails") as caught:
         make_trainer(callbacks=spies).train()
     assert "two fails" in caught.value.__notes__[0]
-    shown = [str(record.exc_info[1]) for record in caplog.records if record.exc_info]
-    assert shown == [str(KeyError("two fails"))], "the traceback that nobody raises, once"
 
 
 def test_an_error_of_training_comes_first(make_trainer):
@@ -407,19 +352,6 @@ def test_an_error_in_the_end_is_raised_when_the_workers_are_gone(make_trainer):
     with pytest.raises(RuntimeError, match="shut down"):
         trainer.train()
     trainer.shutdown()
-
-
-def test_an_error_in_the_end_does_not_hide_the_one_before(make_trainer):
-    trainer = make_trainer(callbacks=[Spy(fail_in=["on_train_end"])])
-
-    def use():
-        with trainer:
-            trainer.train()
-            raise ValueError("mine")
-
-    with pytest.raises(ValueError, match="mine") as caught:
-        use()
-    assert "on_train_end" in caught.value.__notes__[0]
 
 
 def test_what_a_service_says_is_repeated_without_passwords(make_trainer, caplog):
@@ -447,11 +379,6 @@ def test_progress_that_fails_is_told_once_a_call(make_trainer):
     with pytest.raises(CallbackError, match="on_progress"):
         trainer.train()
     assert callback.num_calls == 1
-    tell = trainer._callback_list.watcher(trainer, "train")
-    tell([])
-    assert callback.num_calls == 2, "once when the call began, and not again"
-    with pytest.raises(CallbackError, match="on_progress"):
-        trainer.shutdown()
 
 
 # ---- what is refused
@@ -465,7 +392,7 @@ class Wrong(Callback):
 @pytest.mark.parametrize(
     ("callbacks", "message"),
     [
-        ([3], "3 is no callback"),
+        ([3], "3 is not a callback"),
         ([Spy], r"write Spy\(...\)"),
         (Spy(), "takes a list"),
         (7, "takes a list"),
@@ -499,7 +426,7 @@ def test_a_hook_that_nothing_calls_is_pointed_out(make_trainer, caplog):
 
     with caplog.at_level(logging.WARNING):
         make_trainer(callbacks=[Misspelled()])
-    assert "Misspelled has on_batch_end, which nothing calls" in caplog.text
+    assert "Misspelled has on_batch_end, which is not a hook" in caplog.text
 
 
 # ---- state
@@ -513,10 +440,6 @@ def test_the_state_of_callbacks_survives_a_file(make_trainer, tmp_path):
     assert [spy.loaded for spy in others] == [[{"best": 0.5}], [{"best": 0.25}], [], []]
 
 
-def test_a_state_without_callbacks_is_as_before(make_trainer):
-    assert "callbacks" not in make_trainer(callbacks=[Spy()]).state_dict()
-
-
 def test_a_state_that_nobody_claims_waits_for_who_does(make_trainer):
     state = make_trainer(callbacks=[Spy(state={"best": 0.5})]).state_dict()
     trainer = make_trainer()
@@ -525,42 +448,18 @@ def test_a_state_that_nobody_claims_waits_for_who_does(make_trainer):
     spy = Spy(state={"best": 0.1})
     trainer.fit(1, callbacks=[spy])
     assert spy.loaded == [{"best": 0.5}]
-    assert trainer.state_dict()["callbacks"] == {"Spy": {"best": 0.1}}
+    assert "callbacks" not in trainer.state_dict()
     fresh = Spy()
     trainer.fit(2, callbacks=[fresh])
-    assert fresh.loaded == [], "what another fit left is for those who load it"
+    assert fresh.loaded == []
 
 
-def test_a_state_is_apart_from_what_callbacks_go_on_with(make_trainer):
-    """Of those of the trainer, and of one that has gone with its `fit` and is used again."""
-    always, own = Spy(state={"seen": [1]}), Late(state={"seen": [1], "mean": torch.ones(1)})
-    trainer = make_trainer(callbacks=[always])
-    trainer.fit(1, callbacks=[own])
-    state = trainer.state_dict()
-    for spy in (always, own):
-        spy.state["seen"].append(2)
-    own.state["mean"] += 1
-    expected = {"Spy": {"seen": [1]}, "Late": {"seen": [1], "mean": torch.ones(1)}}
-    assert state["callbacks"] == expected
-    assert trainer.state_dict()["callbacks"] == {**expected, "Spy": {"seen": [1, 2]}}
-
-
-def test_a_state_is_apart_from_one_that_waits(make_trainer):
-    trainer = make_trainer()
-    trainer.load_state_dict({**trainer.state_dict(), "callbacks": {"Spy": {"seen": [1]}}})
-    state = trainer.state_dict()
-    spy = Spy()
-    trainer.fit(1, callbacks=[spy])
-    spy.loaded[0]["seen"].append(2)
-    assert state["callbacks"] == {"Spy": {"seen": [1]}}
-
-
-def test_a_state_that_cannot_be_copied_is_refused_when_it_is_saved(make_trainer, tmp_path):
-    lock = threading.Lock()
-    trainer = make_trainer(callbacks=[Spy(state={"lock": lock, "seen": [1]})])
-    assert trainer.state_dict()["callbacks"]["Spy"] == {"lock": lock, "seen": [1]}
-    with pytest.raises(CheckpointError, match=r"callbacks' state_dict\(\) returned"):
-        trainer.save(tmp_path / "state.pt")
+def test_a_state_is_a_copy(make_trainer):
+    spy = Spy(state={"seen": [1], "mean": torch.ones(1)})
+    state = make_trainer(callbacks=[spy]).state_dict()
+    spy.state["seen"].append(2)
+    spy.state["mean"] += 1
+    assert state["callbacks"] == {"Spy": {"seen": [1], "mean": torch.ones(1)}}
 
 
 def test_state_that_would_not_load_again_is_refused_when_it_is_saved(make_trainer, tmp_path):
@@ -569,23 +468,11 @@ def test_state_that_would_not_load_again_is_refused_when_it_is_saved(make_traine
         trainer.save(tmp_path / "state.pt")
 
 
-@pytest.mark.parametrize("hook", ["state_dict", "load_state_dict"])
-def test_a_callback_whose_state_fails_is_named(make_trainer, hook):
-    state = make_trainer(callbacks=[Spy(state={"best": 0.5})]).state_dict()
+def test_a_callback_whose_state_fails_is_named(make_trainer, monkeypatch):
     spy = Spy()
-
-    def fail(*arguments):
-        raise KeyError("best")
-
-    setattr(spy, hook, fail)
-    trainer = make_trainer(callbacks=[spy])
-    kind, said = (
-        (CallbackError, "Spy failed in state_dict")
-        if hook == "state_dict"
-        else (CheckpointError, r"callbacks\['Spy'\] cannot be loaded: .* raised KeyError\('best'\)")
-    )
-    with pytest.raises(kind, match=said):
-        getattr(trainer, hook)(*([state] if hook == "load_state_dict" else []))
+    monkeypatch.setattr(spy, "state_dict", lambda: 1 / 0)
+    with pytest.raises(CallbackError, match="Spy failed in state_dict"):
+        make_trainer(callbacks=[spy]).state_dict()
 
 
 def test_one_that_cannot_load_keeps_all_from_loading(make_trainer):
@@ -619,13 +506,11 @@ def test_states_wait_on_where_one_of_a_fit_cannot_load(make_trainer):
     for _ in range(2):
         with pytest.raises(CallbackError, match="Unloadable failed in load_state_dict"):
             trainer.fit(1, callbacks=[bad, good])
-        assert good.loaded[-1] == {"best": 2}
         assert trainer.epoch == 0
         assert trainer.state_dict()["callbacks"] == saved
     bad.mended, other = True, Spy(state={"best": 9})
     trainer.fit(1, callbacks=[bad, other])
     assert (bad.loaded, other.loaded) == ([{"best": 1}], [{"best": 2}])
-    assert trainer.state_dict()["callbacks"] == {"Unloadable": {"best": 9}, "Spy": {"best": 9}}
 
 
 def test_callbacks_do_not_keep_a_trainer_alive(make_trainer):

