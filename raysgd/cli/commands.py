@@ -15,7 +15,6 @@ import psutil
 import typer
 
 import raysgd
-from raysgd.comm.network import LOOPBACK, interfaces
 
 __all__ = ["app"]
 
@@ -41,23 +40,10 @@ _PACKAGES = {
     "wandb": "Weights & Biases logs",
     "plotly": 'report.html: pip install "raysgd[callbacks]"',
 }
-_PEERS = ("lightning", "accelerate")
-_NEEDS = {"all": (*_PEERS, "matplotlib"), "epoch": _PEERS, "start": _PEERS}
-"""Packages that benchmarks need in addition to raysgd."""
 _DISTRIBUTIONS = {
     "mlflow": ("mlflow", "mlflow-skinny"),
     "tensorflow": ("tensorflow", "tensorflow-cpu"),
 }
-
-
-_LISTENERS = (
-    ("driver", "calls, rendezvous", "for those who know a key of the run"),
-    ("each worker", "small reductions", "for those who know a key of the run"),
-    ("each worker", "gloo, NCCL, Horovod", "for everybody who reaches them"),
-    ("driver", "stores of NCCL and Horovod", "for everybody who reaches them"),
-    ("each worker", "TensorFlow's server", "on all interfaces; training functions only"),
-)
-"""Where raysgd listens, for what purpose, and who can connect."""
 
 
 @app.callback(invoke_without_command=True)
@@ -87,25 +73,23 @@ def report(
 
 @app.command()
 def fit(
-    operator: Annotated[
-        str, typer.Argument(help="The class: package.module:Operator, or file.py:Operator.")
-    ],
+    operator: Annotated[str, typer.Argument(help="package.module:Operator, or file.py:Operator.")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            help="config.lr=0.1, trainer.use_gpu=true, fit.max_steps=100, checkpoint.every=500 "
-            "and the like."
+            help="For example config.lr=0.1, trainer.use_gpu=true, fit.max_steps=100, or "
+            "checkpoint.every=500."
         ),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="YAML or JSON with the keys config, trainer, fit and checkpoint."),
+        typer.Option(help="YAML or JSON file with the keys config, trainer, fit, checkpoint."),
     ] = None,
     num_workers: Annotated[int | None, typer.Option(help="trainer.num_workers=...")] = None,
     num_epochs: Annotated[int | None, typer.Option(help="fit.num_epochs=...")] = None,
     logdir: Annotated[
         str | None,
-        typer.Option(help="trainer.logdir=..., the run folder; runs/OPERATOR without."),
+        typer.Option(help="trainer.logdir=..., the run folder. The default is runs/OPERATOR."),
     ] = None,
 ) -> None:
     """Train an operator. Run the same command again to resume from the newest checkpoint."""
@@ -119,7 +103,7 @@ def fit(
         operator_cls = fit_command.load_operator(operator)
         trainer_cls = fit_command.trainer_of(operator_cls, settings)
         if not settings["fit"]:
-            raise ValueError("raysgd fit: say for how long, by --num-epochs or fit.max_steps=….")
+            raise ValueError("raysgd fit needs --num-epochs or fit.max_steps=….")
         fit_command.fit(trainer_cls, operator_cls, settings)
     except Exception as error:
         text, code = fit_command.message_of(error)
@@ -133,7 +117,7 @@ def doctor(
         str | None,
         typer.Option(
             envvar="RAY_ADDRESS",
-            help="Address of a Ray cluster to ask, such as auto; without it none is.",
+            help="Also show the Ray cluster at this address, for example auto.",
         ),
     ] = None,
 ) -> None:
@@ -145,16 +129,12 @@ def doctor(
     rows += [("memory here", _gib(memory.total), f"{_gib(memory.available)} free")]
     rows += _torch_rows()
     _show(rows)
-    typer.echo("\nWhat listens while several workers train (docs/security.md):")
-    _show(_LISTENERS)
-    own = next((each for each in interfaces() if each != LOOPBACK), LOOPBACK)
-    typer.echo(f"on {LOOPBACK} where all are on this machine, else on an address such as {own}")
-    if address == "local":  # connecting to it would start a cluster
-        typer.echo("\nNo cluster to ask: with the address 'local' each script starts its own Ray.")
+    if address == "local":  # would start a cluster
+        typer.echo("\nThere is no cluster at the address 'local': each script starts its own Ray.")
         return
     try:
         of_cluster = list(_cluster_rows(address))
-    except Exception as error:  # also what Ray raises if it cannot connect
+    except Exception as error:  # Ray raises errors of many types
         typer.echo(f"No Ray cluster at {address!r}: {error}", err=True)
         raise typer.Exit(1) from error
     if of_cluster:
@@ -166,28 +146,20 @@ def doctor(
 def bench(
     context: typer.Context,
     name: Annotated[
-        str, typer.Argument(help="all, or one of them; options that follow are passed on to it.")
+        str, typer.Argument(help="all, or a name. The benchmark gets the options that follow.")
     ] = "all",
 ) -> None:
-    """Run a benchmark of raysgd and its peers. Needs a clone of the repository."""
+    """Run a benchmark. Needs a clone of the repository."""
     folder = Path(raysgd.__file__).resolve().parent.parent / "examples" / "benchmarks"
-    there_are = sorted(path.stem for path in folder.glob("[!_]*.py"))
-    if not there_are:
+    known = sorted(path.stem for path in folder.glob("[!_]*.py"))
+    if not known:
         typer.echo(
-            f"No benchmarks in {folder}: they come with a clone of the repository.", err=True
+            f"There is no {folder}. Run this command in a clone of the repository.", err=True
         )
         raise typer.Exit(1)
-    if name not in there_are:
-        typer.echo(f"raysgd bench {name}: must be one of {', '.join(there_are)}.", err=True)
+    if name not in known:
+        typer.echo(f"raysgd bench {name}: must be one of {', '.join(known)}.", err=True)
         raise typer.Exit(2)
-    missing = [need for need in _NEEDS.get(name, ()) if importlib.util.find_spec(need) is None]
-    if missing:
-        typer.echo(
-            f"raysgd bench {name} needs {', '.join(missing)}: make bench installs them in an "
-            "environment of their own.",
-            err=True,
-        )
-        raise typer.Exit(1)
     command = [sys.executable, str(folder / f"{name}.py"), *context.args]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
 

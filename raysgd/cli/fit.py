@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import inspect
 import json
@@ -20,13 +19,11 @@ from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.nested import map_leaves
 from raysgd._internal.tracebacks import is_the_users, is_wanted, shortened_text
 from raysgd.callbacks import CheckpointCallback, History
-from raysgd.callbacks.run_log import RunLog
 from raysgd.callbacks.values import json_dict
 from raysgd.errors import CallbackError, CheckpointError, RaySGDError, RemoteTraceback
 
 __all__ = ["fit", "load_operator", "message_of", "read_settings", "trainer_of"]
 
-_logger = logging.getLogger(__name__)
 _SECTIONS = ("config", "trainer", "fit", "checkpoint")
 _SET_HERE = ("training_operator_cls", "config", "callbacks")
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
@@ -46,8 +43,7 @@ def load_operator(place: str) -> type[Any]:
         file = Path(module).absolute()
         folder, module = file.parent, file.stem
         if not file.is_file():
-            near = _suggestion(file.name, [each.name for each in folder.glob("*.py")])
-            raise ValueError(f"{place!r}: there is no file {file.name} in {folder}.{near}")
+            raise ValueError(f"{place!r}: there is no file {file.name} in {folder}.")
     # Workers on this machine must find the module too.
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -58,19 +54,11 @@ def load_operator(place: str) -> type[Any]:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # a missing import of the module itself
-        near = _suggestion(error.name, [each.stem for each in folder.glob("*.py")])
-        raise ValueError(
-            f"{place!r}: there is no module {error.name!r} in {folder}.{near}"
-        ) from error
+        raise ValueError(f"{place!r}: there is no module {error.name!r} in {folder}.") from error
     found = getattr(imported, name, None)
     if not isinstance(found, type):
-        near = _suggestion(name, [key for key, v in vars(imported).items() if isinstance(v, type)])
-        if found is None:
-            raise ValueError(f"{place!r}: {module} has no class {name}.{near}")
-        raise ValueError(
-            f"{place!r}: {name} is a {type(found).__name__}, and must be a class, the operator."
-            + near
-        )
+        classes = [key for key, value in vars(imported).items() if isinstance(value, type)]
+        raise ValueError(f"{place!r}: {module} has no class {name}." + _suggestion(name, classes))
     return found
 
 
@@ -99,22 +87,18 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict
     try:
         text = "" if path is None else path.read_text(encoding="utf-8")
     except OSError as error:
-        is_missing = isinstance(error, FileNotFoundError)
-        why = "this file does not exist" if is_missing else f"cannot read it: {error.strerror}"
-        raise ValueError(f"--config {path}: {why}.") from error
+        raise ValueError(f"Cannot read --config {path}: {error.strerror}.") from error
     try:
         given = map_leaves(yaml.safe_load(text) or {}, _number)
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {error}") from error
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
     sections = given if isinstance(given, dict) else {str(given): None}
     for name, below in sections.items():
         if name not in _SECTIONS or not isinstance(below, dict | None):
             raise ValueError(
-                f"{path} has {name!r}: it must have no keys but {', '.join(_SECTIONS)}, with keys "
-                "below."
+                f"{path} has {name!r}: only {', '.join(_SECTIONS)} are allowed, with keys below."
             )
     settings: dict[str, dict[str, Any]] = {name: given.get(name) or {} for name in _SECTIONS}
-    in_file = copy.deepcopy(settings["config"])
     for override in overrides:
         place, is_set, value = override.partition("=")
         section, *keys = place.split(".")
@@ -123,13 +107,11 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict
                 f"{override!r}: must be config.NAME=VALUE, trainer.NAME=VALUE, fit.NAME=VALUE or "
                 "checkpoint.NAME=VALUE."
             )
-        if section == "config":
-            _warn_of_near(place, keys, in_file)
         held: Any = settings[section]
         for key in keys[:-1]:
             held = held.setdefault(key, {}) if isinstance(held, dict) else None
         if not isinstance(held, dict):
-            raise ValueError(f"{override!r}: {place.rpartition('.')[0]} has a value, and no keys.")
+            raise ValueError(f"{override!r}: {place.rpartition('.')[0]} has a value, not keys.")
         try:
             held[keys[-1]] = map_leaves(yaml.safe_load(value), _number)
         except yaml.YAMLError:
@@ -137,22 +119,6 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict
     if "BATCH_SIZE" in settings["config"]:
         settings["config"][BATCH_SIZE] = settings["config"].pop("BATCH_SIZE")
     return settings
-
-
-def _warn_of_near(place: str, keys: Sequence[str], in_file: Any) -> None:
-    for depth, key in enumerate(keys):
-        if not isinstance(in_file, dict) or not in_file:
-            return
-        if key not in in_file:
-            # Ignore case, but do not confuse names such as beta and gamma.
-            lower = {str(each).lower(): each for each in in_file}
-            if close := closest(key.lower(), lower, cutoff=0.8):
-                meant = ".".join(["config", *keys[:depth], str(lower[close])])
-                _logger.warning(
-                    "%s is a new key: the config file lacks it. Did you mean %s?", place, meant
-                )
-            return
-        in_file = in_file[key]
 
 
 def _number(leaf: Any) -> Any:
@@ -177,7 +143,7 @@ def trainer_of(operator_cls: type[Any], settings: dict[str, dict[str, Any]]) -> 
         known = [each.name for each in all_of_them if each.kind is not each.VAR_KEYWORD]
         for given in settings[section]:
             if section == "trainer" and given in _SET_HERE:
-                raise ValueError(f"trainer.{given}: raysgd fit sets this by itself.")
+                raise ValueError(f"trainer.{given}: raysgd fit sets this argument.")
             if given not in known:
                 raise ValueError(
                     f"{section}.{given}: there is no such argument."
@@ -192,12 +158,6 @@ def fit(
     """Train an operator with checkpoints in the run folder. Resume from the newest one."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     arguments = {"logdir": f"runs/{operator_cls.__name__}", **settings["trainer"]}
-    if "runtime_resources" in Path(arguments["logdir"]).absolute().parts:
-        _logger.warning(
-            "The run folder %s is in the copy of your code that Ray made for this job, and is gone "
-            "with it: give --logdir the full path of a folder that all nodes see.",
-            arguments["logdir"],
-        )
     with trainer_cls(
         training_operator_cls=operator_cls,
         config=settings["config"],
@@ -205,38 +165,20 @@ def fit(
         **arguments,
     ) as trainer:
         history: History = trainer.fit(**settings["fit"])
-        newest = history[-1] if history else _measured_before(Path(arguments["logdir"]))
-        if newest:
-            print(json.dumps(json_dict(newest)))
+        if history:
+            print(json.dumps(json_dict(history[-1])))
     return history
-
-
-def _measured_before(logdir: Path) -> dict[str, Any]:
-    """Return the metrics of the last epoch in the log of an earlier run, or an empty dict."""
-    try:
-        log = RunLog.read(logdir)
-    except (OSError, ValueError):
-        return {}
-    trains = log.kept("train")
-    if not trains:
-        return {}
-    newest = trains[-1]
-    found: dict[str, Any] = {}
-    for call in log.kept("validate"):
-        if call["global_step"] == newest["global_step"]:
-            found = dict(call["metrics"])
-    return {**found, **newest["metrics"]}
 
 
 def message_of(error: Exception) -> tuple[str, int]:
     """Return the message and the exit status for an error.
 
-    A refused value gives one sentence. An error in user code gives a traceback of user code.
+    For a wrong argument, the message is one sentence. Otherwise, it has a traceback of user code.
     """
     if not is_wanted():
         return "".join(traceback.format_exception(error)), 1
     if isinstance(error, CallbackError) and isinstance(error.__cause__, CheckpointError):
-        return f"{error.__cause__} (--logdir gives another folder.)", 1
+        return f"{error.__cause__} (Use another --logdir.)", 1
     trace = error.__traceback__
     is_refused = (
         isinstance(error, OSError | TypeError | ValueError)

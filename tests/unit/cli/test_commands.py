@@ -36,31 +36,14 @@ def test_the_doctor_says_what_there_is_and_what_is_missing_for_what():
     assert re.fullmatch(r'apex +missing +for use_fp16="apex"', lines["apex"])
     assert re.fullmatch(r"CPUs here +\d+", lines["CPUs"])
     assert re.fullmatch(r"memory here +\S+ GiB +\S+ GiB free", lines["memory"])
-    assert re.fullmatch(r"each worker +TensorFlow's server +on all interfaces.*", lines["each"])
-    assert "on 127.0.0.1 where all are on this machine" in result.output
 
 
-def test_the_doctor_says_that_ray_tune_is_not_all_there(monkeypatch):
-    there = cli.importlib.util.find_spec
-    monkeypatch.setattr(
-        cli.importlib.util, "find_spec", lambda name: None if name == "pyarrow" else there(name)
-    )
-    assert "missing" in next(line for line in invoke("doctor").output.splitlines() if "pya" in line)
-
-
-def test_the_doctor_asks_the_cluster_of_the_environment(monkeypatch):
+def test_the_doctor_names_a_cluster_that_is_not_there(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     result = invoke("doctor")
     assert result.exit_code == 1
     assert "No Ray cluster at '127.0.0.1:1'" in result.stderr
-    assert "gloo" in result.stdout, "what is here is shown all the same"
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere"])
-def test_the_doctor_names_a_cluster_that_is_not_there(address):
-    result = invoke("doctor", "--address", address)
-    assert result.exit_code == 1
-    assert f"No Ray cluster at '{address}'" in result.stderr
+    assert "gloo" in result.stdout
 
 
 def test_the_doctor_says_what_a_cluster_has_and_what_is_free(monkeypatch):
@@ -77,7 +60,7 @@ def test_doctor_starts_no_cluster_of_its_own(monkeypatch, given):
     monkeypatch.setattr("raysgd.cluster.ray_session.ray.init", lambda *a, **k: 1 / 0)
     result = CliRunner().invoke(app, ["doctor"], env=given)
     assert result.exit_code == 0
-    assert ("No cluster to ask: with the address 'local'" in result.output) == any(given.values())
+    assert ("There is no cluster at the address 'local'" in result.output) == any(given.values())
 
 
 def test_doctor_reports_any_error_of_ray_in_a_sentence(monkeypatch):
@@ -104,30 +87,11 @@ def test_a_report_is_made_again(tmp_path):
     assert (tmp_path / "report.html").is_file()
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path):
-    result = invoke("report", str(tmp_path))
-    assert result.exit_code == 1
-    assert "has no metrics.jsonl" in result.stderr
-
-
 def test_a_benchmark_that_is_not_there_is_named():
     result = invoke("bench", "nothing")
     assert result.exit_code == 2
     assert "must be one of" in result.stderr
     assert "recovery" in result.stderr
-
-
-@pytest.mark.parametrize("name", ["all", "epoch", "start"])
-def test_peers_that_are_not_installed_are_named_before_the_benchmark_begins(monkeypatch, name):
-    there = cli.importlib.util.find_spec
-    monkeypatch.setattr(
-        cli.importlib.util, "find_spec", lambda peer: None if peer == "lightning" else there(peer)
-    )
-    monkeypatch.setattr(cli.subprocess, "run", None)
-    result = invoke("bench", name)
-    assert result.exit_code == 1
-    assert "needs lightning" in result.stderr
-    assert "make bench" in result.stderr
 
 
 def test_a_benchmark_gets_its_arguments_and_its_exit_status_is_that_of_the_command(monkeypatch):

@@ -68,23 +68,18 @@ def test_the_same_command_again_goes_on(folder, place):
     lines = (folder / "runs" / "Recorder" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["kind"] for line in lines].count("train") == 3
     complete = fit(*arguments, 3)
-    assert complete.stdout == again.stdout.splitlines(keepends=True)[-1]
+    assert (complete.exit_code, complete.stdout) == (0, "")
     other = fit(*arguments, 1, "--logdir", folder / "other", "checkpoint.every=2")
     assert (folder / "other" / "checkpoints" / "epoch-00001-step-00000002.ckpt").exists()
     assert json.loads(other.stdout.splitlines()[-1])["epoch"] == 1
 
 
-def test_the_example_trains_and_says_that_ray_takes_a_copy_of_it_away(folder, caplog, monkeypatch):
+def test_the_example_trains(folder):
     examples = Path(__file__).parents[3] / "examples"
     place = f"{examples / 'digits.py'}:DigitClassifier"
     little = ["trainer.num_workers=1", "trainer.use_local=true", "fit.limit_train_batches=0.2"]
     done = fit(place, "--config", examples / "digits.yaml", *little, "--num-epochs", 1)
     assert json.loads(done.stdout.splitlines()[-1])["batch_count"] == 4, done.output
-    assert "run folder" not in caplog.text
-    (folder / "runtime_resources").mkdir()
-    monkeypatch.chdir(folder / "runtime_resources")
-    fit(place, "--config", examples / "digits.yaml", *little, "--num-epochs", 1)
-    assert "give --logdir the full path" in caplog.text
 
 
 def test_settings_are_those_of_the_file_but_for_what_is_overridden(tmp_path):
@@ -99,45 +94,33 @@ def test_settings_are_those_of_the_file_but_for_what_is_overridden(tmp_path):
     }
 
 
-def test_a_key_that_is_near_to_one_of_the_file_is_warned_of(tmp_path, caplog):
-    path = tmp_path / "run.yaml"
-    path.write_text("config:\n  lr: 1e-3\n  net: {depth: 2}\n")
-    read_settings(path, ["config.lr=1", "config.momentum=1", "config.net.width=3"])
-    assert not caplog.text
-    read_settings(path, ["config.Lr=1", "config.net.dept=3"])
-    assert "Did you mean config.lr?" in caplog.text
-    assert "Did you mean config.net.depth?" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["nowhere", "fit.max_steps=1"], "must be package.module:Operator"),
         (["nowhere_at_all:Operator", "fit.max_steps=1"], "there is no module 'nowhere_at_all'"),
-        (["script_of_a_tset.py:Recorder", "fit.max_steps=1"], "mean script_of_a_test.py?"),
+        (["script_of_a_tset.py:Recorder", "fit.max_steps=1"], "no file script_of_a_tset.py"),
         (["script_of_a_test:Recordr", "fit.max_steps=1"], "Did you mean Recorder?"),
-        (["script_of_a_test:points", "fit.max_steps=1"], "points is a function, and must be a"),
+        (["script_of_a_test:points", "fit.max_steps=1"], "has no class points"),
         (["script_of_a_test:Recorder", "trainer.num_workers=two", "fit.max_steps=1"], "be an int"),
         ([*TRAINS, "fit.num_epochs=ten"], "fit(num_epochs='ten'): must be an int."),
         ([*TRAINS, "fit.max_steps=1", "checkpoint.every=0"], 'must be "epoch" or a number'),
-        (["script_of_a_test:Nothing", "fit.max_steps=1"], "has no class Nothing"),
         (["script_of_a_test:Recorder", "lr=3"], "'lr=3': must be config.NAME=VALUE"),
         (["script_of_a_test:Recorder", "config=3"], "'config=3': must be config.NAME=VALUE"),
         (
             ["script_of_a_test:Recorder", "--config", "no.yaml"],
-            "--config no.yaml: this file does not exist.",
+            "Cannot read --config no.yaml: No such file or directory.",
         ),
-        (["script_of_a_test:Recorder", "--config", "."], "cannot read it: Is a directory."),
-        (["script_of_a_test:Recorder", "--config", "flat.yaml"], "'lr': it must have no keys but"),
+        (["script_of_a_test:Recorder", "--config", "flat.yaml"], "'lr': only config, trainer"),
         (
             ["script_of_a_test:Recorder", "trainer.num_worker=2"],
             "Did you mean trainer.num_workers?",
         ),
-        (["script_of_a_test:Recorder", "trainer.callbacks=a"], "sets this by itself"),
+        (["script_of_a_test:Recorder", "trainer.callbacks=a"], "sets this argument"),
         (["script_of_a_test:Recorder", "fit.max_epochs=2"], "Did you mean fit.num_epochs?"),
-        (["script_of_a_test:Recorder", "--config", "odd.yaml"], "odd.yaml is no YAML"),
+        (["script_of_a_test:Recorder", "--config", "odd.yaml"], "odd.yaml is not valid YAML"),
         (["script_of_a_test:Recorder", "config.a=1", "config.a.b=2"], "config.a has a value"),
-        (["script_of_a_test:Recorder"], "say for how long"),
+        (["script_of_a_test:Recorder"], "needs --num-epochs"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_in_a_sentence(folder, arguments, text):
@@ -168,12 +151,5 @@ def test_a_folder_of_another_operator_is_told_of_once(folder, caplog):
     _, *given = TRAINS
     fit(*TRAINS, "--num-epochs", 1, "--logdir", "run")
     result = fit("script_of_a_test:Other", *given, "--num-epochs", 1, "--logdir", "run")
-    assert (result.stderr + caplog.text).count("holds checkpoints of job 'Recorder'") == 1
-    assert "--logdir gives another folder" in result.stderr
-    assert "trainer.load" not in result.stderr
-
-
-def test_the_line_of_the_start_names_no_step_since_a_state_may_be_loaded_yet(folder, caplog):
-    caplog.set_level("INFO")
-    fit(*TRAINS, "--num-epochs", 1)
-    assert "Started: workers 0, generation 1." in caplog.messages
+    assert (result.stderr + caplog.text).count("has checkpoints of job 'Recorder'") == 1
+    assert "Use another --logdir" in result.stderr
