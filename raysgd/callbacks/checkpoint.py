@@ -29,9 +29,7 @@ class CheckpointCallback(Callback):
     """Saves checkpoints into a folder, and resumes from the newest intact one.
 
     Without `monitor`, it saves after each epoch, or every few steps. With `monitor`, it saves when
-    the metric is measured: for ``val_loss`` after ``validate()`` instead of after the epoch. If
-    training has a metric of that name too, it saves at both times, and keeps validated checkpoints
-    first. If an exception comes before the metric, it saves the epoch without the metric.
+    the metric is measured: for ``val_loss`` after ``validate()`` instead of after the epoch.
 
     Args:
         folder: a path, or a URL for fsspec; None for ``checkpoints`` in the trainer's ``logdir``.
@@ -39,7 +37,8 @@ class CheckpointCallback(Callback):
         keep: number of checkpoints to keep; None for all. With `monitor`, the best ones, and in
             addition the newest.
         monitor: name of the metric that selects the best, of training or validation; of validation
-            if both have it. Without it, the newest are kept.
+            if both have it. (With ``validate_every`` above 1, give them different names.) Without
+            it, the newest are kept.
         mode: "min" if smaller values of the metric are better, or "max".
         blocking: False copies the state, and writes it while training continues.
         resume: whether a trainer that has not trained yet starts from the newest intact checkpoint
@@ -103,8 +102,8 @@ class CheckpointCallback(Callback):
         self._num_epochs_missing = 0
         self._newest: str | None = None
         self._saved_at = 0
-        self._unrated = False
-        """Whether an epoch is over that is saved when its metric is measured."""
+        self._of_validation = False
+        """Whether validations have the metric."""
         self.restored_from: str | None = None
         """The checkpoint from which training resumed."""
         self.passed_over: list[tuple[str, str]] = []
@@ -159,11 +158,14 @@ class CheckpointCallback(Callback):
         self._save(trainer, {})
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
-        if self.monitor in metrics or (self.monitor is None and self._every == "epoch"):
-            self._save(trainer, metrics, of_training=True)
-        elif self.monitor is not None:
+        if self.monitor is None:
+            if self._every == "epoch":
+                self._save(trainer, metrics)
+        elif self.monitor in metrics:
+            if not self._of_validation and not trainer.validation_due:
+                self._save(trainer, metrics)
+        elif not self._of_validation:
             self._num_epochs_missing += 1
-            self._unrated = self._every == "epoch"
             if self._num_epochs_missing == 2:
                 logger.warning(
                     "CheckpointCallback(monitor=%r): two epochs had no such metric, and nothing is "
@@ -176,6 +178,7 @@ class CheckpointCallback(Callback):
         if self.monitor is None:
             return
         if self.monitor in metrics:
+            self._of_validation = True
             self._save(trainer, {**trainer.latest_metrics, **metrics})
         elif self.monitor not in trainer.latest_metrics:
             raise ValueError(
@@ -185,8 +188,9 @@ class CheckpointCallback(Callback):
             )
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        lacks = self._unrated or (self._on_exception and trainer.global_step != self._saved_at)
-        if lacks and not isinstance(error, WorkerLostError):  # the other workers may not answer
+        # after a loss, the other workers may not answer
+        can_save = self._on_exception and not isinstance(error, WorkerLostError)
+        if can_save and trainer.global_step != self._saved_at:
             self._save(trainer, {}, unless_nan=True)
             self._writer.wait()
         if self._newest is not None and self._resume:
@@ -199,7 +203,6 @@ class CheckpointCallback(Callback):
         self,
         trainer: Trainer,
         metrics: dict[str, Any],
-        of_training: bool = False,
         unless_nan: bool = False,
     ) -> None:
         assert self._store is not None
@@ -211,14 +214,13 @@ class CheckpointCallback(Callback):
             if state is None:
                 logger.warning("Nothing is saved after the exception, because the state has NaN.")
                 return
-            self._unrated, self._saved_at = False, trainer.global_step
+            self._saved_at = trainer.global_step
             save = functools.partial(
                 self._store.save,
                 state,
                 metrics,
                 trainer.num_workers,
                 trainer.operator_name,
-                of_training,
             )
 
             def write() -> None:

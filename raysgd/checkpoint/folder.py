@@ -116,12 +116,9 @@ class CheckpointFolder:
         """Return a sort key; larger is better."""
         value = self._value_of(name)
         is_rated = not math.isnan(value)
-        manifest = self._manifests[name]
-        # metrics of training and of validation cannot be compared
-        is_validated = is_rated and manifest is not None and not manifest.of_training
         rating = (value if self._mode == "max" else -value) if is_rated else 0.0
         is_current = newest is None or not is_abandoned(name, newest)
-        return is_current, is_validated, is_rated, rating, position_of(name)
+        return is_current, is_rated, rating, position_of(name)
 
     def _value_of(self, name: str) -> float:
         """Return the monitored metric of a checkpoint, or NaN."""

@@ -59,8 +59,6 @@ class Manifest:
     job: str = ""
     """Name of the job, if a `CheckpointStore` wrote the checkpoint."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    of_training: bool = False
-    """Whether the metrics are only of training. Those of a validation take precedence."""
 
     def to_json(self) -> bytes:
         """Return the manifest as JSON text, in which metrics can be NaN or Infinity."""

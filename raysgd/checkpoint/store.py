@@ -31,7 +31,6 @@ __all__ = ["CheckpointStore", "Restored"]
 logger = logging.getLogger(__name__)
 
 _LATEST = "latest"
-_BEST = "best"
 
 
 class Restored(NamedTuple):
@@ -52,10 +51,10 @@ class CheckpointStore(CheckpointFolder):
     """Saves the checkpoints of one job into a folder, and finds the newest that loads.
 
     The folder has files such as ``epoch-00003-step-00000512.ckpt``, and ``latest``, a text file
-    with the name of the newest; with `monitor` also ``best``. A sharded state is a folder, without
-    ``.ckpt`` in its name. The text files change when a checkpoint is on disk, and only then are
-    older ones removed. If the process is killed, at most the current save is lost. One process at a
-    time may save into the folder.
+    with the name of the newest. A sharded state is a folder, without ``.ckpt`` in its name.
+    ``latest`` changes when a checkpoint is on disk, and only then are older ones removed. If the
+    process is killed, at most the current save is lost. One process at a time may save into the
+    folder.
 
     Args:
         folder: a path, or a URL for fsspec. The first save creates it.
@@ -88,8 +87,6 @@ class CheckpointStore(CheckpointFolder):
             raise ValueError(f"CheckpointStore(job={job!r}): must be a name.")
         super().__init__(folder, keep, monitor, mode)
         self._job = job
-        self._made = False
-        self._best_named: str | None = None
 
     def save(
         self,
@@ -97,7 +94,6 @@ class CheckpointStore(CheckpointFolder):
         metrics: Mapping[str, Any] | None = None,
         world_size: int = 1,
         operator: str = "",
-        of_training: bool = False,
     ) -> str:
         """Write a checkpoint as the newest, and remove those that are not kept.
 
@@ -107,8 +103,6 @@ class CheckpointStore(CheckpointFolder):
             metrics: metrics of the state. The file contains their numbers.
             world_size: number of workers.
             operator: name of the operator.
-            of_training: whether `metrics` are only of training. Checkpoints with metrics of a
-                validation are better than those.
 
         Returns:
             The path of the checkpoint, or its URL.
@@ -123,9 +117,7 @@ class CheckpointStore(CheckpointFolder):
                 f"CheckpointStore(monitor={self._monitor!r}): there is no such number. There are: "
                 f"{', '.join(numbers) or 'none'}."
             )
-        if not self._made:
-            self._folder.make_folder()
-            self._made = True
+        self._folder.make_folder()
         self._learn(self._names())
         name = f"epoch-{state['epoch']:05d}-step-{state.get('global_step', 0):08d}"
         manifest = Manifest(
@@ -133,7 +125,6 @@ class CheckpointStore(CheckpointFolder):
             operator=operator,
             job=self._job,
             metrics=numbers,
-            of_training=of_training,
         )
         if "tensors" in state:
             path = write_folder(state, writable_folder(self._folder.child(name)), manifest)
@@ -142,10 +133,6 @@ class CheckpointStore(CheckpointFolder):
             path = write_file(state, self._folder.child(name).name, manifest)
         self._point_to(name)
         self._manifests[name] = manifest
-        best = self._best_of(name)
-        if best is not None and best != self._best_named:
-            self._point_to(best, _BEST)
-        self._best_named = best
         self._tidy(name)
         return path
 
@@ -171,8 +158,9 @@ class CheckpointStore(CheckpointFolder):
             CheckpointError: if the folder belongs to another job, or cannot be reached.
         """
         self._learn(self._names())
-        best = self._best_of(self._pointed_to()[0])
-        return None if best is None else self._folder.child(best).name
+        newest, _ = self._pointed_to()
+        rated = [name for name in self._ranked(newest) if not math.isnan(self._value_of(name))]
+        return self._folder.child(rated[0]).name if rated else None
 
     def restore(self) -> Restored | None:
         """Load the newest intact checkpoint. Those of later steps than ``latest`` are tried last.
@@ -217,11 +205,11 @@ class CheckpointStore(CheckpointFolder):
                 f"is job {self._job!r}. Use another folder."
             )
 
-    def _point_to(self, name: str, pointer: str = _LATEST) -> None:
+    def _point_to(self, name: str) -> None:
         def fill(file: IO[bytes]) -> None:
             file.write(_pointer_to(name))
 
-        self._folder.child(pointer).write(fill)
+        self._folder.child(_LATEST).write(fill)
 
     def _pointed_to(self) -> tuple[str | None, str | None]:
         """Return the name in ``latest``, or what is wrong with that file; both None without it."""
@@ -247,12 +235,10 @@ class CheckpointStore(CheckpointFolder):
                 del self._manifests[name]
             for name in self._folders(whole=False):  # left by a killed process
                 self._remove(name)
-            outdated = None if self._best_of(newest) else _BEST
             for name in self._folder.file_names():
                 unfinished = TEMPORARY_NAME.fullmatch(name)  # its writer was killed
                 target = unfinished[1] if unfinished else ""
-                is_ours = target in (_LATEST, _BEST) or self._pattern.fullmatch(target)
-                if is_ours or name == outdated:
+                if target == _LATEST or self._pattern.fullmatch(target):
                     self._folder.child(name).remove()
             if self.is_local:
                 remove_unfinished(Path(self._folder.name))
@@ -265,11 +251,6 @@ class CheckpointStore(CheckpointFolder):
             file.remove()
         else:
             remove_folder(Path(file.name))
-
-    def _best_of(self, newest: str | None) -> str | None:
-        """Return the best checkpoint with the monitored metric."""
-        rated = (name for name in self._ranked(newest) if not math.isnan(self._value_of(name)))
-        return next(rated, None)
 
 
 def _pointer_to(name: str) -> bytes:

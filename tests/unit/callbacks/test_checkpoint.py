@@ -9,7 +9,6 @@ from raysgd.callbacks import Callback, CheckpointCallback, EarlyStopping, Learni
 from raysgd.checkpoint import read_manifest
 from raysgd.errors import CallbackError, CheckpointError
 from tests.operators import Classifier
-from tests.unit.callbacks.spy import Spy
 from tests.unit.recorder import Recorder
 
 
@@ -121,16 +120,6 @@ def test_a_run_that_is_cut_off_again_and_again_misses_no_validation(make_trainer
         assert "score has not improved for 3 values" in history.stop_reason
 
 
-def test_what_was_validated_before_it_was_saved_is_not_validated_again(make_trainer, tmp_path):
-    make_trainer(callbacks=[CheckpointCallback(tmp_path, monitor="val_loss")]).fit(2)
-    spy = Spy()
-    make_trainer(callbacks=[spy, CheckpointCallback(tmp_path)]).fit(3)
-    assert spy.hooks[1:3] == ["on_event", "on_epoch_end"]
-    trainer = make_trainer()
-    trainer.fit(1)
-    assert "validation_due" not in trainer.state_dict()
-
-
 def test_a_damaged_checkpoint_is_passed_over_and_named(make_trainer, tmp_path, caplog):
     make_trainer(callbacks=[CheckpointCallback(tmp_path)]).fit(2)
     newest = tmp_path / names(tmp_path)[-1]
@@ -196,24 +185,6 @@ class Overfitting(Callback):
         metrics["score"] = [2, 9, 3, 5, 1, 4][trainer.epoch - 1]
 
 
-def test_an_epoch_whose_validation_fails_is_saved_all_the_same(make_trainer, tmp_path):
-    trainer = make_trainer(Recorder, callbacks=[CheckpointCallback(tmp_path, monitor="val_loss")])
-
-    def fail(batch_info, when):
-        if when == "validate" and trainer.epoch == 2:
-            raise ValueError("bad validation")
-
-    trainer.get_local_operator().fail = fail
-    with pytest.raises(ValueError, match="bad validation") as caught:
-        trainer.fit(3)
-    assert steps(tmp_path) == [5, 10]
-    assert "it resumes from" in "".join(caught.value.__notes__)
-    history = make_trainer(
-        Recorder, callbacks=[CheckpointCallback(tmp_path, monitor="val_loss")]
-    ).fit(3)
-    assert [entry["epoch"] for entry in history] == [3]
-
-
 def test_an_exception_saves_the_last_good_step_and_never_nan(make_trainer, tmp_path, caplog):
     def fit_until(step, spoil=False):
         saving = CheckpointCallback(tmp_path, on_exception=True)
@@ -243,23 +214,19 @@ def test_an_exception_saves_the_last_good_step_and_never_nan(make_trainer, tmp_p
 
 
 @pytest.mark.parametrize("ends", [[6], [1, 2, 3, 4, 5, 6]], ids=["in one go", "restarted"])
-@pytest.mark.parametrize(
-    ("keep", "validate_every", "kept"),
-    [(1, 1, [10, 30]), (2, 1, [10, 20, 30]), (1, 2, [10, 30]), (3, 2, [10, 20, 30])],
-)
+@pytest.mark.parametrize(("keep", "kept"), [(1, [10, 30]), (2, [10, 20, 30])])
 def test_of_a_metric_that_both_have_that_of_validation_rates(
-    make_trainer, tmp_path, keep, validate_every, kept, ends
+    make_trainer, tmp_path, keep, kept, ends
 ):
-    """No file that training has rated takes the room of one that a validation has rated."""
+    """Training has much better values, and they do not count."""
     for end in ends:
         saving = CheckpointCallback(tmp_path, keep=keep, monitor="score", mode="max")
         trainer = make_trainer(callbacks=[saving, Overfitting()])
-        trainer.fit(end, validate_every=validate_every)
+        trainer.fit(end)
     assert steps(tmp_path) == kept
     rated = [read_manifest(tmp_path / name) for name in names(tmp_path)]
     expected = {10: 9, 20: 5, 30: 4}
     assert [manifest.metrics["score"] for manifest in rated] == [expected[step] for step in kept]
-    assert not any(manifest.of_training for manifest in rated)
 
 
 def test_steps_and_the_best_go_together(make_trainer, tmp_path):
@@ -267,14 +234,6 @@ def test_steps_and_the_best_go_together(make_trainer, tmp_path):
     saving = CheckpointCallback(tmp_path, every=2, keep=2, monitor="score")
     make_trainer(callbacks=[saving, Scripted([1, 2, 3])]).fit(3)
     assert steps(tmp_path) == [5, 10, 15]
-
-
-def test_a_metric_of_training_is_there_at_the_end_of_the_epoch(make_trainer, tmp_path):
-    trainer = make_trainer(callbacks=[CheckpointCallback(tmp_path, monitor="train_loss")])
-    trainer.train()
-    assert steps(tmp_path) == [5]
-    trainer.validate()
-    assert steps(tmp_path) == [5]
 
 
 def test_a_metric_that_is_not_there_is_an_error(make_trainer, tmp_path):

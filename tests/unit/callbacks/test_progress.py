@@ -117,16 +117,6 @@ def test_a_bar_in_a_notebook_is_as_full_as_the_call_is_far(notebook):
     assert (drawn.value, drawn.max, drawn.bar_style) == (5, 5, "success")
 
 
-def test_a_bar_of_fit_in_a_notebook_goes_when_its_epoch_is_done(notebook):
-    bar, trainer = ProgressBar(), FakeTrainer()
-    trainer.num_epochs = 8
-    bar.on_progress(trainer, "train", [])
-    bar.on_progress(trainer, "train", [progress(2)])
-    container = bar._display._bar.container
-    bar.on_epoch_end(trainer, {"batch_count": 5, "num_samples": 99})
-    assert container.layout.visibility == "hidden"
-
-
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that tests turn on."""

@@ -3,7 +3,6 @@
 import os
 import resource
 import stat
-import subprocess
 import tempfile
 
 import pytest
@@ -13,7 +12,7 @@ from raysgd.checkpoint import check_writable, read_file, tensors, write_file
 from raysgd.checkpoint.location import UnreachableError, locate
 from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.processes import in_child
-from tests.unit.checkpoint.states import STATE, state_at, step_of
+from tests.unit.checkpoint.states import STATE
 
 BIG = {**STATE, "epoch": 9, "models": [{"w": torch.zeros(400_000)}]}
 """A state of 1.6 MB."""
@@ -124,38 +123,6 @@ def test_a_file_that_may_not_grow_leaves_the_old_state(tmp_path):
 
     in_child(fill_up)
     assert read_file(path)["epoch"] == 2
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of one megabyte."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("may not mount a file system")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def test_a_disk_that_is_full_at_any_byte_leaves_the_old_state(small_disk):
-    """The room that is left runs out in a tensor, in the directory, or in the manifest."""
-    path = small_disk / "state.pt"
-    write_file(state_at(0), path)
-    size = -(-path.stat().st_size // 4096)
-    room = os.statvfs(small_disk).f_bavail
-    written = []
-    for left in range(size + 2):
-        with (small_disk / "ballast").open("wb") as ballast:
-            ballast.write(bytes(4096 * (room - left)))
-        try:
-            write_file(state_at(left), path)
-            written.append(left)
-        except CheckpointError as error:
-            assert "No space left" in str(error)  # noqa: PT017
-        assert step_of(read_file(path)) == (written[-1] if written else 0)
-        assert sorted(os.listdir(small_disk)) == ["ballast", "state.pt"]
-    assert len(written) in (2, 3)  # it fits in the end, and not before
 
 
 def test_a_user_without_permission_is_told_so():

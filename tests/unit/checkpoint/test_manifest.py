@@ -18,7 +18,6 @@ MANIFESTS = st.builds(
     operator=st.text(),
     job=st.text(),
     metrics=st.dictionaries(st.text(), st.floats(allow_nan=False)),
-    of_training=st.booleans(),
 )
 
 

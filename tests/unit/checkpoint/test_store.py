@@ -48,14 +48,8 @@ def names_in(folder):
 
 
 def steps_in(folder):
-    names = [name for name in names_in(folder) if name not in ("latest", "best")]
+    names = [name for name in names_in(folder) if name != "latest"]
     return [int(re.findall("[0-9]+", name)[1]) for name in names]
-
-
-def best_named(folder):
-    """What the file `best` names, in a folder that is there."""
-    with locate(folder).child("best").open() as file:
-        return file.readline().decode().strip()
 
 
 def restored_step(folder, **arguments):
@@ -132,14 +126,13 @@ def test_the_newest_are_kept(folder, keep, kept):
 @pytest.mark.parametrize(
     ("mode", "kept"), [("min", [2, 4, 6]), ("max", [1, 3, 6])], ids=["min", "max"]
 )
-def test_the_best_are_kept_and_named_and_always_the_newest(folder, mode, kept):
+def test_the_best_are_kept_and_always_the_newest(folder, mode, kept):
     store = CheckpointStore(folder, job="first", keep=2, monitor="score", mode=mode)
     assert store.best is None
     for step, score in enumerate([0.9, 0.1, 0.8, 0.2, math.nan, 0.5], start=1):
         store.save(state_at(step), {"score": score})
     assert steps_in(folder) == kept
-    assert store.best.endswith(best_named(folder))
-    assert best_named(folder) == name_at(kept[0])
+    assert store.best == f"{folder}/{name_at(kept[0])}"
     anew = CheckpointStore(folder, job="first", monitor="score", mode=mode)
     assert anew.best == store.best
     assert CheckpointStore(folder, job="first").best is None
@@ -153,24 +146,13 @@ def test_the_best_of_what_was_given_up_takes_no_room(folder):
     store = CheckpointStore(folder, job="first", keep=3, monitor="score")
     store.save(state_at(15), {"score": 0.9})
     assert steps_in(folder) == [10, 15, 30]
-    assert best_named(folder) == name_at(10)
+    assert store.best == f"{folder}/{name_at(10)}"
     store.save(state_at(16), {"score": math.nan})
     assert steps_in(folder) == [10, 15, 16], "also of what is not measured"
     CheckpointStore(folder, job="first", keep=1, monitor="score").save(
         state_at(2), {"score": math.nan}
     )
-    assert names_in(folder) == [name_at(2), "latest"], "and `best` names none that is gone"
-
-
-def test_what_training_has_rated_gives_way_to_what_validation_has(folder):
-    store = CheckpointStore(folder, job="first", keep=2, monitor="score", mode="max")
-    for step, score in enumerate([9.0, 1.0, 8.0, 2.0, math.nan, 7.0], start=1):
-        path = store.save(state_at(step), {"score": score}, of_training=step % 2 == 1)
-        assert read_manifest(path).of_training == (step % 2 == 1)
-    assert steps_in(folder) == [4, 6], "neither 1 nor 3"
-    store = CheckpointStore(folder, job="first", keep=2, monitor="score", mode="max")
-    store.save(state_at(7), {"score": 9.0}, of_training=True)
-    assert steps_in(folder) == [4, 6, 7]
+    assert names_in(folder) == [name_at(2), "latest"]
 
 
 @given(
