@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from raysgd._internal.context import Progress
 from raysgd.elastic.events import Event
 
-__all__ = ["Callback", "History", "LastCall", "Trainer", "adds_metrics"]
+__all__ = ["Callback", "History", "LastCall"]
 
 
 class LastCall(NamedTuple):

@@ -13,7 +13,7 @@ from raysgd.checkpoint import save_model, write_file
 from raysgd.train.result import ReportLog
 
 STATE = {"epoch": 1, "models": [{"w": np.ones(2)}], "optimizers": []}
-RUN = {"kind": "run", "time": 1.0, "config": {}}
+RUN = {"kind": "run", "time": 1.0, "global_step": 0}
 
 
 def report(path):
