@@ -10,6 +10,6 @@ __all__ = ["CreatorOperator", "TorchTrainer", "TrainingOperator"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "BaseTorchTrainable":  # not in __all__, since it needs Ray Tune
+    if name != "BaseTorchTrainable":  # needs Ray Tune
         raise AttributeError(f"module 'raysgd.torch' has no attribute {name!r}")
     return importlib.import_module("raysgd.tune").BaseTorchTrainable

@@ -1,4 +1,4 @@
-"""How the default methods read a batch, and the output of a model."""
+"""How the default methods of an operator read a batch and the output of a model."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _TARGETS = ("target", "targets", "label", "labels", "y")
 
 
 class Batch(NamedTuple):
-    """What a model is called with, and what its output is compared with."""
+    """Arguments of a model, and the target of its output."""
 
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
     target: Any
-    """None where the model computes its loss by itself."""
+    """None if the model computes its loss."""
 
     @property
     def num_samples(self) -> int:
@@ -48,14 +48,14 @@ class Batch(NamedTuple):
 
 
 def read_batch(batch: Any, model: torch.nn.Module) -> Batch:
-    """Say what of a batch goes into the model, and what is the target.
+    """Return the arguments and the target in a batch.
 
-    ``(*features, target)`` are given by position. Of a dict, or a data class, those go in that
-    ``forward`` has arguments for; one that it has none for is the target. A named tuple is read
-    by name if its fields are arguments of ``forward``, with one more at most, the target.
+    ``(*features, target)`` are arguments by position. The keys of a dict or data class are
+    arguments if ``forward`` has them; one other key is the target. The same holds for a named tuple
+    if its fields are arguments of ``forward``, except for at most one.
 
     Raises:
-        TypeError: if that is not clear.
+        TypeError: if the arguments and the target cannot be told apart.
     """
     if _is_named(batch):
         return _read_named(_by_name(batch), batch, model)
@@ -89,7 +89,7 @@ def _read_named(named: Mapping[str, Any], batch: Any, model: torch.nn.Module) ->
 
 
 def _own_loss(output: Any) -> torch.Tensor | None:
-    """Return the loss in a model's output: ``loss``, or the number that a tuple begins with."""
+    """Return the loss in a model's output: ``loss``, or a number at the start of a tuple."""
     first = output[0] if isinstance(output, tuple) and output else None
     if isinstance(first, torch.Tensor) and first.dim() == 0:
         return first
@@ -98,23 +98,21 @@ def _own_loss(output: Any) -> torch.Tensor | None:
 
 
 def _no_loss(output: Any, batch: Batch) -> TypeError:
-    """Return the error for a batch of which nothing is compared with the output."""
     return TypeError(
-        f"The model's output, {shapes_of(output)}, has no loss, and the batch has no target: "
-        f"forward takes all of {shapes_of(dict(batch.keywords))}. The default train_batch takes an "
-        "output with .loss (as transformers gives it for a batch with labels), or a batch with one "
-        "entry that forward has no argument for, the target; or override it."
+        f"The output {shapes_of(output)} has no loss, and the batch has no target: forward takes "
+        f"all of {shapes_of(dict(batch.keywords))}. Return an output with .loss, add a target to "
+        "the batch that forward does not take, or override train_batch."
     )
 
 
 def _is_torchs(criterion: Any) -> bool:
-    """Whether a criterion is a loss of torch's, which takes a tensor."""
+    """Return whether a criterion is a loss of PyTorch, which takes a tensor."""
     own = (type(criterion).__module__, getattr(criterion, "__module__", None))
     return bool({"torch.nn.modules.loss", "torch.nn.functional"} & {*own})
 
 
 def scores_in(output: Any) -> Any:
-    """Return what is compared with the target: the output, or its ``logits``."""
+    """Return the ``logits`` of an output, or the output itself."""
     logits = _part(output, "logits")
     return output if logits is None else logits
 
@@ -157,7 +155,7 @@ def _by_name(value: Any) -> Mapping[str, Any]:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a batch or an output holds."""
+    """Yield the tensors in a batch or an output."""
     if isinstance(value, torch.Tensor):
         yield value
     elif _is_named(value):
@@ -176,7 +174,7 @@ def _accepts(model: torch.nn.Module, names: Collection[str]) -> set[str]:
 
 
 def _is_named_like(model: torch.nn.Module, value: Any, num_others: int) -> bool:
-    """Whether a named tuple has all that ``forward`` needs by name, and so many other fields."""
+    """Return whether a named tuple has the arguments of ``forward``, and few other fields."""
     fields = set(getattr(value, "_fields", ())) if isinstance(value, tuple) else set()
     if not fields:
         return False
@@ -210,23 +208,22 @@ def _unclear(batch: Any, model: torch.nn.Module) -> TypeError:
     takes = ", ".join(str(p).partition(":")[0].partition("=")[0] for p in _parameters(model))
     return TypeError(
         f"The batch is {shapes_of(batch)}, and forward of {type(plain(model)).__name__} takes "
-        f"({takes}). The default train_batch and validate_batch take (*features, target); or a "
-        "dict or data class whose keys are arguments of forward, with one more, the target, unless "
-        "the model computes its loss. Let the loader's collate_fn give such batches, or override "
-        "the two methods."
+        f"({takes}). It must be (*features, target), or a dict or data class with the arguments of "
+        "forward and the target. Change the collate_fn of the loader, or override train_batch and "
+        "validate_batch."
     )
 
 
 def mean_of(loss: torch.Tensor, num_items: float | None) -> Any:
-    """Return what meters take of a loss: a mean over samples, or over so many items."""
+    """Return the metric of a loss that is a mean over samples, or over `num_items`."""
     if num_items is None:
         return loss.detach()
-    # the mean over nothing may be NaN
+    # the mean of no items may be NaN
     return Sums(ratio, total=loss.detach() * num_items if num_items else 0.0, weight=num_items)
 
 
 def loss_of(operator: Any, output: Any, batch: Batch) -> Any:
-    """Return the loss of a batch: the model's own, or what the criterion gives."""
+    """Return the loss of a batch: the model's own, or that of the criterion."""
     if batch.target is None or getattr(operator, "criterion", None) is None:
         own = _own_loss(output)
         if own is not None:
@@ -234,41 +231,38 @@ def loss_of(operator: Any, output: Any, batch: Batch) -> Any:
         if batch.target is None:
             raise _no_loss(output, batch)
     criterion = operator._default("criterion")
-    # one of the user's may take the output as it is
+    # a criterion of user code may take the whole output
     given = scores_in(output) if _is_torchs(criterion) else output
     try:
         return criterion(given, batch.target)
     except Exception as error:
-        with contextlib.suppress(Exception):  # classes of the user's may refuse
-            error.add_note(
-                f"It is the criterion, {type(criterion).__name__}, that raised this, given the "
-                f"output {shapes_of(given)} and the target {shapes_of(batch.target)}."
-            )
+        error.add_note(
+            f"The criterion {type(criterion).__name__} raised this for the output "
+            f"{shapes_of(given)} and the target {shapes_of(batch.target)}."
+        )
         raise
 
 
 def note_batch(operator: Any, error: BaseException, method: str, batch: Any) -> None:
-    """Note with an error which batch a method was called with."""
+    """Add the method and the batch to an error as notes."""
     if not isinstance(error, Exception):
-        return  # it is no matter of the batch
-    with contextlib.suppress(Exception):  # classes of the user's may refuse
-        kind = type(operator).__name__
-        error.add_note(f"This was in {kind}.{method}, with the batch {shapes_of(batch)}.")
-        number = operator._train_state.parts.split if method == "train_batch" else 1
-        if number > 1:
-            error.add_note(f"Memory ran out before: batches are in {number} parts since then.")
+        return
+    kind = type(operator).__name__
+    error.add_note(f"This was in {kind}.{method}, with the batch {shapes_of(batch)}.")
+    number = operator._train_state.parts.split if method == "train_batch" else 1
+    if number > 1:
+        error.add_note(f"Each batch is split into {number} parts, because memory ran out before.")
 
 
 @contextlib.contextmanager
 def explaining(operator: Any, method: str, batch: Any) -> Iterator[None]:
-    """Note with an exception which batch `method` was called with, and what to do."""
+    """Add notes to an error of `method` without gradients."""
     try:
         yield
     except Exception as error:
         note_batch(operator, error, method, batch)
         if ran_out_of_memory(error):
             error.add_note(
-                "Memory ran out without gradients, where batches are not split. Give this "
-                "loader a smaller batch_size."
+                "Batches are only split in training. Give this loader a smaller batch_size."
             )
         raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import math
 import os
 import pickle
 import sys
@@ -21,12 +20,10 @@ __all__ = [
     "broadcast_object",
     "broadcast_state",
     "broadcast_tensors",
-    "fewest_receivers",
     "fingerprint",
     "mean",
     "minimum",
     "rank",
-    "ranks_with",
     "size",
 ]
 
@@ -78,30 +75,6 @@ def mean(value: float, device: torch.device) -> float:
         return float(hvd.allgather(held, name="raysgd.mean").mean())
     dist.all_reduce(held)
     return held.item() / size()
-
-
-def ranks_with(said: bool, device: torch.device) -> list[int]:
-    """Return the ranks that pass True."""
-    hvd = _horovod()
-    held = torch.zeros(size(), dtype=torch.int64, device=device)
-    held[rank()] = int(said)
-    if hvd is not None:
-        held = hvd.allgather(held.view(1, -1), name="raysgd.ranks").sum(dim=0)
-    else:
-        dist.all_reduce(held)
-    return [each for each, number in enumerate(held.tolist()) if number]
-
-
-def fewest_receivers(wanting: Sequence[int], device: torch.device) -> Sequence[int] | None:
-    """Return the ranks to send to one by one; None to broadcast to all.
-
-    A broadcast over W ranks takes log2(W) rounds. Sending to one rank takes one round and needs no
-    other rank.
-    """
-    if _horovod() is not None or device.type != "cpu":
-        return None
-    few = len(wanting) < size() - 1 and len(wanting) <= math.log2(size())
-    return wanting if few else None
 
 
 def broadcast(tensor: torch.Tensor, source: int, to: Sequence[int] | None = None) -> None:

@@ -15,7 +15,7 @@ __all__ = [
 ]
 
 NUM_STEPS = "__num_steps__"
-"""How many batches were asked for; None for the whole epoch."""
+"""Requested number of batches; None for the whole epoch."""
 SCHEDULER_STEP = "scheduler_step"
 """The trainer's ``scheduler_step_freq``."""
 USE_FP16 = "__use_fp16__"
@@ -28,4 +28,4 @@ VALID_SCHEDULER_STEP = {SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, SCHEDULER_ST
 
 NCCL_TIMEOUT_S = env_seconds("NCCL_TIMEOUT_S", 1800)
 SGD_PLACEMENT_GROUP_TIMEOUT_S = env_seconds("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100)
-"""Seconds, as the environment says when this is imported. To change one, set its variable."""
+"""Seconds from the environment at import. To change one, set its variable."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -97,26 +96,8 @@ class ReplicatedModel(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             self._has_forward = True
-            try:
-                return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-            except RuntimeError as error:
-                self._explain(error)
-                raise
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         return self.module(*inputs, **kwargs)
-
-    def _explain(self, error: RuntimeError) -> None:
-        """Add the names of the parameters to an error that lists their indices."""
-        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        if found is not None:
-            names = [name for name, p in self.module.named_parameters() if p.requires_grad]
-            # fewer than PyTorch counts if some were frozen later
-            unused = [names[int(i)] for i in found[1].split() if int(i) < len(names)]
-            error.add_note(
-                f"{type(self.module).__name__}: the loss of the step before did not reach "
-                f"{', '.join(unused[:5]) or 'all parameters'}{', …' * (len(unused) > 5)}, so that "
-                "the workers still wait for these gradients. Let the loss use them, freeze them "
-                'before register(), or register(ddp_args={"find_unused_parameters": True}).'
-            )
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -209,10 +190,9 @@ def _check_no_gradient(optimizer: torch.optim.Optimizer, model: ReplicatedModel)
     if any(p.grad is not None and id(p) in stepped for p in model.module.parameters()):
         kind = type(model.module).__name__
         raise RuntimeError(
-            f"{type(optimizer).__name__}.step() with gradients of {kind} that the workers have not "
-            f"averaged: they average those that follow from calling the registered model, as in "
-            f"self.model(...), and not those of its methods or of self.unwrapped(self.model). "
-            f"Compute the loss from what {kind}.forward returns, or let forward call the method."
+            f"{type(optimizer).__name__}.step() has gradients of {kind} that the workers have not "
+            "averaged. They only average gradients of calls of the registered model, as in "
+            f"self.model(...). Compute the loss from the output of {kind}.forward."
         )
 
 
@@ -263,7 +243,6 @@ def running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def replicated(model: torch.nn.Module) -> bool:
-    """Return whether `model` is wrapped in DistributedDataParallel."""
     return isinstance(model, DistributedDataParallel)
 
 
@@ -297,8 +276,7 @@ def rebuild(
         comm_hooks: the hooks at the end of `setup`, which a replacement worker has as well; None
             for the current hooks.
     """
-    own = model.mixed_precision is not None  # then its only hook is internal
-    if own or comm_hooks is None:
+    if comm_hooks is None:
         comm_hooks = communication_hooks(model)
     kept = {k: v for k, v in vars(model).items() if k not in ("process_group", "reducer", "logger")}
     with _requiring_gradients(model.module, required):
@@ -308,21 +286,17 @@ def rebuild(
     model.require_forward_param_sync = model.require_backward_grad_sync = True
     model._comm_hooks = []
     for hook, state in comm_hooks:
-        if state is None or own:
+        if state is None:
             model.register_comm_hook(state, hook)
         elif state is _THE_GROUP:
             model.register_comm_hook(model.process_group, hook)
         else:
             warnings.warn(
-                f"The communication hook {getattr(hook, '__name__', hook)!r} is left out from now "
-                f"on, since workers have left or joined: its state, of {type(state).__name__}, "
-                "would not be the same on all of them. Gradients are averaged without it.",
+                f"The communication hook {getattr(hook, '__name__', hook)!r} is removed, because "
+                f"workers left or joined, and its state {type(state).__name__} differs on them.",
                 RuntimeWarning,
                 stacklevel=2,
             )
-    if model.mixed_precision is not None:
-        reducer: Any = model.reducer
-        reducer._set_mixed_precision_param_dtype(model.mixed_precision.param_dtype)
 
 
 @contextlib.contextmanager
@@ -340,7 +314,6 @@ def _requiring_gradients(module: torch.nn.Module, required: dict[str, bool]) -> 
 
 
 def required_gradients(module: torch.nn.Module) -> dict[str, bool]:
-    """Return whether each parameter of `module` requires gradients, by name."""
     return {name: parameter.requires_grad for name, parameter in module.named_parameters()}
 
 

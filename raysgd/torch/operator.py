@@ -1,13 +1,13 @@
-"""The class that users subclass: what is trained, and how one epoch and one batch of it go.
+"""The class that users subclass to define training.
 
 A worker runs, for each ``trainer.train()``::
 
     operator.train_epoch(iterator, info, num_steps, epoch_idx)
-        for batch in iterator:                  # this worker's share of the train loader
+        for batch in iterator:                  # this worker's part of the train loader
             operator.train_batch(batch, batch_info)
                 forward and loss, under self.autocast()
-                self.backward(loss)                 # gradients of the mean over all workers' items
-                self.optimizer_step(optimizer)      # with accumulation at the last of a group
+                self.backward(loss)                 # gradients of the mean over all workers
+                self.optimizer_step(optimizer)      # with accumulation, in the last of a group
             schedulers step, if scheduler_step_freq == "batch" and an update was made
         schedulers step, if scheduler_step_freq == "epoch" and the epoch is over
 
@@ -49,15 +49,6 @@ __all__ = ["CreatorOperator", "TrainingOperator"]
 _INFO_KEYS = (NUM_STEPS, USE_FP16, SCHEDULER_STEP)
 
 
-class _NotGiven:
-    def __repr__(self) -> str:
-        return "not given"
-
-
-_NOT_GIVEN = _NotGiven()
-"""Stands for an argument that was left out, where None is a value."""
-
-
 class TrainingOperator(OperatorBase):
     """Defines training for :class:`raysgd.TorchTrainer`; one copy lives on each worker.
 
@@ -78,7 +69,7 @@ class TrainingOperator(OperatorBase):
     def __init__(self, config: Mapping[str, Any], settings: OperatorSettings | None = None) -> None:
         super().__init__(config)
         self._train_state: TorchTrainState = TorchTrainState(settings or OperatorSettings())
-        # why the last batch had no accuracy; None once that was said
+        # why the last batch had no accuracy; None after it was reported
         self._no_accuracy: str | None = ""
 
     # ---- what users override
@@ -100,22 +91,21 @@ class TrainingOperator(OperatorBase):
     ) -> dict[str, Any]:
         """Train on every batch of `iterator` and return the metrics.
 
-        Override it for a loop of your own; an override with the older signature
-        ``(self, iterator, info)`` works as well. It then also steps its own schedulers.
+        An override must step the schedulers itself. It may have the older signature
+        ``(self, iterator, info)``.
 
         Args:
             iterator: this worker's batches. It ends after `num_steps` batches.
-            info: what the caller of ``trainer.train(info=...)`` gave, and what older loops look up
-                in it: ``num_steps``, ``use_fp16`` and ``scheduler_step_freq``, by the names of
-                ``raysgd.torch.constants``.
-            num_steps: number of batches that were asked for; None for a whole epoch.
-            epoch_idx: epochs that were completed before this one.
+            info: the `info` of ``trainer.train``, and the keys of ``raysgd.torch.constants``, for
+                older loops.
+            num_steps: requested number of batches; None for a whole epoch.
+            epoch_idx: number of completed epochs.
 
         Returns:
             Metrics by name. Numbers are averaged over the workers, weighted by ``num_samples``.
         """
         self.train_mode(True)
-        # an override that calls this may not know it
+        # an override may call this without it
         epoch_idx = epoch_idx or self._train_state.epoch
         given = {name: value for name, value in (info or {}).items() if name not in _INFO_KEYS}
         train_state, meters = self._train_state, self._new_meters()
@@ -141,7 +131,7 @@ class TrainingOperator(OperatorBase):
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Train on one batch: forward, loss, backward, optimizer step.
 
-        An override gets mixed precision, gradient accumulation and clipping by the same calls::
+        An override uses the same calls for mixed precision, gradient accumulation and clipping::
 
             with self.autocast():
                 loss = ...
@@ -150,18 +140,18 @@ class TrainingOperator(OperatorBase):
 
         Args:
             batch: ``(*features, target)``, tensors on any device; or a dict or data class with the
-                arguments of ``forward`` by name, and one more, the target. With a loss of torch's
-                the output may have ``logits``. Without a target, or a criterion, it has ``loss``.
-            batch_info: ``batch_idx``, ``global_step``, ``epoch_idx``, ``info``, and what is in it.
+                arguments of ``forward`` by name, and one more, the target. For losses of PyTorch,
+                the output may have ``logits``. Without a target or criterion, it has ``loss``.
+            batch_info: ``batch_idx``, ``global_step``, ``epoch_idx``, and ``info`` with its keys.
 
         Returns:
             ``train_loss``, the mean over the batch, and ``num_samples``. If `num_items` is
-            overridden, ``train_loss`` is a `raysgd.metrics.Sums` that weighs it by the items.
+            overridden, ``train_loss`` is a `raysgd.metrics.Sums` weighted by the items.
 
         Raises:
-            TypeError: if the batch is of another kind.
-            RuntimeError: if ``self.model``, ``self.optimizer`` or ``self.criterion`` is missing;
-                operators with several models or optimizers need a ``train_batch`` of their own.
+            TypeError: if the batch has another format.
+            RuntimeError: if ``self.model``, ``self.optimizer`` or ``self.criterion`` is missing.
+                Override this method if there are several models or optimizers.
         """
         self._check_single()
         model, optimizer = self._default("model"), self._default("optimizer")
@@ -179,29 +169,28 @@ class TrainingOperator(OperatorBase):
         return {"train_loss": mean_of(loss, num_items), NUM_SAMPLES: given.num_samples}
 
     def num_items(self, batch: Any) -> float | torch.Tensor | None:
-        """Return how many items the loss of a batch is a mean over.
+        """Return the number of items that the loss of a batch is the mean of.
 
-        Override it if these are not samples, but tokens that are not masked, say::
+        Override it if the items are not samples, but for example unmasked tokens::
 
             def num_items(self, batch):
                 return (batch["labels"] != -100).sum()
 
-        The update is then the gradient of the mean over the items of all batches and workers, and
-        ``train_loss`` and ``val_loss`` are means over these. The workers add up their counts
-        once for each update.
+        Gradients, ``train_loss`` and ``val_loss`` are then means over the items of all workers. The
+        workers add up their numbers once per update.
 
         Args:
-            batch: what `train_batch` or `validate_batch` is given, on this worker's device.
+            batch: batch of `train_batch` or `validate_batch`, on this worker's device.
 
         Returns:
-            A number, or a tensor of one element; a batch of 0 items counts for nothing, also if
-            its loss is NaN. None, the default, counts samples.
+            A number, or a tensor of one element. A batch of 0 items is ignored, even if its loss is
+            NaN. None, the default, counts samples.
         """
         return None
 
     def _count_items(self, batch: Any, num_samples: int) -> float | None:
         self._train_state.optimization.group.samples = num_samples
-        count = type(self).num_items  # an attribute of that name may be something else
+        count = type(self).num_items
         # whether workers communicate must not depend on the batch
         if count is TrainingOperator.num_items:
             return None
@@ -214,7 +203,7 @@ class TrainingOperator(OperatorBase):
     ) -> dict[str, Any]:
         """Evaluate on every batch of `val_iterator`, in eval mode without gradients.
 
-        The numbers of batches may differ between workers: nothing here may communicate.
+        Do not communicate in it, because workers may have different numbers of batches.
         """
         self.train_mode(False)
         meters = self._new_meters()
@@ -234,17 +223,16 @@ class TrainingOperator(OperatorBase):
         return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch, of a kind that `train_batch` takes.
+        """Evaluate one batch in a format of `train_batch`.
 
-        The model's output is in ``batch_info["output"]`` afterwards, for an override that adds
-        metrics to those of ``super().validate_batch(batch, batch_info)``.
+        It stores the output in ``batch_info["output"]``. An override can use it after a call of
+        ``super().validate_batch(batch, batch_info)``.
 
         Returns:
-            ``val_loss``, ``num_samples``, and ``val_accuracy`` if the output is
-            (batch, classes, ...) and the target holds class indices, integers of shape (batch, ...)
-            or (batch, 1, ...): the share of positions at which the index of the largest entry along
-            dimension 1 equals the target. If the target is not floating-point and does
-            not fit, the first result of `validate` has the reason as ``no_val_accuracy``.
+            ``val_loss`` and ``num_samples``. ``val_accuracy``, the share of positions whose argmax
+            along dimension 1 equals the target, if the output is (batch, classes, ...) and the
+            target holds class indices of shape (batch, ...) or (batch, 1, ...). If other integer
+            targets do not fit, the first result has the reason as ``no_val_accuracy``.
         """
         model, batch = self._default("model"), self.to_device(batch)
         given = read_batch(batch, model)
@@ -261,23 +249,23 @@ class TrainingOperator(OperatorBase):
             metrics["val_accuracy"] = accuracy
         elif self._no_accuracy is not None and not _is_floating(target):
             self._no_accuracy = (
-                "val_accuracy compares an output (batch, classes, ...) with a target (batch, ...) "
-                f"of class indices, but these are {shapes_of(output)} and {shapes_of(target)}. "
-                "Return a metric of your own from validate_batch."
+                f"The output is {shapes_of(output)} and the target {shapes_of(target)}. "
+                "val_accuracy needs (batch, classes, ...) and class indices (batch, ...). Return "
+                "your own metric from validate_batch."
             )
         return metrics
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
-        """Return what ``trainer.predict`` returns of a batch, in eval mode without gradients.
+        """Return the predictions for a batch, in eval mode without gradients.
 
         Args:
-            batch: of a kind that `train_batch` takes, of which the default leaves the target out,
-                or features alone: a tensor or ``(feature,)``.
-            batch_info: as in `validate_batch`.
+            batch: a batch in a format of `train_batch`, whose target the default ignores; or only
+                features, as a tensor or ``(feature,)``.
+            batch_info: see `validate_batch`.
 
         Returns:
-            The model's output, or the ``logits`` in it. It has a row for each sample: a tensor, an
-            array or a list, or a dict or tuple of them.
+            The output of the model, or its ``logits``: a tensor, array or list with one row per
+            sample, or a dict or tuple of them.
         """
         model, batch = self._default("model"), self.to_device(batch)
         if isinstance(batch, torch.Tensor):
@@ -289,7 +277,6 @@ class TrainingOperator(OperatorBase):
 
     @torch.no_grad()
     def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Yield what `predict_batch` returns for each batch."""
         self.train_mode(False)
         for batch_idx, batch in enumerate(iterator):
             info = self._batch_info(None, batch_idx, self._train_state.epoch)
@@ -298,17 +285,17 @@ class TrainingOperator(OperatorBase):
             yield output
 
     def state_dict(self) -> dict[str, Any]:
-        """Return state of your own that is saved with the models and given to new workers."""
+        """Return your own state, which is saved with the models and sent to new workers."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned.
+        """Load the result of `state_dict`.
 
-        If it raises, the trainer refuses the state that is being loaded as a whole, and this is
-        called once more, with what `state_dict` returned before.
+        If it raises, the trainer loads nothing of the state, and calls this again with its former
+            state.
         """
 
-    # ---- what users call in setup
+    # ---- registration, in setup
 
     @suggests
     def register(
@@ -316,8 +303,8 @@ class TrainingOperator(OperatorBase):
         *,
         models: Any,
         optimizers: Any,
-        criterion: Any = _NOT_GIVEN,
-        schedulers: Any = _NOT_GIVEN,
+        criterion: Any = None,
+        schedulers: Any = None,
         ddp_args: dict[str, Any] | None = None,
         apex_args: dict[str, Any] | None = None,
         gradient_accumulation_steps: int = 1,
@@ -327,57 +314,49 @@ class TrainingOperator(OperatorBase):
         sharding: str | None = None,
         sharding_args: dict[str, Any] | None = None,
     ) -> Any:
-        """Hand over what is trained; call it once, in `setup`.
+        """Register what is trained. Call it once, in `setup`.
 
-        Models and criterion go to this worker's device; with several workers each model is
-        wrapped in DistributedDataParallel (unless the trainer has ``wrap_ddp=False``).
+        Models and criterion move to this worker's device. With several workers, each model is
+        wrapped in DistributedDataParallel, unless the trainer has ``wrap_ddp=False``.
 
         Args:
             models: a module, or a list or tuple of modules.
             optimizers: an optimizer, or a list or tuple of optimizers.
-            criterion: the loss, called with (output, target), or a list or tuple of such. One with
-                parameters that an optimizer trains is a model as well: its gradients are averaged,
-                and its state is the last of the models'.
+            criterion: the loss, called with (output, target), or a list or tuple of losses. If an
+                optimizer trains its parameters, it counts as the last model.
             schedulers: a scheduler, or a list or tuple; needs ``scheduler_step_freq``.
             ddp_args: further arguments of DistributedDataParallel.
-            apex_args: arguments of ``apex.amp.initialize``, for ``use_fp16="apex"``; otherwise
-                nothing, with a warning.
-            gradient_accumulation_steps: batches of this worker that make one update together, as
-                one batch of so many times the size would. Workers exchange gradients once for it.
-            max_grad_norm: the largest 2-norm of the gradients of an optimizer, taken together, to
-                which they are clipped before each step; None for no clipping.
+            apex_args: arguments of ``apex.amp.initialize``, for ``use_fp16="apex"``.
+            gradient_accumulation_steps: number of batches per update. Their gradients are those of
+                one large batch, and workers average them once.
+            max_grad_norm: largest 2-norm of all gradients of an optimizer, for clipping. None for
+                no clipping.
             horovod_args: further arguments of ``hvd.DistributedOptimizer``, such as
-                ``compression``, for ``backend="horovod"``.
-            compile: True to compile each model by ``torch.compile``, in its place and inside of
-                DistributedDataParallel; or a dict of its arguments, and ``"regional": True`` to
-                compile blocks that a model has several of, one by one.
-            sharding: "optimizer" divides the work and the state of the optimizers over the workers,
-                "full" also models and gradients, by ``fully_shard``; see the guide on sharding.
-                None, the default, lets each worker have all of it.
-            sharding_args: of it, ``copies``: how many other workers hold the state of each
-                worker's share, so that none is lost with it. Default: 1 where there are three
-                workers or more, else 0. Of "full" also ``wrap`` (module classes or a predicate;
-                default: blocks that a model has several of), ``reshard_after_forward``, and
-                ``init_fn``, which fills what a module has itself, of a model on the meta device.
+                ``compression``.
+            compile: True, or a dict of arguments, to compile each model with ``torch.compile`` in
+                place. ``"regional": True`` compiles repeated blocks one by one.
+            sharding: "optimizer" shards the optimizer's state over the workers, "full" also models
+                and gradients, with ``fully_shard``. See the guide on sharding.
+            sharding_args: ``copies``: number of other workers that hold a copy of each shard
+                (default: 1 with three or more workers, else 0). For "full" also ``wrap`` (module
+                classes or a predicate; default: repeated blocks), ``reshard_after_forward``,
+                ``offload``, and ``init_fn``, which initializes a module on the meta device.
 
         Returns:
-            (models, optimizers) and then criterion and schedulers where they were given, be it as
-            None, each in the shape that it was given in: a single one, a list or a tuple.
+            (models, optimizers), then criterion and schedulers if you passed them. Each has the
+            shape of its argument: a single object, a list or a tuple.
 
         Raises:
-            TypeError: if a model is not a torch.nn.Module, an optimizer or a scheduler not what its
-                name says, ddp_args or apex_args not a dict, compile neither a bool nor a dict, or
-                a number not a number.
-            ValueError: if there are schedulers but the trainer has no ``scheduler_step_freq``,
-                fewer than 1 accumulation step, a norm that is not above 0 and finite, no such
-                argument of ``torch.compile``, or sharding with what it does not work with.
+            TypeError: if an argument has the wrong type.
+            ValueError: if an argument has a value that is not allowed, or does not work with
+                another.
         """
-        returned = register(
+        return register(
             self._train_state,
             models,
             optimizers,
-            None if criterion is _NOT_GIVEN else criterion,
-            None if schedulers is _NOT_GIVEN else schedulers,
+            criterion,
+            schedulers,
             ddp_args,
             apex_args,
             gradient_accumulation_steps,
@@ -387,9 +366,6 @@ class TrainingOperator(OperatorBase):
             sharding,
             sharding_args,
         )
-        if criterion is None:
-            returned = (*returned[:2], None, *returned[2:])
-        return (*returned, None) if schedulers is None else returned
 
     @suggests
     def register_data(
@@ -398,24 +374,22 @@ class TrainingOperator(OperatorBase):
         train_loader: Iterable[Any] | None = None,
         validation_loader: Iterable[Any] | None = None,
     ) -> None:
-        """Hand over the loaders, in `setup`; a later call replaces those that it is given.
+        """Register the loaders, in `setup`. A later call replaces the loaders that you pass.
 
-        A map-style DataLoader is shared out over the workers, with all of its settings kept:
-        training in the loader's own order (shuffled anew each epoch if it shuffles), validation
-        in its order and without counting a sample twice. PyTorch's DistributedSampler follows the
-        group, and streams of Hugging Face are split by node. Every worker reads all of any other
-        loader, which a warning says: let it select a part by ``self.world_rank`` and
-        ``self.world_size``, and pass ``add_dist_sampler=False`` to the trainer or give the loader
-        an attribute ``num_replicas``. ``trainer.describe_data()`` says how each is divided.
+        Workers share the samples of a map-style DataLoader, with all its settings: training in its
+        order (shuffled again in each epoch if it shuffles), validation without counting a sample
+        twice. They split Hugging Face streams by node. If raysgd cannot partition a loader, select
+        a part by ``self.world_rank`` and ``self.world_size``. Then pass ``add_dist_sampler=False``
+        to the trainer, or give the loader an attribute ``num_replicas``.
+        ``trainer.describe_data()`` shows the result.
 
         Args:
-            train_loader: what to train on.
-            validation_loader: what to evaluate on; or several by name, ``{"seen": ..., "unseen":
-                ...}``, whose metrics are ``val/seen_loss``, ``val/unseen_loss`` and the like.
-                ``trainer.validate(num_steps=...)`` begins with the start of each of several.
+            train_loader: the training data.
+            validation_loader: the validation data, or a dict of loaders by name, such as ``{"seen":
+                ..., "unseen": ...}``. Their metrics are ``val/seen_loss`` and so on.
 
         Raises:
-            TypeError: if one is not iterable, or a DataLoader over a generator.
+            TypeError: if a loader is not iterable.
         """
         self._train_state.data.register(train_loader, validation_loader)
 
@@ -429,7 +403,7 @@ class TrainingOperator(OperatorBase):
         scheduler_creator: Callable[..., Any] | None = None,
         serialize_data_creation: bool = True,
     ) -> type[CreatorOperator]:
-        """Make an operator class from creator functions, see :class:`CreatorOperator`."""
+        """Return an operator class made of creator functions, see :class:`CreatorOperator`."""
         creators = {
             "model_creator": model_creator,
             "optimizer_creator": optimizer_creator,
@@ -449,22 +423,22 @@ class TrainingOperator(OperatorBase):
         data_creator: Callable[..., Any] | None = None,
         datamodule: Any = None,
     ) -> type[TrainingOperator]:
-        """Make an operator class from a LightningModule, see the guide for users of Lightning.
+        """Return an operator class for a LightningModule, see the guide for users of Lightning.
 
-        It is made in `setup`, as ``lightning_module_cls(config=config)`` where its ``__init__``
-        has such a parameter. Its own ``train_dataloader`` and ``val_dataloader`` give the data,
-        unless one of these does:
+        `setup` creates the module, with ``config=config`` if its constructor has this argument.
+        Without the arguments below, its own ``train_dataloader`` and ``val_dataloader`` return the
+        data.
 
         Args:
             lightning_module_cls: a subclass of LightningModule, of Lightning 2.
-            train_dataloader: the loader to train on.
-            val_dataloader: the loader to validate on.
-            data_creator: function of the config that returns the two loaders, or the first.
+            train_dataloader: the training loader.
+            val_dataloader: the validation loader.
+            data_creator: function of the config that returns both loaders, or the first.
             datamodule: a LightningDataModule, or its class.
 
         Raises:
-            TypeError: if it is no class of Lightning 2; and, when a trainer is made, if it has
-                hooks that raysgd does not call, each by its name.
+            TypeError: if it is not a class of Lightning 2. Creating a trainer raises it if the
+                module overrides hooks that raysgd does not call.
         """
         from raysgd.torch.interop.lightning import lightning_operator
 
@@ -473,93 +447,84 @@ class TrainingOperator(OperatorBase):
             cls, TrainingOperator, lightning_module_cls, loaders, data_creator, datamodule
         )
 
-    # ---- what loops of your own use
+    # ---- tools for custom loops
 
     def train_mode(self, training: bool) -> None:
-        """Put every registered model into train or eval mode.
+        """Set every registered model to train or eval mode.
 
-        A model without trainable parameters keeps the mode that it had at `register` in training.
+        In training, a model without trainable parameters keeps its mode from `register`.
         """
         self._train_state.set_mode(training)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context for forward pass and loss, in which they run in mixed precision.
-
-        It does nothing where the trainer has ``use_fp16=False``. Leave it before `backward`.
-        """
+        """Return a context for mixed precision in the forward pass and the loss."""
         return self._train_state.optimization.precision.autocast()
 
     def backward(self, loss: torch.Tensor, num_samples: float | torch.Tensor | None = None) -> None:
-        """Compute the gradients of `loss`, scaled and weighted as precision and accumulation ask.
+        """Compute the gradients of `loss`, scaled and weighted for precision and accumulation.
 
-        Several losses of one batch may be given one after the other; their gradients add up. Each
-        batch is weighted by its samples, within an accumulation group and over the workers, so
-        that the update is that of one process with the global batch.
+        Gradients of several losses of one batch add up. Each batch is weighted by its samples, so
+        that the update equals that of one process with the global batch.
 
         Args:
             loss: a tensor of one element, the mean over the samples of the batch.
-            num_samples: the number of items to weigh by, if `loss` is a mean over something else
-                than samples, such as tokens; a batch of 0 counts for nothing. The workers add up
-                these numbers once for each update, so give it on all of them or on none. None: as
-                many samples as the loader has given, or the same for all batches of a loader that
-                raysgd does not share out.
+            num_samples: number of items to weight by, if `loss` is a mean over something else, such
+                as tokens. A batch of 0 is ignored. Pass it on all workers or on none. None counts
+                samples.
 
         Raises:
-            TypeError: if `num_samples` is neither a number nor a tensor of one element.
-            ValueError: if it is below 0 or infinite, or, with gradient accumulation, not that of
-                another loss of the batch.
+            TypeError: if `num_samples` is not a number or a tensor of one element.
+            ValueError: if `num_samples` is negative or infinite, or, with gradient accumulation,
+                differs between the losses of a batch.
         """
         self._train_state.optimization.backward(loss, num_samples)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Update with the gradients that `backward` computed, and zero them.
+        """Unscale and clip the gradients of `backward`, update with them, and zero them.
 
-        They are unscaled, clipped if ``max_grad_norm`` was registered, and used; an overflow of
-        float16 makes all workers skip the update alike. With gradient accumulation it does
-        nothing until the last batch of a group. Call it for every batch; ``zero_grad`` is not
-        needed, and does nothing to the gradients of batches before.
+        An overflow of float16 makes all workers skip the update. With gradient accumulation, only
+        the last batch of a group makes an update. Call it for every batch. You need no
+        ``zero_grad``.
 
         Args:
             optimizer: a registered optimizer.
 
         Returns:
-            Whether this was the end of a group, so that the update is made: what follows an
-            update, such as a running average of the model, belongs behind that.
+            Whether this batch was the last of its group.
 
         Raises:
             TypeError: if the optimizer needs a closure.
-            RuntimeError: if, with gradient accumulation, it is stepped twice in a batch, or the
-                last batch of a group had no `backward`.
+            RuntimeError: if, with gradient accumulation, it steps twice in a batch, or the last
+                batch of a group has no `backward`.
         """
         return self._train_state.optimization.step(optimizer)
 
     def unwrapped(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the module as you made it, with one worker as with several.
+        """Return the module without DistributedDataParallel and ``torch.compile``.
 
-        With several a registered model is in DistributedDataParallel, and has the attributes and
-        methods of the module all the same. Train by calling the registered model: workers average
-        gradients that follow from its forward pass, and refuse a step with others.
+        The wrapper has the attributes and methods of the module. Train by calling the registered
+        model, because workers only average gradients of its forward pass.
 
         Args:
-            model: a registered model, also one that ``torch.compile`` made.
+            model: a registered model.
         """
         return plain(model)
 
     def step_schedulers(self) -> None:
-        """Step every registered scheduler; between the parts of one batch it does nothing.
+        """Step every scheduler that the trainer's `monitor` does not step.
 
-        One that the trainer's `monitor` steps is left out.
+        It does nothing between the micro-batches of one batch.
         """
         self._train_state.schedules.step()
 
     def to_device(self, batch: Any) -> Any:
         """Return `batch` with its tensors, also nested ones, on this worker's device.
 
-        Objects that are no containers, and have a method ``to(device)``, are asked for themselves.
+        Other objects are moved by their method ``to(device)``, if they have one.
         """
         return move_to_device(batch, self.device) if self.device.type != "cpu" else batch
 
-    # ---- what users read
+    # ---- properties
 
     @property
     def device(self) -> torch.device:
@@ -568,7 +533,7 @@ class TrainingOperator(OperatorBase):
 
     @property
     def device_ids(self) -> list[int] | None:
-        """Index of this worker's GPU, in a list, as DistributedDataParallel takes it."""
+        """Index of this worker's GPU in a list, for DistributedDataParallel; None without GPU."""
         return None if self.device.index is None else [self.device.index]
 
     @property
@@ -578,12 +543,12 @@ class TrainingOperator(OperatorBase):
 
     @property
     def use_fp16_native(self) -> bool:
-        """Whether mixed precision is that of ``torch.amp``."""
+        """Whether ``torch.amp`` provides mixed precision."""
         return self._train_state.settings.options.use_fp16 is True
 
     @property
     def use_fp16_apex(self) -> bool:
-        """Whether mixed precision is that of NVIDIA Apex."""
+        """Whether NVIDIA Apex provides mixed precision."""
         return self._train_state.settings.options.use_fp16 == "apex"
 
     @property
@@ -592,11 +557,10 @@ class TrainingOperator(OperatorBase):
         return self._train_state.settings.options.scheduler_step_freq
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_amp", "_amp_scaler"):  # what older loops scale their losses with
+        if name in ("_amp", "_amp_scaler"):  # names of RaySGD v1
             raise AttributeError(
-                f"{type(self).__name__} has no {name}. Write `with self.autocast():` round the "
-                "forward pass and the loss, self.backward(loss) for scaling and the backward pass, "
-                "and self.optimizer_step(optimizer) for the step and the scale's update."
+                f"{type(self).__name__} has no {name}. Use self.autocast(), self.backward(loss), "
+                "and self.optimizer_step(optimizer) instead."
             )
         return super().__getattr__(name)
 
@@ -605,14 +569,13 @@ class TrainingOperator(OperatorBase):
         return {**info, **dict(zip(_INFO_KEYS, given, strict=True))}
 
     def _seed_worker(self) -> None:
-        """Called after `setup`; the ready-made operators seed this worker in it."""
+        """Seed this worker after `setup`; the ready-made operators override it."""
 
 
 class CreatorOperator(CreatorMethods, TrainingOperator):
-    """An operator whose parts come from functions of the config.
+    """An operator that creator functions define, see ``TrainingOperator.from_creators``.
 
-    ``TrainingOperator.from_creators`` makes a subclass of it with the functions filled in; a
-    subclass may override ``train_batch`` and the like.
+    A subclass may override methods such as ``train_batch``.
     """
 
 
@@ -621,10 +584,7 @@ def _is_floating(target: Any) -> bool:
 
 
 def _accuracy(output: Any, target: Any) -> torch.Tensor | None:
-    """Return the share of positions where the largest entry along dimension 1 is the target.
-
-    None where that cannot be computed.
-    """
+    """Return the share of positions whose argmax along dimension 1 is the target."""
     if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
         return None
     if output.dim() < 2 or output.shape[1] < 2:

@@ -1,4 +1,4 @@
-"""From losses to updates: scaled, accumulated, clipped; and which updates are done."""
+"""From losses to updates: scaling, accumulation and clipping."""
 
 from __future__ import annotations
 
@@ -21,32 +21,27 @@ if TYPE_CHECKING:
 __all__ = ["Group", "Optimization", "as_count", "has_gradients"]
 
 _CLOSURE = (
-    "optimizer_step() cannot step {0}, which calls the model several times itself. Override "
-    "train_batch, and call the step(closure) of {0} there, in full precision and without "
-    "accumulation or clipping."
+    "optimizer_step() cannot step {0}, because it needs a closure. Override train_batch, and call "
+    "step(closure) of {0} there, in full precision, without accumulation or clipping."
 )
 
 _UNEVEN = (
     "The batches of an accumulation group have other numbers of samples than expected, and with "
-    'register(sharding="full") the gradients of those before are summed over the workers already, '
-    "so that they cannot be weighted anew. Use a loader that raysgd shares out, override "
-    "num_items(batch), or call backward(loss, num_samples=...); or do not accumulate."
+    'register(sharding="full") the gradients so far are summed over the workers already. Use a '
+    "loader that raysgd partitions, override num_items(batch), call backward(loss, "
+    "num_samples=...), or do not accumulate."
 )
 
 
 class Group:
     """Weighs the losses of the batches of a group, so that they add up to one mean.
 
-    The loss of a batch is a mean over its samples. Weighted with ``samples of the batch / samples
-    of the group`` the losses add up to the mean over the group: that of one large batch. How many
-    samples a group has is known with its last batch; until then the group is taken to consist of
-    batches like its first, and where that was wrong the gradients held are corrected once.
+    The weight of a batch is ``samples of the batch / samples of the group``. Before the last batch,
+    `Group` assumes that all batches are like the first. If that is wrong, the last batch corrects
+    the accumulated gradients. If the loader knows the samples of all workers, the weights are
+    right from the beginning.
 
-    Where it is known how many samples this worker has in the group, and how many all workers, the
-    weights are right from the first batch on.
-
-    If user code counts the items of a batch, the last batch of a group divides by the mean of the
-    workers' counts, so that the update is the mean over the items of all workers.
+    If user code counts items, the last batch divides by the mean of the workers' counts.
 
     >>> group = Group()
     >>> group.begin(MicroBatch(0, 2, is_last=False))
@@ -61,22 +56,19 @@ class Group:
         self.reset()
 
     def reset(self) -> None:
-        """Let each batch be a group of its own, until `begin` says otherwise."""
         self.place = MicroBatch()
-        """That of the batch under way."""
         self._counts: bool | None = None
         self._taken_as = 0.0
         self._held = 0.0
         self.holds = False
-        """Whether batches before this one have had backward passes."""
+        """Whether earlier batches had backward passes."""
         self._given = 0.0
         self._share = 1.0
         self._this: float | None = None
         self.samples: float | None = None
-        """Samples of the batch under way, if the loop has counted them."""
+        """Samples of the current batch, if the loop has counted them."""
 
     def begin(self, place: MicroBatch) -> None:
-        """Begin a batch."""
         if place.position == 0:
             self.reset()
         self._held += self._this or 0.0
@@ -86,12 +78,10 @@ class Group:
 
     @property
     def is_last(self) -> bool:
-        """Whether an update follows this batch."""
         return self.place.is_last
 
     @property
     def has_backward(self) -> bool:
-        """Whether this batch has had a backward pass."""
         return self._this is not None
 
     def weigh(
@@ -100,25 +90,23 @@ class Group:
         mean_over_workers: Callable[[float], float] = lambda count: count,
         sums_each_batch: bool = False,
     ) -> tuple[float, float]:
-        """Return by what to multiply the gradients that are held, and the loss at hand.
+        """Return the factors for the accumulated gradients and for the current loss.
 
         Args:
-            num_samples: items of the batch, as user code counts them; None for its samples, or to
-                give all batches the same weight. A further loss of the same batch has the weight
-                of the first.
+            num_samples: items that user code counted; None for the samples of the batch.
             mean_over_workers: returns the mean of the workers' counts. The last batch of a group
-                calls it once if items are counted.
-            sums_each_batch: whether the gradients held are those of all workers, so that all must
-                correct them by the same factor.
+                calls it if items are counted.
+            sums_each_batch: whether the gradients are those of all workers, so that all workers
+                must correct them by the same factor.
 
         Raises:
-            ValueError: if it does not fit what was given for another loss of the group.
+            ValueError: if other losses of the group have other counts.
         """
         given, place = self._checked(num_samples), self.place
         if self._this is not None:
             return 1.0, self._weight(self._this)
         self._given = given
-        # what is given to a worker for a second time counts for nothing
+        # samples that another worker has as well do not count
         self._this = size = 0.0 if place.size == 0 else given
         self._share = place.share if num_samples is None else 1.0
         if self._held == 0:
@@ -132,7 +120,7 @@ class Group:
         total = self._held + size
         if self.is_last and num_samples is not None:
             total = mean_over_workers(total)
-        # sizes of parts are fractions, whose sum is off by rounding
+        # sizes of parts are fractions with rounding errors
         if self.is_last and total and not math.isclose(total, self._taken_as, rel_tol=1e-12):
             correction, self._taken_as = self._taken_as / total, total
         return correction, self._weight(size)
@@ -144,14 +132,14 @@ class Group:
         if self._this is None:
             if self._counts is not None and self._counts != (num_samples is not None):
                 raise ValueError(
-                    "backward(num_samples=...) was given for some batches of an accumulation "
-                    "group and not for others; give it for all of them or for none."
+                    "backward(num_samples=...) has a number for some batches of an accumulation "
+                    "group only. Pass it for all of them or for none."
                 )
             self._counts = num_samples is not None
         elif num_samples is not None and num_samples != self._given:
             raise ValueError(
                 f"backward(num_samples={num_samples!r}) follows num_samples={self._given:g} for "
-                "another loss of the same batch; the batch has one number of samples."
+                "another loss of the same batch. Pass the same number."
             )
         if num_samples is None:
             return float(self.samples or self.place.size or 1)
@@ -159,12 +147,7 @@ class Group:
 
 
 def as_count(given: Any, source: str = "backward(num_samples={})") -> float:
-    """Return a number of items as a float. A tensor on a GPU makes this wait for the GPU.
-
-    Args:
-        given: a number, or a tensor of one element.
-        source: where it comes from, for errors; ``{}`` stands for the number.
-    """
+    """Return a number, or a tensor of one element, as a float. `source` is for errors."""
     is_scalar = isinstance(given, torch.Tensor) and given.numel() == 1
     value = given.item() if is_scalar else given
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -177,13 +160,8 @@ def as_count(given: Any, source: str = "backward(num_samples={})") -> float:
 class Optimization(StepFeature):
     """Makes the updates of one operator.
 
-    Batches come in groups of ``accumulation_steps``, and large ones in parts; the last of a group
-    makes the update. The iterator that a loop draws from says where a group ends. Without such an
-    iterator each batch is a group of its own.
-
-    Args:
-        state: what is trained.
-        precision: how a step computes.
+    Batches come in groups of ``accumulation_steps``, and large ones in parts. The last one of a
+    group makes the update. Without the iterator of the loop, each batch is a group.
     """
 
     def __init__(self, state: TorchTrainState, precision: Precision) -> None:
@@ -192,33 +170,32 @@ class Optimization(StepFeature):
         self._step = state.step
         self.group = Group()
         self._aside: dict[torch.nn.Parameter, torch.Tensor] = {}
-        # gradients of earlier batches that were put back, until their optimizer steps
+        # accumulated gradients that are back in the parameters, until their optimizer steps
         self._returned: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._versions: dict[torch.nn.Parameter, int] = {}
         self._asked: set[int] = set()
         self._seen: dict[int, list[tuple[int, int]]] = {}
         self._in_group = False
         self.in_helper = False
-        """Whether an optimizer steps by the helper, which zeroes its gradients then."""
+        """Whether `step` is running."""
         self._has_stepped = False
         self._used = False
         self._checks_steps = False
         self._gradients: tuple[Any, torch.Tensor] | None = None
         self.rows: Callable[[Any], Any] = lambda parameters: parameters
-        """Of parameters, what has the gradients that this worker holds of them."""
+        """Returns the tensors that have this worker's gradients of some parameters."""
         self.whole_norm: Callable[[torch.Tensor], torch.Tensor] = lambda norm: norm
-        """From the norm of these, that of all workers'."""
+        """Returns the norm of all workers' gradients from that of this worker's."""
         self.sums_each_batch = False
-        """Whether each batch's gradients are summed over the workers, also within a group."""
+        """Whether workers sum the gradients of each batch, also within a group."""
         self.mean_over_workers = state.mean_over_workers
-        """Returns the mean of a number over the workers that average their gradients."""
 
     @property
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         return self._state.optimizers
 
     def begin(self) -> None:
-        """Follow steps from now on: after all other hooks of `register`, which may refuse one."""
+        """Register hooks of the optimizers, after the hooks that may reject a step."""
         if (steps := self._state.accumulation_steps) > 1:
             self.needs_helper = f"gradient_accumulation_steps={steps}"
         may_come_in_parts = (self._state.settings.full_size or 1) > 1
@@ -256,17 +233,12 @@ class Optimization(StepFeature):
         self._step.begin_update(optimizer)
 
     def check_complete(self) -> None:
-        """Check that no gradients are left over at the end of a group.
-
-        Raises:
-            RuntimeError: if there are some, which would be lost.
-        """
+        """Raise RuntimeError if accumulated gradients are left at the end of a group."""
         if self.group.holds and not self._has_updated():
             self._refuse_parts("train_batch makes no update in some batches")
             raise RuntimeError(
-                "The gradients of several batches were accumulated, but train_batch made no "
-                "update with the last one. Call self.backward(loss) and "
-                "self.optimizer_step(optimizer) for every batch; the latter knows when to step."
+                "train_batch made no update in the last batch of an accumulation group. Call "
+                "self.backward(loss) and self.optimizer_step(optimizer) for every batch."
             )
 
     def _has_updated(self) -> bool:
@@ -275,8 +247,8 @@ class Optimization(StepFeature):
     def before_commit(self) -> None:
         self.check_complete()
         if self._used and len(self._optimizers) > 1 and self._has_updated():
-            # one loss may leave gradients in the parameters of another's optimizer; where nothing
-            # stepped, a loop accumulates them by itself
+            # a loss may leave gradients in parameters of another optimizer; if no optimizer
+            # stepped, the loop accumulates by itself
             self._zero_gradients()
 
     def commit(self) -> None:
@@ -344,9 +316,8 @@ class Optimization(StepFeature):
         if self._in_group and not self.group.has_backward and has_gradients(optimizer):
             self._refuse_parts("train_batch does not call self.backward(loss)")
             raise RuntimeError(
-                "optimizer_step() got gradients that are not of self.backward(loss), and would "
-                "drop those of earlier batches of the accumulation group. Call self.backward(loss) "
-                "in place of loss.backward()."
+                "optimizer_step() found gradients that self.backward(loss) did not compute. Call "
+                "self.backward(loss) instead of loss.backward()."
             )
         if not self.group.is_last:
             self._set_aside(optimizer)
@@ -354,9 +325,8 @@ class Optimization(StepFeature):
         if self.group.holds and not self.group.has_backward:
             self._refuse_parts("train_batch does not call self.backward(loss) for some batches")
             raise RuntimeError(
-                "optimizer_step() at the end of an accumulation group without self.backward(loss) "
-                "for its last batch: the workers exchange gradients in that one. Call it for "
-                "every batch."
+                "optimizer_step() in the last batch of an accumulation group needs "
+                "self.backward(loss) for this batch. Call it for every batch."
             )
         self.in_helper, self._gradients = True, None
         try:
@@ -375,10 +345,9 @@ class Optimization(StepFeature):
         return True
 
     def gradients(self, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.Tensor]:
-        """Return what has the unscaled gradients of an optimizer, and their norm.
+        """Return the tensors that have the unscaled gradients of an optimizer, and their norm.
 
-        The gradients are those that this worker holds, within a step of the helper. The norm is of
-        all workers' gradients before they are clipped.
+        The tensors are those of this worker. The norm is that of all workers before clipping.
         """
         if self._gradients is None:
             self.precision.unscale(optimizer)
@@ -399,10 +368,9 @@ class Optimization(StepFeature):
             torch._foreach_mul_(list(held.values()), factor)
 
     def _set_aside(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep the gradients of an optimizer from what other losses of the same batch add to them.
+        """Remove the gradients of an optimizer until the next batch has a backward pass.
 
-        And from ``zero_grad``, which is meant for a batch that is by itself. They are put back as
-        the next batch has its first backward pass.
+        Neither other losses of the same batch nor ``zero_grad`` may change them.
         """
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -415,8 +383,8 @@ class Optimization(StepFeature):
     def _put_back(self) -> None:
         """Put back the gradients of earlier batches, also after a ``zero_grad`` between losses.
 
-        With several optimizers it puts back copies. A loss may add to gradients of another's
-        optimizer, and ``zero_grad`` drops what it has added.
+        With several optimizers they are copies, because ``zero_grad`` must discard gradients that a
+        loss added to the parameters of another optimizer.
         """
         is_first, are_several = not self.group.has_backward, len(self._optimizers) > 1
         if is_first:
@@ -426,22 +394,21 @@ class Optimization(StepFeature):
                 parameter.grad = gradient.clone() if are_several else gradient
             elif parameter.grad is None or parameter.grad._version != self._versions[parameter]:
                 raise RuntimeError(
-                    "The gradients of earlier batches of an accumulation group were zeroed or "
-                    "changed between two losses of a batch. Call zero_grad() before the first "
-                    "self.backward(loss) of the batch, or leave it out."
+                    "Accumulated gradients were changed between two losses of a batch. Call "
+                    "zero_grad() before the first self.backward(loss) of the batch, or leave it "
+                    "out."
                 )
 
-    # ---- what users may get wrong
+    # ---- checks
 
     def end_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Note that an optimizer has stepped; registered as a hook of each."""
         if any(optimizer is registered for registered in self._optimizers):
             self._step.end_update(optimizer)
             for feature in self._state.features:
                 feature.after_update(optimizer)
 
     def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a step that would skip what only the helper does."""
+        """Reject a step by user code that skips what `step` does."""
         if self.in_helper:
             return
         if self._step.is_open:
@@ -455,12 +422,12 @@ class Optimization(StepFeature):
         if not why:
             return
         raise RuntimeError(
-            f"{type(optimizer).__name__}.step() was called, which does not heed {why}. Use "
-            "self.backward(loss) and self.optimizer_step(optimizer) in train_batch."
+            f"{type(optimizer).__name__}.step() ignores {why}. Call self.backward(loss) and "
+            "self.optimizer_step(optimizer) in train_batch instead."
         )
 
     def _check_unchanged(self, optimizer: torch.optim.Optimizer) -> None:
-        """Find out when gradients of a part are changed, clipped say: they are not the whole."""
+        """Refuse parts if user code changes the gradients of one, for example by clipping."""
         seen = self._seen.get(id(optimizer))
         if seen is not None and seen != _gradients_of(optimizer):
             self._refuse_parts("train_batch changes gradients before it steps an optimizer")
@@ -469,19 +436,18 @@ class Optimization(StepFeature):
         if id(optimizer) in self._asked:
             self._refuse_parts("train_batch steps an optimizer twice")
             raise RuntimeError(
-                f"optimizer_step() was called twice in one batch with the same "
-                f"{type(optimizer).__name__}, and with {self.needs_helper} an optimizer makes one "
-                "update for a group of batches. Accumulate less, or step once."
+                f"optimizer_step() was called twice in one batch for the same "
+                f"{type(optimizer).__name__}. With {self.needs_helper} it can step once per batch."
             )
         self._asked.add(id(optimizer))
 
 
 def _zero_gradients_of(loss: torch.Tensor) -> None:
-    """Let the backward pass of a loss give zeros, even if the loss is a mean over nothing: 0 / 0.
+    """Make the backward pass of a loss that is not finite, such as a mean of no items, give zeros.
 
-    The pass itself has to take place, because the workers exchange gradients in it. Gradients that
-    collectives of the forward pass bring from other workers are lost. A finite loss, such as
-    ``0 * output.sum()``, keeps them.
+    The pass must run, because the workers average gradients in it. Gradients from other workers by
+    collectives in the forward pass are lost. A finite loss, such as ``0 * output.sum()``, keeps
+    them.
     """
 
     def zeros(gradients: Sequence[Any], _: Any) -> tuple[Any, ...]:
@@ -490,7 +456,7 @@ def _zero_gradients_of(loss: torch.Tensor) -> None:
     nodes, seen = [loss.grad_fn], set()
     while nodes:
         node = nodes.pop()
-        # those of parameters outlive this pass, and so would their hooks
+        # nodes of parameters outlive this pass, with their hooks
         if node is None or node in seen or hasattr(node, "variable"):
             continue
         seen.add(node)
@@ -499,12 +465,11 @@ def _zero_gradients_of(loss: torch.Tensor) -> None:
 
 
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether any parameter of an optimizer has a gradient."""
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 def _gradients_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
-    """Say which gradients there are, so that a change of one is seen."""
+    """Return the identities and versions of gradients, to detect changes."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
     return [(id(each), 0 if each is None else each._version) for each in gradients]
 

@@ -1,8 +1,7 @@
-"""Options of optimizers that follow from a config: found after ``setup``, changed in a state.
+"""Change the options of optimizers in a state that is loaded under another config.
 
-A state carries the options of the optimizers that it was taken from. Where it is loaded under
-another config, as by population based training, those that the config sets are to follow the
-config, while what schedulers have made of them since is kept.
+Population based training does this. Options that differ between the configs follow the new config,
+and keep the changes that schedulers made since.
 """
 
 from __future__ import annotations
@@ -16,19 +15,16 @@ from raysgd.torch.operator import TrainingOperator
 __all__ = ["Options", "Owners", "inspect", "with_options"]
 
 Options = list[list[dict[str, Any]]]
-"""By optimizer and parameter group: the options that are numbers, or lists of them."""
+"""Options that are numbers or lists of numbers, by optimizer and parameter group."""
 
 Owners = Sequence[int | None]
-"""By scheduler: which of the optimizers it steps, or None where it does not say."""
+"""Index of the optimizer of each scheduler; None if unknown."""
 
 _Rates = list[tuple[list[Any], list[Any]]]
 
 
 def inspect(operator: TrainingOperator) -> tuple[bool, Options, Owners]:
-    """Return whether there is a validation loader, the optimizers' options, and whose schedulers.
-
-    Runs on a worker, after ``setup``.
-    """
+    """Return whether there is a validation loader, the options, and the owners of schedulers."""
     optimizers = operator._train_state.optimizers
     options = [[_plain(group) for group in optimizer.param_groups] for optimizer in optimizers]
     owners = [_owner(scheduler, optimizers) for scheduler in operator._train_state.schedulers]
@@ -40,16 +36,15 @@ def with_options(
 ) -> dict[str, Any]:
     """Change a state to other options, in place, and return it.
 
-    An option that a scheduler has changed stays in proportion: a learning rate that had fallen to
-    a tenth of what it began with will be a tenth of the new one.
+    Changes by schedulers stay in proportion: a learning rate that is a tenth of its first value
+    becomes a tenth of the new one.
 
     Args:
         state: the state of a trainer.
-        then: what the ``setup`` before it made of the options.
-        now: what they shall begin with instead; options that are the same in both are left alone.
-        owners: whose each scheduler in the state is, so that optimizers of equal rates are told
-            apart. One that is not known, as all are without it, follows the first optimizer that
-            had its rates.
+        then: the options after the ``setup`` of the trainer that saved the state.
+        now: the new initial options.
+        owners: the optimizer of each scheduler. A scheduler without one follows the first optimizer
+            with its rates.
     """
     rates: list[_Rates] = []
     for optimizer, groups_then, groups_now in zip(state["optimizers"], then, now, strict=True):
@@ -72,7 +67,7 @@ def with_options(
 
 
 def _owner(scheduler: Any, optimizers: Sequence[Any]) -> int | None:
-    # by the groups, which a wrapper shares with the optimizer that a scheduler was made with
+    # compare the groups, which a wrapper shares with its optimizer
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
     return next((i for i, o in enumerate(optimizers) if o.param_groups is groups), None)
 
@@ -87,7 +82,7 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _move(value: Any, old: Any, new: Any) -> Any:
-    """Return `value`, which began as `old`, as it would be had it begun as `new`."""
+    """Return `value`, whose initial value was `old`, scaled to the initial value `new`."""
     if isinstance(new, list):
         return type(value)(map(_move, value, old, new))
     if isinstance(new, bool) or value == old or not old:
@@ -96,7 +91,7 @@ def _move(value: Any, old: Any, new: Any) -> Any:
 
 
 def _move_scheduler(state: Any, rates: _Rates) -> None:
-    """Change the learning rates that a scheduler's state holds, also of schedulers in it."""
+    """Change the learning rates in the state of a scheduler, and of schedulers in it."""
     if isinstance(state, Mapping):
         for name in state.keys() & {"base_lrs", "_last_lr"}:
             for before, after in rates:

@@ -1,4 +1,4 @@
-"""The arguments of a TorchTrainer: what they must be, and what follows from them."""
+"""The arguments of a TorchTrainer."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ class TorchOptions(Options):
         if self.monitor is not None and self.scheduler_step_freq != "epoch":
             raise ValueError(
                 f"TorchTrainer(monitor={self.monitor!r}, scheduler_step_freq="
-                f"{self.scheduler_step_freq!r}): the metric steps ReduceLROnPlateau once an epoch; "
-                'pass scheduler_step_freq="epoch" with it.'
+                f'{self.scheduler_step_freq!r}): monitor needs scheduler_step_freq="epoch".'
             )
         dtypes = (None, torch.float16, torch.bfloat16)
         check_choice(self.trainer, "amp_dtype", self.amp_dtype, dtypes)
@@ -60,7 +59,7 @@ class TorchOptions(Options):
         if self.backend == "nccl" and not decided.use_gpu:
             raise ValueError('backend="nccl" needs GPUs: pass use_gpu=True, or backend="gloo".')
         if self.backend == "auto":
-            # NCCL takes no two workers on one GPU
+            # NCCL does not support two workers on one GPU
             has_own = decided.use_gpu and self.resources_per_worker.get("GPU", 1) >= 1
             return dataclasses.replace(decided, backend="nccl" if has_own else "gloo")
         return decided

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-import math
-from collections.abc import Callable, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,7 @@ __all__ = [
 ]
 
 _SIGNS = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "_ALLOC_FAILED")
-"""Texts of errors without a class: of the CPU allocator, and of calls around the CUDA allocator."""
-
-_MOST_ITEMS = 64
-"""Longest list or tuple of a batch that is copied. Longer ones hold an item per sample."""
+"""Texts of errors without a class of their own."""
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
@@ -55,7 +52,7 @@ def num_rows(batch: Any, samples: float = 0) -> int:
         samples: number of samples in the batch; 0 if unknown.
 
     Raises:
-        TypeError: if the batch cannot be split; the message says why.
+        TypeError: if the batch cannot be split.
     """
     sizes: set[int] = set()
 
@@ -108,28 +105,20 @@ def concatenated(parts: Sequence[Any]) -> Any:
 def in_own_containers(batch: Any) -> Any:
     """Return a batch in new containers, with the same tensors and other objects."""
     try:
-        return _mapped(batch, lambda tensor: tensor, lambda other: other, most=_MOST_ITEMS)
-    except Exception:  # the user's classes may raise
+        return _mapped(batch, lambda tensor: tensor, strict=False)
+    except Exception:  # classes of user code may raise
         return batch
 
 
-def _refuse(held: Any) -> Any:
-    raise TypeError(f"it holds a {type(held).__name__}, which is no tensor")
-
-
-def _mapped(
-    batch: Any,
-    function: Callable[[Any], Any],
-    otherwise: Callable[[Any], Any] = _refuse,
-    most: float = math.inf,
-) -> Any:
+def _mapped(batch: Any, function: Callable[[Any], Any], strict: bool = True) -> Any:
     """Return a batch with a function applied to its tensors, in any container.
 
-    Lists and tuples of more than `most` items keep their items.
+    Raises:
+        TypeError: if `strict` is set and it contains another object.
     """
 
     def mapped(item: Any) -> Any:
-        return _mapped(item, function, otherwise, most)
+        return _mapped(item, function, strict)
 
     if isinstance(batch, torch.Tensor | np.ndarray):
         return function(batch)
@@ -138,11 +127,8 @@ def _mapped(
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(mapped, batch))
     if type(batch) in (tuple, list):
-        return type(batch)(map(mapped, batch)) if len(batch) <= most else batch[:]
-    # a copy of another mapping may share the storage of its items
-    if isinstance(batch, dict) or (
-        isinstance(batch, MutableMapping) and hasattr(batch, "__copy__")
-    ):
+        return type(batch)(map(mapped, batch))
+    if isinstance(batch, dict | UserDict):
         made = copy.copy(batch)
         for key, item in batch.items():
             made[key] = mapped(item)
@@ -154,4 +140,6 @@ def _mapped(
             for name in names:
                 object.__setattr__(like, name, mapped(getattr(batch, name)))
             return like
-    return otherwise(batch)
+    if strict:
+        raise TypeError(f"it holds a {type(batch).__name__}, which is no tensor")
+    return batch

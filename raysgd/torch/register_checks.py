@@ -1,4 +1,4 @@
-"""What may be registered."""
+"""Checks of the arguments of ``register``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import SequentialSampler
 
+from raysgd._internal.arguments import check_flags, check_int, checked_dict
 from raysgd.data.source import BatchSource
 from raysgd.loop.train_state import listed
 from raysgd.torch.features.sharded_optimizer import ELEMENTWISE
@@ -20,11 +21,8 @@ from raysgd.torch.options import TorchOptions
 from raysgd.torch.sharding.pieces import is_dense
 
 __all__ = [
-    "check_accumulation",
-    "check_arguments",
     "check_criteria",
     "check_divisible",
-    "check_same_parameters",
     "check_shardable",
     "check_static_graphs",
     "check_step_freq",
@@ -49,45 +47,26 @@ _SHARDING_ARGS = {
 
 
 def check_criteria(criteria: Sequence[Any]) -> None:
-    """Refuse classes, and what cannot be called."""
     for each in criteria:
         if isinstance(each, type):
             raise TypeError(
-                f"register(criterion=...) must be an object, not a class: {each.__name__}()."
+                f"register(criterion={each.__name__}): must be an object, not a class: "
+                f"{each.__name__}()."
             )
         if not callable(each):
-            raise TypeError(
-                f"register(criterion=...) must be callable, or a list of what is, but got {each!r}."
-            )
-
-
-def check_arguments(**arguments: Any) -> None:
-    """Refuse arguments for others that are no dict."""
-    for name, given in arguments.items():
-        if given is not None and not isinstance(given, dict):
-            raise TypeError(f"register({name}=...) must be a dict, but it is {given!r}.")
-
-
-def check_accumulation(steps: Any) -> None:
-    """Refuse what is no number of batches."""
-    if isinstance(steps, bool) or not isinstance(steps, int):
-        raise TypeError(f"register(gradient_accumulation_steps={steps!r}): must be an int.")
-    if steps < 1:
-        raise ValueError(f"register(gradient_accumulation_steps={steps}): must be at least 1.")
+            raise TypeError(f"register(criterion={each!r}): must be a function or a module.")
 
 
 def has_static_graph(models: list[torch.nn.Module]) -> bool:
-    """Whether there is a model whose wrapper cannot leave out an exchange of gradients."""
     return any(isinstance(m, DistributedDataParallel) and m.static_graph for m in models)
 
 
 def check_static_graphs(models: list[torch.nn.Module]) -> None:
-    """Refuse such models."""
     if has_static_graph(models):
         raise ValueError(
-            "DistributedDataParallel with static_graph=True exchanges gradients in its first "
-            "batch, or fails there, and register(gradient_accumulation_steps=...) does so in the "
-            "last one of a group. Leave static_graph out, or do not accumulate."
+            "DistributedDataParallel(static_graph=True) does not work with "
+            "register(gradient_accumulation_steps=...). Leave static_graph out, or do not "
+            "accumulate."
         )
 
 
@@ -96,75 +75,47 @@ def check_untrained(
     models: Sequence[torch.nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
-    """Refuse to train parameters whose gradients no wrapper averages.
+    """Reject training of parameters that were frozen at `register`.
 
     Args:
-        unfrozen: the ids of those that required no gradients when they were registered and do now,
-            with the index of their model.
-        models: all that are registered.
-        optimizers: likewise.
+        unfrozen: ids of parameters that require gradients only since then, with the index of their
+            model.
+        models: the registered models.
+        optimizers: the registered optimizers.
     """
     trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
     for identity, index in unfrozen.items():
         if identity in trained:
             raise RuntimeError(
                 f"Model {index} of those registered, a {type(models[index]).__name__}, has "
-                "parameters that required no gradients at register() and do now. Their gradients "
-                "would not be averaged over the workers. Register the model while they require "
-                "gradients, and freeze them afterwards, with "
-                'ddp_args={"find_unused_parameters": True} where a loss does not reach all of '
-                "those that its forward pass has."
-            )
-
-
-def check_same_parameters(
-    models: Sequence[torch.nn.Module],
-    registered: Sequence[Sequence[tuple[torch.nn.Parameter, torch.dtype]]],
-) -> None:
-    """Refuse to train parameters that are new, or have another dtype, since `register`."""
-    for index, (model, before) in enumerate(zip(models, registered, strict=True)):
-        known = {id(parameter): dtype for parameter, dtype in before}
-        for name, parameter in model.named_parameters():
-            dtype = known.get(id(parameter))
-            if not parameter.requires_grad or dtype is parameter.dtype:
-                continue
-            how = "is new" if dtype is None else f"was cast from {dtype} to {parameter.dtype}"
-            raise RuntimeError(
-                f"Model {index} of those registered, a {type(model).__name__}, changed after "
-                f"register(): its parameter {name} {how}. The workers would not average its "
-                "gradients. Complete and cast the model before you call self.register(...)."
+                "parameters that required no gradients at register() and do now. The workers would "
+                "not average their gradients. Register the model first, with "
+                'ddp_args={"find_unused_parameters": True}, and freeze parameters afterwards.'
             )
 
 
 def check_step_freq(
     schedulers: Sequence[Any], frequency: str | None, monitor: str | None = None
 ) -> None:
-    """Refuse schedulers where it is not said when they step, or without the metric they need."""
     if frequency is None:
         raise ValueError(
-            "register(schedulers=...) needs to know when to step them: pass "
-            'scheduler_step_freq="batch", "epoch" or "manual" to the trainer.'
+            'register(schedulers=...): pass scheduler_step_freq="batch", "epoch" or "manual" to '
+            "the trainer."
         )
     if frequency != "manual" and monitor is None and any(map(needs_metric, schedulers)):
         raise ValueError(
-            f"ReduceLROnPlateau steps with a metric, which scheduler_step_freq={frequency!r} "
-            'does not give it. Pass scheduler_step_freq="epoch" and monitor="val_loss" to the '
-            'trainer, for fit(); or "manual", and call trainer.update_scheduler(metric).'
+            f"ReduceLROnPlateau needs a metric, and scheduler_step_freq={frequency!r} has none. "
+            'Pass scheduler_step_freq="epoch" and monitor="val_loss" to the trainer, or "manual", '
+            "and call trainer.update_scheduler(metric)."
         )
 
 
 def needs_metric(scheduler: Any) -> bool:
-    """Whether a scheduler steps with a metric."""
     return isinstance(scheduler, ReduceLROnPlateau)
 
 
 def checked(name: str, given: Any, kind: type | None) -> list[Any]:
-    """Return what was given as a list, each of its members checked.
-
-    Raises:
-        TypeError: if a member is not of `kind`, or, without a kind, has no ``step``.
-        ValueError: if there is none.
-    """
+    """Return the arguments as a list. Without a `kind`, they must have a method ``step``."""
     members = listed(given)
     for member in members:
         fits = isinstance(member, kind) if kind else hasattr(member, "step")
@@ -172,21 +123,11 @@ def checked(name: str, given: Any, kind: type | None) -> list[Any]:
             expected = f"torch {kind.__name__} objects" if kind else "learning-rate schedulers"
             raise TypeError(
                 f"register({name}=...) must be one or a list of {expected}, but got "
-                f"{_format(member)}."
+                f"{repr(member)[:200]}."
             )
     if not members:
         raise ValueError(f"register({name}=...) is empty; at least one is needed.")
     return members
-
-
-def _format(given: Any) -> str:
-    """Return a ``repr`` in which networks and optimizers, which are long, are their types alone."""
-    if isinstance(given, Mapping):
-        return f"{{{', '.join(f'{key!r}: {_format(value)}' for key, value in given.items())}}}"
-    if isinstance(given, list | tuple):
-        return f"[{', '.join(map(_format, given))}]"
-    is_long = isinstance(given, torch.nn.Module | torch.optim.Optimizer)
-    return f"a {type(given).__name__}" if is_long else repr(given)
 
 
 def checked_sharding(
@@ -195,17 +136,10 @@ def checked_sharding(
     options: TorchOptions,
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> Any:
-    """Return ``sharding_args``, without what is None in them.
-
-    Raises:
-        TypeError: if an argument is of another type.
-        ValueError: if it has another value, or something that was asked for does not go with it.
-    """
+    """Return ``sharding_args`` without the keys that are None."""
     if sharding not in (None, *_SHARDING_ARGS):
         raise ValueError(f'register(sharding={sharding!r}): must be "optimizer", "full" or None.')
-    if arguments is not None and not isinstance(arguments, dict):
-        raise TypeError(f"register(sharding_args=...) must be a dict, but it is {arguments!r}.")
-    given = dict(arguments or {})
+    given = checked_dict("register", "sharding_args", arguments)
     if given and sharding is None:
         raise ValueError(
             f'register(sharding_args={given!r}): these are for sharding="optimizer" or "full"; '
@@ -217,23 +151,11 @@ def checked_sharding(
             f"register(sharding_args=...) has {unknown}; with sharding={sharding!r} it takes "
             f"{', '.join(map(repr, allowed))} alone."
         )
-    copies, reshard = given.get("copies"), given.get("reshard_after_forward")
-    if copies is not None:
-        if isinstance(copies, bool) or not isinstance(copies, int):
-            raise TypeError(f"register(sharding_args={{'copies': {copies!r}}}): must be an int.")
-        if copies < 0:
-            raise ValueError(
-                f"register(sharding_args={{'copies': {copies}}}): must be at least 0, the number "
-                "of other workers that hold the state of a share."
-            )
-    if not isinstance(reshard, bool | None):
-        raise TypeError(
-            f"register(sharding_args={{'reshard_after_forward': {reshard!r}}}): must be a bool."
-        )
-    if not isinstance(given.get("offload"), bool | None):
-        raise TypeError(
-            f"register(sharding_args={{'offload': {given['offload']!r}}}): must be a bool."
-        )
+    given = {name: value for name, value in given.items() if value is not None}
+    where = "register(sharding_args=...)"
+    if "copies" in given:
+        check_int(where, "copies", given["copies"], 0)
+    check_flags(where, **{n: given[n] for n in ("offload", "reshard_after_forward") if n in given})
     _check_wrap(given.get("wrap"))
     if sharding is None:
         return {}
@@ -244,19 +166,17 @@ def checked_sharding(
     }
     for name in (name for name, is_given in others.items() if is_given):
         raise ValueError(
-            f'register(sharding="{sharding}") does not work with {name} of the trainer: it divides '
-            "updates from gradients that the workers have averaged by torch, for the optimizer's "
-            "own parameters. Leave out one of the two."
+            f'register(sharding="{sharding}") does not work with {name} of the trainer. Leave out '
+            "one of the two."
         )
     for optimizer in optimizers:
         if type(optimizer) not in ELEMENTWISE:
             names = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
             raise ValueError(
-                f'register(sharding="{sharding}") does not know {type(optimizer).__name__}: it '
-                "divides tensors between workers, so that an update must be one of each element "
-                f"by itself. Use one of torch.optim's {names}, or leave sharding out."
+                f'register(sharding="{sharding}") does not know {type(optimizer).__name__}. The '
+                f"optimizer must update each element by itself: {names} of torch.optim do."
             )
-    return {name: value for name, value in given.items() if value is not None}
+    return given
 
 
 def _check_wrap(wrap: Any) -> None:
@@ -266,7 +186,7 @@ def _check_wrap(wrap: Any) -> None:
     if not (wrap is None or are_kinds or is_function):
         raise TypeError(
             f"register(sharding_args={{'wrap': {wrap!r}}}): must be a class of modules, a list of "
-            "them, or a function that is given a module and returns whether to gather it by itself."
+            "them, or a function that takes a module and returns True or False."
         )
 
 
@@ -278,17 +198,14 @@ def check_shardable(
     ddp_args: bool,
     scales: bool,
 ) -> None:
-    """Refuse what does not go with models that are divided."""
+    """Reject arguments that do not work with sharded models."""
     given = 'register(sharding="full")'
     if len(optimizers) != 1:
         raise ValueError(f"{given} takes one optimizer, with groups, and got {len(optimizers)}.")
     is_compiled = any(hasattr(model, "_orig_mod") for model in models)
     if compile or is_compiled:
         what = "torch.compile(model)" if is_compiled else "register(compile=...)"
-        raise ValueError(
-            f"{given} does not work with {what}: parameters become others as the group changes. "
-            "Leave out one of the two."
-        )
+        raise ValueError(f"{given} does not work with {what}. Leave out one of the two.")
     if ddp_args or any(isinstance(model, DistributedDataParallel) for model in models):
         raise ValueError(f"{given} uses no DistributedDataParallel: leave it, and ddp_args, out.")
     if scales:
@@ -302,8 +219,7 @@ def check_shardable(
                 raise ValueError(
                     f"{given} divides parameters by rows, and {type(model).__name__}.{name}, of "
                     f"shape {tuple(parameter.shape)} and strides {tuple(parameter.stride())}, has "
-                    "none that are consecutive in memory. Give it a dimension, or make it "
-                    "contiguous()."
+                    "no contiguous rows. Give it a dimension, or make it contiguous()."
                 )
 
 
@@ -312,7 +228,7 @@ def check_divisible(
     optimizers: Sequence[torch.optim.Optimizer],
     models: Sequence[torch.nn.Module],
 ) -> None:
-    """Refuse parameters whose update cannot be divided over the workers."""
+    """Reject parameters whose update cannot be divided over the workers."""
     for model in models:
         for module in model.modules():
             if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
@@ -326,8 +242,7 @@ def check_divisible(
         if strangers := [p for p in trained if id(p) not in registered]:
             raise ValueError(
                 f'register(sharding="{sharding}"): {type(optimizer).__name__} has '
-                f"{len(strangers)} parameters that are in no registered model, so that the workers "
-                "do not average their gradients. Register the model that has them."
+                f"{len(strangers)} parameters that are in no registered model. Register it."
             )
         for parameter in trained:
             if not is_dense(parameter):
@@ -339,28 +254,27 @@ def check_divisible(
 
 
 def warn_of_strangers(optimizers: list[torch.optim.Optimizer], modules: list[Any]) -> None:
-    """Warn of an optimizer that has no parameter of any registered model, or of the criterion."""
+    """Warn of an optimizer without any parameter of the registered models or the criterion."""
     registered = {id(p) for m in modules if isinstance(m, torch.nn.Module) for p in m.parameters()}
     for optimizer in optimizers:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if not any(id(parameter) in registered for parameter in held):
             warnings.warn(
                 f"register(optimizers=...): {type(optimizer).__name__} updates no parameter of the "
-                "registered models. Make it with the parameters() of the model that you register.",
+                "registered models. Create it with the parameters() of a registered model.",
                 RuntimeWarning,
                 stacklevel=5,  # the line of register() in the user's setup
             )
 
 
 def warn_of_own_schedulers(operator: Any, schedulers: Sequence[Any], frequency: str | None) -> None:
-    """Warn of schedulers that are stepped although the operator keeps them nowhere."""
+    """Warn of schedulers that step although no attribute holds them, unlike in RaySGD v1."""
     kept = [held for value in vars(operator).values() for held in listed(value)]
     lost = [each for each in schedulers if not any(each is held for held in kept)]
     if lost and frequency in ("batch", "epoch"):
         logger.warning(
             "%s registered a %s and keeps it in no attribute: with scheduler_step_freq=%r it steps "
-            'all the same. Keep it as self.scheduler if that is meant; else pass "manual". (In '
-            "RaySGD v1 it would not have stepped.)",
+            'nevertheless, unlike in RaySGD v1. Keep it as self.scheduler, or pass "manual".',
             type(operator).__name__,
             type(lost[0]).__name__,
             frequency,
@@ -368,7 +282,7 @@ def warn_of_own_schedulers(operator: Any, schedulers: Sequence[Any], frequency: 
 
 
 def warn_of_unregistered(operator: Any, registered: Sequence[Any]) -> None:
-    """Warn of attributes that look trained, but are not part of any registered object."""
+    """Warn of attributes that look trained, but belong to no registered object."""
     known = {*map(id, registered), *map(id, operator.config.values())}
     for each in registered:  # an optimizer may contain another
         known.update(map(id, getattr(each, "__dict__", {}).values()))
@@ -391,7 +305,7 @@ def warn_of_unregistered(operator: Any, registered: Sequence[Any]) -> None:
 
 
 def _places(place: str, value: Any) -> list[tuple[str, Any]]:
-    """Return what an attribute is, or holds as a list, tuple, or dict, and where."""
+    """Return the value of an attribute, or its items, each with its name."""
     if not isinstance(value, Mapping | list | tuple):
         return [(place, value)]
     members = value.items() if isinstance(value, Mapping) else enumerate(value)
@@ -411,19 +325,18 @@ def _looks_trained(held: Any, registered: Collection[int]) -> bool:
 
 
 def warn_of_order(source: BatchSource) -> None:
-    """Warn of training data that are shared out in the order in which the data set has them."""
+    """Warn of training data that are not shuffled."""
     if source.sharded and type(source.order_sampler) is SequentialSampler:
         logger.warning(
-            "The train loader gives its samples in the order of the data set, the same in every "
-            "epoch: data that are sorted by class train badly. Write DataLoader(..., "
-            "shuffle=True), unless this order is meant. (RaySGD v1 shuffled by itself.)"
+            "The train loader does not shuffle, and RaySGD v1 did. Write DataLoader(..., "
+            "shuffle=True), unless you want the order of the data set."
         )
 
 
 def is_trained(
     criterion: Any, optimizers: list[torch.optim.Optimizer], models: list[torch.nn.Module]
 ) -> bool:
-    """Whether an optimizer has parameters of the criterion, such as class centers, to train."""
+    """Return whether an optimizer trains parameters of the criterion, such as class centers."""
     if not isinstance(criterion, torch.nn.Module):
         return False
     stepped = {id(p) for o in optimizers for g in o.param_groups for p in g["params"]}

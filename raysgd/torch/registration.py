@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from raysgd._internal.arguments import check_int, checked_dict
 from raysgd.loop.train_state import listed, shaped_like
 from raysgd.torch import collectives, ddp
 from raysgd.torch.features.averaging import Averaging
@@ -18,10 +19,8 @@ from raysgd.torch.features.compilation import (
     Compilation,
     checked_compile,
     uncompile,
-    warn_of_idle_compilers,
 )
 from raysgd.torch.features.gradient_norms import GradientNorms
-from raysgd.torch.features.idle_optimizers import IdleOptimizers
 from raysgd.torch.features.replication import Replication
 from raysgd.torch.features.rollback import Rollback
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
@@ -29,8 +28,6 @@ from raysgd.torch.interop.horovod import HorovodGradients, check_horovod_args
 from raysgd.torch.meta import Init, checked_init, make_whole, move_to_device
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import (
-    check_accumulation,
-    check_arguments,
     check_criteria,
     check_divisible,
     check_shardable,
@@ -73,7 +70,9 @@ def register(
     compile_args = checked_compile(compile)
     criteria = [] if criterion is None else listed(criterion)
     check_criteria(criteria)
-    check_arguments(ddp_args=ddp_args, apex_args=apex_args, horovod_args=horovod_args)
+    ddp_args = checked_dict("register", "ddp_args", ddp_args)
+    apex_args = checked_dict("register", "apex_args", apex_args)
+    horovod_args = checked_dict("register", "horovod_args", horovod_args)
     modules = checked("models", models, torch.nn.Module)
     state.optimizers = checked("optimizers", optimizers, torch.optim.Optimizer)
     options, device = state.settings.options, state.settings.device
@@ -88,8 +87,7 @@ def register(
     precision = state.optimization.precision
     if apex_args and options.use_fp16 != "apex" and state.context.world_rank == 0:
         logger.warning(
-            "register(apex_args=%r) does nothing: the trainer uses %s. Apex, which takes them, "
-            'is used with use_fp16="apex".',
+            'register(apex_args=%r) does nothing: it is for use_fp16="apex", not %s.',
             apex_args,
             precision.name,
         )
@@ -101,22 +99,23 @@ def register(
     if schedulers is not None:
         state.schedulers = checked("schedulers", schedulers, None)
         check_step_freq(state.schedulers, options.scheduler_step_freq, options.monitor)
-    check_accumulation(accumulation_steps)
-    state.accumulation_steps = accumulation_steps
+    state.accumulation_steps = check_int(
+        "register", "gradient_accumulation_steps", accumulation_steps, 1
+    )
     clipping = Clipping(state.optimization, max_grad_norm)
     for optimizer in state.optimizers:
         optimizer.register_step_post_hook(state.optimization.end_update)
     state.models = precision.prepare(state.models, state.optimizers, apex_args)
     uncompile(state.given_models)
     compilation = Compilation(state, compile_args)
-    check_horovod_args(horovod_args or {})
+    check_horovod_args(horovod_args)
     replication: list[Any] = []
     watched: tuple[Any, Any] = [], []
     if not any(each.is_fully_sharded for each in sharded):
-        replication = [_replicate(state, ddp_args or {}, horovod_args or {})]
+        replication = [_replicate(state, ddp_args, horovod_args)]
         watched = state.optimizers, state.models
     state.buffers = BufferCopies(state.models, state)
-    # shards roll back first, since Rollback restores the optimizers; and what fails last, last
+    # shards roll back before Rollback restores the optimizers
     state.features = [
         *sharded,
         precision,
@@ -129,7 +128,6 @@ def register(
         state.parts,
         state.schedules,
         compilation,
-        IdleOptimizers(state),
         Averaging(state),
     ]
     state.optimization.begin()
@@ -157,7 +155,7 @@ def register(
 def _shard(
     state: TorchTrainState, arguments: dict[str, Any], init: Init | None, **others: bool
 ) -> list[Any]:
-    """Check that what is registered can be sharded; shard it if there are several workers."""
+    """Check models and optimizers, and shard them if there are several workers."""
     precision, sharding = state.optimization.precision, str(state.sharding)
     distributed = state.context.distributed
     check_divisible(sharding, state.optimizers, state.models)
@@ -179,7 +177,6 @@ def _shard(
 def _replicate(
     state: TorchTrainState, ddp_args: dict[str, Any], horovod_args: dict[str, Any]
 ) -> HorovodGradients | Replication:
-    """Let the workers average the gradients of what is registered."""
     options, distributed = state.settings.options, state.context.distributed
     if distributed and options.use_horovod:
         return HorovodGradients(state, horovod_args)
@@ -197,7 +194,6 @@ def _replicate(
 def _shard_fully(
     state: TorchTrainState, arguments: dict[str, Any], init: Init | None
 ) -> FullyShardedModel:
-    """Divide the models over the workers, and the optimizer with them."""
     from raysgd.torch.features.fully_sharded import FullyShardedModel  # takes a second to import
 
     precision, (optimizer,) = state.optimization.precision, state.optimizers
@@ -225,8 +221,6 @@ def adopt_wrappers(state: TorchTrainState, attributes: Iterable[Any]) -> None:
     state.models = [wrapped.get(id(model), model) for model in state.models]
     if (replication := state.feature("Replication")) is not None:
         replication.note_wrappers()
-    if state.context.world_rank == 0:
-        warn_of_idle_compilers(state.models)
     if state.accumulation_steps > 1:
         check_static_graphs(state.models)
     elif has_static_graph(state.models):

@@ -1,4 +1,4 @@
-"""What the driver asks of workers that write their shards of a PyTorch model themselves."""
+"""Requests to workers that write their shards of a PyTorch model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["SaveTensorsRequest", "SaveWeightsRequest"]
 
 @dataclass(frozen=True, kw_only=True)
 class SaveTensorsRequest(Request):
-    """Write the tensors of the state into a file, each worker its part.
+    """Write this worker's tensors of the state into a file.
 
-    The answer of rank 0 is the rest of the state, and the hash of the file.
+    Rank 0 returns the rest of the state, and the hash of the file.
     """
 
     folder: str
@@ -21,9 +21,9 @@ class SaveTensorsRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveWeightsRequest(Request):
-    """Write the parameters of sharded models into a file, each worker its part.
+    """Write this worker's parameters of sharded models into a file.
 
-    The answer of rank 0 is the rest of the models' states, and other names of parameters.
+    Rank 0 returns the rest of the models' states, and other names of parameters.
     """
 
     folder: str

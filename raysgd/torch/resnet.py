@@ -1,4 +1,4 @@
-"""Where older scripts import residual networks from, which raysgd has not."""
+"""Import path of residual networks in older scripts, which raysgd does not have."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ __all__: list[str] = []
 
 def __getattr__(name: str) -> Any:
     if name.startswith("ResNet"):
-        # no AttributeError, of which `from ... import` drops the text
+        # `from ... import` drops the text of an AttributeError
         raise ImportError(
-            f"raysgd has no {name}: it holds no models. Take torchvision.models.{name.lower()}"
-            "(num_classes=10), or keep a copy of the file that the script was written for."
+            f"raysgd has no {name}. Use torchvision.models.{name.lower()}(num_classes=10), or a "
+            "copy of the original file."
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Hosts a TrainingOperator in a worker: calls, places in the data, state, generations."""
+"""Hosts a TrainingOperator in a worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.context import Request, WorkerContext
@@ -50,12 +49,12 @@ class TorchRunner(OperatorRunner):
         if context.visible_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(context.visible_gpus)
         if self._options.use_gpu:
-            # without Ray nobody has given it one, and it takes the one that the script is at
+            # without Ray, it uses the current GPU of the script
             alone = context.in_driver and context.world_size == 1
             if not (context.gpu_index is not None or alone) or not torch.cuda.is_available():
                 raise RuntimeError(
-                    f"Worker {context.world_rank} on {context.node_ip} shall use a GPU, but the "
-                    "torch in it sees none. Install a torch with CUDA there, or pass use_gpu=False."
+                    f"Worker {context.world_rank} on {context.node_ip} shall use a GPU, and "
+                    "PyTorch sees none. Install PyTorch with CUDA there, or pass use_gpu=False."
                 )
             if context.gpu_index is not None:
                 torch.cuda.set_device(context.gpu_index)
@@ -70,19 +69,7 @@ class TorchRunner(OperatorRunner):
             batch_share=config.get(BATCH_SIZE),
             global_batch=global_batch,
         )
-        operator = build_operator(operator_cls, config, settings)
-        self._groups_of_setup = _num_own_groups()
-        self.host(operator)
-
-    def rejoin(self, context: WorkerContext, leader: int) -> None:
-        super().rejoin(context, leader)
-        if self._groups_of_setup and not _num_own_groups():
-            self._train_state.say(
-                "groups",
-                "setup called torch.distributed.new_group. Its process groups ended when the "
-                "workers formed a new one: make them in on_world_change(self), which runs for "
-                "each new group.",
-            )
+        self.host(build_operator(operator_cls, config, settings))
 
     # ---- other calls
 
@@ -162,12 +149,6 @@ def build_operator(
     operator._train_state.reseed(torch.initial_seed() % 2**62)
     operator._seed_worker()
     return operator
-
-
-def _num_own_groups() -> int:
-    """Return how many process groups there are that user code has made."""
-    # there is no public list of them
-    return len(dist.distributed_c10d._world.pg_map) - dist.is_initialized()
 
 
 def _device(use_gpu: bool, context: WorkerContext) -> torch.device:

@@ -17,10 +17,7 @@ __all__ = ["TorchGenerators", "seeded"]
 
 @contextlib.contextmanager
 def seeded(seed: int, generator: Any = None) -> Iterator[None]:
-    """Let every random number that a sampler may draw follow from `seed`, and restore all after.
-
-    Of generators of its own only torch's are known; numpy's, say, cannot be put back.
-    """
+    """Seed the global generators and a PyTorch `generator`, and restore them at the end."""
     # torch.manual_seed would reseed the GPUs as well
     own = [generator] if isinstance(generator, torch.Generator) else []
     generators: list[torch.Generator] = [torch.default_generator, *own]
@@ -39,12 +36,12 @@ def seeded(seed: int, generator: Any = None) -> Iterator[None]:
 
 
 class TorchGenerators(Generators):
-    """Those of Python, NumPy, and PyTorch."""
+    """Random generators of Python, NumPy, and PyTorch."""
 
     def state(self) -> dict[str, Any]:
         state = super().state()
         kind, keys, *rest = state["numpy"]
-        # a tensor, since files with arrays cannot be read without running code
+        # a tensor, because `weights_only` loading rejects arrays
         state["numpy"] = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)
         state["torch"] = torch.get_rng_state()
         if torch.cuda.is_initialized():

@@ -28,8 +28,8 @@ class TorchSources(DataSources):
             return {"": loader}
         if not loader or not all(isinstance(name, str) and name for name in loader):
             raise TypeError(
-                f"Several loaders must be a dict of them by name, such as {{'a': loader_a, 'b': "
-                f"loader_b}}, but it is {loader!r}."
+                f"Several validation loaders must be a dict by name, such as {{'a': loader_a}}, "
+                f"but got {loader!r}."
             )
         return loader
 

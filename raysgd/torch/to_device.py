@@ -1,4 +1,4 @@
-"""Batches on their way to a device."""
+"""Move batches to a device."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ __all__ = ["move_to_device"]
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch on a device, whatever containers its tensors are in.
-
-    Objects with a ``to`` of their own, such as ``PackedSequence`` and what tokenizers return, know
-    best what of them goes along.
-    """
+    """Return a batch on a device, also with tensors in containers or objects with ``to``."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, tuple) and hasattr(batch, "_fields") and not callable(_to(batch)):

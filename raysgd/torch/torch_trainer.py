@@ -1,4 +1,4 @@
-"""Where older scripts import the trainer from, and its Trainable."""
+"""Import path of the trainer and its Trainable in older scripts."""
 
 import importlib
 from typing import Any
@@ -9,6 +9,6 @@ __all__ = ["TorchTrainer"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "BaseTorchTrainable":  # not in __all__, since it needs Ray Tune
+    if name != "BaseTorchTrainable":  # needs Ray Tune
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module("raysgd.tune").BaseTorchTrainable

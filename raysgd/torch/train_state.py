@@ -48,7 +48,7 @@ class OperatorSettings(Settings):
 
 
 class TorchTrainState(TrainState):
-    """What `raysgd.torch.registration.register` was given, and the position in the data."""
+    """The registered objects of an operator, and the position in the data."""
 
     settings: OperatorSettings
     models: list[torch.nn.Module]
@@ -71,7 +71,7 @@ class TorchTrainState(TrainState):
         self.optimization = Optimization(self, precision)
 
     def set_mode(self, training: bool) -> None:
-        """Put the models into train or eval mode; frozen ones train as they were registered."""
+        """Set the modes of the models. Frozen models keep those of `register` in training."""
         for model in self.models:
             model.train(training)
         for model, modes in self.frozen_modes if training else ():
@@ -111,8 +111,8 @@ class TorchTrainState(TrainState):
     def share_training_state(self, leader: int, follows: bool) -> None:
         """Take over the state of rank `leader`, if this rank `follows`. Every rank must call it.
 
-        Parameters and optimizers travel only to those that have others, such as a replacement:
-        survivors of a loss are equal, most often, but for the buffers that a forward pass changes.
+        Parameters and optimizer states are sent only if they differ. Survivors of a loss usually
+        differ only in buffers.
         """
         device = self.settings.device
         state = self.training_state()
@@ -123,21 +123,18 @@ class TorchTrainState(TrainState):
         own = collectives.fingerprint((self.global_step, state))
         expected = collectives.broadcast_object(own, leader)
         lacks = follows and own != expected
-        lacking = collectives.ranks_with(lacks, device)
-        to = collectives.fewest_receivers(lacking, device)
-        if lacking and (to is None or lacks or collectives.rank() == leader):
-            state = collectives.broadcast_state(self.training_state, leader, device, to)
-        # shards, which are the first features, are the last to come: they count from then on
+        if self.minimum(-int(lacks)) < 0:
+            state = collectives.broadcast_state(self.training_state, leader, device)
+        # shards come last, because they count from then on
         received = [feature.receive(leader) for feature in reversed(self.features)]
-        # all has come: a worker that has a part of a step's state would do the step again if
-        # `leader` was lost before the rest had come
+        # apply the state only if all of it has arrived: `leader` may be lost meanwhile
         if lacks:
             self._load(state)
         for apply in received if follows else ():
             apply()
 
     def broadcast_buffers(self, buffers: list[torch.Tensor]) -> None:
-        """Give every rank some buffers of rank 0, as the next training step would."""
+        """Send some buffers of rank 0 to every rank."""
         if buffers:
             collectives.broadcast_tensors(buffers, source=0)
             self.buffers.commit()
@@ -145,10 +142,7 @@ class TorchTrainState(TrainState):
     # ---- state
 
     def whole_models(self) -> list[torch.nn.Module]:
-        """Return copies of the given models on CPU; if the state is sharded, rank 0 does.
-
-        All ranks must call it then.
-        """
+        """Return copies of the models on CPU. If they are sharded, only rank 0 has them."""
         if (full := self.feature("FullyShardedModel")) is not None:
             copies: list[torch.nn.Module] = full.copies(len(self.given_models))
             return copies
@@ -161,7 +155,7 @@ class TorchTrainState(TrainState):
         return copy_leaf(leaf)
 
     def to_cpu(self, state: Any) -> Any:
-        """Return a state on CPU; a copy, but where it is pickled for the driver anyway."""
+        """Return a copy of a state on CPU. CPU tensors are shared if it is pickled later."""
         return to_cpu(state) if self.context.in_driver else on_cpu(state)
 
     def settable(self) -> Any:
@@ -187,7 +181,7 @@ class TorchTrainState(TrainState):
         return state
 
     def _partial_models(self) -> list[Any] | None:
-        """Return what stands for divided models, and has their other state; None: none is."""
+        """Return stand-ins for fully sharded models, with their other state."""
         full = self.feature("FullyShardedModel")
         return None if full is None else full.unsharded()
 
@@ -196,14 +190,12 @@ class TorchTrainState(TrainState):
             check_parts(name, objects, _saved(name, objects, state), state_problem)
         if state.get("schedulers") and not self.schedulers and self.context.world_rank == 0:
             logger.warning(
-                "The state that is loaded has schedulers, and the operator registered none: they "
-                "are left out."
+                "The loaded state has schedulers, which are ignored because the operator has none."
             )
         for feature in self.features:
             feature.check_state(state)
 
     def load_training_state(self, state: dict[str, Any]) -> None:
-        """Load models, optimizers and schedulers, and what both sides have of features."""
         shared: Mapping[str, Any] = state
         for feature in self.sharded:
             shared = feature.without_shards(shared)
@@ -214,7 +206,7 @@ class TorchTrainState(TrainState):
     def _load(self, state: Mapping[str, Any]) -> None:
         keeps_dtypes, partial = self._has_own_dtypes(state), self._partial_models()
         with contextlib.ExitStack() as undoing:
-            # models last: they take content in place, which giving back what they had does not undo
+            # models last, because loading changes their tensors in place
             for name, objects in reversed(self._stateful(state)):
                 if name == "models" and partial is not None:
                     objects = partial[: len(objects)]
@@ -230,7 +222,6 @@ class TorchTrainState(TrainState):
         self.step.is_partial = False
 
     def _has_own_dtypes(self, state: Mapping[str, Any]) -> bool:
-        """Whether the models of a state have the dtypes of the registered ones."""
         models = [ddp.unwrap(model) for model in self.models]
         return all(
             tensor.dtype == saved[name].dtype
@@ -248,7 +239,6 @@ class TorchTrainState(TrainState):
             ("models", [ddp.unwrap(model) for model in models]),
             ("optimizers", self.optimizers),
         ]
-        # without schedulers of its own an operator leaves those of a state alone
         return [*found, ("schedulers", self.schedulers)] if self.schedulers else found
 
 

@@ -1,4 +1,4 @@
-"""The trainer for PyTorch operators: its arguments, and what they mean."""
+"""The trainer for PyTorch operators."""
 
 from __future__ import annotations
 
@@ -179,9 +179,8 @@ class TorchTrainer(OperatorTrainer):
         """
         if self._options.use_local and self.global_step == 0:
             logger.warning(
-                "get_model() returns a copy of the model, as it is now. With use_local=True RaySGD "
-                "v1 gave the model itself, which training went on to change: call get_model() "
-                "again after train()."
+                "get_model() returns a copy of the model, as it is now. Call it again after "
+                "train(). With use_local=True, RaySGD v1 returned the trained model itself."
             )
         models: list[torch.nn.Module] = self._state.models()
         if self._options.use_gpu and not to_cpu and torch.cuda.is_available():
@@ -240,10 +239,10 @@ class TorchTrainer(OperatorTrainer):
         if not 0 < lowest < highest < math.inf or num_steps < 3:
             raise ValueError(
                 f"find_learning_rate(lowest={lowest!r}, highest={highest!r}, num_steps="
-                f"{num_steps!r}): the rates must be above 0 and grow, in 3 steps at least."
+                f"{num_steps!r}): the rates must be positive and grow, in at least 3 steps."
             )
         rates, losses = geometric(lowest, highest, num_steps), []
-        never = sys.maxsize  # schedulers that wait for a metric of validation go on waiting
+        never = sys.maxsize  # schedulers with a validation metric do not step
         with self._results.trial(self), self._validations.of_fit(never, never):
             for rate in rates:
                 self.apply_all_operators(set_rate(rate))
@@ -279,8 +278,8 @@ def _without_old(arguments: dict[str, Any]) -> dict[str, Any]:
         )
     if left.pop("serialize_data_creation", None):
         logger.warning(
-            "TorchTrainer(serialize_data_creation=True) does nothing: TrainingOperator."
-            "from_creators(...) lets one worker of a node after the other create its data."
+            "TorchTrainer(serialize_data_creation=True) does nothing. Pass it to "
+            "TrainingOperator.from_creators(...)."
         )
     return left
 
@@ -289,8 +288,8 @@ def _checked_operator(operator_cls: Any) -> type[TrainingOperator]:
     check_operator("TorchTrainer", operator_cls, TrainingOperator, "raysgd.TrainingOperator")
     if issubclass(operator_cls, CreatorOperator) and not hasattr(operator_cls, "_model_creator"):
         raise TypeError(
-            f"{operator_cls.__name__} has no creators yet: pass what "
-            f"{operator_cls.__name__}.from_creators(model_creator, optimizer_creator, ...) returns."
+            f"{operator_cls.__name__} has no creators. Pass the result of "
+            f"{operator_cls.__name__}.from_creators(model_creator, optimizer_creator, ...)."
         )
     return cast(type[TrainingOperator], operator_cls)
 

@@ -1,4 +1,4 @@
-"""Where older scripts import operators from."""
+"""Import path of operators in older scripts."""
 
 from raysgd.torch.operator import CreatorOperator, TrainingOperator
 

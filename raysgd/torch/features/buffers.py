@@ -18,7 +18,7 @@ __all__ = ["BufferCopies"]
 class BufferCopies(StepFeature):
     """Copies all buffers at the end of a step, and restores them if the next one is discarded.
 
-    A buffer is known by its module and its name: a forward pass may assign another tensor.
+    It identifies a buffer by module and name, because a forward pass may assign another tensor.
     """
 
     def __init__(
@@ -35,12 +35,11 @@ class BufferCopies(StepFeature):
         self.commit()
 
     def tensors(self) -> list[torch.Tensor | None]:
-        """Return the buffers; None for one that a forward pass has removed."""
+        """Return the buffers; None for a removed one."""
         found = [module._buffers.get(name) for module, name in self._slots]
         return [None if buffer is None else buffer.detach() for buffer in found]
 
     def commit(self) -> None:
-        """Copy the buffers, reusing the memory of the copies before."""
         copies, buffers = [], []
         for index, buffer in enumerate(self.tensors()):
             copy = self._copies[index]
@@ -55,12 +54,11 @@ class BufferCopies(StepFeature):
             torch._foreach_copy_(copies, buffers)
 
     def roll_back(self) -> None:
-        """Give the buffers the values of the copies."""
         for slot, copy in zip(self._slots, self._copies, strict=True):
             _set_buffer(*slot, copy)
 
     def set(self, values: Sequence[torch.Tensor | None]) -> None:
-        """Give the buffers the values of another worker's `tensors`, and copy those."""
+        """Set the buffers to the `tensors` of another worker, and copy them."""
         for slot, value in zip(self._slots, values, strict=True):
             _set_buffer(*slot, value)
         self.commit()
@@ -79,13 +77,12 @@ def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor | None) 
     if value is None:
         if name in module._buffers:
             module._buffers[name] = None
-    elif buffer is None or buffer.shape != value.shape or not _is_writable(buffer):
-        module._buffers[name] = value.clone()
-    else:
+    elif (
+        buffer is not None
+        and buffer.shape == value.shape
+        and buffer.layout is torch.strided
+        and 0 not in buffer.stride()  # elements of an expanded tensor share memory
+    ):
         buffer.detach().copy_(value)
-
-
-def _is_writable(buffer: torch.Tensor) -> bool:
-    if buffer.layout is not torch.strided or buffer.is_inference():
-        return False
-    return 0 not in buffer.stride()  # an expanded tensor has several elements in one place
+    else:
+        module._buffers[name] = value.clone()

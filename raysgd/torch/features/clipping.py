@@ -16,7 +16,7 @@ __all__ = ["Clipping"]
 
 
 class Clipping(StepFeature):
-    """Clips to ``max_grad_norm`` of ``register``; None for no clipping."""
+    """Clips to ``max_grad_norm`` of ``register``."""
 
     def __init__(self, optimization: Optimization, max_norm: Any) -> None:
         if max_norm is not None:

@@ -1,9 +1,8 @@
-"""Models that ``register(compile=...)`` compiles in place, and what is said about them."""
+"""Models that ``register(compile=...)`` compiles in place."""
 
 from __future__ import annotations
 
 import inspect
-import logging
 import types
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,20 +16,13 @@ from raysgd.loop.feature import StepFeature
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
 
-__all__ = ["Compilation", "CompiledModel", "checked_compile", "uncompile", "warn_of_idle_compilers"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Compilation", "CompiledModel", "checked_compile", "uncompile"]
 
 _REGIONAL = "regional"
 
 
 def checked_compile(given: Any) -> dict[str, Any] | None:
-    """Return the arguments of ``torch.compile``, and ``regional``; None where nothing is compiled.
-
-    Raises:
-        TypeError: if it is neither True nor False nor a dict, or ``regional`` no such value.
-        ValueError: if ``torch.compile`` has no such argument.
-    """
+    """Return the arguments of ``torch.compile``, and ``regional``; None to compile nothing."""
     if given is None or given is False:
         return None
     if given is not True and not isinstance(given, dict):
@@ -52,7 +44,7 @@ def checked_compile(given: Any) -> dict[str, Any] | None:
 
 
 class Compilation(StepFeature):
-    """Compiles models, and reports what was not compiled."""
+    """Compiles the models of an operator."""
 
     def __init__(self, state: TorchTrainState, arguments: Mapping[str, Any] | None) -> None:
         self._state = state
@@ -75,48 +67,23 @@ class Compilation(StepFeature):
     def is_compiling(self) -> bool:
         return any(compiled.is_compiling for compiled in self._compiled)
 
-    def end_segment(self) -> None:
-        for reason in (reason for compiled in self._compiled for reason in compiled.left_eager):
-            self._state.say(reason, "torch.compile leaves a part of the model as it is: %s", reason)
-
-    def end_epoch(self, epoch: int) -> None:
-        if idle := [compiled.name for compiled in self._compiled if compiled.is_idle]:
-            self._state.say(
-                "uncalled",
-                "register(compile=...) has compiled nothing of %s in an epoch: what is compiled is "
-                "a call of the model, as model(...), and not that of another method of it.",
-                " and ".join(idle),
-            )
-
 
 class CompiledModel:
-    """Compiles a model in its place, so that names, types and what is saved stay as they are.
-
-    Args:
-        model: the model.
-        arguments: of ``torch.compile``, and ``regional``.
-
-    Raises:
-        TypeError: if ``torch.jit`` has compiled it.
-        ValueError: if ``regional`` is asked for, and no block is there more than once.
-    """
+    """Compiles a model in place, so that names, types and saved state do not change."""
 
     def __init__(self, model: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
         if isinstance(model, torch.jit.ScriptModule):
             raise TypeError(
-                f"register(compile=...): {model.original_name} is compiled by torch.jit. Register "
-                "the module that it was made of, or leave compile out."
+                f"register(compile=...): {model.original_name} is compiled by torch.jit already. "
+                "Register the original module, or leave compile out."
             )
         self._model = model
-        self._was_called = False
         self._modes: set[tuple[bool, bool]] = set()
         self.is_compiling = False
-        """Whether the first call with or without gradients is in progress."""
-        self.left_eager: list[str] = []
-        """Why torch has left code of this model uncompiled so far, each reason on one line."""
+        """Whether the first call in a mode is in progress."""
         options = {name: value for name, value in arguments.items() if name != _REGIONAL}
-        self._is_whole = not arguments.get(_REGIONAL, False)
-        blocks = [model] if self._is_whole else list(repeated_blocks(model))
+        is_regional = arguments.get(_REGIONAL, False)
+        blocks = list(repeated_blocks(model)) if is_regional else [model]
         if not blocks:
             raise ValueError(
                 f"register(compile={{'regional': True}}): {type(model).__name__} has no ModuleList "
@@ -127,32 +94,18 @@ class CompiledModel:
         self._run = model._compiled_call_impl or model._call_impl
         model._compiled_call_impl = self._call
 
-    @property
-    def name(self) -> str:
-        """The class of the model."""
-        return type(self._model).__name__
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing of the model was compiled, since nobody has called it."""
-        return self._is_whole and not self._was_called
-
     def undo(self) -> None:
-        """Leave the model as it was, for one who registers it again."""
         for module in self._compiled:
             module._compiled_call_impl = None
 
     def _call(self, *arguments: Any, **keywords: Any) -> Any:
-        self._was_called = True
         mode = self._model.training, torch.is_grad_enabled()
-        _reasons.new()  # those of other code in this process, or of a call that has raised
         self.is_compiling = mode not in self._modes
         try:
             outputs = self._run(*arguments, **keywords)
         finally:
             self.is_compiling = False
         self._modes.add(mode)
-        self.left_eager += _reasons.new()
         return outputs
 
 
@@ -191,12 +144,12 @@ def _caller(module: torch.nn.Module) -> Any:
 
 
 def _is_torchs(module: torch.nn.Module) -> bool:
-    """Whether the code of its own forward pass is torch's."""
+    """Return whether PyTorch defines the forward pass of a module."""
     return type(module).forward.__module__.startswith("torch.nn.")
 
 
 def repeated_blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the outermost blocks of which a list has several of one class."""
+    """Yield the outermost blocks that a list has several of, of one class."""
     is_list = isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
     kinds = Counter(type(child) for child in module.children())
     for child in module.children():
@@ -204,52 +157,3 @@ def repeated_blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
             yield child
         else:
             yield from repeated_blocks(child)
-
-
-class _Reasons:
-    """Why torch has left code of this process uncompiled; torch counts how often."""
-
-    def __init__(self) -> None:
-        self._num_seen: Counter[str] = Counter()
-
-    def new(self) -> list[str]:
-        """Return the reasons since the last time."""
-        from torch._dynamo.utils import counters
-
-        counted = counters["graph_break"], counters["unimplemented"]
-        if sum(each.total() for each in counted) == self._num_seen.total():
-            return []
-        seen, self._num_seen = self._num_seen, counted[0] + counted[1]
-        return [_on_one_line(reason) for reason in self._num_seen - seen]
-
-
-_reasons = _Reasons()
-
-
-def _on_one_line(reason: str) -> str:
-    title, _, explained = reason.partition("\n")
-    lines = (line.strip() for line in explained.split("\n"))
-    explanation = next((line for line in lines if line.startswith("Explanation: ")), "")
-    return f"{title}. {explanation.removeprefix('Explanation: ')}".strip()
-
-
-def warn_of_idle_compilers(models: Sequence[torch.nn.Module]) -> None:
-    """Say where ``compile()`` of a module of torch's own has compiled nothing, without a word."""
-    for model in models:
-        for module in model.modules():
-            if _is_idle(module):
-                kind = type(module).__name__
-                logger.warning(
-                    "%s.compile() compiles nothing: torch passes over the code of its own modules, "
-                    "and this one has no other. Pass register(compile=True), or register "
-                    "torch.compile(model).",
-                    kind,
-                )
-
-
-def _is_idle(module: torch.nn.Module) -> bool:
-    compiled = module._compiled_call_impl
-    origin = getattr(compiled, "_torchdynamo_orig_callable", None)
-    if getattr(origin, "__func__", None) is not torch.nn.Module._call_impl:
-        return False
-    return all(map(_is_torchs, module.modules()))

@@ -1,4 +1,4 @@
-"""Measure the norms of gradients, before they are clipped, for the log of steps."""
+"""Log the norms of gradients before clipping."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["GradientNorms"]
 
 
 class GradientNorms(StepFeature):
-    """Adds ``grad_norm`` to the metrics of logged steps: one for each optimizer."""
+    """Adds ``grad_norm`` of each optimizer to the metrics of logged steps."""
 
     def __init__(self, state: TorchTrainState) -> None:
         self._state = state

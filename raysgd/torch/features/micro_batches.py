@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchMicroBatches"]
 
-_NOT_SPLIT = "The step is not done again with each batch in parts: {}."
+_NOT_SPLIT = "The step is not repeated with smaller parts of the batch: {}."
 
 
 class TorchMicroBatches(MicroBatches):
@@ -33,7 +33,7 @@ class TorchMicroBatches(MicroBatches):
 
     _train_state: TorchTrainState
     _num_samples: float = 0
-    """Samples of the current batch; 0: unknown."""
+    """Samples of the current batch; 0 if unknown."""
 
     @functools.cached_property
     def batch_norms(self) -> set[type[torch.nn.Module]]:
@@ -43,16 +43,15 @@ class TorchMicroBatches(MicroBatches):
 
     @property
     def _smallest_part(self) -> int:
-        """Samples that a part of a batch has at the least: batch normalization fails on one."""
+        """Minimum number of samples in a part, because batch normalization fails on one."""
         return 1 if all(issubclass(kind, SyncBatchNorm) for kind in self.batch_norms) else 2
 
     def _num_parts(self, rows: int) -> int:
-        """Return in how many parts to train a batch; 1 for one of another kind."""
         factor, smallest = self.split, self._smallest_part
         return factor if rows and smallest == 1 else max(1, min(factor, rows // smallest))
 
     def split_batch(self, batch: Any, place: MicroBatch) -> Sequence[tuple[Any, MicroBatch]]:
-        # copies, as what the user's code takes out of a batch may be wanted again
+        # copies, because user code may remove items from a batch that a retry needs
         whole = [(in_own_containers(batch), place)]
         self._num_samples = place.size or 0
         is_wanted = self.in_use and self._train_state.settings.options.split_on_oom
@@ -60,7 +59,7 @@ class TorchMicroBatches(MicroBatches):
             return whole
         factor, rows = self.split, _num_rows(batch, self._num_samples)
         number = self._num_parts(rows)
-        # a forward pass may communicate, so that all workers make equally many
+        # a forward pass may communicate, so all workers make the same number
         repeats = factor - number if self._train_state.context.world_size > 1 else 0
         if number + repeats == 1:
             return whole
@@ -75,10 +74,9 @@ class TorchMicroBatches(MicroBatches):
     def explain(self, error: BaseException) -> None:
         if "Expected more than 1 value per channel" in str(error):
             error.add_note(
-                "Normalization layers cannot train on one value per channel. If this is the last "
-                "step of an epoch, it has one sample for this worker: let setup register a "
-                "DataLoader with drop_last=True. Another train() would repeat the step. To "
-                "continue, save() this trainer and load() that in a trainer with the new setup."
+                "Normalization layers cannot train on one value per channel. The last step of an "
+                "epoch may have one sample for this worker: register a DataLoader with "
+                "drop_last=True. To continue, save() this trainer and load() the file in a new one."
             )
 
     def split_after(self, error: BaseException, batch: Any) -> int:
@@ -95,13 +93,11 @@ class TorchMicroBatches(MicroBatches):
         return 2 * self.split
 
     def _why_not_split(self, batch: Any) -> str:
-        """Say why a batch cannot be split into more parts; nothing if it can."""
+        """Return why a batch cannot be split into more parts; an empty text if it can."""
         try:
             rows = num_rows(batch, self._num_samples)
-        except TypeError as error:
-            return f"the batch cannot be split, since {error}"
-        except Exception as error:  # classes of the user's may refuse
-            return f"the batch cannot be split: {error!r}"
+        except Exception as error:
+            return f"the batch cannot be split, because {error}"
         if rows // self._smallest_part > self.split:
             return ""
         if self._smallest_part > 1:
@@ -114,14 +110,13 @@ class TorchMicroBatches(MicroBatches):
         if self.batch_norms:
             self._train_state.say(
                 "batch norm",
-                "Batch normalization sees the parts of a batch, and not all of it, so that the "
-                "result is another than with more memory.",
+                "Batch normalization sees parts of a batch from now on, which changes the result.",
             )
 
 
 def _num_rows(batch: Any, samples: float = 0) -> int:
-    """Return in how many parts a batch can be; 0 for one of another kind, which comes whole."""
+    """Return the rows of a batch; 0 if it cannot be split."""
     try:
         return num_rows(batch, samples)
-    except Exception:  # classes of the user's may refuse
+    except Exception:  # classes of user code may raise
         return 0

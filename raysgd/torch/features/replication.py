@@ -1,4 +1,4 @@
-"""Keep models equal on all workers by DistributedDataParallel."""
+"""Replicated models with DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
 from raysgd.torch import ddp
-from raysgd.torch.register_checks import check_same_parameters, check_untrained
+from raysgd.torch.register_checks import check_untrained
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
@@ -20,29 +20,20 @@ __all__ = ["Replication"]
 
 
 class Replication(StepFeature):
-    """Follows the wrappers of models, whether raysgd made them or user code.
-
-    Args:
-        state: what is trained.
-        wraps: whether raysgd has wrapped each model that is trained.
-    """
+    """Follows the wrappers of models. `wraps`: raysgd created them, and not user code."""
 
     def __init__(self, state: TorchTrainState, wraps: bool) -> None:
         self._state, self._wraps = state, wraps
-        # now, because setup may freeze some later
+        # setup may freeze parameters later
         self._required = {
             id(model): ddp.required_gradients(ddp.unwrap(model)) for model in state.models
         }
-        self._parameters = [
-            [(parameter, parameter.dtype) for parameter in model.parameters()]
-            for model in (state.models if wraps else ())
-        ]
         self._averaged: list[dict[str, bool] | None] = [None] * len(state.models)
         self._comm_hooks: list[list[tuple[Any, Any]]] = [[] for _ in state.models]
         self._frozen: list[tuple[int, torch.nn.Parameter]] = []
 
     def note_wrappers(self) -> None:
-        """Record the wrappers that there are at the end of ``setup``."""
+        """Record the wrappers at the end of ``setup``."""
         models = self._state.models
         self._averaged = [
             ddp.averaged_parameters(model, self._required.get(id(model)))
@@ -73,13 +64,12 @@ class Replication(StepFeature):
         return any(map(ddp.replicated, self._state.models))
 
     def start_together(self) -> None:
-        """Share what no wrapper has shared yet."""
         models = [model for model in self._state.models if not ddp.replicated(model)]
         if self._state.settings.options.wrap_ddp and models:
             held = [t.detach() for m in models for t in (*m.parameters(), *m.buffers())]
             given = self._state.from_rank(lambda: held, 0)
             for own, value in zip(held, given, strict=False):
-                if own.shape == value.shape:  # else it is a cache that setup has filled
+                if own.shape == value.shape:  # otherwise it is a cache that setup has filled
                     own.copy_(value)
             self._state.buffers.commit()
 
@@ -99,10 +89,7 @@ class Replication(StepFeature):
         self._state.broadcast_buffers(found)
 
     def check_trained(self) -> None:
-        """Refuse to train what no wrapper averages, also before others join."""
         models = [ddp.unwrap(model) for model in self._state.models]
-        if self._wraps:
-            check_same_parameters(models, self._parameters)
         unfrozen = {id(p): index for index, p in self._frozen if p.requires_grad}
         if unfrozen:
             check_untrained(unfrozen, models, self._state.optimizers)
@@ -112,11 +99,7 @@ class Replication(StepFeature):
             self._exchange(place.is_last)
 
     def _exchange(self, wanted: bool) -> None:
-        """Set whether wrappers exchange gradients in the passes that follow.
-
-        They ask in the forward pass as well as in the backward pass, so that a whole batch has to
-        be one or the other, as with ``no_sync`` of DistributedDataParallel.
-        """
+        """Set whether wrappers average gradients, from the next forward pass on."""
         for model in self._state.models:
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = wanted

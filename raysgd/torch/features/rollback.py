@@ -1,4 +1,4 @@
-"""Restore parameters and optimizer states if a step is discarded, or find that it is impossible."""
+"""Restore parameters and optimizer states if a step is discarded, or mark them as partial."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Rollback(StepFeature):
 
     Copies are taken only if steps make several updates, by several optimizers or by one. Otherwise
     the version counters of PyTorch tell whether a discarded step changed parameters. If it did,
-    the state is partial: an optimizer raised within its update, or `train_batch` moved parameters
-    itself. The counters do not see changes through ``parameter.data``.
+    the state is partial: an optimizer raised within its update, or `train_batch` changed parameters
+    itself. The counters do not detect changes through ``parameter.data``.
 
     Args:
         step: the step in progress.
-        optimizers: the registered ones.
-        models: the registered ones.
-        updates_late: whether parameters change after the optimizer's step, all together.
+        optimizers: the registered optimizers.
+        models: the registered models.
+        updates_late: whether parameters change together after the optimizer's step.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Rollback(StepFeature):
         self._step = step
         self._updates_late = updates_late
         self._images = [_BeforeImage(optimizer) for optimizer in optimizers]
-        renormalized = {  # by each forward pass, also if it is repeated
+        renormalized = {  # each forward pass changes these
             module.weight
             for model in models
             for module in model.modules()
@@ -106,12 +106,12 @@ class _BeforeImage:
         self._tensors, self.parameters = {}, set()
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                # one that is frozen now may have been trained, and be trained later in the step
+                # a frozen parameter with state may be trained later in the step
                 if parameter.requires_grad or parameter in self.optimizer.state:
                     self._note(parameter)
                     self.parameters.add(parameter)
         self._state = map_leaves(self.optimizer.state, self._note)
-        # where some keep what they have learnt of the step size
+        # some optimizers keep an estimated step size in the groups
         self._groups = [
             {key: map_leaves(value, self._note) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
@@ -124,7 +124,7 @@ class _BeforeImage:
 
     def _note(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            # by kind, since one kernel copies many tensors only where they are alike
+            # group by device and dtype so that `_foreach_copy_` stays fused
             self._tensors.setdefault((leaf.device, leaf.dtype), []).append(leaf)
         return leaf
 

@@ -1,4 +1,4 @@
-"""Find schedulers that nobody steps, and those that `train_batch` steps in each part of a batch."""
+"""Step schedulers, and find those that `train_batch` steps in each part of a batch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ __all__ = ["Schedules"]
 
 
 class Schedules(StepFeature):
-    """Watches the registered schedulers."""
+    """Steps the registered schedulers."""
 
     def __init__(self, state: TorchTrainState) -> None:
         self._state = state
         self._last_epochs: list[Any] = []
         self._states: list[Any] = []
         self._rates: list[dict[str, Any]] = []
-        self._epochs_ended = 0
         self._is_first = True
 
     def step(self) -> None:
@@ -34,7 +33,7 @@ class Schedules(StepFeature):
         if not place.ends_step:
             return
         if place.is_last:
-            state.optimization.check_complete()  # else the step is no step
+            state.optimization.check_complete()
         has_monitor = state.settings.options.monitor is not None
         with self._tolerating_a_skipped_step():
             for scheduler in state.schedulers:
@@ -43,7 +42,7 @@ class Schedules(StepFeature):
         self._note()
 
     def step_with(self, metric: float) -> None:
-        """Step the schedulers that the driver steps, with a metric."""
+        """Step the schedulers that need a metric; all of them if there is no monitor."""
         has_monitor = self._state.settings.options.monitor is not None
         for scheduler in self._state.schedulers:
             if not has_monitor or needs_metric(scheduler):
@@ -51,9 +50,9 @@ class Schedules(StepFeature):
 
     @contextlib.contextmanager
     def _tolerating_a_skipped_step(self) -> Iterator[None]:
-        """Keep PyTorch from warning that schedulers step before the optimizer.
+        """Suppress the warning of PyTorch that schedulers step before the optimizer.
 
-        They do if the very first step overflows, which is how a scale is found.
+        They do if the first step overflows.
         """
         if not self._is_first or not self._state.optimization.precision.scales:
             yield
@@ -64,12 +63,11 @@ class Schedules(StepFeature):
         self._is_first = False
 
     def _note(self) -> None:
-        """Note how far schedulers are, when they may be stepped."""
         schedulers = self._state.schedulers
         self._last_epochs = [getattr(each, "last_epoch", None) for each in schedulers]
 
     def begin_batch(self, place: MicroBatch) -> None:
-        """Undo and refuse a step of a scheduler in a part of a batch: each part would make one."""
+        """Undo and reject a step of a scheduler by `train_batch` in a part of a batch."""
         if not place.is_part:
             return
         train_state = self._state
@@ -87,19 +85,3 @@ class Schedules(StepFeature):
             for group, rates in zip(groups, self._rates, strict=True):
                 group.update(rates)
             train_state.parts.refuse("train_batch steps a scheduler itself", place)
-
-    def end_epoch(self, epoch: int) -> None:
-        self._epochs_ended += 1
-        train_state = self._state
-        is_manual = train_state.settings.options.scheduler_step_freq == "manual"
-        if self._epochs_ended != 2 or not is_manual:
-            return
-        if any(map(needs_metric, train_state.schedulers)) and not any(
-            getattr(each, "last_epoch", 1) for each in train_state.schedulers
-        ):
-            train_state.say(
-                "unstepped",
-                "Two epochs are over, and no scheduler was stepped: with "
-                'scheduler_step_freq="manual" only trainer.update_scheduler(metric) does it. '
-                'With "epoch" and monitor="val_loss" fit() steps a ReduceLROnPlateau.',
-            )

@@ -1,4 +1,4 @@
-"""Operators from creator functions, the way in which the oldest scripts are written."""
+"""Operators made of creator functions, as in the oldest scripts."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ if TYPE_CHECKING:
     from raysgd.torch.operator import CreatorOperator, TrainingOperator
 
     _Base = TrainingOperator
-else:  # which imports this module
+else:  # operator.py imports this module
     _Base = object
 
 __all__ = ["CreatorMethods", "creator_operator", "lock_of_node", "mixed_bases"]
 
 
 class CreatorMethods(_Base):
-    """What `CreatorOperator` adds to the operator."""
+    """The methods of `CreatorOperator`."""
 
     models: Any
-    """What the ``model_creator`` made: a model, or a list or tuple of them."""
+    """Result of the ``model_creator``: a model, or a list or tuple of models."""
     model: Any
     optimizers: Any
     optimizer: Any
     criterion: Any
     """The loss; None without a ``loss_creator``."""
     schedulers: Any
-    """What the ``scheduler_creator`` made; there is no such attribute without one."""
+    """Result of the ``scheduler_creator``; missing without one."""
     scheduler: Any
-    """The first or only scheduler, likewise."""
 
     _model_creator: Callable[..., Any]
     _optimizer_creator: Callable[..., Any]
@@ -57,6 +56,7 @@ class CreatorMethods(_Base):
             given["criterion"] = _loss(creators._loss_creator, config)
         if creators._scheduler_creator is not None:
             given["schedulers"] = creators._scheduler_creator(optimizers, config)
+        given = {name: value for name, value in given.items() if value is not None}
         registered = dict(zip(given, self.register(**given), strict=True))
         self.criterion = None
         for name, value in registered.items():
@@ -74,7 +74,6 @@ def creator_operator(
     creators: Mapping[str, Any],
     serialize_data_creation: bool,
 ) -> type[CreatorOperator]:
-    """Make a subclass of `base` and `own`, see ``TrainingOperator.from_creators``."""
     bases = mixed_bases(base, own)
     required = ("model_creator", "optimizer_creator")
     made: type[CreatorOperator]
@@ -91,13 +90,12 @@ def mixed_bases(base: type, own: type) -> tuple[type, ...]:
 
 
 def lock_of_node() -> contextlib.AbstractContextManager[Any]:
-    """Return a lock, since workers of one node would download to the same files at once."""
+    """Return a lock, so that workers of one node do not download to the same files together."""
     user = os.getuid() if hasattr(os, "getuid") else 0
     return FileLock(Path(tempfile.gettempdir()) / f"raysgd-data-{user}.lock")
 
 
 def _loss(creator: Any, config: dict[str, Any]) -> Any:
-    """Return the loss: of a loss class an instance, of a creator what it returns."""
     if isinstance(creator, type) and issubclass(creator, torch.nn.modules.loss._Loss):
         return creator()
     return creator(config)

@@ -1,4 +1,4 @@
-"""Gradients averaged by Horovod's DistributedOptimizer, in place of DistributedDataParallel."""
+"""Averaging of gradients by Horovod instead of DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
-from raysgd.torch.register_checks import check_same_parameters
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
@@ -28,7 +27,6 @@ _KNOWN = (
 
 
 def check_horovod_args(arguments: Mapping[str, Any]) -> None:
-    """Check the names of arguments of Horovod's DistributedOptimizer."""
     if unknown := [name for name in arguments if name not in _KNOWN]:
         raise ValueError(
             f"register(horovod_args=...) has {', '.join(map(repr, unknown))}; it may have "
@@ -37,7 +35,7 @@ def check_horovod_args(arguments: Mapping[str, Any]) -> None:
 
 
 class HorovodGradients(StepFeature):
-    """Keeps models equal on all workers by averaging gradients by Horovod."""
+    """Averages the gradients of all optimizers with Horovod."""
 
     replicates = True
 
@@ -49,10 +47,6 @@ class HorovodGradients(StepFeature):
             )
             for optimizer in state.optimizers
         }
-        self._parameters = [[(p, p.dtype) for p in m.parameters()] for m in state.models]
-
-    def check_trained(self) -> None:
-        check_same_parameters(self._state.models, self._parameters)
 
     def start_together(self) -> None:
         state = self._state
@@ -83,15 +77,15 @@ class HorovodGradients(StepFeature):
 class HorovodExchange:
     """Averages the gradients of one optimizer over the workers.
 
-    The optimizer that the user made stays the one that steps, so that schedulers and references
-    to it stay good. Horovod's, made from it, is asked for its gradients alone: backward passes
-    start their exchange, and the optimizer waits for its end before it steps.
+    The user's optimizer steps, so that schedulers and references stay valid. The
+    DistributedOptimizer of Horovod only averages: backward passes start the exchange, and the
+    user's optimizer waits for it before its step.
 
     Args:
-        optimizer: the user's.
-        models: whose parameters have names.
-        arguments: of ``hvd.DistributedOptimizer``.
-        passes: backward passes that make one update.
+        optimizer: the user's optimizer.
+        models: the models, for the names of parameters.
+        arguments: arguments of ``hvd.DistributedOptimizer``.
+        passes: number of backward passes per update.
     """
 
     def __init__(
@@ -111,12 +105,12 @@ class HorovodExchange:
         optimizer.register_step_post_hook(self._on_step)
 
     def rebuild(self) -> None:
-        """Begin anew in the group that there is now."""
+        """Create the DistributedOptimizer for the current group."""
         import horovod.torch as hvd
 
         if (before := self._distributed) is not None:
-            before._grad_accs.clear()  # its hooks end with them
-            # but where somebody still holds a graph of a failed step: let them wait for ever
+            before._grad_accs.clear()  # removes its hooks
+            # if the graph of a failed step still exists, its hooks must never start an exchange
             for parameter in before._allreduce_delay:
                 before._allreduce_delay[parameter] = sys.maxsize
         own = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
@@ -132,19 +126,19 @@ class HorovodExchange:
         self._done = False
 
     def expect(self, passes: int) -> None:
-        """Let no more than the last of so many backward passes start the exchange."""
+        """Start the exchange in the last of `passes` backward passes."""
         passes = max(passes, self._passes)
         if passes != self._distributed.backward_passes_per_step:
             self._distributed.set_backward_passes_per_step(passes)
 
     def synchronize(self) -> None:
-        """Wait until all gradients are means over the workers; once for a step."""
+        """Wait for the averaged gradients, once per step."""
         if not self._done:
             self._distributed.synchronize()
             self._done = True
 
     def abandon(self) -> None:
-        """Forget what was begun for a step that is given up."""
+        """Forget the exchange of a discarded step."""
         distributed, self._done = self._distributed, False
         distributed._handles.clear()
         for parameter in distributed._allreduce_delay:

@@ -10,7 +10,6 @@ import contextlib
 import copy
 import importlib
 import inspect
-import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
@@ -33,8 +32,6 @@ else:  # operator.py imports this module
     _Base = object
 
 __all__ = ["LightningMethods", "lightning_operator"]
-
-logger = logging.getLogger(__name__)
 
 _REFUSED = {
     "backward": "the backward pass is raysgd's; use manual optimization for one of your own",
@@ -75,13 +72,12 @@ class LightningMethods(_Base):
 
     def setup(self, config: dict[str, Any]) -> None:
         """Create the module, its data and its optimizers, and register them."""
-        unused = set() if self._data_creator is not None else set(config)
-        module = self.module = _make(self._module_cls, config, unused)
+        module = self.module = _make(self._module_cls, config)
         _check_hooks(module)
         self._surroundings = _Surroundings(self)
         self._has_started = False
         with self._surrounded():
-            loaders = self._load(config, unused)
+            loaders = self._load(config)
             module.configure_model()
             optimizers, schedulers = self._configured()
             given: dict[str, Any] = {"models": module, "optimizers": optimizers}
@@ -95,23 +91,16 @@ class LightningMethods(_Base):
             self._surroundings.offer(optimizers, schedulers)
             self.register_data(**loaders)
             module.on_fit_start()
-        if unused and self.world_rank == 0:
-            logger.warning(
-                "The constructor of %s, or of its data module, takes no argument %s: these keys of "
-                "the config have no effect on it.",
-                type(module).__name__,
-                ", ".join(sorted(map(repr, unused))),
-            )
 
     # ---- the parts
 
-    def _load(self, config: dict[str, Any], unused: set[str]) -> dict[str, Any]:
+    def _load(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the loaders, as arguments of ``register_data``."""
         module, data = self.module, self._datamodule
         with lock_of_node():  # one worker per node at a time, because they may download
             if data is not None:
                 # a copy, because other trainers may use the same object
-                data = self._surroundings.datamodule = copy.copy(_make(data, config, unused))
+                data = self._surroundings.datamodule = copy.copy(_make(data, config))
                 data.trainer = self._surroundings
                 data.prepare_data()
                 data.setup("fit")
@@ -128,8 +117,8 @@ class LightningMethods(_Base):
             loader = found[name] = getattr(owner, method)()
             if isinstance(loader, list | tuple | dict):
                 raise TypeError(
-                    f"from_ptl({type(module).__name__}) has {len(loader)} loaders from {method}, "
-                    "and an operator has one. Join the data sets in one loader."
+                    f"from_ptl({type(module).__name__}) has {len(loader)} loaders from {method}. "
+                    "Join the data sets in one loader."
                 )
         if not _overrides(module, "validation_step"):
             found.pop("validation_loader", None)
@@ -148,8 +137,8 @@ class LightningMethods(_Base):
         frequency = self.scheduler_step_freq
         if given and not module.automatic_optimization and frequency != "manual":
             raise ValueError(
-                f"{name} steps its schedulers by itself, in manual optimization: pass "
-                f'scheduler_step_freq="manual" to the trainer, and not {frequency!r}.'
+                f'{name} steps its schedulers by itself. Pass scheduler_step_freq="manual" to '
+                f"the trainer instead of {frequency!r}."
             )
         schedulers = []
         for each in given:
@@ -159,9 +148,8 @@ class LightningMethods(_Base):
             wanted = {"step": "batch", "epoch": "epoch"}.get(str(interval))
             if frequency != "manual" and (wanted not in (None, frequency) or every != 1):
                 raise ValueError(
-                    f"{name} wants a scheduler to step with interval={interval!r}, frequency="
-                    f"{every}, and the trainer has scheduler_step_freq={frequency!r}, which steps "
-                    "each time: let them agree."
+                    f"{name} has a scheduler with interval={interval!r} and frequency={every}, and "
+                    f"the trainer has scheduler_step_freq={frequency!r}. They must agree."
                 )
             schedulers.append(each["scheduler"])
         return optimizers, schedulers
@@ -195,7 +183,6 @@ class LightningMethods(_Base):
         num_steps: int | None = None,
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
-        """Train like the default method, with the module's hooks."""
         module, begins = self.module, self._train_state.offset == 0
         with self._surrounded(training=True) as surroundings:
             self.train_mode(True)
@@ -211,13 +198,12 @@ class LightningMethods(_Base):
         return result
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Run ``training_step``, and update with the loss that it returns."""
         module, index = self.module, batch_info["batch_idx"]
         batch, num_samples = self._move_to_device(batch)
         if module.on_train_batch_start(batch, index) == -1:
             raise RuntimeError(
-                f"{type(module).__name__}.on_train_batch_start returned -1, to skip the rest of an "
-                "epoch. Return None, and give the training loader fewer batches."
+                f"{type(module).__name__}.on_train_batch_start returned -1. The rest of an epoch "
+                "cannot be skipped: return None."
             )
         with self.timers.record("fwd"), self.autocast():
             output = self._step(module.training_step, batch, index)
@@ -283,7 +269,6 @@ class LightningMethods(_Base):
     def validate(
         self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Validate as the default does, with the module's hooks."""
         module = self.module
         with torch.no_grad(), self._surrounded(validating=True) as surroundings:
             self.train_mode(False)
@@ -296,7 +281,6 @@ class LightningMethods(_Base):
         return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Run ``validation_step``."""
         module, index = self.module, batch_info["batch_idx"]
         batch, num_samples = self._move_to_device(batch)
         module.on_validation_batch_start(batch, index)
@@ -312,7 +296,6 @@ class LightningMethods(_Base):
         return {**metrics, **self._surroundings.take_logged(), NUM_SAMPLES: num_samples}
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
-        """Run ``predict_step``."""
         batch, _ = self._move_to_device(batch)
         with self._surrounded(), self.autocast():
             return self._step(self.module.predict_step, batch, batch_info["batch_idx"])
@@ -348,7 +331,6 @@ class _Surroundings:
         """Result of ``self.optimizers()``."""
 
     def offer(self, optimizers: list[Any], schedulers: list[Any]) -> None:
-        """Make optimizers and schedulers available to the module."""
         self.optimizers = optimizers
         self.lr_scheduler_configs = [SimpleNamespace(scheduler=each) for each in schedulers]
         offered = [_Optimizer(self._operator, each) for each in optimizers]
@@ -399,7 +381,6 @@ class _Surroundings:
         return noting
 
     def take_logged(self) -> dict[str, Any]:
-        """Return what was logged since the last call."""
         logged, self._logged = self._logged, {}
         return logged
 
@@ -433,7 +414,6 @@ class _Optimizer:
         self.optimizer = optimizer
 
     def step(self) -> None:
-        """Update, and zero the gradients."""
         if self._operator._train_state.step.place.is_last:
             self._operator.module.on_before_optimizer_step(self.optimizer)
         self._operator.optimizer_step(self.optimizer)
@@ -512,27 +492,17 @@ def _check_hooks(module: Any) -> None:
         )
 
 
-def _make(given: Any, config: dict[str, Any], unused: set[str]) -> Any:
-    """Create a module with the config, or with the keys that its constructor takes.
-
-    Args:
-        given: the class; a module is returned as it is.
-        config: the config.
-        unused: keys that no constructor has taken yet; this call removes those that it takes.
-    """
+def _make(given: Any, config: dict[str, Any]) -> Any:
+    """Create a module with the config, or with the keys that its constructor takes."""
     if not isinstance(given, type):
         return given
     parameters = inspect.signature(given).parameters
-    takes_any = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
     if "config" in parameters:
-        arguments = {"config": config}
-        unused.clear()
-    elif takes_any and given.__init__ is not _base_of(given).__init__:  # type: ignore[misc]
-        arguments = config
-    else:
-        arguments = {name: value for name, value in config.items() if name in parameters}
-    unused.difference_update(arguments)
-    return given(**arguments)
+        return given(config=config)
+    takes_any = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
+    if takes_any and given.__init__ is not _base_of(given).__init__:  # type: ignore[misc]
+        return given(**config)
+    return given(**{name: value for name, value in config.items() if name in parameters})
 
 
 class _Reduced(MergeableMetric):

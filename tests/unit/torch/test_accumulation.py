@@ -37,26 +37,10 @@ def test_items_count_by_the_mean_of_the_workers(sizes, others, sums_each_batch):
     assert weights == pytest.approx([size / mean if size else 0 for size in sizes], rel=1e-12)
 
 
-@given(st.integers(1, 64), st.integers(1, 16))
-def test_equal_batches_need_no_correction(size, count):
-    group = Group()
-    for position in range(count):
-        group.begin(MicroBatch(position, count, is_last=position == count - 1))
-        assert group.weigh(size) == (1.0, size / (count * size))
-
-
 @given(st.integers(1, 8), st.integers(1, 8))
 def test_without_sizes_all_batches_count_the_same(count, planned):
     weights = effective_weights([None] * count, max(count, planned))
     assert weights == pytest.approx([1 / count] * count)
-
-
-def test_a_group_is_one_batch_until_it_is_begun():
-    group = Group()
-    assert group.place == MicroBatch()
-    assert (group.is_last, group.holds, group.has_backward) == (True, False, False)
-    assert group.weigh(7) == (1.0, 1.0)
-    assert group.has_backward
 
 
 def test_a_batch_without_a_loss_counts_for_nothing():
@@ -67,17 +51,6 @@ def test_a_batch_without_a_loss_counts_for_nothing():
     group.begin(MicroBatch(2, 3, is_last=True))
     assert group.holds
     assert group.weigh(4) == (1.5, 0.5)
-
-
-def test_a_new_group_knows_nothing_of_the_one_before():
-    group = Group()
-    effective = []
-    for size in (5, 9):
-        for position in range(2):
-            group.begin(MicroBatch(position, 2, is_last=position == 1))
-            assert group.holds == (position == 1)
-            effective.append(group.weigh(size))
-    assert effective == [(1.0, 0.5)] * 4
 
 
 def test_sizes_for_some_batches_of_a_group_alone_are_refused():

@@ -92,20 +92,6 @@ def test_restore_handles_sparse_expanded_and_view_buffers():
     assert torch.equal(model.sparse.to_dense(), torch.eye(3))
 
 
-def test_restore_handles_buffers_made_in_inference_mode():
-    model = Model()
-    with torch.inference_mode():
-        model.cache = torch.zeros(2)
-    copies = BufferCopies([model])
-    copies.commit()
-    with torch.inference_mode():
-        model.cache += 1
-    copies.commit()
-    model.cache = torch.ones(2) * 5
-    copies.roll_back()
-    assert model.cache.tolist() == [1, 1]
-
-
 def test_set_copies_the_values_of_another_worker():
     model, other = Model(), Model()
     copies = BufferCopies([model])

@@ -83,7 +83,7 @@ def trained(make, compile=False):
     ("make", "regional", "num_graphs"),
     [(make_model, False, 1), (Deep, False, 1), (in_torchs, False, 1), (Deep, True, 2)],
 )
-def test_a_model_is_compiled_where_it_is(make, regional, num_graphs):
+def test_model_is_compiled_in_place(make, regional, num_graphs):
     """Of four blocks the first is compiled for input without gradients, the others for one with."""
     expected, plain = trained(make)
     found, model = trained(make, {"backend": count, "regional": regional})
@@ -110,7 +110,7 @@ def test_parts_of_a_script_are_compiled_with_what_the_script_has():
     assert len(GRAPHS) == 1
 
 
-def test_it_is_compiled_inside_of_its_wrapper(process_group):
+def test_model_is_compiled_inside_its_wrapper(process_group):
     operator = run_operator(Compiled, {"make": make_model, "compile": {"backend": count}})
     wrapped = ddp.ReplicatedModel(operator.model)
     wrapped(torch.ones(3, 8)).sum().backward()
@@ -179,13 +179,13 @@ def test_eager_models_on_a_cpu_do_not_warm_up():
         ({"regional": True}, ValueError, "Sequential has no ModuleList or Sequential with several"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused(given, error, message):
+def test_invalid_compile_arguments_are_an_error(given, error, message):
     with pytest.raises(error, match=message):
         run_operator(Compiled, {"make": make_model, "compile": given})
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_scripted_model_is_not_compiled_again():
+def test_scripted_model_is_an_error():
     with pytest.raises(TypeError, match=r"Sequential is compiled by torch\.jit"):
         run_operator(Compiled, {"make": lambda: torch.jit.script(make_model()), "compile": True})
 
@@ -203,26 +203,6 @@ class Peeking(torch.nn.Module):
         return self.linear(features)
 
 
-class Growing(Compiled):
-    def train_batch(self, batch, batch_info):
-        size = 2 + batch_info["batch_idx"]
-        return super().train_batch([each[:size] for each in batch], batch_info)
-
-
-def test_what_is_left_eager_is_told_once_with_its_reason(caplog):
-    torch._dynamo.utils.counters.clear()
-    given = {"backend": count, "dynamic": False, "recompile_limit": 2}
-    config = {"make": Peeking, "compile": given, "batch_size": 4}
-    with TorchTrainer(training_operator_cls=Growing, config=config, use_local=True) as trainer:
-        trainer.train()
-        trainer.train()
-    said = [r.getMessage() for r in caplog.records if "torch.compile leaves" in r.getMessage()]
-    assert len(said) == len(set(said)) == 2
-    assert "Tensor.item() call" in said[0]
-    assert "Dynamo does not support tracing `Tensor.item()`" in said[0]
-    assert "recompile limit exceeded" in said[1]
-
-
 def test_fullgraph_raises_at_a_break_that_an_earlier_model_of_the_process_had():
     def train(**given):
         config = {"make": Peeking, "compile": {"backend": count, **given}, "batch_size": 4}
@@ -235,7 +215,7 @@ def test_fullgraph_raises_at_a_break_that_an_earlier_model_of_the_process_had():
 
 
 @pytest.mark.parametrize("regional", [False, True])
-def test_a_model_that_is_registered_again_is_compiled_if_that_is_asked_for_again(regional):
+def test_model_can_be_registered_and_compiled_again(regional):
     model = Deep()
     config = {"make": lambda: model, "compile": {"backend": count, "regional": regional}}
     for compile, rows, num_graphs in ((config["compile"], 3, 1 + regional), (False, 4, 0)):
@@ -244,53 +224,11 @@ def test_a_model_that_is_registered_again_is_compiled_if_that_is_asked_for_again
         assert len(GRAPHS) == num_graphs
 
 
-def test_a_model_whose_other_methods_are_called_is_said_to_be_left_as_it_is(caplog):
-    class Encoder(Deep):
-        def encode(self, features):
-            return self.forward(features)
-
-    class Encoding(Compiled):
-        def train_batch(self, batch, batch_info):
-            loss = self.criterion(self.model.encode(batch[0]), batch[1])
-            self.backward(loss)
-            self.optimizer_step(self.optimizer)
-            return {"num_samples": len(batch[0])}
-
-    for operator_cls, num_said in ((Encoding, 1), (Compiled, 0)):
-        caplog.clear()
-        config = {"make": Encoder, "compile": {"backend": count}}
-        with TorchTrainer(
-            training_operator_cls=operator_cls, config=config, use_local=True
-        ) as trainer:
-            trainer.fit(2)
-        assert caplog.text.count("has compiled nothing of Encoder") == num_said
-
-
-def test_a_compiler_that_is_idle_is_told_of(caplog):
-    def of_torch():
-        model = make_model()
-        model.compile(backend=count)
-        return model
-
-    def own():
-        model = Deep()
-        model.compile(backend=count)
-        return model
-
-    run_operator(Compiled, {"make": of_torch}).model(torch.ones(3, 8))
-    assert len(GRAPHS) == 0
-    assert caplog.text.count("Sequential.compile() compiles nothing") == 1
-    run_operator(Compiled, {"make": own}).model(torch.ones(3, 8))
-    assert len(GRAPHS) == 1
-    run_operator(Compiled, {"make": make_model, "compile": {"backend": count}})
-    assert caplog.text.count("compiles nothing") == 1
-
-
 @on_gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_on_a_gpu_a_compiled_model_learns_what_an_eager_one_does(dtype):
+def test_on_a_gpu_a_compiled_model_equals_an_eager_one(dtype):
     precision = {} if dtype is None else {"use_fp16": True, "amp_dtype": dtype}
 
     def trainer(compiled):

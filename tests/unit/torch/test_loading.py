@@ -277,7 +277,7 @@ class ByName(Dataset):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("key", [str, lambda i: (i, str(i)), lambda i: i / 2, lambda i: 2**64 + i])
-def test_a_sampler_may_give_keys_that_are_no_indices(key, num_workers):
+def test_sampler_may_yield_keys(key, num_workers):
     data = ByName([key(i) for i in range(10)])
     sampler = [key(i) for i in (3, 1, 4, 5, 9, 2, 6)]
     loader = DataLoader(data, batch_size=2, sampler=sampler, num_workers=num_workers)
@@ -287,7 +287,7 @@ def test_a_sampler_may_give_keys_that_are_no_indices(key, num_workers):
     assert indices(wrap(loader).batches(0, 2)) == [4, 5, 9, 2, 6]
 
 
-def test_a_sampler_may_give_batches_of_indices_where_the_loader_does_not_collate():
+def test_sampler_may_yield_batches_without_collation():
     """As torch's documentation has it for data sets that fetch many samples at once."""
     batches = BatchSampler(Reversed(7), 3, False)
     loader = DataLoader(torch.arange(7) * 10, batch_size=None, sampler=batches)
@@ -298,13 +298,7 @@ def test_a_sampler_may_give_batches_of_indices_where_the_loader_does_not_collate
     ]
 
 
-@pytest.mark.parametrize("make_data", [tensors, Numbers])
-def test_a_sampler_may_give_tensors(make_data):
-    loader = DataLoader(make_data(), batch_size=2, sampler=torch.tensor([3, 1, 2]))
-    assert indices(wrap(loader).batches(0, 0)) == [3, 1, 2]
-
-
-def test_a_sampler_derived_from_the_sequential_one_gives_its_own_order():
+def test_subclass_of_sequential_sampler_keeps_its_order():
     class Every(SequentialSampler):
         def __iter__(self):
             return iter(range(0, len(self.data_source), 5))
@@ -396,7 +390,7 @@ def test_two_workers_train_on_every_sample(make_data, shuffle, size):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("make_data", [tensors, Numbers])
-def test_validation_counts_no_sample_twice_and_keeps_the_order(make_data, world_size):
+def test_validation_keeps_the_order_and_repeats_no_sample(make_data, world_size):
     loader = DataLoader(make_data(23), batch_size=3)
     ranks = group_batches(loader, world_size, training=False)
     assert sorted(i for batches in ranks for i in indices(batches)) == list(range(23))
@@ -426,7 +420,7 @@ def test_resize_within_an_epoch_continues_with_the_unseen_samples():
     assert sorted(seen) == list(range(20))
 
 
-def test_a_loader_made_with_the_batch_share_follows_it():
+def test_loader_with_the_batch_share_follows_it():
     follows = wrap(DataLoader(tensors(), batch_size=4), world_size=2, batch_share=4)
     other = wrap(DataLoader(tensors(), batch_size=5), world_size=2, batch_share=4)
     for source in (follows, other):
@@ -437,7 +431,7 @@ def test_a_loader_made_with_the_batch_share_follows_it():
 
 
 @pytest.mark.parametrize("follows", [False, True])
-def test_a_replacement_makes_batches_as_the_others_do(follows):
+def test_replacement_adopts_the_batching_of_the_others(follows):
     """Whatever its share was in setup, where the size of the group was a guess."""
     member = wrap(DataLoader(tensors(), batch_size=6), batch_share=6 if follows else 3)
     replacement = wrap(DataLoader(tensors(), batch_size=4), batch_share=2 if follows else 4)
@@ -454,7 +448,7 @@ def test_a_replacement_makes_batches_as_the_others_do(follows):
     assert replacement.batch_size == (5 if follows else 6)
 
 
-def test_a_generator_on_some_workers_only_is_told_by_the_fingerprint():
+def test_fingerprint_shows_a_generator():
     given = [None, torch.Generator(), torch.Generator()]
     found = [
         wrap(DataLoader(tensors(), batch_size=4, shuffle=True, generator=g)).fingerprint()
@@ -463,7 +457,7 @@ def test_a_generator_on_some_workers_only_is_told_by_the_fingerprint():
     assert found[0] != found[1] == found[2]
 
 
-def test_iterating_over_the_source_gives_the_workers_part_of_the_first_epoch():
+def test_source_iterates_over_the_first_epoch():
     source = wrap(DataLoader(tensors(), batch_size=3, shuffle=True), world_size=2, rank=1)
     expected = indices(source.batches(0, 0))
     assert indices(source) == indices(source) == expected
@@ -516,7 +510,7 @@ def _dense(samples):
 # ---- settings
 
 
-def test_a_loader_that_does_not_collate_gives_one_item_a_step():
+def test_loader_without_collation_yields_one_item_per_step():
     loader = DataLoader(Numbers(5), batch_size=None, shuffle=True)
     ranks = group_batches(loader, 2)
     assert [len(batches) for batches in ranks] == [3, 3]
@@ -539,7 +533,7 @@ class Located(Numbers):
 
 
 @pytest.mark.parametrize("persistent", [True, False])
-def test_worker_processes_of_the_loader_are_used_with_its_settings(persistent):
+def test_worker_processes_of_the_loader(persistent):
     loader = DataLoader(
         Located(12),
         batch_size=2,
@@ -599,11 +593,6 @@ def test_every_setting_of_the_loader_is_kept():
         "in_order",
     ):
         assert getattr(made, name) == getattr(loader, name), name
-
-
-def test_the_users_collate_function_makes_the_batches():
-    loader = DataLoader(tensors(4), batch_size=2, collate_fn=lambda samples: len(samples))
-    assert list(wrap(loader).batches(0, 0)) == [2, 2]
 
 
 def test_attributes_of_the_users_loader_can_be_read():
@@ -725,13 +714,6 @@ def test_persistent_worker_processes_end_when_they_are_closed():
     wait_until(lambda: set(multiprocessing.active_children()) <= before)
 
 
-def test_loader_with_its_own_iteration_and_without_collation_draws_from_its_sampler():
-    loader = Marking(Numbers(5), batch_size=None, shuffle=True)
-    ranks = group_batches(loader, 2)
-    assert [len(batches) for batches in ranks] == [3, 3]
-    assert {int(item) for batches in ranks for item in batches} == {0, 100, 200, 300, 400}
-
-
 def test_loader_with_its_own_iteration_counts_its_epochs():
     class Counting(DataLoader):
         passes = 0
@@ -833,7 +815,7 @@ LEFT_AS_THEY_ARE = {
 
 
 @pytest.mark.parametrize("name", LEFT_AS_THEY_ARE)
-def test_a_loader_that_cannot_be_partitioned_is_left_as_it_is_and_says_why(name):
+def test_loader_that_cannot_be_partitioned_says_why(name):
     make, why_whole = LEFT_AS_THEY_ARE[name]
     loader = make(tensors())
     source = wrap(loader, world_size=2, rank=0)
@@ -855,9 +837,7 @@ def parts_of(loader, epoch=0, **arguments):
 @pytest.mark.parametrize("shard", [True, False])
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 0)])
 @pytest.mark.parametrize("kind", [DistributedSampler, type("Named", (DistributedSampler,), {})])
-def test_a_distributed_sampler_is_for_the_group_of_today_whatever_it_was_made_for(
-    shard, replicas, kind
-):
+def test_distributed_sampler_follows_the_group(shard, replicas, kind):
     """A replacement worker makes it in a group of one."""
     data = tensors(24)
     loader = DataLoader(data, batch_size=3, sampler=kind(data, *replicas, seed=5))
@@ -876,7 +856,7 @@ def test_a_distributed_sampler_is_for_the_group_of_today_whatever_it_was_made_fo
     assert (loader.sampler.num_replicas, loader.sampler.rank) == replicas  # the user's stays
 
 
-def test_a_distributed_sampler_for_validation_repeats_no_sample():
+def test_distributed_sampler_in_validation_repeats_no_sample():
     data = tensors(23)
     loader = DataLoader(data, batch_size=3, sampler=DistributedSampler(data, 2, 1))
     first, second = parts_of(loader, training=False)
@@ -885,7 +865,7 @@ def test_a_distributed_sampler_for_validation_repeats_no_sample():
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_a_plain_batch_sampler_is_its_sampler_with_a_batch_size(drop_last):
+def test_plain_batch_sampler_is_a_sampler_with_a_batch_size(drop_last):
     data = tensors(23)
     batches = BatchSampler(RandomSampler(data), 3, drop_last)
     plain = DataLoader(data, batch_size=3, shuffle=True, drop_last=drop_last)
@@ -904,7 +884,7 @@ class Shuffled(OwnBatches):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("training", [False, True])
-def test_batches_of_an_own_batch_sampler_go_to_one_worker_each(training, num_workers):
+def test_batches_of_an_own_batch_sampler_go_to_one_worker(training, num_workers):
     data = tensors(20)
     loader = DataLoader(
         data,
@@ -936,7 +916,7 @@ def test_epoch_of_an_endless_sampler_ends_at_its_length():
 
 @pytest.mark.parametrize("in_loader", [False, True])
 @pytest.mark.parametrize("num_shards", [1, 2])
-def test_a_stream_of_hugging_face_is_split_by_node_in_each_generation(in_loader, num_shards):
+def test_hugging_face_stream_is_split_by_node(in_loader, num_shards):
     datasets = pytest.importorskip("datasets", reason="Hugging Face datasets is not installed")
     stream = datasets.Dataset.from_dict({"n": list(range(24))}).to_iterable_dataset(num_shards)
     stream = stream.shuffle(seed=1, buffer_size=24).with_format("torch")
@@ -979,16 +959,6 @@ def test_iterable_continues_after_the_seen_batches(size, offset, num_steps):
     assert source.offset_after(offset, 2) == offset + 2
 
 
-def test_the_length_of_a_stream_is_unknown():
-    class Sized(Stream):
-        def __len__(self):
-            return 8
-
-    assert wrap(DataLoader(Sized(), batch_size=2)).steps_left(0) is None
-    assert wrap(DataLoader(Stream(), batch_size=2)).steps_left(0) is None
-    assert wrap(iter([1, 2])).steps_left(0) is None
-
-
 def test_iterator_is_not_read_ahead():
     """What lies behind would be lost for the next call."""
     iterator = iter(range(5))
@@ -999,7 +969,7 @@ def test_iterator_is_not_read_ahead():
 # ---- data sets of items
 
 
-def test_items_are_fetched_batch_by_batch_and_joined_column_by_column():
+def test_items_are_joined_column_by_column():
     data = ItemDataset(range(5), batch_size=2, transform=lambda i: (torch.full((3, 2), i), i))
     batches = list(wrap(data).batches(0, 0))
     assert [tuple(batch[0].shape) for batch in batches] == [(6, 2), (6, 2), (3, 2)]
@@ -1021,7 +991,7 @@ def test_each_item_goes_to_one_worker_and_is_downloaded_once():
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata asks torch for it
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_stateful_loader_of_torchdata_is_shared_out(num_workers):
+def test_stateful_loader_of_torchdata_is_partitioned(num_workers):
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     loader = torchdata.StatefulDataLoader(
         Numbers(20), batch_size=2, shuffle=True, num_workers=num_workers
@@ -1043,9 +1013,8 @@ class Stopping(Numbers):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("processes", [0, 1])
-def test_stop_iteration_in_a_data_set_does_not_block_the_other_workers(processes):
-    source = wrap(DataLoader(Stopping(), batch_size=2, num_workers=processes), world_size=2)
+def test_stop_iteration_in_a_data_set_does_not_block_the_other_workers():
+    source = wrap(DataLoader(Stopping(), batch_size=2), world_size=2)
     batches = source.batches(0, 0)
     assert next(batches).tolist() == [0, 1]
     with pytest.raises(RuntimeError, match=r"DataLoader ended after 1 of 5 batches"):

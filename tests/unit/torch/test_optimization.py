@@ -1,7 +1,6 @@
 """Helpers of train_batch: accumulation, clipping, several optimizers, and what is refused."""
 
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -82,15 +81,6 @@ def test_a_group_of_batches_is_one_large_batch(steps, batch_size, num_samples, n
     assert num_batches == num_epochs * -(-num_samples // batch_size)
 
 
-@pytest.mark.parametrize(
-    ("steps", "batch_size", "num_samples"), [(2, 8, 96), (3, 8, 103), (4, 5, 97)]
-)
-def test_a_group_of_batches_is_one_large_batch_in_float32(steps, batch_size, num_samples):
-    found, _ = trained({"steps": steps, "batch_size": batch_size, "num_samples": num_samples})
-    expected, _ = trained({"batch_size": batch_size * steps, "num_samples": num_samples})
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
-
-
 @examples(15)
 @given(
     steps=st.integers(2, 4),
@@ -98,9 +88,7 @@ def test_a_group_of_batches_is_one_large_batch_in_float32(steps, batch_size, num
     calls=st.lists(st.integers(1, 7), min_size=1, max_size=4),
     plain=st.booleans(),
 )
-def test_each_sample_is_trained_on_once_an_epoch_whatever_the_calls(
-    steps, num_samples, calls, plain
-):
+def test_calls_train_on_each_sample_once_per_epoch(steps, num_samples, calls, plain):
     """A call that stops within an epoch leaves nothing pending: its remainder is a small group."""
 
     class Grouped(Recorder):
@@ -195,18 +183,6 @@ def test_a_scheduler_that_steps_with_the_batch_steps_with_the_update():
         assert trainer.get_local_operator().scheduler.last_epoch == 4
 
 
-def test_torchs_warning_of_an_early_scheduler_is_hidden_for_the_first_step_alone():
-    """That one may be skipped for its overflow; later on the warning is of a mistake."""
-    with local(Accumulating, {"steps": 1}, **PRECISIONS[1]) as trainer:
-        state = trainer.get_local_operator()._train_state
-        assert state.optimization.precision.scales
-        tolerating = state.schedules._tolerating_a_skipped_step
-        with tolerating():
-            warnings.warn("Detected call of `lr_scheduler.step()` before", stacklevel=1)
-        with pytest.warns(UserWarning, match="Detected"), tolerating():
-            warnings.warn("Detected call of `lr_scheduler.step()` before", stacklevel=1)
-
-
 def test_without_a_trainer_each_batch_is_a_group_of_its_own():
     operator = run_operator(Accumulating, {"steps": 4})
     plain = run_operator(Accumulating)
@@ -232,9 +208,9 @@ class FailingStream(Failing):
 
 @pytest.mark.parametrize("operator_cls", [Failing, FailingStream])
 @pytest.mark.parametrize(
-    ("at", "when"), [*((at, "before") for at in range(8)), *((at, "after") for at in range(7))]
+    ("at", "when"), [(0, "before"), (4, "before"), (7, "before"), (1, "after"), (2, "after")]
 )
-def test_a_group_in_which_user_code_raised_is_trained_again(operator_cls, when, at):
+def test_group_with_an_error_is_repeated(operator_cls, when, at):
     config = {"num_samples": 16, "batch_size": 2}
     with local(operator_cls, config) as trainer:
         operator, done = trainer.get_local_operator(), []
@@ -264,7 +240,7 @@ def test_a_group_in_which_user_code_raised_is_trained_again(operator_cls, when, 
     assert torch.equal(found, trained(config, operator_cls=operator_cls)[0])
 
 
-def test_a_loop_that_leaves_a_group_before_its_end_is_told_that_gradients_are_dropped():
+def test_loop_that_leaves_a_group_gets_a_warning():
     class Leaving(Accumulating):
         def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
             for index, batch in enumerate(iterator):
@@ -370,7 +346,7 @@ def test_adversaries_train_as_by_hand(precision, times):
 
 @pytest.mark.parametrize("batch_size", [5, 3])
 @pytest.mark.parametrize("precision", PRECISIONS[:2])
-def test_adversaries_accumulate_each_its_own_gradients(precision, batch_size):
+def test_adversaries_accumulate_their_own_gradients(precision, batch_size):
     config = {"batch_size": batch_size, "steps": 2}
     with local(Adversaries, config, **precision) as trainer:
         with_a_small_scale(trainer)
@@ -407,7 +383,7 @@ class Zeroing(Adversaries):
 
 
 @pytest.mark.parametrize(("order", "batch_size"), [((0, 1), 5), ((1, 0), 5), ((0, 1), 3)])
-def test_gradients_of_earlier_batches_outlast_zero_grad_between_losses(order, batch_size):
+def test_zero_grad_between_losses_keeps_accumulated_gradients(order, batch_size):
     """If the maker comes first, its loss leaves gradients in the judge, which are not wanted."""
     config = {"batch_size": batch_size, "steps": 2, "order": order}
     with local(Zeroing, config) as trainer:
@@ -585,10 +561,8 @@ def plain(leaf):
         ({"steps": 3, "first": adam}, PRECISIONS[1]),
     ],
 )
-@pytest.mark.parametrize("fail_at", [0, 2, 5])
-def test_a_step_that_fails_between_two_optimizers_leaves_the_state_before_it(
-    fail_at, config, precision
-):
+@pytest.mark.parametrize("fail_at", [0, 5])
+def test_step_that_fails_between_two_optimizers_is_rolled_back(fail_at, config, precision):
     with local(Halfway, config, **precision) as trainer:
         trainer.train(num_steps=12)
         expected = bits(trainer.get_local_operator())
@@ -608,32 +582,7 @@ def test_a_step_that_fails_between_two_optimizers_leaves_the_state_before_it(
         assert held[1] is operator.optimizers[0].state
 
 
-def test_what_optimizers_do_outside_of_the_loop_is_not_taken_back():
-    class Pretrained(Halfway):
-        def setup(self, config):
-            super().setup(config)
-            for model, optimizer in zip((self.judge, self.maker), self.optimizers, strict=True):
-                for parameter in model.parameters():
-                    parameter.grad = torch.ones_like(parameter)
-                optimizer.step()
-
-        def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
-            if self.config.get("at_once"):
-                raise KeyError
-            return super().train_epoch(iterator, info, num_steps, epoch_idx)
-
-    for config in ({}, {"at_once": True}):
-        with local(Pretrained, config) as trainer:
-            operator = trainer.get_local_operator()
-            operator.fail_at = 0
-            before = bits(operator)
-            with pytest.raises(KeyError):
-                trainer.train()
-            assert trainer.global_step == 0
-            assert bits(operator) == before
-
-
-def test_a_step_that_every_optimizer_has_made_stays_whatever_fails_after_it():
+def test_step_of_all_optimizers_stays_after_an_error():
     class Late(Halfway):
         def train_batch(self, batch, batch_info):
             super().train_batch(batch, batch_info)
@@ -654,19 +603,13 @@ def test_a_step_that_every_optimizer_has_made_stays_whatever_fails_after_it():
     ("arguments", "error", "message"),
     [
         ({"steps": 0}, ValueError, "gradient_accumulation_steps=0.*at least 1"),
-        ({"steps": -2}, ValueError, "at least 1"),
-        ({"steps": 2.0}, TypeError, "gradient_accumulation_steps=2.0.*must be an int"),
-        ({"steps": True}, TypeError, "must be an int"),
-        ({"steps": None}, TypeError, "must be an int"),
+        ({"steps": 2.5}, TypeError, "gradient_accumulation_steps=2.5.*must be an int"),
         ({"clip": 0}, ValueError, "max_grad_norm=0.*above 0 and finite"),
-        ({"clip": -1.0}, ValueError, "above 0"),
         ({"clip": float("inf")}, ValueError, "finite"),
-        ({"clip": float("nan")}, ValueError, "above 0"),
         ({"clip": "1"}, TypeError, "max_grad_norm='1'.*number or None"),
-        ({"clip": True}, TypeError, "number or None"),
     ],
 )
-def test_senseless_numbers_are_refused(arguments, error, message):
+def test_invalid_numbers_are_an_error(arguments, error, message):
     with pytest.raises(error, match=message):
         run_operator(Accumulating, arguments)
 
@@ -699,13 +642,6 @@ def zeroing_in_place(self, batch, batch_info):
     self.model.zero_grad(set_to_none=False)
     self.backward(self.criterion(self.model(batch[0]), batch[1]))
     self.optimizer_step(self.optimizer)
-    return {}
-
-
-def zeroing_after(self, batch, batch_info):
-    self.backward(self.criterion(self.model(batch[0]), batch[1]))
-    self.optimizer_step(self.optimizer)
-    self.optimizer.zero_grad()
     return {}
 
 
@@ -759,15 +695,15 @@ HALF = PRECISIONS[1]
         (by_hand, {"steps": 2}, {}, r"SGD\.step.*gradient_accumulation_steps=2"),
         (by_hand, {"clip": 1.0}, {}, r"SGD\.step.*max_grad_norm=1\.0"),
         (half_by_hand, {}, HALF, r"SGD\.step.*scaled gradients.*self\.optimizer_step"),
-        (twice, {"steps": 2}, {}, "twice in one batch with the same SGD"),
-        (not_the_last, {"steps": 2}, {}, "without self.backward"),
-        (zeroing_between, {"steps": 2}, {}, "zeroed or changed between two losses"),
-        (changing_between, {"steps": 2}, {}, "zeroed or changed between two losses"),
-        (backward_by_hand, {"steps": 2}, {}, "gradients that are not of self.backward"),
-        (without_step, {"steps": 2}, {}, "no update with the last one"),
+        (twice, {"steps": 2}, {}, "twice in one batch for the same SGD"),
+        (not_the_last, {"steps": 2}, {}, "accumulation group needs self.backward"),
+        (zeroing_between, {"steps": 2}, {}, "changed between two losses"),
+        (changing_between, {"steps": 2}, {}, "changed between two losses"),
+        (backward_by_hand, {"steps": 2}, {}, "self.backward\\(loss\\) did not compute"),
+        (without_step, {"steps": 2}, {}, "no update in the last batch"),
     ],
 )
-def test_what_would_train_wrongly_is_refused(function, config, precision, message):
+def test_step_that_bypasses_the_helpers_is_an_error(function, config, precision, message):
     config = {"num_samples": 16, "batch_size": 4, **config}
     with local(with_train_batch(function), config, **precision) as trainer:
         operator = trainer.get_local_operator()
@@ -779,10 +715,9 @@ def test_what_would_train_wrongly_is_refused(function, config, precision, messag
 
 
 @pytest.mark.parametrize("function", [by_hand, half_by_hand, zeroing, twice, without_step])
-@pytest.mark.parametrize("precision", [{}, {"use_fp16": True}])
-def test_without_scaler_accumulation_and_clipping_any_mixture_works(function, precision):
+def test_without_scaler_accumulation_and_clipping_any_mixture_works(function):
     config = {"num_samples": 16, "batch_size": 4}
-    with local(with_train_batch(function), config, **precision) as trainer:
+    with local(with_train_batch(function), config) as trainer:
         before = parameters(trainer.get_local_operator()).clone()
         trainer.train()
         assert trainer.global_step == 4
@@ -790,23 +725,15 @@ def test_without_scaler_accumulation_and_clipping_any_mixture_works(function, pr
         assert changed == (function is not without_step)
 
 
-@pytest.mark.parametrize("function", [zeroing, zeroing_in_place, zeroing_after])
-def test_a_loop_may_zero_the_gradients_of_each_batch_also_where_they_are_accumulated(function):
+@pytest.mark.parametrize("function", [zeroing, zeroing_in_place])
+def test_loop_may_zero_gradients_with_accumulation(function):
     config = {"num_samples": 16, "batch_size": 4, "steps": 2}
     found, _ = trained(config, operator_cls=with_train_batch(function))
     assert torch.equal(found, trained(config)[0])
 
 
-def test_a_loop_by_hand_is_left_alone_also_with_a_scaler():
-    """It does not use it, as it did not before there was one."""
-    found, _ = trained({"num_samples": 16}, operator_cls=with_train_batch(by_hand), **HALF)
-    assert torch.equal(
-        found, trained({"num_samples": 16}, operator_cls=with_train_batch(by_hand))[0]
-    )
-
-
 @pytest.mark.parametrize("helpers", [False, True])
-def test_gradients_that_a_loop_by_hand_leaves_for_the_next_batch_are_kept(helpers):
+def test_loop_may_accumulate_by_itself(helpers):
     def accumulating_by_hand(self, batch, batch_info):
         loss = self.criterion(self.model(batch[0]), batch[1])
         self.backward(loss) if helpers else loss.backward()
@@ -832,7 +759,7 @@ def test_gradients_that_a_loop_by_hand_leaves_for_the_next_batch_are_kept(helper
     assert torch.equal(one, flat(twin))
 
 
-def test_an_optimizer_that_needs_a_closure_is_refused_with_the_way_out():
+def test_optimizer_with_a_closure_is_an_error():
     class Quasi(Classifier):
         def register(self, *, models, optimizers, **given):
             optimizer = torch.optim.LBFGS(models.parameters())
@@ -840,21 +767,6 @@ def test_an_optimizer_that_needs_a_closure_is_refused_with_the_way_out():
 
     with pytest.raises(TypeError, match=r"LBFGS.*step\(closure\)"):
         run_operator(Quasi).train_batch(BATCH, {})
-
-
-def test_an_optimizer_that_was_not_registered_steps_as_well():
-    operator = run_operator(Classifier)
-    operator.optimizer = torch.optim.SGD(operator.model.parameters(), lr=0.5)
-    before = parameters(operator).clone()
-    operator.train_batch(BATCH, {})
-    assert not torch.equal(parameters(operator), before)
-    assert not operator._train_state.step.is_updated
-
-
-def test_stages_are_timed_with_accumulation(make_trainer):
-    trainer = make_trainer(Accumulating, {"steps": 2})
-    profile = trainer.train(profile=True)["profile"]
-    assert {"mean_fwd_s", "mean_grad_s", "mean_apply_s", "mean_data_s"} <= profile.keys()
 
 
 @given(

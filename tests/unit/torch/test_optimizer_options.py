@@ -64,7 +64,7 @@ def rates(operator):
     return [group["lr"] for group in operator.optimizer.param_groups]
 
 
-def test_options_that_the_configs_set_differently_change_and_no_other():
+def test_only_options_that_the_configs_set_differently_change():
     donor = tuned(lr=0.1, decay=0.5)
     donor.optimizer.param_groups[0]["eps"] = EPS  # changed on the way, by the user's own code
     heir = moved_to(donor, tuned(lr=0.3, beta=0.8, decay=0.5))
@@ -100,7 +100,7 @@ def test_a_flag_and_an_option_that_was_zero_take_the_new_value():
 )
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*epoch parameter in:UserWarning")
-def test_a_schedule_goes_on_as_if_it_had_begun_with_the_new_rate(schedulers):
+def test_schedule_continues_as_if_it_began_with_the_new_rate(schedulers):
     always = tuned(lr=0.4, schedulers=schedulers)
     donor = tuned(lr=0.1, schedulers=schedulers)
     for operator in (always, donor):
@@ -115,7 +115,7 @@ def test_a_schedule_goes_on_as_if_it_had_begun_with_the_new_rate(schedulers):
         assert rates(heir) == pytest.approx(rates(always))
 
 
-def test_whether_there_is_a_validation_loader_is_found_out():
+def test_inspect_finds_the_validation_loader():
     assert inspect(run_operator(Classifier))[0] is True
     assert inspect(tuned(lr=0.1))[0] is False
     own = tuned(lr=0.1)
@@ -172,13 +172,11 @@ def rivals(*rates, **config):
     return run_operator(Rivals, {"rates": rates, **config}, scheduler_step_freq="manual")
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0), (1,), (0,)], ids=str)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (1,)], ids=str)
 @pytest.mark.parametrize("schedulers", SCHEDULERS.values(), ids=SCHEDULERS)
-@pytest.mark.parametrize("changed", [(0.2, 0.4), (0.4, 0.2)], ids=str)
 @pytest.mark.filterwarnings("ignore:.*epoch parameter in:UserWarning")
-def test_each_scheduler_follows_its_own_of_two_optimizers_of_equal_rates(
-    changed, schedulers, order
-):
+def test_scheduler_follows_its_own_optimizer(schedulers, order):
+    changed = (0.2, 0.4)
     config = {"schedulers": schedulers, "order": order}
     donor, heir = rivals(0.2, 0.2, **config), rivals(*changed, **config)
     always = rivals(*changed, **config)
@@ -198,18 +196,3 @@ def test_each_scheduler_follows_its_own_of_two_optimizers_of_equal_rates(
             assert mine.get_last_lr() == pytest.approx(other.get_last_lr())
         heir.advance()
         always.advance()
-
-
-def test_a_scheduler_that_names_no_optimizer_of_the_operator_follows_the_one_with_its_rates():
-    operator = rivals(0.2, 0.3)
-    wrapped, stranger, silent = (
-        operator._train_state.schedulers[0],
-        *rivals(1, 1)._train_state.schedulers,
-    )
-    wrapped.optimizer = type("Wrapper", (), {"param_groups": operator.rivals[0].param_groups})()
-    del silent.optimizer
-    operator._train_state.schedulers = [wrapped, stranger, silent]
-    assert inspect(operator)[2] == [0, None, None]
-    state = copy.deepcopy(rivals(0.2, 0.3)._train_state.training_state())
-    with_options(state, inspect(rivals(0.2, 0.3))[1], inspect(rivals(0.2, 0.6))[1], [None, None])
-    assert [scheduler["base_lrs"] for scheduler in state["schedulers"]] == [[0.2], [0.6]]

@@ -4,7 +4,6 @@ import json
 import logging
 import weakref
 from collections import UserDict, namedtuple
-from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import Mock
@@ -18,9 +17,7 @@ from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
 from raysgd.callbacks import Callback
 from raysgd.callbacks.report import make_report
 from raysgd.errors import CheckpointError
-from raysgd.torch.features.averaging import Averages
 from raysgd.torch.out_of_memory import batch_parts, num_rows, ran_out_of_memory
-from tests import operators
 from tests.fidelity import Exact, flat, make_data
 from tests.operators import Classifier, on_gpu
 
@@ -103,7 +100,7 @@ def sizes(trainer):
 
 @pytest.mark.parametrize("accumulated", [1, 3])
 @pytest.mark.parametrize("arguments", [{}, {"use_fp16": True, "amp_dtype": torch.float16}])
-def test_wherever_memory_runs_out_what_is_learnt_and_measured_is_the_same(accumulated, arguments):
+def test_split_changes_neither_weights_nor_metrics(accumulated, arguments):
     class Clipped(Scarce):
         def register(self, **given):
             return super().register(max_grad_norm=0.05, **given)
@@ -144,7 +141,7 @@ def test_wherever_memory_runs_out_what_is_learnt_and_measured_is_the_same(accumu
     assert max(norms) > 0.05, "they are those before clipping"
 
 
-def test_a_split_goes_on_until_the_batch_fits_and_holds(caplog):
+def test_batches_are_split_until_they_fit(caplog):
     with local(config={"room": 2}) as trainer:
         trainer.train(num_steps=2)
         assert splits(trainer) == [2, 4]
@@ -156,7 +153,7 @@ def test_a_split_goes_on_until_the_batch_fits_and_holds(caplog):
     assert "CUDA out of memory." in said
 
 
-def test_a_step_whose_update_is_made_stays_done():
+def test_step_with_a_finished_update_is_not_repeated():
     class Late(Scarce):
         def train_batch(self, batch, batch_info):
             result = super().train_batch(batch, batch_info)
@@ -175,43 +172,8 @@ def test_a_step_whose_update_is_made_stays_done():
     torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=1e-12)
 
 
-def test_a_step_stays_done_where_a_hook_of_its_optimizer_fails():
-    class Hooked(Scarce):
-        def setup(self, config):
-            super().setup(config)
-            self.optimizers[-1].register_step_post_hook(lambda *_: self.failing.fail("hook"))
-
-    results = []
-    for faults in ({}, {2: "hook"}):
-        with local(Hooked, {"faults": faults}) as trainer:
-            trainer.train()
-            assert splits(trainer) == [2] * len(faults)
-            results.append((flat(trainer.get_model()), trainer.global_step))
-    assert results[1][1] == results[0][1]
-    torch.testing.assert_close(results[1][0], results[0][0], rtol=0.0, atol=1e-12)
-
-
-def test_a_step_is_not_made_twice_where_what_follows_its_update_fails():
-    """Such as the average of the models."""
-    with local() as trainer:
-        trainer.train()
-        expected = flat(trainer.get_model())
-    with local() as trainer:
-        trainer.train(num_steps=3)
-        averages = trainer.get_local_operator()._train_state.feature("Averaging").averages = Mock()
-        averages.note_update.side_effect = MemoryError
-        averages.state_dict.return_value = {}
-        with pytest.raises(MemoryError):
-            trainer.train()
-        assert trainer.global_step == 4
-        trainer.get_local_operator()._train_state.feature("Averaging").averages = None
-        trainer.train()
-        assert trainer.global_step == 8
-        assert torch.equal(flat(trainer.get_model()), expected)
-
-
 @pytest.mark.parametrize("splits_on_oom", [True, False])
-def test_training_goes_on_without_a_snapshot_that_there_is_no_memory_for(splits_on_oom, caplog):
+def test_training_continues_without_memory_for_a_snapshot(splits_on_oom, caplog):
     elastic = ElasticConfig(snapshot_every=1)
     with local(split_on_oom=splits_on_oom, elastic=elastic) as trainer:
         train_state = trainer.get_local_operator()._train_state
@@ -238,7 +200,7 @@ class Streamed(Scarce):
 
 
 @pytest.mark.parametrize("accumulated", [1, 3])
-def test_batches_that_a_loader_makes_by_itself_are_split_too(accumulated):
+def test_batches_of_an_iterable_are_split(accumulated):
     results = []
     for faults in ({}, {1: "forward", 4: "backward"}):
         with local(Streamed, {"faults": faults, "accumulated": accumulated}) as trainer:
@@ -253,7 +215,7 @@ def test_batches_that_a_loader_makes_by_itself_are_split_too(accumulated):
 
 
 class Taking(Scarce):
-    """Takes what it uses out of its batches, which a loader has made, or not."""
+    """Removes what it uses from its batches."""
 
     def register_data(self, train_loader=None, validation_loader=None):
         def collate(rows):
@@ -262,8 +224,6 @@ class Taking(Scarce):
 
         data = [tuple(map(torch.as_tensor, row)) for row in make_data(61)]
         loader = DataLoader(data, batch_size=8, collate_fn=collate)
-        if self.config["streams"]:
-            loader = list(loader)
         super().register_data(train_loader=loader, validation_loader=loader)
 
     def train_batch(self, batch, batch_info):
@@ -271,29 +231,16 @@ class Taking(Scarce):
         return super().train_batch(taken, batch_info)
 
 
-@pytest.mark.parametrize("streams", [False, True])
-def test_a_retry_sees_again_what_user_code_took_out_of_the_batch(streams):
+def test_retry_has_the_items_that_user_code_removed_from_the_batch():
     results = []
     for scarce in ({}, {"faults": {1: "forward"}, "room": 4}):
-        with local(Taking, {"streams": streams, **scarce}) as trainer:
+        with local(Taking, scarce) as trainer:
             trainer.train()
             results.append(flat(trainer.get_model()))
     torch.testing.assert_close(results[1], results[0], rtol=0.0, atol=1e-12)
 
 
-def test_a_batch_that_is_left_out_ends_no_split():
-    class Skipping(Scarce):
-        def train_batch(self, batch, batch_info):
-            if batch_info["global_step"] == 3:
-                return {"train_loss": torch.zeros(()), "num_samples": len(batch[1])}
-            return super().train_batch(batch, batch_info)
-
-    with local(Skipping, {"faults": {1: "forward", 5: "backward"}}) as trainer:
-        assert trainer.train()["num_samples"] == 61
-        assert splits(trainer) == [2, 4]
-
-
-def test_batches_of_another_kind_come_whole_where_others_are_split():
+def test_batches_that_cannot_be_split_stay_whole():
     class Mixed(Scarce):
         def register_data(self, train_loader=None, validation_loader=None):
             data = make_data(24)
@@ -364,7 +311,7 @@ def test_a_split_is_saved(tmp_path):
         assert sizes(trainer) == [8]
 
 
-def test_the_files_of_a_run_and_its_report_tell_of_it(tmp_path):
+def test_files_and_report_of_a_run_show_the_split(tmp_path):
     with local(config={"faults": {9: "forward"}}, logdir=tmp_path) as trainer:
         trainer.fit(2, validate_every=None)
     first, second = [
@@ -395,7 +342,7 @@ def test_a_batch_of_one_sample_raises_the_error():
     assert "its parts have one sample each" in notes_of(caught.value)
 
 
-def test_batch_normalization_gets_two_samples_and_that_is_said_once(caplog):
+def test_batch_normalization_gets_two_samples_and_a_warning(caplog):
     class Normalized(Classifier):
         def train_batch(self, batch, batch_info):
             result = super().train_batch(batch, batch_info)
@@ -410,11 +357,11 @@ def test_batch_normalization_gets_two_samples_and_that_is_said_once(caplog):
         trainer.get_local_operator()._config["room"] = 1
         with pytest.raises(MemoryError) as caught:
             trainer.train()
-    assert caplog.text.count("Batch normalization sees the parts of a batch") == 1
+    assert caplog.text.count("Batch normalization sees parts of a batch") == 1
     assert "batch normalization takes two samples in each part" in notes_of(caught.value)
 
 
-def test_an_own_loop_raises_the_error_as_one_does_that_steps_by_itself():
+def test_own_loop_or_step_raises_the_error():
     class Loop(Scarce):
         def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
             for batch in iterator:
@@ -444,7 +391,7 @@ def test_the_switch_and_other_errors():
     with local(config={"room": 4}, split_on_oom=False) as trainer:
         with pytest.raises(torch.OutOfMemoryError) as caught:
             trainer.train()
-        assert "not done again" not in notes_of(caught.value)
+        assert "not repeated" not in notes_of(caught.value)
     of_compiler = torch._dynamo.exc.BackendCompilerFailed(int, MemoryError(), None)
     assert ran_out_of_memory(of_compiler)
     assert not ran_out_of_memory(RuntimeError("a mistake"))
@@ -490,30 +437,6 @@ def test_an_optimizer_that_raises_within_its_step_leaves_a_partial_state():
         trainer.train()
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_weights_are_their_averages_for_a_while_or_stay_as_they_are(fails, monkeypatch):
-    """Rows at a time, so that it takes no memory midway."""
-    monkeypatch.setattr("raysgd.torch.features.averaging._SWAPPED_AT_ONCE", 20)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 5), torch.nn.Linear(3, 3).double())
-    model[0].weight = torch.nn.Parameter(torch.randn(10, 8)[::2])
-    model.scale = torch.nn.Parameter(torch.tensor(2.0))
-    averages = Averages([model], decay=0.5)
-    averages.note_update()
-    learnt = [p.detach().clone() for p in model.parameters()]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    if fails:
-        monkeypatch.setattr(torch, "empty", Mock(side_effect=MemoryError))
-        with pytest.raises(MemoryError), averages.in_place():
-            raise AssertionError
-    else:
-        monkeypatch.setattr(torch.Tensor, "clone", Mock(side_effect=MemoryError))
-        with averages.in_place():
-            assert all(map(torch.equal, model.parameters(), learnt))
-    assert not any(parameter.any() for parameter in model.parameters())
-
-
 # ---- batches
 
 Pair = namedtuple("Pair", "features target")
@@ -535,28 +458,6 @@ class Doubled:
     def __post_init__(self):
         object.__setattr__(self, "given", self.features)
         object.__setattr__(self, "features", 2 * self.features)
-
-
-class Sharing(MutableMapping):
-    """A copy of it has the same items."""
-
-    def __init__(self, **items):
-        self.items_ = items
-
-    def __getitem__(self, key):
-        return self.items_[key]
-
-    def __setitem__(self, key, value):
-        self.items_[key] = value
-
-    def __delitem__(self, key):
-        del self.items_[key]
-
-    def __iter__(self):
-        return iter(self.items_)
-
-    def __len__(self):
-        return len(self.items_)
 
 
 @dataclass
@@ -599,11 +500,10 @@ def test_batches_of_tensors_are_split(make):
         ([None], r"\(none\)"),
         (torch.eye(2).to_sparse(), "the layout torch.sparse_coo"),
         (np.float64(2.0), "a float64, which is no tensor"),
-        (Sharing(a=torch.ones(2)), "a Sharing, which is no tensor"),
         (Derived(torch.ones(2)), "a Derived, which is no tensor"),
     ],
 )
-def test_why_a_batch_cannot_be_split_is_said(batch, why):
+def test_error_says_why_a_batch_cannot_be_split(batch, why):
     with pytest.raises(TypeError, match=why):
         num_rows(batch)
 
@@ -611,7 +511,7 @@ def test_why_a_batch_cannot_be_split_is_said(batch, why):
 @pytest.mark.parametrize(
     "holder", [list, lambda clips: (clips, {"more": clips}), lambda clips: {"clips": clips}]
 )
-def test_a_list_of_samples_is_not_cut_through_them(holder):
+def test_list_of_samples_is_not_split(holder):
     """Clips that are all of one length share a dimension, which is of time."""
 
     class Listed(TrainingOperator):
@@ -631,31 +531,6 @@ def test_a_list_of_samples_is_not_cut_through_them(holder):
         with pytest.raises(MemoryError) as caught:
             trainer.train()
         assert "it has a list of 4 tensors, one for each sample" in notes_of(caught.value)
-
-
-def test_features_in_a_list_are_split_however_many_there_are():
-    class Many(Classifier):
-        def train_batch(self, batch, batch_info):
-            fail(batch)
-            (features, *_), target = batch
-            return super().train_batch((features, target), batch_info)
-
-    def fail(batch):
-        assert len(batch[0]) == 4
-        sizes.append(len(batch[1]))
-        if len(batch[1]) > 1:
-            raise MemoryError
-
-    def fourfold(samples):
-        features, target = torch.utils.data.default_collate(samples)
-        return [features] * 4, target
-
-    sizes = []
-    with local(Many) as trainer:
-        loader = DataLoader(operators.make_data(8), batch_size=4, collate_fn=fourfold)
-        trainer.get_local_operator().register_data(train_loader=loader)
-        assert trainer.train()["num_samples"] == 8
-        assert trainer.split == 4
 
 
 # ---- on a GPU
@@ -702,7 +577,7 @@ def fill_gpu():
 @on_gpu
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_on_a_gpu_that_others_have_filled_all_is_done_in_parts(compiled, fill_gpu):
+def test_full_gpu_splits_batches(compiled, fill_gpu):
     results = []
     for room in (None, 400 * 2**20):  # Triton tunes what it compiles with 60 MiB of them
         with TorchTrainer(

@@ -12,14 +12,10 @@ from raysgd._internal.context import PausedError, Progress, WorkerContext
 from raysgd.data import Dataset as ItemDataset
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.requests import (
-    ApplyOperatorRequest,
-    ApplyRequest,
-    CanValidateRequest,
     TrainRequest,
     ValidateRequest,
 )
 from raysgd.loop.runner import LossReader
-from raysgd.metrics import AverageMeterCollection, Sums
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner, _device
 from tests.conftest import run_ranks, wait_until
@@ -28,11 +24,6 @@ from tests.unit.recorder import Recorder, Streaming, Unsized, batches_of
 
 SMALL = {"num_samples": 40, "batch_size": 8}
 EPOCH = list(range(40))
-
-
-class TrainOnly(Recorder):
-    def make_loaders(self, config):
-        return {"train_loader": super().make_loaders(config)["train_loader"]}
 
 
 def make_runner(operator_cls=Recorder, config=None, context=None, **options):
@@ -61,7 +52,7 @@ def same_parameters(left, right):
 # ---- before and after
 
 
-def test_a_runner_without_operator_has_made_no_progress():
+def test_runner_without_operator_has_no_progress():
     runner = TorchRunner(TorchOptions(training_operator_cls=Recorder, config=SMALL))
     assert runner.progress() == Progress()
     runner.request_stop(True)
@@ -71,16 +62,7 @@ def test_a_runner_without_operator_has_made_no_progress():
         runner.handle(TrainRequest(call=0, until_epoch=1))
 
 
-def test_after_teardown_there_is_no_operator():
-    runner = make_runner()
-    runner.teardown()
-    runner.teardown()
-    assert runner.progress() == Progress()
-    with pytest.raises(RuntimeError, match="no operator"):
-        _ = runner.operator
-
-
-def test_each_worker_gets_its_threads_but_the_driver_keeps_its_own(monkeypatch):
+def test_workers_set_their_threads_and_the_driver_keeps_its_own(monkeypatch):
     threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     runner = TorchRunner(TorchOptions(training_operator_cls=Recorder, config=SMALL))
@@ -90,14 +72,14 @@ def test_each_worker_gets_its_threads_but_the_driver_keeps_its_own(monkeypatch):
     assert threads == [3, 1]
 
 
-def test_a_gpu_that_torch_does_not_see_is_explained(monkeypatch):
+def test_invisible_gpu_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     runner = TorchRunner(TorchOptions(training_operator_cls=Recorder, config=SMALL, use_gpu=True))
     with pytest.raises(RuntimeError, match=r"shall use a GPU.*use_gpu=False"):
         runner.prepare(WorkerContext(gpu_index=0, in_driver=True))
 
 
-def test_the_only_worker_in_the_drivers_process_uses_the_gpu_that_that_is_at(monkeypatch):
+def test_single_local_worker_uses_the_current_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     runner = TorchRunner(TorchOptions(training_operator_cls=Recorder, config=SMALL, use_gpu=True))
@@ -108,7 +90,7 @@ def test_the_only_worker_in_the_drivers_process_uses_the_gpu_that_that_is_at(mon
         runner.prepare(WorkerContext(in_driver=True, world_size=2))
 
 
-def test_a_worker_sees_all_gpus_of_its_node_and_uses_its_own(monkeypatch):
+def test_worker_sees_all_gpus_of_its_node(monkeypatch):
     chosen = []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -121,7 +103,7 @@ def test_a_worker_sees_all_gpus_of_its_node_and_uses_its_own(monkeypatch):
     assert chosen == [1]
 
 
-def test_batch_sizes_that_differ_at_the_start_are_named():
+def test_error_names_different_batch_sizes():
     runner = make_runner()
     runner._train_state.data.check_batch_sizes({"train": (8, True), "another": (3, False)})
     with pytest.raises(ValueError, match=r"with validation_loader: 8 on worker 0, and 16 on work"):
@@ -235,14 +217,14 @@ dist.destroy_process_group()
 """
 
 
-def test_a_model_is_the_leaders_with_all_that_is_frozen_or_as_it_was():
+def test_models_are_those_of_the_leader_or_unchanged():
     run_ranks(RANK_OF_TWO, 2)
 
 
 # ---- goals
 
 
-def test_goals_are_absolute_so_that_a_call_can_be_made_again():
+def test_repeated_call_does_what_is_left():
     runner = make_runner()
     assert runner.handle(TrainRequest(call=0, until_step=3))["num_samples"] == 24
     assert runner.operator.trained == EPOCH[:24]
@@ -253,7 +235,7 @@ def test_goals_are_absolute_so_that_a_call_can_be_made_again():
     assert runner.operator.trained == EPOCH
 
 
-def test_a_repeated_call_returns_what_it_measured_before_as_well():
+def test_repeated_call_returns_all_its_metrics():
     runner = make_runner()
     failing = [True]
 
@@ -276,7 +258,7 @@ def test_a_repeated_call_returns_what_it_measured_before_as_well():
     assert runner.handle(TrainRequest(call=2, until_epoch=3))["num_samples"] == 40
 
 
-def test_a_new_call_forgets_what_a_failed_one_measured():
+def test_new_call_drops_the_metrics_of_a_failed_one():
     runner = make_runner()
 
     def fail(batch_info, when):
@@ -293,7 +275,7 @@ def test_a_new_call_forgets_what_a_failed_one_measured():
 # ---- what the driver reads and sets beside the work
 
 
-def test_progress_tells_how_far_the_call_is():
+def test_progress_of_a_call():
     runner, seen = make_runner(), []
 
     def look(batch_info, when):
@@ -326,7 +308,7 @@ class OnDevice:
         return {"train_loss": 2.5}
 
 
-def test_progress_does_not_wait_for_a_loss_that_a_gpu_still_computes():
+def test_progress_does_not_wait_for_the_gpu():
     """It may never be: where the GPU waits for a worker that is gone."""
     reader, meters = LossReader(), OnDevice()
     assert [reader.read(meters) for _ in range(3)] == [{}] * 3
@@ -337,21 +319,7 @@ def test_progress_does_not_wait_for_a_loss_that_a_gpu_still_computes():
     meters.done.set()
 
 
-def test_progress_does_not_wait_for_the_sums_that_a_gpu_still_adds_up():
-    computed = threading.Event()
-
-    def division(total, weight):
-        assert computed.wait(20)
-        return 2.5
-
-    meters, reader = AverageMeterCollection(), LossReader()
-    meters.update({"train_loss": Sums(division, total=1.0, weight=1)})
-    assert [reader.read(meters) for _ in range(3)] == [{}] * 3
-    computed.set()
-    wait_until(lambda: reader.read(meters) == {"train_loss": 2.5})
-
-
-def test_a_request_to_stop_ends_the_loop_at_the_next_step():
+def test_stop_request_ends_the_loop_at_the_next_step():
     runner = make_runner()
 
     def stop(batch_info, when):
@@ -371,7 +339,7 @@ def test_a_request_to_stop_ends_the_loop_at_the_next_step():
     assert runner.operator.trained == EPOCH
 
 
-def test_a_request_to_stop_ends_a_validation_at_the_next_batch():
+def test_stop_request_ends_a_validation_at_the_next_batch():
     runner = make_runner()
 
     def stop(batch_info, when):
@@ -390,7 +358,7 @@ def test_a_request_to_stop_ends_a_validation_at_the_next_batch():
     assert runner.operator.validated == EPOCH
 
 
-def test_a_validation_that_is_repeated_begins_where_it_did_although_all_went_well_here():
+def test_repeated_validation_begins_at_the_same_batch():
     runner = make_runner()
     for call in (0, 1, 1, 2):
         runner.handle(ValidateRequest(call=call, num_steps=1))
@@ -402,7 +370,7 @@ def test_a_validation_that_is_repeated_begins_where_it_did_although_all_went_wel
     assert runner.operator.validated == EPOCH[:16] + EPOCH[8:32] + EPOCH[24:]
 
 
-def test_who_joins_in_a_data_set_that_was_given_goes_on_where_the_others_are():
+def test_joining_worker_continues_in_a_given_data_set():
     runner, other = make_runner(), make_runner()
     dataset = ItemDataset(batches_of(40, 1), batch_size=8)
     runner.handle(TrainRequest(call=0, until_step=2, dataset=dataset))
@@ -415,7 +383,7 @@ def test_who_joins_in_a_data_set_that_was_given_goes_on_where_the_others_are():
     assert other.operator.trained == EPOCH[16:] + EPOCH[:8] * 2
 
 
-def test_a_request_to_stop_in_the_last_step_of_an_epoch_adds_no_epoch():
+def test_stop_request_in_the_last_step_of_an_epoch():
     """Every sample has had its turn; the repeated call has nothing left to do."""
     runner = make_runner()
 
@@ -434,7 +402,7 @@ def test_a_request_to_stop_in_the_last_step_of_an_epoch_adds_no_epoch():
     assert (result["num_samples"], result["batch_count"]) == (40, 5)
 
 
-def test_validation_can_be_seen_to_move():
+def test_progress_changes_during_validation():
     """Otherwise the driver would take a long one for a hang, and kill the workers."""
     runner, seen = make_runner(), []
 
@@ -483,7 +451,7 @@ class Unseeded(Recorder):
         }
 
 
-def test_an_epoch_goes_on_in_its_order_where_a_generator_is_seeded_anew_in_each_process():
+def test_loaded_epoch_keeps_the_order_of_an_unseeded_generator():
     saved = make_runner(Unseeded)
     saved.handle(TrainRequest(call=0, until_step=2))
     loaded = make_runner(Unseeded)
@@ -500,9 +468,8 @@ def full_state(runner):
     return state
 
 
-@pytest.mark.parametrize("num_steps", [0, 3, 5, 7])
-@pytest.mark.parametrize("operator_cls", [Recorder, Slow])
-def test_a_state_goes_on_exactly_where_it_was_taken(operator_cls, num_steps):
+@pytest.mark.parametrize(("operator_cls", "num_steps"), [(Recorder, 0), (Recorder, 7), (Slow, 3)])
+def test_training_continues_exactly_from_a_state(operator_cls, num_steps):
     """Shuffling, dropout, BatchNorm and Adam's moments: the same parameters to the last bit."""
     config = {"shuffle": True, "dropout": 0.5, "batch_norm": True}
     runner = make_runner(operator_cls, config)
@@ -524,7 +491,7 @@ def test_a_state_goes_on_exactly_where_it_was_taken(operator_cls, num_steps):
     assert other.operator.validated == EPOCH[16:24]
 
 
-def test_loading_in_the_middle_of_an_iteration_leaves_it():
+def test_loading_within_an_epoch_restarts_its_iteration():
     runner = make_runner()
     state = full_state(runner)
     runner.handle(TrainRequest(call=0, until_step=2))
@@ -533,7 +500,7 @@ def test_loading_in_the_middle_of_an_iteration_leaves_it():
     assert runner.operator.trained == EPOCH[:16] + EPOCH
 
 
-def test_a_state_has_what_the_format_says():
+def test_format_of_a_state():
     runner = make_runner(
         Recorder,
         {"scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)},
@@ -555,7 +522,7 @@ def test_a_state_has_what_the_format_says():
     assert "schedulers" not in make_runner().state_dict()
 
 
-def test_a_state_does_not_change_as_training_goes_on():
+def test_state_does_not_change_during_training():
     runner = make_runner()
     runner.handle(TrainRequest(call=0, until_step=1))
     state = runner.state_dict()
@@ -579,7 +546,7 @@ def test_old_states_without_data_and_steps_load():
     other.load_state_dict(old)
 
 
-def test_random_states_of_another_number_of_workers_are_left_out():
+def test_random_states_of_another_number_of_workers_are_ignored():
     runner = make_runner()
     state = runner.state_dict()
     state["data"]["rng"] = [runner.generators.state()] * 2
@@ -600,7 +567,7 @@ class Versioned(torch.nn.Linear):
         super()._load_from_state_dict(state, prefix, metadata, *arguments)
 
 
-def test_a_module_with_versions_gets_its_own_state_back():
+def test_versions_of_modules_are_kept():
     class Operator(Recorder):
         def setup(self, config):
             model = Versioned(1, 1)
@@ -614,7 +581,7 @@ def test_a_module_with_versions_gets_its_own_state_back():
     assert torch.equal(runner.operator.model.weight, weight)
 
 
-def test_the_operators_own_state_comes_along():
+def test_state_of_the_operator_is_loaded():
     class WithState(Recorder):
         best = 0
 
@@ -633,7 +600,7 @@ def test_the_operators_own_state_comes_along():
 # ---- generations
 
 
-def test_a_worker_of_a_group_sees_its_share():
+def test_worker_of_a_group_gets_its_batch_share():
     config = {BATCH_SIZE: 16}
 
     class Sharing(Recorder):
@@ -651,7 +618,7 @@ def test_a_worker_of_a_group_sees_its_share():
     assert config == {BATCH_SIZE: 16}
 
 
-def test_data_that_differ_from_worker_to_worker_are_named_with_the_seed_as_the_way():
+def test_error_names_data_that_differ_between_workers():
     class Named(Dataset):
         def __getitem__(self, index):
             return torch.zeros(1), torch.zeros(1)
@@ -671,7 +638,7 @@ def test_data_that_differ_from_worker_to_worker_are_named_with_the_seed_as_the_w
     assert said.index("Seed what is random") < said.index("add_dist_sampler=False")
 
 
-def test_a_new_generation_shares_out_a_given_data_set_too():
+def test_new_generation_partitions_a_given_data_set():
     runner = make_runner(elastic=ElasticConfig(global_batch="scale"))
     data = ItemDataset(
         range(16),
@@ -684,17 +651,7 @@ def test_a_new_generation_shares_out_a_given_data_set_too():
     assert runner.operator.trained == [0, 1, 2, 3, 6, 7, 10, 11, 14, 15]
 
 
-def test_a_new_generation_of_one_keeps_its_own_state():
-    runner = make_runner()
-    runner.handle(TrainRequest(call=0, until_step=2))
-    weights = runner.operator.model[0].weight.detach().clone()
-    runner.rejoin(WorkerContext(generation=2, in_driver=True), leader=0)
-    assert torch.equal(runner.operator.model[0].weight, weights)
-    runner.handle(TrainRequest(call=0, until_epoch=1))
-    assert runner.operator.trained == EPOCH
-
-
-def test_a_loader_that_is_left_as_it_is_goes_on_after_a_new_generation():
+def test_iterable_continues_after_a_new_generation():
     runner = make_runner(Streaming)
     runner.handle(TrainRequest(call=0, until_step=2))
     runner.rejoin(WorkerContext(generation=2, in_driver=True), leader=0)
@@ -715,7 +672,7 @@ class Following(Recorder):
             self.register_data(train_loader=register(self))
 
 
-def test_the_hook_runs_after_setup_and_in_each_new_group_once_it_has_the_state():
+def test_on_world_change_runs_after_setup_and_in_each_generation():
     runner = make_runner(Following)
     assert runner.operator.worlds == [(0, 1, 0)]
     runner.handle(TrainRequest(call=0, until_step=2))
@@ -723,58 +680,15 @@ def test_the_hook_runs_after_setup_and_in_each_new_group_once_it_has_the_state()
     assert runner.operator.worlds == [(0, 1, 0), (1, 2, 2)]
 
 
-def test_the_hook_does_not_run_while_a_replacement_is_alone():
+def test_on_world_change_does_not_run_in_a_lone_replacement():
     runner = make_runner(Following, context=WorkerContext(alone=True, in_driver=True))
     assert runner.operator.worlds == []
     runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader=1)
     assert runner.operator.worlds == [(1, 2, 0)]
 
 
-@pytest.fixture
-def group_of_one():
-    def begin():
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-
-    begin()
-    yield begin
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("in_hook", [False, True])
-def test_process_groups_of_setup_that_ended_are_warned_of_with_the_hook_as_the_way(
-    caplog, group_of_one, in_hook
-):
-    """A group of one that has ended goes on to reduce, alone and without an error."""
-
-    class Grouped(Recorder):
-        def setup(self, config):
-            super().setup(config)
-            torch.distributed.new_group()
-
-        def on_world_change(self):
-            if in_hook:
-                torch.distributed.new_group()
-
-    runner = make_runner(Grouped, context=WorkerContext(alone=True, in_driver=True))
-    for generation in (2, 3):
-        torch.distributed.destroy_process_group()
-        group_of_one()
-        runner.rejoin(WorkerContext(generation=generation, distributed=True), leader=0)
-    told = [record.message for record in caplog.records if "on_world_change" in record.message]
-    assert len(told) == (not in_hook)
-
-
-def test_an_error_in_the_hook_is_the_users():
-    def fail(operator):
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        make_runner(Following, {"register": fail})
-
-
 @pytest.mark.parametrize("kind", ["list", "loader"])
-def test_a_loader_that_the_hook_registers_is_used_from_the_next_step_on(kind):
+def test_loader_of_on_world_change_is_used_from_the_next_step(kind):
     def part(operator):
         batches = batches_of(40, 4)[operator.world_rank :: operator.world_size]
         if kind == "list":
@@ -798,9 +712,7 @@ def by_rank(operator):
 
 
 @pytest.mark.parametrize("in_hook", [False, True])
-def test_a_loader_for_ranks_of_an_earlier_group_is_warned_of_with_the_hook_as_the_way(
-    caplog, in_hook
-):
+def test_warning_about_a_loader_for_an_earlier_rank(caplog, in_hook):
     class Selecting(Following):
         def setup(self, config):
             super().setup(config)
@@ -824,9 +736,7 @@ def test_a_loader_for_ranks_of_an_earlier_group_is_warned_of_with_the_hook_as_th
         (Recorder, {"num_workers": 2}, False),
     ],
 )
-def test_a_loader_that_every_worker_reads_whole_is_warned_of_once_at_registration(
-    caplog, operator_cls, options, is_told
-):
+def test_warning_about_a_loader_that_cannot_be_partitioned(caplog, operator_cls, options, is_told):
     runner = make_runner(operator_cls, **options)
     runner.operator.register_data(**runner.operator.make_loaders(runner.operator.config))
     told = [record.message for record in caplog.records if "cannot partition" in record.message]
@@ -839,13 +749,6 @@ def test_a_loader_that_every_worker_reads_whole_is_warned_of_once_at_registratio
 
 
 # ---- other calls
-
-
-def test_functions_of_the_user_are_called():
-    runner = make_runner()
-    assert runner.handle(ApplyRequest(function=lambda: 7)) == 7
-    request = ApplyOperatorRequest(function=lambda operator: operator.world_size)
-    assert runner.handle(request) == 1
 
 
 def test_models_are_copies():
@@ -877,25 +780,13 @@ def test_metrics_reach_every_scheduler():
     assert [each["param_groups"][0]["lr"] for each in kept] == rates
 
 
-def test_setup_that_seeds_decides_the_order():
+def test_seed_in_setup_decides_the_order():
     orders = []
     for seed in (1, 1, 2):
         runner = make_runner(config={"seed": seed, "shuffle": True})
         runner.handle(TrainRequest(call=0, until_epoch=1))
         orders.append(tuple(runner.operator.trained))
     assert orders[0] == orders[1] != orders[2]
-
-
-def test_all_loaders_are_left_as_they_are_where_the_trainer_says_so():
-    context = WorkerContext(world_rank=1, world_size=2)
-    runner = TorchRunner(
-        TorchOptions(training_operator_cls=Recorder, config=SMALL, add_dist_sampler=False)
-    )
-    settings = WorkerContext(in_driver=True)
-    runner.setup(settings)
-    runner.rejoin(context, leader=0)
-    assert not runner.operator.train_loader.sharded
-    assert len(runner.operator.train_loader) == 5
 
 
 # ---- stops of a call's own, and pauses that the driver asks for
@@ -912,7 +803,7 @@ def asking(runner, *requests):
     return ask
 
 
-def test_a_call_stops_at_its_step_and_goes_on_as_the_same_call():
+def test_call_stops_for_a_callback_and_continues():
     runner, plain = make_runner(), make_runner()
     for callback_pause in (2, 3):
         assert (
@@ -925,16 +816,9 @@ def test_a_call_stops_at_its_step_and_goes_on_as_the_same_call():
     assert runner.operator.trained == EPOCH
 
 
-def test_a_stop_where_the_call_ends_anyway_is_its_end():
-    runner = make_runner()
-    assert runner.handle(TrainRequest(call=0, until_step=3, callback_pause=3))["num_samples"] == 24
-    assert runner.handle(TrainRequest(call=1, until_epoch=1, callback_pause=5))["num_samples"] == 16
-    assert runner.progress().epoch == 1
-
-
 @pytest.mark.parametrize("operator_cls", [Recorder, Streaming])
 @pytest.mark.parametrize("asked", [2, 3, 4])
-def test_the_first_of_both_pauses_counts_and_the_other_stays(operator_cls, asked):
+def test_first_of_two_pauses_counts(operator_cls, asked):
     runner = make_runner(operator_cls)
     runner.operator.fail = asking(runner, asked)
     if asked < 3:
@@ -951,15 +835,3 @@ def test_the_first_of_both_pauses_counts_and_the_other_stays(operator_cls, asked
     runner.pause_at(None)
     assert runner.handle(TrainRequest(call=0, until_epoch=1))["num_samples"] == 40
     assert runner.operator.trained == EPOCH
-
-
-def test_a_request_that_is_taken_back_leaves_the_stop_of_the_call():
-    runner = make_runner()
-    runner.operator.fail = asking(runner, 4, None)
-    assert runner.handle(TrainRequest(call=0, until_epoch=1, callback_pause=3)) is None
-    assert runner.handle(TrainRequest(call=0, until_epoch=1))["num_samples"] == 40
-
-
-@pytest.mark.parametrize("operator_cls", [Recorder, TrainOnly])
-def test_a_runner_knows_whether_it_can_validate(operator_cls):
-    assert make_runner(operator_cls).handle(CanValidateRequest()) == (operator_cls is Recorder)

@@ -19,7 +19,7 @@ def draws():
     return torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.rand(3).tolist()
 
 
-def test_random_numbers_go_on_where_they_were():
+def test_random_states_are_restored():
     draws()
     state = RUNNER.generators.state()
     expected = draws()
@@ -39,14 +39,14 @@ def test_random_states_load_without_code():
 
 
 @pytest.mark.parametrize("place", [-1, 625, 10**6, "1"])
-def test_a_place_beyond_the_numbers_of_a_generator_is_refused(place):
+def test_invalid_random_state_is_an_error(place):
     state = RUNNER.generators.state()
     kind, keys, _, *rest = state["numpy"]
     with pytest.raises((TypeError, ValueError)):
         RUNNER.generators.set({**state, "numpy": (kind, keys, place, *rest)})
 
 
-def test_a_copy_stays_as_it_was():
+def test_copy_does_not_change():
     tensor = torch.ones(2)
     tree = {"a": [tensor, (tensor, "text")], "n": 1}
     copied = to_cpu(tree)
@@ -56,7 +56,7 @@ def test_a_copy_stays_as_it_was():
     assert (copied["a"][1][1], copied["n"]) == ("text", 1)
 
 
-def test_what_is_no_tensor_is_copied_too():
+def test_other_objects_are_copied():
     tree = {"set": {1}, "lock": threading.Lock()}
     copied = to_cpu(tree)
     tree["set"].add(2)
@@ -74,7 +74,7 @@ def test_a_copy_keeps_the_versions_of_modules():
     assert to_cpu(state)._metadata == state._metadata
 
 
-def test_a_copied_model_is_the_same_and_apart():
+def test_copied_model_is_independent():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     model[0].bias.requires_grad_(False)
     model(torch.ones(3, 2)).sum().backward()
@@ -118,7 +118,7 @@ class Remembering(torch.nn.Module):
         return self.hidden.sum()
 
 
-def test_a_copy_has_what_a_forward_pass_left_without_its_graph():
+def test_copied_model_has_attributes_without_graph():
     model = Remembering()
     model(torch.ones(3, 2)).backward()
     twin = copy_to_cpu(model)

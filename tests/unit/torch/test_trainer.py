@@ -3,9 +3,6 @@
 The arguments that it refuses are in tests/contracts/test_wrong_inputs.py.
 """
 
-import sys
-import warnings
-
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -26,7 +23,7 @@ def make(**arguments):
 # ---- one worker in this process
 
 
-def test_the_only_worker_is_this_process_without_process_group(make_trainer):
+def test_single_local_worker_has_no_process_group(make_trainer):
     trainer = make_trainer()
     operator = trainer.get_local_operator()
     assert isinstance(operator, Classifier)
@@ -35,7 +32,7 @@ def test_the_only_worker_is_this_process_without_process_group(make_trainer):
     assert trainer.num_workers == trainer.max_workers == 1
 
 
-def test_the_hook_runs_before_the_operator_also_with_one_worker(make_trainer):
+def test_initialization_hook_runs_before_setup(make_trainer):
     calls = []
 
     class Noting(Classifier):
@@ -48,7 +45,7 @@ def test_the_hook_runs_before_the_operator_also_with_one_worker(make_trainer):
 
 
 @pytest.mark.parametrize("part", ["hook", "setup"])
-def test_an_error_at_the_start_reaches_the_caller_as_itself(part):
+def test_error_at_the_start_reaches_the_caller(part):
     class BrokenError(Exception):
         pass
 
@@ -66,11 +63,6 @@ def test_an_error_at_the_start_reaches_the_caller_as_itself(part):
         make(**arguments[part])
 
 
-def test_what_cannot_be_pickled_is_fine_in_this_process(make_trainer):
-    trainer = make_trainer(config={"lock": sys.stdout})
-    assert trainer.get_local_operator().config["lock"] is sys.stdout
-
-
 def test_the_config_is_never_changed(make_trainer):
     class Changing(Classifier):
         def setup(self, config):
@@ -84,19 +76,6 @@ def test_the_config_is_never_changed(make_trainer):
         assert trainer.config == config
 
 
-def test_one_worker_needs_no_rounding(make_trainer):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trainer = make_trainer(config={BATCH_SIZE: 21})
-    assert trainer.config[BATCH_SIZE] == 21
-
-
-def test_torch_keeps_its_threads(make_trainer):
-    threads = torch.get_num_threads()
-    make_trainer(num_cpus_per_worker=7)
-    assert torch.get_num_threads() == threads
-
-
 def test_use_gpu_auto_asks_torch_where_there_is_no_cluster(make_trainer, monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append(1) or False)
@@ -106,7 +85,7 @@ def test_use_gpu_auto_asks_torch_where_there_is_no_cluster(make_trainer, monkeyp
 
 
 @pytest.mark.parametrize("options_cls", [TorchOptions, TFOptions])
-def test_several_workers_of_which_one_is_local_train_on_cpus(options_cls, caplog, monkeypatch):
+def test_several_workers_with_use_local_train_on_cpus(options_cls, caplog, monkeypatch):
     monkeypatch.setattr("raysgd.loop.options._gpus_in_cluster", lambda: 2)
     two = {"num_workers": 2, "use_local": True, "use_gpu": "auto"}
     decided = options_cls(**two).decided()
@@ -114,13 +93,6 @@ def test_several_workers_of_which_one_is_local_train_on_cpus(options_cls, caplog
     assert "Training on CPUs, although the cluster has GPUs" in caplog.text
     with pytest.raises(ValueError, match="can be assigned no GPU"):
         options_cls(**two, resources_per_worker={"GPU": 0.5}).decided()
-
-
-def test_settings_reach_the_operator(make_trainer):
-    trainer = make_trainer(scheduler_step_freq="manual", add_dist_sampler=False)
-    operator = trainer.get_local_operator()
-    assert operator.scheduler_step_freq == "manual"
-    assert not operator.train_loader.sharded
 
 
 def test_the_progress_bar_shows_what_was_done(make_trainer, capsys):
@@ -136,7 +108,7 @@ def test_the_progress_bar_shows_what_was_done(make_trainer, capsys):
 # ---- models
 
 
-def test_the_model_comes_as_a_copy(make_trainer):
+def test_get_model_returns_a_copy(make_trainer):
     trainer = make_trainer()
     trainer.train()
     model = trainer.get_model()
@@ -150,7 +122,7 @@ def test_the_model_comes_as_a_copy(make_trainer):
     assert trainer.get_model(to_cpu=True)[0].weight.abs().sum() > 0
 
 
-def test_several_models_come_as_a_list(make_trainer):
+def test_get_model_returns_several_models_as_a_list(make_trainer):
     class Two(Recorder):
         def setup(self, config):
             models = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 2)]
@@ -159,27 +131,6 @@ def test_several_models_come_as_a_list(make_trainer):
 
     models = make_trainer(Two).get_model()
     assert [m.in_features for m in models] == [1, 2]
-
-
-class Idle(Classifier):
-    def train_batch(self, batch, batch_info):
-        features, target = batch
-        loss = self.criterion(self.model(features), target)
-        if self.config["forgets"] != "backward":
-            self.backward(loss)
-        if self.config["forgets"] != "step":
-            self.optimizer_step(self.optimizer)
-        return {"train_loss": loss.detach()}
-
-
-@pytest.mark.parametrize(("forgets", "warns"), [("backward", 1), ("step", 1), ("nothing", 0)])
-def test_an_optimizer_that_makes_no_update_is_told_once(make_trainer, caplog, forgets, warns):
-    trainer = make_trainer(Idle, {"forgets": forgets})
-    trainer.train(num_steps=2)
-    assert not caplog.records
-    trainer.fit(3)
-    said = [each.getMessage() for each in caplog.records]
-    assert sum("optimizers[0] (" in each and "made no update" in each for each in said) == warns
 
 
 class LastOfOne(Classifier):
@@ -197,9 +148,7 @@ class LastOfOne(Classifier):
         return {}
 
 
-def test_a_last_step_of_one_sample_names_drop_last_with_which_the_run_continues(
-    make_trainer, tmp_path
-):
+def test_error_in_a_step_of_one_sample_names_drop_last(make_trainer, tmp_path):
     failing = make_trainer(LastOfOne, {"drop_last": False})
     with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
         failing.train()

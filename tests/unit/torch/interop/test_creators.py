@@ -78,15 +78,6 @@ def test_only_what_is_required():
         _ = operator.train_loader
 
 
-def test_several_models_need_an_own_train_batch():
-    operator_cls = TrainingOperator.from_creators(
-        models_creator, optimizer_creator, loss_creator=torch.nn.CrossEntropyLoss
-    )
-    operator = run_operator(operator_cls)
-    with pytest.raises(RuntimeError, match=r"[Oo]verride"):
-        operator.train_batch((torch.ones(1, 2), torch.zeros(1, dtype=torch.long)), {})
-
-
 def test_a_loss_may_be_a_class_or_a_function_of_the_config():
     for creator in (torch.nn.MSELoss, lambda config: torch.nn.MSELoss()):
         operator_cls = TrainingOperator.from_creators(
@@ -96,10 +87,9 @@ def test_a_loss_may_be_a_class_or_a_function_of_the_config():
 
 
 @pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("shape", [list, tuple])
-def test_one_or_two_loaders_are_taken(count, shape):
+def test_data_creator_returns_one_or_two_loaders(count):
     operator_cls = TrainingOperator.from_creators(
-        model_creator, optimizer_creator, lambda config: shape(make_loader() for _ in range(count))
+        model_creator, optimizer_creator, lambda config: [make_loader() for _ in range(count)]
     )
     operator = run_operator(operator_cls)
     assert len(operator.train_loader) == 2
@@ -107,13 +97,9 @@ def test_one_or_two_loaders_are_taken(count, shape):
         assert len(operator.validation_loader) == 2
 
 
-@pytest.mark.parametrize("serialize", [True, False])
-def test_a_single_loader_is_the_train_loader(serialize):
+def test_data_creator_may_return_a_single_loader():
     operator_cls = TrainingOperator.from_creators(
-        model_creator,
-        optimizer_creator,
-        lambda config: make_loader(),
-        serialize_data_creation=serialize,
+        model_creator, optimizer_creator, lambda config: make_loader()
     )
     assert len(run_operator(operator_cls).train_loader) == 2
 
@@ -156,25 +142,11 @@ def test_data_is_created_under_a_lock_of_the_node(serialize, monkeypatch, tmp_pa
     assert held[-3:] == ["locked", "created", "free"] if serialize else held == ["created"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model_creator",
-        "optimizer_creator",
-        "data_creator",
-        "loss_creator",
-        "scheduler_creator",
-    ],
-)
-def test_what_cannot_be_called_is_refused_by_name(name):
+@pytest.mark.parametrize("name", ["model_creator", "data_creator"])
+def test_creator_that_is_not_callable_is_an_error(name):
     creators = {"model_creator": model_creator, "optimizer_creator": optimizer_creator, name: 7}
     with pytest.raises(TypeError, match=rf"from_creators\({name}=...\) must be a function"):
         TrainingOperator.from_creators(**creators)
-
-
-def test_a_missing_required_creator_is_refused():
-    with pytest.raises(TypeError, match="model_creator"):
-        TrainingOperator.from_creators(None, optimizer_creator)
 
 
 def test_a_subclass_keeps_what_it_overrides():
@@ -190,12 +162,3 @@ def test_a_subclass_keeps_what_it_overrides():
         operator = run_operator(base.from_creators(model_creator, optimizer_creator, data_creator))
         assert isinstance(operator, base)
         assert operator.train_epoch(iter(operator.train_loader))["mine"] == 1.0
-
-
-def test_creators_of_two_classes_do_not_mix():
-    first = TrainingOperator.from_creators(model_creator, optimizer_creator)
-    second = TrainingOperator.from_creators(
-        lambda config: torch.nn.Linear(3, 3), optimizer_creator, data_creator
-    )
-    assert run_operator(first).model.in_features == 2
-    assert run_operator(second).model.in_features == 3
