@@ -148,7 +148,7 @@ def test_batches_are_split_until_they_fit(caplog):
         assert sizes(trainer) == [8, 4, *[2] * 8]
         kinds = [event.kind for event in trainer.events]
         assert kinds == ["started", "split", "resumed", "split", "resumed"]
-    (said,) = [r.getMessage() for r in caplog.records if "as 4 parts" in r.getMessage()]
+    (said,) = [r.getMessage() for r in caplog.records if "split into 4" in r.getMessage()]
     assert said.startswith("Worker 0 ran out of memory after step 0.")
     assert "CUDA out of memory." in said
 
