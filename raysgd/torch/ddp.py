@@ -19,7 +19,6 @@ __all__ = [
     "averaged_parameters",
     "begin_step",
     "check_exchanged",
-    "communication_hooks",
     "no_forward_sync",
     "only_running_statistics",
     "plain",
@@ -38,6 +37,7 @@ _METHODS_OF_THE_MODULE = (
     "_apply",
     "add_module",
     "apply",
+    "load_state_dict",
     "named_buffers",
     "named_children",
     "named_modules",
@@ -77,21 +77,10 @@ class ReplicatedModel(DistributedDataParallel):
         del self.training  # __getattr__ then returns the mode of the module
         self._wrapped = True
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict of the module, with or without the prefix ``module.``."""
-        load = super().load_state_dict if self._are_prefixed(state_dict) else None
-        return (load or self.module.load_state_dict)(state_dict, *args, **kwargs)
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Add ``module.`` to the names if a model that contains this one loads its state."""
-        names = [name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)]
-        if not self._are_prefixed(names):
-            for name in names:
-                state_dict[f"{prefix}module.{name}"] = state_dict.pop(prefix + name)
-
-    def _are_prefixed(self, names: Collection[str]) -> bool:
-        is_own = hasattr(self.module, "module")  # then the module itself uses the name
-        return bool(names) and not is_own and all(name.startswith("module.") for name in names)
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -246,23 +235,7 @@ def replicated(model: torch.nn.Module) -> bool:
     return isinstance(model, DistributedDataParallel)
 
 
-_THE_GROUP = "the process group"
-"""Replaces a hook's state that is the process group, which must not be kept alive."""
-
-
-def communication_hooks(model: DistributedDataParallel) -> list[tuple[Any, Any]]:
-    """Return the communication hooks of a wrapper with their states."""
-    return [
-        (hook, _THE_GROUP if state is model.process_group else state)
-        for hook, state in model._comm_hooks
-    ]
-
-
-def rebuild(
-    model: DistributedDataParallel,
-    required: dict[str, bool],
-    comm_hooks: Sequence[tuple[Any, Any]] | None = None,
-) -> None:
+def rebuild(model: DistributedDataParallel, required: dict[str, bool]) -> None:
     """Rebuild the reducer of a wrapper, in place, for the current process group.
 
     References in user code stay valid, and the wrapper keeps its settings and hooks. Every rank
@@ -273,11 +246,8 @@ def rebuild(
     Args:
         model: the wrapper.
         required: see `averaged_parameters`.
-        comm_hooks: the hooks at the end of `setup`, which a replacement worker has as well; None
-            for the current hooks.
     """
-    if comm_hooks is None:
-        comm_hooks = communication_hooks(model)
+    group, comm_hooks = model.process_group, model._comm_hooks
     kept = {k: v for k, v in vars(model).items() if k not in ("process_group", "reducer", "logger")}
     with _requiring_gradients(model.module, required):
         model.__setstate__(kept)  # sets up an unpickled wrapper
@@ -286,10 +256,8 @@ def rebuild(
     model.require_forward_param_sync = model.require_backward_grad_sync = True
     model._comm_hooks = []
     for hook, state in comm_hooks:
-        if state is None:
-            model.register_comm_hook(state, hook)
-        elif state is _THE_GROUP:
-            model.register_comm_hook(model.process_group, hook)
+        if state is None or state is group:
+            model.register_comm_hook(None if state is None else model.process_group, hook)
         else:
             warnings.warn(
                 f"The communication hook {getattr(hook, '__name__', hook)!r} is removed, because "

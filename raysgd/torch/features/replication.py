@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -29,7 +29,6 @@ class Replication(StepFeature):
             id(model): ddp.required_gradients(ddp.unwrap(model)) for model in state.models
         }
         self._averaged: list[dict[str, bool] | None] = [None] * len(state.models)
-        self._comm_hooks: list[list[tuple[Any, Any]]] = [[] for _ in state.models]
         self._frozen: list[tuple[int, torch.nn.Parameter]] = []
 
     def note_wrappers(self) -> None:
@@ -39,10 +38,6 @@ class Replication(StepFeature):
             ddp.averaged_parameters(model, self._required.get(id(model)))
             if isinstance(model, DistributedDataParallel)
             else None
-            for model in models
-        ]
-        self._comm_hooks = [
-            ddp.communication_hooks(model) if isinstance(model, DistributedDataParallel) else []
             for model in models
         ]
         averaged = {
@@ -74,10 +69,9 @@ class Replication(StepFeature):
             self._state.buffers.commit()
 
     def enter(self) -> None:
-        wrapped = zip(self._state.models, self._averaged, self._comm_hooks, strict=True)
-        for model, names, comm_hooks in wrapped:
+        for model, names in zip(self._state.models, self._averaged, strict=True):
             if isinstance(model, DistributedDataParallel) and names is not None:
-                ddp.rebuild(model, names, comm_hooks)
+                ddp.rebuild(model, names)
 
     def sync_buffers(self) -> None:
         found: list[torch.Tensor] = []
