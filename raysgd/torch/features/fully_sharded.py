@@ -1,12 +1,8 @@
-"""Parameters, gradients and optimizer state divided over the workers: ``sharding="full"``.
+"""Sharded parameters, gradients and optimizer state: ``sharding="full"``.
 
-torch's ``fully_shard`` gathers parameters where a module needs them, and leaves each worker the
-gradients of its rows. The rest is as for an optimizer that is divided: a share is updated in memory
-of its own, with copies on other workers, who get the gradients for that. What is more:
-
-- A worker holds the elements of its share as well, and those of the copies.
-- The elements change when all workers have made their updates, which they tell each other.
-- In a new generation the same modules are divided anew.
+``fully_shard`` of PyTorch gathers parameters for the modules that need them, and leaves each worker
+the gradients of its rows. Updates work as in `ShardedOptimizer`. Parameters change after all
+workers have made their updates. In a new generation, the same modules are sharded again.
 """
 
 from __future__ import annotations
@@ -37,18 +33,15 @@ __all__ = ["FullyShardedModel"]
 
 
 class FullyShardedModel(ShardedOptimizer):
-    """Divides models, and the optimizer that updates them.
+    """Shards models, and the optimizer that updates them.
 
     Args:
-        optimizer: of a kind that updates each element by itself; it gets the parameters that the
-            models have after each division.
-        state: has the models as the user made them; they stay the same modules.
-        arguments: ``wrap``, ``reshard_after_forward`` and ``offload``, see `ShardedModels`, and
-            ``copies``.
-        dtype: in which the models compute; None for that of their parameters.
-        init: what fills a module, where models are on the meta device; see `materialize`.
-        is_alone: whether the group is one of this worker only until it enters that of others, of
-            whom it gets the content of the models.
+        optimizer: an elementwise optimizer. It gets the new parameters after each sharding.
+        state: the training state with the user's models.
+        arguments: ``copies``, and the arguments of `ShardedModels`.
+        dtype: dtype of the computation; None for that of the parameters.
+        init: function that initializes a module on the meta device, see `materialize`.
+        is_alone: whether this worker joins others later, and receives the models from them.
     """
 
     _layout: RowLayout
@@ -71,10 +64,10 @@ class FullyShardedModel(ShardedOptimizer):
         self._values: Sequence[torch.Tensor] = [p.detach() for p in self.models.parameters]
         self._init = init
         self._made: dict[tuple[int, int, int], torch.Tensor] = {}
-        """By parameter, and elements from and to, what was made of those on the meta device."""
+        """Initialized elements, by parameter and range."""
         self._lacks_content = init is not None
         self._received: dict[tuple[int, int], torch.Tensor] = {}
-        """By share and parameter, the gradients of the copies."""
+        """Gradients for the copies, by shard and parameter."""
         if dist.get_world_size() > 1:
             there = [value for value in self._values if not value.is_meta]
             collectives.broadcast_tensors(there, source=0)
@@ -121,7 +114,7 @@ class FullyShardedModel(ShardedOptimizer):
 
     def _gradient(self, share: int, piece: Piece) -> torch.Tensor | None:
         gradient = self.models.gradient(piece.which)
-        if gradient is None:  # of a parameter that the loss has not reached, on any worker
+        if gradient is None:
             return None
         if share != self._layout.rank:
             gradient = self._received[share, piece.which]
@@ -129,7 +122,7 @@ class FullyShardedModel(ShardedOptimizer):
         return gradient[piece.start - first : piece.stop - first]
 
     def _put_in_place(self) -> None:
-        """Let the elements have the updates, once all workers have made theirs."""
+        """Copy the updates into the parameters, after all workers have made theirs."""
         self._wait_for_updates()
         pieces = [p for block in self._blocks for p in block.pieces if len(p.stepped)]
         copy_all([self._now(piece) for piece in pieces], [piece.stepped for piece in pieces])
@@ -167,7 +160,7 @@ class FullyShardedModel(ShardedOptimizer):
         return {**state, "optimizers": [{**of_optimizer, "state": {}}]}
 
     def load_shards(self, state: Mapping[str, Any]) -> None:
-        """Divide the whole states of models and optimizer; only rows of them go to the device."""
+        """Shard the complete states of models and optimizer. Only rows move to the device."""
         (of_optimizer,) = state["optimizers"]
         states = renamed_states(self.models.models, state["models"])
         values: list[Any] = [None] * len(self._parameters)
@@ -185,13 +178,13 @@ class FullyShardedModel(ShardedOptimizer):
             if number in of_optimizer["state"]
         }
         held = {"state": defaultdict(dict, given), "param_groups": self.optimizer.param_groups}
-        self.optimizer.__setstate__(held)  # as it loads one, where it changes those of older files
+        self.optimizer.__setstate__(held)  # converts states of older files
         self.take_state()
 
     def _convert(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if name == "step":  # on the CPU, but for kernels that count by themselves
+        if name == "step":  # on the CPU, except for fused and capturable kernels
             groups = self.optimizer.param_groups
             (group,) = (g for g in groups if any(p is parameter for p in g["params"]))
             counts = group.get("fused") or group.get("capturable")
@@ -205,16 +198,16 @@ class FullyShardedModel(ShardedOptimizer):
             self._make(source=0)
         super().take_state()
         self._values, self._made = (), {}
-        # else `reshard` does, when there is a group, and content
+        # otherwise `reshard` does this
         if dist.is_initialized() and not self._lacks_content:
             self._place()
 
     def reshard(self, leader: int) -> None:
-        """Divide models and optimizer over the group."""
+        """Shard models and optimizer over the group."""
         if self._init is not None:
             told = self._lacks_content, self._token
             lacks_content, token = collectives.broadcast_object(told, leader)
-            if lacks_content:  # of those that have set up alone, and begin as a group
+            if lacks_content:  # the workers set up alone, and begin as a group
                 self._make(leader)
                 super().take_state()
                 self._token, self._made = token, {}
@@ -272,7 +265,7 @@ class FullyShardedModel(ShardedOptimizer):
             for name, which in names.items():
                 if which in pieces:
                     own = self.models.local(which)
-                    if which in seen:  # of those that are tied the file wants one each
+                    if which in seen:  # the file cannot hold tied tensors
                         own = own.clone()
                     seen.add(which)
                     found[f"models.{index}.{name}"] = self.models.rows_as(which, own)
@@ -288,7 +281,7 @@ class FullyShardedModel(ShardedOptimizer):
         return found
 
     def _make(self, source: int) -> None:
-        """Make what this worker holds of the models, with the random numbers of rank `source`."""
+        """Initialize this worker's rows of the models, with the generator of rank `source`."""
         assert self._init is not None
         numbers = collectives.broadcast_object(torch.get_rng_state(), source)
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -296,7 +289,7 @@ class FullyShardedModel(ShardedOptimizer):
         self.models.put_whole(empty)
         index = {id(parameter): n for n, parameter in enumerate(self.models.parameters)}
         self._lacks_content = False
-        # a setup that seeds all ranks alike goes on to draw alike
+        # if setup seeds all ranks alike, keep their generators alike
         differ = not torch.equal(numbers, torch.get_rng_state())
         with torch.random.fork_rng(devices=[], enabled=differ):
             torch.set_rng_state(numbers)
@@ -324,14 +317,14 @@ class FullyShardedModel(ShardedOptimizer):
         return given.reshape(-1)[start:stop].clone()
 
     def _held_base(self, piece: Piece, version: int) -> torch.Tensor | None:
-        # one that is behind has made the update, as all have, and not put it in its place
+        # a worker that is behind has made the update, but not copied it into the parameters
         is_behind = self._version < version and len(piece.stepped)
         return piece.stepped if is_behind else self._now(piece)
 
     # ---- the division
 
     def _place(self) -> None:
-        """Divide the models over the group that there is, and put what is held in its place."""
+        """Shard the models over the current group, and copy this worker's elements into them."""
         new = dict(zip(map(id, self._parameters), range(len(self._parameters)), strict=True))
         self.models.shard()
         parameters = self.models.parameters
@@ -346,7 +339,7 @@ class FullyShardedModel(ShardedOptimizer):
 
     @torch.no_grad()
     def bind(self) -> None:
-        """Let the models have the memory in which this worker's share is, with its content."""
+        """Copy this worker's elements into the memory of the models, and use that memory."""
         if self._lacks_content:
             return
         (_, blocks), *_ = self._shares()
@@ -361,8 +354,7 @@ class FullyShardedModel(ShardedOptimizer):
 
     def copies(self, count: int) -> list[torch.nn.Module]:
         """Return copies of the first models, whole, on rank 0. All ranks must call it."""
-        # not by DTensor's collectives: they hold Python's lock as they wait, and gloo's threads,
-        # which end the wait, need it
+        # collectives of DTensor hold the GIL while they wait, and the gloo threads need it
         layout, is_first = self._layout, self._layout.rank == 0
         values = [torch.empty(p.shape if is_first else 0, dtype=p.dtype) for p in self._parameters]
         for number in range(layout.size):
@@ -386,13 +378,12 @@ class FullyShardedModel(ShardedOptimizer):
             self._place()
 
     def check_trained(self) -> None:
-        """Refuse other parameters to train than at `register`."""
         for parameter, trained in zip(self._parameters, self.models.trained, strict=True):
             if parameter.requires_grad != trained:
                 raise RuntimeError(
-                    f"A parameter of shape {tuple(parameter.shape)} had requires_grad={trained} "
-                    f'at register(sharding="full"), and has not now. Parameters are divided as '
-                    "they are there: freeze them before register."
+                    f"requires_grad of a parameter of shape {tuple(parameter.shape)} was {trained} "
+                    'at register(sharding="full") and changed. Do not change it, or freeze them '
+                    "before register."
                 )
 
     def unsharded(self) -> list[UnshardedModel]:
@@ -404,7 +395,7 @@ class FullyShardedModel(ShardedOptimizer):
 
 
 def _rows(parameters: Sequence[torch.Tensor]) -> list[Any]:
-    """Return for each parameter that has a gradient an object with that of this worker's rows."""
+    """Return objects whose ``grad`` is that of this worker's rows."""
     held: list[Any] = [p.grad for p in parameters if p.grad is not None]
     return [SimpleNamespace(grad=gradient.to_local()) for gradient in held]
 
@@ -423,7 +414,7 @@ def _share_buffers(model: torch.nn.Module, *_: Any) -> None:
 
 
 class UnshardedModel:
-    """What a model has beside the parameters that are divided."""
+    """The state of a model without its sharded parameters."""
 
     def __init__(
         self, model: torch.nn.Module, names: Mapping[str, int], divided: FullyShardedModel

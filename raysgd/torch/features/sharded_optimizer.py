@@ -1,13 +1,9 @@
-"""Optimizers whose work and state are divided over the workers.
+"""Optimizers whose updates and state are sharded over the workers.
 
-Every worker has the whole parameters and, after the backward pass, the same whole gradients. It
-updates its share of the elements, with the state for these alone, and then all exchange what they
-have updated. With copies, the shares of other workers too, so that their state is there when they
-are lost: nothing is sent for that.
-
-An update is made in memory of its own, and the parameters stay as they are until every share of the
-new ones has come. So a step in which a worker is lost is made again, from the same parameters; who
-had made the update of a share is *ahead* in it, and does not make it twice.
+After the backward pass, every worker has all parameters and gradients. It updates the elements of
+its shard, and of the shards that it holds copies of. Then the workers exchange the new elements.
+Parameters do not change before all new elements have arrived, so that a step that loses a worker
+can be repeated. A worker that has updated a shard already does not update it again.
 """
 
 from __future__ import annotations
@@ -55,26 +51,25 @@ ELEMENTWISE = (
     optim.RMSprop,
     optim.Rprop,
 )
-"""Optimizers that update each element by its own gradient and state, so that any part can be
-updated by itself."""
+"""Optimizers whose update of an element depends only on its own gradient and state."""
 _HALF_MADE = -1
-"""The version of state that is partly updated, and of no use."""
+"""Version of state that is partly updated."""
 
 
 class ShardedOptimizer(ShardedFeature):
-    """Lets an optimizer of a worker update the worker's share.
+    """Makes an optimizer update only the shard of this worker.
 
-    It is the user's optimizer that steps, with its hooks, schedulers and groups. Within a step its
-    groups have, in place of the parameters, the elements of the share; in between it has the
-    parameters and no state.
+    The user's optimizer steps, with its hooks, schedulers and groups. Within a step, its groups
+    have the elements of the shard instead of the parameters. Between steps, it has the parameters
+    and no state.
 
     Args:
-        optimizer: of a kind in `ELEMENTWISE`, with parameters whose gradients are averaged.
-        copies: how many other workers hold the state of a share; None: one, where there are three
-            workers or more.
-        state: what is trained; None for an optimizer by itself.
-        parameters: all that are divided; None for those of the optimizer that are trained.
-        layout: how they are divided.
+        optimizer: an optimizer of a class in `ELEMENTWISE`.
+        copies: number of other workers that hold the state of a shard. None for one, if there are
+            three or more workers.
+        state: the training state; None in tests of the optimizer alone.
+        parameters: the sharded parameters; None for the trained ones of the optimizer.
+        layout: the class that assigns elements to workers.
     """
 
     def __init__(
@@ -96,16 +91,16 @@ class ShardedOptimizer(ShardedFeature):
         self._numbers = [numbers.get(p) if p.requires_grad else None for p in parameters]
         self._layout = layout(parameters, [n is not None for n in self._numbers], copies)
         self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        self._undivided = self._state  # of what is frozen; some optimizers have it from the start
+        self._undivided = self._state  # state of frozen parameters, which some optimizers have
         self._blocks: list[Block] = []
         self._swapped: list[list[torch.Tensor]] | None = None
         self._buffers: dict[int, torch.Tensor] = {}
-        # how many updates the parameters have had, and had at the last commit
+        # number of updates so far, and at the last commit
         self._version = self._committed = 0
-        # of the run, and of the states that it loaded: who has another has nothing to give
+        # identifies the run and the number of loaded states; shards with another are useless
         self._token: tuple[bytes, int] = os.urandom(16), 0
         self.take_state()
-        # so that hooks of others see the parameters, and an update that has come
+        # before other hooks, which must see the updated parameters
         optimizer.register_step_post_hook(self._end_step)
 
     def begin(self) -> None:
@@ -144,7 +139,7 @@ class ShardedOptimizer(ShardedFeature):
                     piece.stepped.grad = self._gradient(share, piece)
                     params[group_of[number]].append(piece.stepped)
         copy_all(into, content)
-        for piece, view in uncommitted:  # only now: what fails before leaves them as they are
+        for piece, view in uncommitted:  # last, because an error must not change them
             if piece.stepped in self._state:
                 self._state[view] = self._state.pop(piece.stepped)
             piece.stepped = view
@@ -176,12 +171,12 @@ class ShardedOptimizer(ShardedFeature):
             block.version = self._version + 1
         if self._train_state is not None and self._train_state.optimization.in_helper:
             for parameter in self._parameters:
-                parameter.grad = None  # whose room the parameters of others can have
+                parameter.grad = None  # frees memory for the exchange
         self._put_in_place()
         self._version += 1
 
     def _put_in_place(self) -> None:
-        """Let the parameters have the updates of all, once these are made."""
+        """Copy the updates of all workers into the parameters."""
         into, content = [], []
         for share, room in self._exchange().items():
             for slot in self._layout.slots[share][0]:
@@ -191,10 +186,9 @@ class ShardedOptimizer(ShardedFeature):
         copy_all(into, content)
 
     def _exchange(self) -> dict[int, torch.Tensor]:
-        """Return the updated elements of all shares, once all of them have come.
+        """Return the updated elements of all shards.
 
-        Each is broadcast by itself, which sends as much as gathering them: that would take the
-        room twice.
+        Each shard is broadcast by itself, because gathering them takes twice the memory.
         """
         layout, size = self._layout, self._layout.size
         if len(self._buffers) == size:
@@ -206,12 +200,12 @@ class ShardedOptimizer(ShardedFeature):
         ]
         for work in works:
             work.wait()
-        if rooms[0].device.type == "cuda":  # a failure is to show before parameters change
+        if rooms[0].device.type == "cuda":  # raise errors before parameters change
             torch.cuda.current_stream().synchronize()
         return rooms
 
     def _give_back(self) -> None:
-        """Let the optimizer have what it had before the step, and keep the state."""
+        """Give the optimizer its parameters back, and keep the state."""
         if self._swapped is None:
             return
         for group, parameters in zip(self.optimizer.param_groups, self._swapped, strict=True):
@@ -223,7 +217,6 @@ class ShardedOptimizer(ShardedFeature):
                 piece.stepped.grad = None
 
     def commit(self) -> None:
-        """Keep an update."""
         self._committed = self._version
         self._buffers = {}
         self.ranks_in_sync = True
@@ -237,15 +230,14 @@ class ShardedOptimizer(ShardedFeature):
     def roll_back(self) -> None:
         """Prepare to repeat a step that was discarded.
 
-        If the optimizer raised within its step, this worker's share is partly updated. It counts
-        for nothing from now on.
+        If the optimizer raised within its step, this worker's shard is invalid from now on.
         """
         if self._swapped is not None:
             for block in self._blocks:
                 if block.version == self._version:
                     block.version = _HALF_MADE
         self._give_back()
-        self._buffers = {}  # what is ahead holds on to its own
+        self._buffers = {}
         step = None if self._train_state is None else self._train_state.step
         if step is not None and step.is_open and step.has_several_updates:
             self._version = self._committed  # `Rollback` restores the parameters
@@ -255,18 +247,18 @@ class ShardedOptimizer(ShardedFeature):
         if any(each is not None for each in (*args, *kwargs.values())):
             raise RuntimeError(
                 f"{kind}.step(closure) with register(sharding=...): a closure computes gradients "
-                "within the step. Compute them before it, and call step() without a closure."
+                "within the step. Call step() without a closure."
             )
         if sum(len(group["params"]) for group in self.optimizer.param_groups) != self._num_given:
             raise RuntimeError(
-                f"{kind} has other parameters than at register(sharding=...), which divided those "
-                "it had. Call add_param_group before register."
+                f"{kind} has other parameters than at register(sharding=...). "
+                "Call add_param_group before register."
             )
 
     # ---- what this worker holds
 
     def take_state(self) -> None:
-        """Divide the state that the optimizer has in whole, as on every worker."""
+        """Shard the complete state of the optimizer, which every worker has."""
         whole = self.optimizer.state
         updated = {p for p, n in zip(self._parameters, self._numbers, strict=True) if n is not None}
         rest = {p: whole[p] for p in whole.keys() - updated}
@@ -291,7 +283,7 @@ class ShardedOptimizer(ShardedFeature):
         self.ranks_in_sync, self.lacks_shards = True, False
 
     def _convert(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
-        """Return a value of the state, for elements of a parameter, as the optimizer needs it."""
+        """Return a value of the state in the dtype and on the device that the optimizer needs."""
         return value
 
     def load_shards(self, state: Mapping[str, Any]) -> None:
@@ -317,7 +309,7 @@ class ShardedOptimizer(ShardedFeature):
         ]
 
     def _elements_of(self, index: int, start: int, stop: int) -> torch.Tensor | None:
-        """Return elements of a parameter for a piece to hold, where parameters are divided."""
+        """Return elements of a parameter, if parameters are sharded as well."""
         return None
 
     def export_replica(self) -> Any:
@@ -336,11 +328,7 @@ class ShardedOptimizer(ShardedFeature):
             self._add(self._state, self._blocks, start, stop, version, on_device)
 
     def receive(self, leader: int) -> Callable[[], None]:
-        """Divide the state again among the workers of the group.
-
-        A worker keeps what it has until all have what they lack. All have the parameters of the
-        leader, or receive them when this is done.
-        """
+        """Shard the state again over the workers of the new group."""
         self.reshard(leader)
         return super().receive(leader)
 
