@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -34,12 +33,8 @@ def geometric(lowest: float, highest: float, number: int) -> list[float]:
     return [float(rate) for rate in np.geomspace(lowest, highest, number)]
 
 
-def set_rate(rate: float) -> functools.partial[None]:
-    """Return a function that sets the learning rate of all optimizers of an operator."""
-    return functools.partial(_set_rate, rate)
-
-
-def _set_rate(rate: float, operator: Any) -> None:
+def set_rate(operator: Any, rate: float) -> None:
+    """Set the learning rate of all optimizers of an operator."""
     for optimizer in operator._train_state.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate

@@ -56,7 +56,8 @@ class ShardedLoader(PartitionedSource):
     """A map-style DataLoader, partitioned across the workers.
 
     The loader's sampler, the seed and the epoch determine the order of an epoch. Workers need no
-    communication to know it.
+    communication to know it. With `full_size`, the number of workers of the full group, the global
+    batch size is constant. It is `global_batch` if the loader's batch size is `batch_share`.
     """
 
     def __init__(
@@ -331,18 +332,14 @@ def wrap_loader(
     world_size: int,
     rank: int,
     seed: int,
-    batch_share: int | None = None,
-    full_size: int | None = None,
-    global_batch: int | None = None,
+    **sizes: int | None,
 ) -> BatchSource:
     """Return the batch source of a registered loader or a set of items.
 
     If `shard` is set, raysgd partitions a DataLoader whose sampler has a length. It always
     partitions one with PyTorch's DistributedSampler, whose rank and world size it replaces. It
     splits a streamed Hugging Face data set by node. Every worker reads all of any other loader,
-    unless the loader selects a part itself. With `full_size`, the number of workers of the full
-    group, the global batch size is constant. It is `global_batch` if the loader's batch size is
-    `batch_share`.
+    unless the loader selects a part itself. `ShardedLoader` describes `sizes`.
     """
     members = loader.values() if isinstance(loader, Mapping) else loader
     if isinstance(loader, Mapping | list | tuple) and any(
@@ -367,9 +364,7 @@ def wrap_loader(
             world_size=world_size,
             rank=rank,
             seed=seed,
-            batch_share=batch_share,
-            full_size=full_size,
-            global_batch=global_batch,
+            **sizes,
         )
     if shard and not splits_itself and _is_hugging_face(loader):
         return HuggingFaceSource(loader, world_size, rank)

@@ -245,7 +245,7 @@ class TorchTrainer(OperatorTrainer):
         never = sys.maxsize  # schedulers with a validation metric do not step
         with self._results.trial(self), self._validations.of_fit(never, never):
             for rate in rates:
-                self.apply_all_operators(set_rate(rate))
+                self.apply_all_operators(functools.partial(set_rate, rate=rate))
                 losses.append(float(self.train(num_steps=1)["train_loss"]))
                 if not losses[-1] <= 4 * min(losses):
                     losses.pop()

@@ -942,14 +942,6 @@ def test_add_dist_sampler_false_leaves_a_loader_whole():
     assert indices(source.batches(0, 0)) == list(range(20))
 
 
-def test_set_epoch_of_an_own_distributed_sampler_is_called():
-    sampler = OfAllRanks(tensors())
-    source = wrap(DataLoader(tensors(), batch_size=3, sampler=sampler))
-    orders = [indices(source.batches(epoch, 0)) for epoch in range(2)]
-    sampler.set_epoch(1)
-    assert orders[1] == list(sampler) != orders[0]
-
-
 @given(st.integers(0, 9), st.integers(0, 12), st.none() | st.integers(0, 12))
 def test_iterable_continues_after_the_seen_batches(size, offset, num_steps):
     source = wrap(list(range(size)))

@@ -137,35 +137,6 @@ def no_gradients(trainer):
     return all(p.grad is None for p in trainer.get_local_operator().model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("calls", "expected"),
-    [([None], [3, 3, 1]), ([5, None], [3, 2, 2]), ([2, 2, None], [2, 2, 3]), ([9], [3, 3, 1, 2])],
-)
-@pytest.mark.parametrize("wrap", [None, Unsized, list])
-def test_groups_end_with_the_epoch_and_with_the_call(calls, expected, wrap):
-    class Grouped(Recorder):
-        def register(self, **given):
-            return super().register(**given, gradient_accumulation_steps=3)
-
-        def make_loaders(self, config):
-            made = super().make_loaders(config)
-            return made if wrap is None else {"train_loader": wrap(batches_of(7, 1))}
-
-    with local(Grouped, {"num_samples": 7, "batch_size": 1}) as trainer:
-        optimization = counting_updates(trainer)
-        for num_steps in calls:
-            trainer.train(num_steps=num_steps)
-        assert optimization == expected
-
-
-@pytest.mark.parametrize("precision", PRECISIONS[1:])
-def test_accumulation_and_mixed_precision_work_together(precision):
-    config = {"num_samples": 43, "batch_size": 4, "steps": 3, "clip": 0.5}
-    found, _ = trained(config, [None, None], **precision)
-    expected, _ = trained(config, [None, None])
-    torch.testing.assert_close(found, expected, atol=3e-3, rtol=0)
-
-
 def test_a_scheduler_that_steps_with_the_batch_steps_with_the_update():
     class Scheduled(Accumulating):
         def register(self, *, optimizers, **given):
@@ -344,26 +315,6 @@ def test_adversaries_train_as_by_hand(precision, times):
     torch.testing.assert_close(found, plain_adversaries(5, times), **tolerance)
 
 
-@pytest.mark.parametrize("batch_size", [5, 3])
-@pytest.mark.parametrize("precision", PRECISIONS[:2])
-def test_adversaries_accumulate_their_own_gradients(precision, batch_size):
-    config = {"batch_size": batch_size, "steps": 2}
-    with local(Adversaries, config, **precision) as trainer:
-        with_a_small_scale(trainer)
-        trainer.train()
-        operator = trainer.get_local_operator()
-        found = flat(operator.judge, operator.maker)
-    if precision:
-        with local(Adversaries, config) as trainer:
-            trainer.train()
-            operator = trainer.get_local_operator()
-            expected = flat(operator.judge, operator.maker)
-    else:
-        expected = accumulating_adversaries(batch_size)
-    tolerance = {"atol": 2e-2 if precision else 1e-6, "rtol": 0}
-    torch.testing.assert_close(found, expected, **tolerance)
-
-
 class Zeroing(Adversaries):
     """Zeroes the gradients of each optimizer before its loss, as loops of a GAN do."""
 
@@ -434,34 +385,6 @@ def add(sums, gradients, weight):
 def put(model, gradients):
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         parameter.grad = gradient
-
-
-def test_one_loss_for_two_optimizers():
-    class Shared(TrainingOperator):
-        def setup(self, config):
-            torch.manual_seed(0)
-            self.model = torch.nn.Linear(2, 1)
-            parts = [self.model.weight], [self.model.bias]
-            _, self.optimizers = self.register(
-                models=self.model, optimizers=[torch.optim.SGD(p, lr=0.1) for p in parts]
-            )
-
-        def train_batch(self, batch, batch_info):
-            self.backward(self.model(batch).square().mean())
-            for optimizer in self.optimizers:
-                self.optimizer_step(optimizer)
-            return {}
-
-    operator = run_operator(Shared, use_fp16=True, amp_dtype=torch.float16)
-    twin = torch.nn.Linear(2, 1)
-    twin.load_state_dict(operator.model.state_dict())
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        twin(torch.ones(4, 2)).square().mean().backward()
-        optimizer.step()
-        operator.train_batch(torch.ones(4, 2), {})
-    torch.testing.assert_close(flat(operator.model), flat(twin))
 
 
 # ---- a failure between the updates of several optimizers

@@ -19,7 +19,6 @@ from raysgd.loop.runner import LossReader
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner, _device
 from tests.conftest import run_ranks, wait_until
-from tests.operators import Classifier
 from tests.unit.recorder import Recorder, Streaming, Unsized, batches_of
 
 SMALL = {"num_samples": 40, "batch_size": 8}
@@ -581,22 +580,6 @@ def test_versions_of_modules_are_kept():
     assert torch.equal(runner.operator.model.weight, weight)
 
 
-def test_state_of_the_operator_is_loaded():
-    class WithState(Recorder):
-        best = 0
-
-        def state_dict(self):
-            return {"best": self.best}
-
-        def load_state_dict(self, state):
-            self.best = state["best"]
-
-    runner, other = make_runner(WithState), make_runner(WithState)
-    runner.operator.best = 7
-    other.load_state_dict(runner.state_dict())
-    assert other.operator.best == 7
-
-
 # ---- generations
 
 
@@ -749,15 +732,6 @@ def test_warning_about_a_loader_that_cannot_be_partitioned(caplog, operator_cls,
 
 
 # ---- other calls
-
-
-def test_models_are_copies():
-    runner = make_runner(Classifier)
-    (model,) = runner.models()
-    assert model is not runner.operator.model
-    with torch.no_grad():
-        model[0].weight.zero_()
-    assert runner.operator.model[0].weight.abs().sum() > 0
 
 
 def test_metrics_reach_every_scheduler():

@@ -158,28 +158,6 @@ def test_signal_handler_is_restored_after_a_call(start):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.parametrize("press", [ctrl_c, lambda: ctrl_c(ctrl_c())])
-def test_ctrl_c_while_averages_are_swapped_in_restores_the_weights(start, press, monkeypatch):
-    trainer = start()
-    trainer.get_local_operator()._train_state.feature("Averaging").begin(0.5, 1)
-    trainer.train()
-    copy, calls = torch.Tensor.copy_, []
-
-    def interrupted(*arguments):
-        calls.append(arguments)
-        if len(calls) == 2:
-            press()
-        return copy(*arguments)
-
-    monkeypatch.setattr(torch.Tensor, "copy_", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.validate()
-    monkeypatch.undo()
-    learnt = [value.item() for value in trainer.state_dict()["models"][0].values()]
-    assert learnt == [NUM_STEPS, NUM_STEPS]
-    assert max(weights(trainer)) < NUM_STEPS
-
-
 # ---- steps that fail
 
 

@@ -95,16 +95,6 @@ def test_several_workers_with_use_local_train_on_cpus(options_cls, caplog, monke
         options_cls(**two, resources_per_worker={"GPU": 0.5}).decided()
 
 
-def test_the_progress_bar_shows_what_was_done(make_trainer, capsys):
-    trainer = make_trainer(use_tqdm=True)
-    trainer.train()
-    text = capsys.readouterr().err
-    assert "5/5" in text
-    assert "loss=" in text
-    trainer.validate(num_steps=2)
-    assert "2/2" in capsys.readouterr().err
-
-
 # ---- models
 
 
