@@ -61,6 +61,9 @@ class FullyShardedModel(ShardedOptimizer):
         wrap, again = arguments.get("wrap"), arguments.get("reshard_after_forward")
         offload = arguments.get("offload", False)
         self.models = ShardedModels(models, wrap, again, dtype, device, offload)
+        for model in models:
+            if not ddp.only_running_statistics(model):
+                self.models.call_before(model, _share_buffers)
         self._values: Sequence[torch.Tensor] = [p.detach() for p in self.models.parameters]
         self._init = init
         self._made: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -79,9 +82,6 @@ class FullyShardedModel(ShardedOptimizer):
         super().__init__(optimizer, copies, state, parameters, RowLayout)
         state.optimization.rows, state.optimization.whole_norm = _rows, _whole_norm
         state.optimization.sums_each_batch = True
-        for model in models:
-            if not ddp.only_running_statistics(model):
-                self.models.call_before(model, _share_buffers)
 
     # ---- a step
 
@@ -389,7 +389,7 @@ class FullyShardedModel(ShardedOptimizer):
     def unsharded(self) -> list[UnshardedModel]:
         """Return what models have beside parameters, as objects that load it."""
         return [
-            UnshardedModel(model, names, self)
+            UnshardedModel(model, names)
             for model, names in zip(self.models.models, self.models.names, strict=True)
         ]
 
@@ -416,10 +416,8 @@ def _share_buffers(model: torch.nn.Module, *_: Any) -> None:
 class UnshardedModel:
     """The state of a model without its sharded parameters."""
 
-    def __init__(
-        self, model: torch.nn.Module, names: Mapping[str, int], divided: FullyShardedModel
-    ) -> None:
-        self._model, self._names, self._divided = model, names, divided
+    def __init__(self, model: torch.nn.Module, names: Mapping[str, int]) -> None:
+        self._model, self._names = model, names
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rest of the model's state."""
@@ -429,4 +427,3 @@ class UnshardedModel:
         """Take over the rest of a state."""
         rest = {key: value for key, value in state.items() if key not in self._names}
         self._model.load_state_dict(rest, strict=False)
-        self._divided.bind()  # torch may have given parameters other memory

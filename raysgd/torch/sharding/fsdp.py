@@ -1,21 +1,18 @@
-"""Models whose parameters are divided over the workers, by torch's ``fully_shard``, in place.
+"""Models that PyTorch's ``fully_shard`` shards, and that become plain modules again.
 
-What torch has no public name for stands in this file: to take back what ``fully_shard`` has done
-to a module, so that the same module can be divided over another group.
+``fully_shard`` has no inverse, so it never sees the user's modules. It shards a `_Unit` for each
+block. A new generation drops the units and makes others.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -28,34 +25,72 @@ from torch.distributed.tensor import DTensor, Shard
 
 from raysgd.torch.features.compilation import repeated_blocks
 
-__all__ = ["SEEN_IN", "ShardedModels"]
-
-SEEN_IN = ("2.13",)
-"""Releases of torch that had the private names below, and in which the tests passed."""
+__all__ = ["ShardedModels"]
 
 
-@dataclass(eq=False)
-class _Unit:
-    """A module whose parameters are gathered together."""
+class _Unit(torch.nn.Module):
+    """The parameters that are gathered together, and the block that computes with them.
 
-    module: torch.nn.Module
-    which: list[int]
-    """Its parameters, but for those of units inside of it."""
+    ``fully_shard`` changes this module instead of the block: its class, hooks, and attributes. It
+    assigns whole parameters before a pass, and shards after it. `__setattr__` assigns the same to
+    the user's modules. A call of the block becomes a call of the unit.
+
+    Args:
+        block: a module of the user.
+        places: for each parameter, by its name here, the modules that have it, and its names there.
+        inner: the units of blocks inside of this one.
+    """
+
+    def __init__(
+        self,
+        block: torch.nn.Module,
+        places: Mapping[str, Sequence[tuple[torch.nn.Module, str]]],
+        inner: Sequence[_Unit],
+    ) -> None:
+        super().__init__()
+        self._places = places
+        self.inner = torch.nn.ModuleList(inner)  # where the outermost unit looks for the others
+        self.was_called = False
+        kind = type(block)
+        self._compute = functools.partial(kind.__call__, block)
+        self.release = functools.partial(setattr, block, "__class__", kind)
+
+        def call(_: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self.was_called = True
+            return self(*args, **kwargs)
+
+        members = {"__call__": call, "__deepcopy__": _refuse_copy, "__module__": kind.__module__}
+        block.__class__ = type(kind.__name__, (kind,), members)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compute(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, torch.nn.Parameter):
+            for module, name_there in self._places[name]:
+                setattr(module, name_there, value)
+
+
+def _refuse_copy(module: torch.nn.Module, memo: Any) -> NoReturn:
+    raise RuntimeError(
+        f"{type(module).__name__} is sharded and cannot be copied. Use trainer.get_model()."
+    )
 
 
 class ShardedModels:
-    """The parameters of models, each held in rows by the workers.
+    """The parameters of models. Each worker holds rows of them.
 
-    The modules stay the same objects; their parameters are others after each division.
+    Each generation replaces the parameters. The modules remain the same objects.
 
     Args:
-        models: as the user made them.
-        wrap: which modules are gathered by themselves: classes, or a predicate; None for the
-            blocks that a model has several of.
+        models: the user's models.
+        wrap: which modules to gather separately: classes, or a predicate; None for the repeated
+            blocks of a list.
         reshard_after_forward: see ``fully_shard``.
-        dtype: in which the forward and backward passes compute; None for that of the parameters.
-        device: where the parameters are gathered, and models compute.
-        offload: whether the rows of this rank, and their gradients, are on the CPU.
+        dtype: dtype of the forward and backward passes; None for that of the parameters.
+        device: where the models compute.
+        offload: whether this rank's rows and their gradients are on the CPU.
     """
 
     def __init__(
@@ -70,7 +105,7 @@ class ShardedModels:
         self.models, self.device = models, device
         self.rows_device = torch.device("cpu") if offload else device
         self._offload = OffloadPolicy()
-        if offload:  # where nothing is copied to a GPU there is no memory to pin
+        if offload:  # without a GPU there is no memory to pin
             self._offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")
         self.reshard_after_forward = reshard_after_forward
         self._policy = (
@@ -78,36 +113,33 @@ class ShardedModels:
             if dtype is None
             else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         )
-        found: dict[torch.nn.Parameter, list[tuple[torch.nn.Module, str]]] = {}
-        modules = list(dict.fromkeys(m for model in models for m in model.modules()))
-        for module in modules:
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    found.setdefault(parameter, []).append((module, name))
-        self.parameters: list[torch.nn.Parameter] = list(found)
-        self._places = list(found.values())
-        index = {id(parameter): number for number, parameter in enumerate(self.parameters)}
-        self._index = index
+        places: dict[torch.nn.Parameter, list[tuple[torch.nn.Module, str]]] = {}
+        for module in dict.fromkeys(m for model in models for m in model.modules()):
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                places.setdefault(parameter, []).append((module, name))
+        self.parameters: list[torch.nn.Parameter] = list(places)
+        self._places = list(places.values())
+        self._index = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         self.trained = [parameter.requires_grad for parameter in self.parameters]
         self.names: list[dict[str, int]] = [
             {
-                name: index[id(parameter)]
+                name: self._index[id(parameter)]
                 for name, parameter in model.named_parameters(remove_duplicate=False)
             }
             for model in models
         ]
-        self._before: list[tuple[torch.nn.Module, Any]] = []
-        self._handles: list[Any] = []
+        self._before: list[tuple[torch.nn.Module, Callable[..., None]]] = []
         self._rows_mesh: DeviceMesh | None = None
-        self._units: list[_Unit] = []
+        self._blocks: dict[torch.nn.Module, list[int]] = {}
+        """The modules that are gathered separately, inner ones first, and their parameters."""
+        self._units: dict[torch.nn.Module, _Unit] = {}
         seen: set[int] = set()
-        for module in self._divided(wrap):
-            inside = [index[id(p)] for p in module.parameters()]
-            self._units.append(_Unit(module, [each for each in inside if each not in seen]))
+        for block in self._chosen_blocks(wrap):
+            inside = [self._index[id(parameter)] for parameter in block.parameters()]
+            self._blocks[block] = [number for number in inside if number not in seen]
             seen.update(inside)
 
-    def _divided(self, wrap: Any) -> Iterator[torch.nn.Module]:
-        """Yield what is to be gathered by itself, and the models, the inner ones first."""
+    def _chosen_blocks(self, wrap: Any) -> Iterator[torch.nn.Module]:
         inside = dict.fromkeys(module for model in self.models for module in model.modules())
         if wrap is None:
             blocks = {block for model in self.models for block in repeated_blocks(model)}
@@ -128,16 +160,14 @@ class ShardedModels:
                 if name := self._shared(block):
                     raise ValueError(
                         f"register(sharding_args={{'wrap': ...}}): {type(block).__name__} shares "
-                        f"its parameter {name} with modules outside of it, which are gathered at "
-                        "another time. Leave it out of wrap."
+                        f"its parameter {name} with modules outside of it. Leave it out of wrap."
                     )
-        roots = set(self.models)
         for module in reversed(inside):
-            if module in chosen or module in roots:
+            if module in chosen or module in self.models:
                 yield module
 
     def _shared(self, block: torch.nn.Module) -> str:
-        """Return the name of a parameter that a block has together with modules outside."""
+        """Return the name of a parameter that modules outside of a block have too."""
         within, index = set(block.modules()), self._index
         for name, parameter in block.named_parameters():
             if any(module not in within for module, _ in self._places[index[id(parameter)]]):
@@ -145,69 +175,51 @@ class ShardedModels:
         return ""
 
     def shard(self) -> None:
-        """Divide over the group that there is; the rows of this rank have no content yet."""
+        """Shard the models over the current group. The rows have no content yet."""
         group = dist.group.WORLD
         assert group is not None
         mesh = DeviceMesh.from_group(group, self.device.type)
         self._rows_mesh = DeviceMesh.from_group(group, self.rows_device.type)
-        self.strip()
-        for unit in self._units:
-            for number in unit.which:
+        self.release()
+        for block, numbers in self._blocks.items():
+            names = {number: f"parameter_{number}" for number in numbers}
+            places = {name: self._places[number] for number, name in names.items()}
+            inner = [self._units[module] for module in block.modules() if module in self._units]
+            unit = self._units[block] = _Unit(block, places, inner)
+            for number, name in names.items():
                 old = self.parameters[number]
                 room = torch.empty(old.shape, dtype=old.dtype, device=self.device)
-                self._put(number, torch.nn.Parameter(room, self.trained[number]))
+                setattr(unit, name, torch.nn.Parameter(room, self.trained[number]))
             fully_shard(
-                unit.module,
+                unit,
                 mesh=mesh,
                 reshard_after_forward=self.reshard_after_forward,
                 mp_policy=self._policy,
                 offload_policy=self._offload,
             )
-            for number in unit.which:
-                module, name = self._places[number][0]
-                self.parameters[number] = module._parameters[name]  # type: ignore[assignment]
-        self._handles = [m.register_forward_pre_hook(hook) for m, hook in self._before]
+            for number, name in names.items():
+                self.parameters[number] = getattr(unit, name)
+        for model, hook in self._before:
+            self._units[model].register_forward_pre_hook(functools.partial(hook, model))
 
-    def call_before(self, model: torch.nn.Module, hook: Any) -> None:
-        """Call a hook before each forward pass of a model, as long as it is divided."""
+    def call_before(self, model: torch.nn.Module, hook: Callable[..., None]) -> None:
+        """From the next `shard` on, call a hook with the model before its forward passes."""
         self._before.append((model, hook))
-        self._handles.append(model.register_forward_pre_hook(hook))
-
-    def _put(self, number: int, parameter: torch.nn.Parameter) -> None:
-        self.parameters[number] = parameter
-        for module, name in self._places[number]:
-            module._parameters[name] = parameter
 
     def put_whole(self, values: Sequence[torch.Tensor]) -> None:
-        """Let the models have whole parameters, until `shard`."""
-        self.strip()
+        """Let the models have whole parameters until `shard`."""
+        self.release()
         for number, value in enumerate(values):
-            self._put(number, torch.nn.Parameter(value, self.trained[number]))
+            parameter = torch.nn.Parameter(value, self.trained[number])
+            self.parameters[number] = parameter
+            for module, name in self._places[number]:
+                setattr(module, name, parameter)
 
-    def strip(self) -> None:
-        """Make plain modules of the models again, whose parameters are of no use."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        for module in (module for model in self.models for module in model.modules()):
-            vars(module).pop("_is_fsdp_managed_module", None)
-            vars(module).pop("_fsdp_use_orig_params", None)
-        for unit in self._units:
-            module = unit.module
-            if not isinstance(module, FSDPModule):
-                continue
-            state = module._get_fsdp_state()
-            handles: list[Any] = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
-            for group in state._fsdp_param_groups:
-                handles += group._module_to_pre_save_state_dict_hook_handle.values()
-                handles += group._module_to_pre_load_state_dict_hook_handle.values()
-                handles += [each._post_load_hook_handle for each in group.fsdp_params]
-            for handle in handles:
-                handle.remove()
-            _module_state_mapping.pop(module, None)
-            vars(module).pop(STATE_KEY, None)
-            vars(module).pop(REGISTRY_KEY, None)
-            module.__class__ = type(module).__mro__[FSDPModule._orig_cls_mro_index]
+    def release(self) -> None:
+        """Make plain modules of the models again. Their parameters are useless."""
+        for unit in self._units.values():
+            unit.release()
+        self._units = {}
 
     def local(self, number: int) -> torch.Tensor:
         """Return this rank's rows of a parameter, in one row."""
@@ -236,41 +248,39 @@ class ShardedModels:
     def reset(self) -> None:
         """Forget a forward or backward pass that has failed."""
         for model in self.models:
-            # torch has nothing to reset, and fails, where no forward pass has begun
-            if isinstance(model, FSDPModule) and model._get_fsdp_state()._is_root is not None:
+            unit = self._units.get(model)
+            if unit is not None and unit.was_called:  # otherwise PyTorch has nothing to reset
                 with contextlib.suppress(RuntimeError):  # a work that failed in another thread
-                    model.reset_iter_state()
+                    cast(FSDPModule, unit).reset_iter_state()
 
     @contextlib.contextmanager
     def on_demand(self) -> Iterator[None]:
-        """Return a context in which ranks make different numbers of forward passes.
+        """Return a context in which ranks can make different numbers of forward passes.
 
-        Before each gathering the ranks tell each other of what, and those that are done take part
-        until all are. All ranks must enter it; gradients cannot be computed in it.
+        Before each gathering the ranks agree on the unit. Ranks without further passes take part
+        until all are done. All ranks must enter the context. It is for passes without gradients.
         """
-        units = [unit.module for unit in self._units if unit.which]
+        units: list[Any] = [unit for block, unit in self._units.items() if self._blocks[block]]
         handles = []
-        for number, module in enumerate(units):
-            assert isinstance(module, FSDPModule)
-            module.set_reshard_after_forward(True, recurse=False)
-            module.reshard()
+        for number, unit in enumerate(units):
+            unit.set_reshard_after_forward(True, recurse=False)
+            unit.reshard()
             hook = functools.partial(self._before_gathering, number)
-            handles.append(module.register_forward_pre_hook(hook, prepend=True))
+            handles.append(unit.register_forward_pre_hook(hook, prepend=True))
         try:
             yield
             while (wanted := self._say_next(None)) is not None:
-                needed: Any = units[wanted]
-                needed.unshard()
-                needed.reshard()
+                units[wanted].unshard()
+                units[wanted].reshard()
         finally:
             for handle in handles:
                 handle.remove()
             self.reset()
-            given, models = self.reshard_after_forward, set(self.models)
-            for module in units:
-                again = module not in models if given is None else given
-                cast(FSDPModule, module).set_reshard_after_forward(again, recurse=False)
-                cast(FSDPModule, module).reshard()
+            given, outermost = self.reshard_after_forward, {self._units[m] for m in self.models}
+            for unit in units:
+                again = unit not in outermost if given is None else given
+                unit.set_reshard_after_forward(again, recurse=False)
+                unit.reshard()
 
     def _before_gathering(self, number: int, *_: Any) -> None:
         self._say_next(number)
