@@ -37,7 +37,7 @@ class TorchOptions(Options):
         if self.monitor is not None and self.scheduler_step_freq != "epoch":
             raise ValueError(
                 f"TorchTrainer(monitor={self.monitor!r}, scheduler_step_freq="
-                f'{self.scheduler_step_freq!r}): monitor needs scheduler_step_freq="epoch".'
+                f'{self.scheduler_step_freq!r}): pass scheduler_step_freq="epoch" with it.'
             )
         dtypes = (None, torch.float16, torch.bfloat16)
         check_choice(self.trainer, "amp_dtype", self.amp_dtype, dtypes)

@@ -632,9 +632,3 @@ def test_a_search_for_the_rate_steps_no_scheduler_that_waits_for_a_metric(make_t
     assert len(trainer.find_learning_rate(1e-6, 1e-5, num_steps=3).rates) == 3
     assert not trainer.validation_due
     assert rate_of(trainer) == 0.01
-
-
-def test_a_manual_scheduler_that_nobody_steps_is_told(make_trainer, caplog):
-    trainer = make_trainer(Recorder, {"scheduler": flat}, scheduler_step_freq="manual")
-    trainer.fit(2)
-    assert "no scheduler was stepped" in caplog.text
