@@ -43,7 +43,7 @@ def test_without_sizes_all_batches_count_the_same(count, planned):
     assert weights == pytest.approx([1 / count] * count)
 
 
-def test_a_batch_without_a_loss_counts_for_nothing():
+def test_batch_without_a_loss_does_not_count():
     group = Group()
     group.begin(MicroBatch(0, 3, is_last=False))
     group.begin(MicroBatch(1, 3, is_last=False))
@@ -53,7 +53,7 @@ def test_a_batch_without_a_loss_counts_for_nothing():
     assert group.weigh(4) == (1.5, 0.5)
 
 
-def test_sizes_for_some_batches_of_a_group_alone_are_refused():
+def test_sizes_for_some_batches_of_a_group_are_an_error():
     for first, second in ((None, 3), (3, None)):
         group = Group()
         group.begin(MicroBatch(0, 2, is_last=False))
@@ -63,7 +63,7 @@ def test_sizes_for_some_batches_of_a_group_alone_are_refused():
             group.weigh(second)
 
 
-def test_two_sizes_of_one_batch_are_refused():
+def test_two_sizes_of_one_batch_are_an_error():
     group = Group()
     group.weigh(3)
     group.weigh(None)
@@ -72,17 +72,17 @@ def test_two_sizes_of_one_batch_are_refused():
 
 
 @pytest.mark.parametrize("count", ["3", True, [1], 1j])
-def test_a_number_of_samples_is_a_number(count):
+def test_number_of_samples_must_be_a_number(count):
     with pytest.raises(TypeError, match=r"num_samples=.*must be a number"):
         as_count(count)
 
 
 @pytest.mark.parametrize("count", [-1, math.inf, math.nan])
-def test_a_number_of_samples_is_not_negative_and_finite(count):
+def test_number_of_samples_must_be_finite_and_not_negative(count):
     with pytest.raises(ValueError, match=r"num_samples=.*must be at least 0 and finite"):
         as_count(count)
 
 
 @pytest.mark.parametrize("count", [0, 2, 0.5, torch.tensor(3), torch.tensor([1.5])])
-def test_a_number_of_samples_may_be_0_or_a_tensor_of_one_element(count):
+def test_number_of_samples_may_be_0_or_a_tensor(count):
     assert as_count(count) == float(count)

@@ -140,7 +140,7 @@ class Remembering(Compiled):
 
 
 @pytest.mark.parametrize("regional", [False, True])
-def test_a_warm_up_compiles_the_first_batch_and_changes_nothing_else(regional):
+def test_warm_up_compiles_and_changes_nothing_else(regional):
     config = {"make": Noisy, "compile": {"backend": count, "regional": regional}}
     learnt = []
     for warms_up in (False, True):

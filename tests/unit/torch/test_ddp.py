@@ -436,7 +436,7 @@ class Nested(torch.nn.Module):
         lambda m: [name for name, _ in torch.nn.ModuleDict({"a": m}).named_parameters()],
     ],
 )
-def test_a_wrapper_has_the_names_of_its_module(process_group, names):
+def test_wrapper_has_the_names_of_its_module(process_group, names):
     model = Nested()
     assert names(ddp.ReplicatedModel(model)) == names(model)
 
@@ -451,7 +451,7 @@ def test_wrapper_loads_the_state_of_its_module(process_group, place):
         assert torch.equal(target.state_dict()[name], value)
 
 
-def test_a_module_of_the_name_module_keeps_its_name(process_group):
+def test_submodule_named_module_keeps_its_name(process_group):
     class Outer(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -462,7 +462,7 @@ def test_a_module_of_the_name_module_keeps_its_name(process_group):
     assert torch.equal(target.module.weight, source.module.weight)
 
 
-def test_a_wrapper_and_its_module_have_one_mode_and_one_type(process_group):
+def test_wrapper_has_the_mode_and_dtype_of_its_module(process_group):
     model = Nested()
     wrapped = ddp.ReplicatedModel(model)
     assert wrapped.eval() is wrapped
@@ -478,7 +478,7 @@ def test_a_wrapper_and_its_module_have_one_mode_and_one_type(process_group):
     }
 
 
-def test_parts_that_are_added_to_a_wrapper_are_added_to_its_module(process_group):
+def test_modules_added_to_a_wrapper_go_to_its_module(process_group):
     model = Nested()
     wrapped = ddp.ReplicatedModel(model)
     wrapped.head = torch.nn.Linear(2, 1)
@@ -486,7 +486,7 @@ def test_parts_that_are_added_to_a_wrapper_are_added_to_its_module(process_group
     assert {"head.weight", "seen"} <= {*model.state_dict()} == {*wrapped.state_dict()}
 
 
-def test_a_wrapper_has_the_items_of_its_module(process_group):
+def test_wrapper_has_the_items_of_its_module(process_group):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
     wrapped = ddp.wrapped(model, torch.device("cpu"), {})
     assert (len(wrapped), [*wrapped], wrapped[0]) == (2, [*model], model[0])

@@ -87,5 +87,5 @@ NOTHING_ON_RANK_0 = [NOTHING] * 3 + [[1, 2]] * 9
 @example(Case(SEVERAL, num_workers=3, accumulation=2, num_parts=2, sharding="full"))
 @example(Case(SEVERAL, num_workers=2, accumulation=3, num_losses=2, sharding="optimizer"))
 @example(Case(SEVERAL, num_workers=2, accumulation=2, max_grad_norm=0.05))
-def test_an_update_is_that_of_one_process_over_all_items(workers, case):
+def test_update_equals_that_of_one_process(workers, case):
     check(case, workers(case))

@@ -191,7 +191,7 @@ def test_samples_come_from_the_sampler(name):
 
 
 @pytest.mark.parametrize("name", sorted(KEEPS_ITS_ORDER))
-def test_a_loader_that_does_not_shuffle_keeps_its_order(name):
+def test_loader_without_shuffle_keeps_its_order(name):
     loader = DataLoader(tensors(), batch_size=3, **SAMPLERS[name](tensors()))
     assert indices(wrap(loader).batches(4, 0)) == indices(loader)
 
@@ -605,7 +605,7 @@ def test_attributes_of_the_users_loader_can_be_read():
 
 
 @pytest.mark.parametrize("make_data", [tensors, Numbers])
-def test_a_source_can_be_pickled(make_data):
+def test_source_can_be_pickled(make_data):
     source = wrap(DataLoader(make_data(), batch_size=3, shuffle=True))
     twin = pickle.loads(pickle.dumps(source))
     assert indices(twin.batches(2, 0)) == indices(source.batches(2, 0))
@@ -968,7 +968,7 @@ def test_items_are_joined_column_by_column():
     assert [batch[1].tolist() for batch in batches] == [[0, 1], [2, 3], [4]]
 
 
-def test_each_item_goes_to_one_worker_and_is_downloaded_once():
+def test_each_item_is_downloaded_by_one_worker():
     downloads = []
 
     def download(item):

@@ -71,7 +71,7 @@ def trained(config, calls=(None,), operator_cls=Accumulating, **arguments):
     num_samples=st.integers(1, 60),
     num_epochs=st.integers(1, 2),
 )
-def test_a_group_of_batches_is_one_large_batch(steps, batch_size, num_samples, num_epochs):
+def test_accumulated_batches_equal_one_large_batch(steps, batch_size, num_samples, num_epochs):
     """Remainders in the last batch and in the last group included."""
     small = {"steps": steps, "batch_size": batch_size, "num_samples": num_samples}
     large = {"batch_size": batch_size * steps, "num_samples": num_samples}
@@ -137,7 +137,7 @@ def no_gradients(trainer):
     return all(p.grad is None for p in trainer.get_local_operator().model.parameters())
 
 
-def test_a_scheduler_that_steps_with_the_batch_steps_with_the_update():
+def test_batch_scheduler_steps_with_the_update():
     class Scheduled(Accumulating):
         def register(self, *, optimizers, **given):
             scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizers, 0.5)
@@ -154,7 +154,7 @@ def test_a_scheduler_that_steps_with_the_batch_steps_with_the_update():
         assert trainer.get_local_operator().scheduler.last_epoch == 4
 
 
-def test_without_a_trainer_each_batch_is_a_group_of_its_own():
+def test_each_batch_is_a_group_without_a_trainer():
     operator = run_operator(Accumulating, {"steps": 4})
     plain = run_operator(Accumulating)
     for size in (4, 3, 1):
@@ -260,7 +260,7 @@ def test_gradients_are_clipped_by_their_real_norm(precision, steps):
     assert norms == pytest.approx([0.01] * (6 // steps), rel=1e-3)
 
 
-def test_what_is_below_the_norm_is_left_alone():
+def test_small_gradients_are_not_clipped():
     config = {"num_samples": 24, "batch_size": 4}
     clipped, _ = trained({**config, "clip": 1e6})
     assert torch.equal(clipped, trained(config)[0])
@@ -638,7 +638,7 @@ def test_step_that_bypasses_the_helpers_is_an_error(function, config, precision,
 
 
 @pytest.mark.parametrize("function", [by_hand, half_by_hand, zeroing, twice, without_step])
-def test_without_scaler_accumulation_and_clipping_any_mixture_works(function):
+def test_loops_may_mix_helpers_without_scaler_and_accumulation(function):
     config = {"num_samples": 16, "batch_size": 4}
     with local(with_train_batch(function), config) as trainer:
         before = parameters(trainer.get_local_operator()).clone()

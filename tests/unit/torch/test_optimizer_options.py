@@ -74,7 +74,7 @@ def test_only_options_that_the_configs_set_differently_change():
     assert heir.optimizer.param_groups[0]["eps"] == EPS
 
 
-def test_a_flag_and_an_option_that_was_zero_take_the_new_value():
+def test_flags_and_zero_options_take_the_new_value():
     donor, heir = tuned(lr=0.1, decay=0.0), tuned(lr=0.1, decay=0.2)
     donor.optimizer.param_groups[0]["weight_decay"] = 0.7
     assert moved_to(donor, heir).optimizer.param_groups[0]["weight_decay"] == 0.2

@@ -282,7 +282,7 @@ class Holding(Classifier):
         return super().train_batch(batch, batch_info)
 
 
-def test_a_failed_step_holds_no_memory_during_the_retry(caplog):
+def test_retry_frees_the_memory_of_the_failed_step(caplog):
     """Also if a log handler keeps its records, as caplog does."""
     with local(Holding, {"batch_size": 32}) as trainer:
         trainer.train()
@@ -292,7 +292,7 @@ def test_a_failed_step_holds_no_memory_during_the_retry(caplog):
         assert not any(operator.noted)
 
 
-def test_a_split_is_saved(tmp_path):
+def test_split_is_saved(tmp_path):
     with local(config={"faults": {1: "forward"}}) as trainer:
         trainer.train(num_steps=3)
         trainer.save(tmp_path / "state.pt")
@@ -334,7 +334,7 @@ def notes_of(error):
     return "\n".join(getattr(error, "__notes__", []))
 
 
-def test_a_batch_of_one_sample_raises_the_error():
+def test_batch_of_one_sample_raises_the_error():
     with local(config={"room": 0}) as trainer:
         with pytest.raises(torch.OutOfMemoryError) as caught:
             trainer.train()
@@ -387,7 +387,7 @@ def test_own_loop_or_step_raises_the_error():
             assert reason in notes_of(caught.value)
 
 
-def test_the_switch_and_other_errors():
+def test_split_on_oom_false_and_other_errors():
     with local(config={"room": 4}, split_on_oom=False) as trainer:
         with pytest.raises(torch.OutOfMemoryError) as caught:
             trainer.train()
@@ -424,7 +424,7 @@ class PartlyUpdated(Classifier):
         return super().register(**{**given, "optimizers": optimizer})
 
 
-def test_an_optimizer_that_raises_within_its_step_leaves_a_partial_state():
+def test_optimizer_that_raises_leaves_a_partial_state():
     with local(PartlyUpdated) as trainer:
         state = trainer.state_dict()
         with pytest.raises(MemoryError) as caught:

@@ -165,7 +165,7 @@ def counted(function, calls):
 
 
 @pytest.mark.parametrize("overflow", [False, True])
-def test_an_optimizer_may_step_several_times_while_another_holds_gradients(overflow):
+def test_optimizer_may_step_several_times_before_another(overflow):
     native = create_precision(True, CPU, torch.float16)
     (first, second), optimizers = one_layer(native, 2)
     native.backward(second(torch.ones(1, 1)).sum(), True)
@@ -277,7 +277,7 @@ def test_skipped_steps_are_summed_over_a_call_and_over_its_epochs(make_trainer):
 
 
 @pytest.mark.parametrize("arguments", [{}, {"use_fp16": True, "amp_dtype": torch.bfloat16}])
-def test_without_a_scaler_nothing_is_counted_as_skipped(make_trainer, arguments):
+def test_no_skipped_steps_without_scaler(make_trainer, arguments):
     assert "num_skipped_steps" not in make_trainer(**arguments).train()
 
 

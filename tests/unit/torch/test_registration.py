@@ -48,7 +48,7 @@ def test_register_returns_single_objects():
     assert (train_state.models, train_state.optimizers) == ([model], [optimizer])
 
 
-def test_an_iterable_model_is_one_model():
+def test_iterable_model_is_one_model():
     model = torch.nn.Sequential(linear(), linear())
     train_state = make_registration()
     assert register(train_state, model, sgd(model))[0] is model

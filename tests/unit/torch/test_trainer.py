@@ -63,7 +63,7 @@ def test_error_at_the_start_reaches_the_caller(part):
         make(**arguments[part])
 
 
-def test_the_config_is_never_changed(make_trainer):
+def test_config_is_never_changed(make_trainer):
     class Changing(Classifier):
         def setup(self, config):
             super().setup(config)

@@ -24,7 +24,7 @@ print("good")
 """
 
 
-def test_a_graph_of_a_failed_step_that_is_still_held_exchanges_nothing(monkeypatch):
+def test_graph_of_a_failed_step_exchanges_nothing(monkeypatch):
     """An exception's traceback may hold it; its hooks would take the names of the new ones."""
     import_horovod("horovod.torch")
     # where Horovod cannot grow, one alone exchanges nothing

@@ -138,7 +138,7 @@ def test_module_trains_like_a_plain_loop(tmp_path):
     assert trainer.get_local_operator().module.loaded > 0
 
 
-def test_an_operator_of_a_module_may_count_items():
+def test_num_items_of_an_operator_of_a_module():
     class Counting(TrainingOperator.from_ptl(Line)):
         def num_items(self, batch):
             return (batch[1] > 0).sum()
@@ -276,7 +276,7 @@ def two_by_hand(batches):
     return model
 
 
-def test_a_module_may_step_several_optimizers_itself():
+def test_manual_optimization_of_several_optimizers():
     trainer = start(Two, frequency="manual", data_creator=lambda config: (loader(),))
     assert trainer.train()["num_samples"] == 40
     for own, plain in zip(
@@ -341,7 +341,7 @@ print("good")
 
 
 @pytest.mark.slow("two processes import Lightning")
-def test_workers_average_the_gradients_of_both_kinds_of_optimization():
+def test_workers_average_gradients_in_both_kinds_of_optimization():
     run_ranks(RANKS_OF_TWO, 2)
 
 
