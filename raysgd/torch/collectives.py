@@ -78,12 +78,9 @@ def mean(value: float, device: torch.device) -> float:
 
 
 def broadcast(tensor: torch.Tensor, source: int, to: Sequence[int] | None = None) -> None:
-    """Overwrite `tensor`, which must be contiguous, with that of rank `source`.
+    """Overwrite a contiguous tensor with that of rank `source`.
 
-    Args:
-        tensor: has the same size on all ranks.
-        source: rank that has the content.
-        to: ranks that receive one after another; other ranks need not call this. None for all.
+    If `to` is given, only these ranks receive it, and only they and `source` call this.
     """
     hvd = _horovod()
     content = tensor.view(-1).view(torch.uint8)  # gloo, NCCL and Horovod each lack some types
@@ -120,13 +117,7 @@ def broadcast_object(thing: Any, source: int, to: Sequence[int] | None = None) -
 def broadcast_tensors(
     tensors: Sequence[torch.Tensor], source: int, to: Sequence[int] | None = None
 ) -> None:
-    """Overwrite `tensors` with those of rank `source`, grouped by dtype and device.
-
-    Args:
-        tensors: have the same sizes on all ranks.
-        source: rank that has the content.
-        to: the other ranks that take part; None for all.
-    """
+    """Overwrite `tensors` with those of rank `source`, grouped by dtype and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
@@ -165,13 +156,7 @@ def broadcast_state(
     """Return rank `source`'s state on every rank: nested dicts, lists and tuples with tensors.
 
     Only rank `source` calls `make_state`. The structure is pickled, and the tensors are broadcast.
-    Tensors arrive on the same kind of device.
-
-    Args:
-        make_state: returns the state.
-        source: rank that has the state.
-        device: device of this rank.
-        to: the other ranks that take part; None for all.
+    Tensors arrive on the same kind of device, `device` or the CPU.
     """
     tensors: list[torch.Tensor] = []
 
@@ -200,9 +185,8 @@ def broadcast_state(
 def fingerprint(state: Any) -> bytes:
     """Return a digest of nested dicts, lists and tuples with tensors, to compare ranks.
 
-    It includes the sum and the exclusive or of the 64-bit words of each tensor, computed on the
-    tensor's device. Swapped words are not detected, but training does not swap any. A state that
-    cannot be pickled gets a random digest.
+    For each tensor it has the sum and the hash of its 64-bit words, computed on its device. A state
+    that cannot be pickled gets a random digest.
     """
 
     def summary(leaf: Any) -> Any:

@@ -188,8 +188,7 @@ def _check_no_gradient(optimizer: torch.optim.Optimizer, model: ReplicatedModel)
 def only_running_statistics(model: torch.nn.Module) -> bool:
     """Return whether all buffers of `model` are running statistics of batch normalization.
 
-    Training does not read these, so ranks may differ during a call. All ranks get those of rank 0
-    when the call ends. This saves a broadcast in each forward pass.
+    Ranks may differ in these until a call ends, which saves a broadcast in each forward pass.
     """
     return all(
         isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm)
@@ -290,10 +289,7 @@ def averaged_parameters(
 ) -> dict[str, bool]:
     """Return whether a wrapper averages the gradients of each parameter, by name.
 
-    Args:
-        model: the wrapper at the end of `setup`, which is the same on replacement workers.
-        required: whether each parameter required gradients when the model was wrapped; None for the
-            current values.
+    Call it at the end of `setup`. `required` is `required_gradients` before the model was wrapped.
     """
     required = required_gradients(model.module) if required is None else required
     averaged = [name for name, is_set in required.items() if is_set]

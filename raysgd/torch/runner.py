@@ -82,37 +82,26 @@ class TorchRunner(OperatorRunner):
         return super().handle_own(request)
 
     def save_tensors(self, folder: str) -> tuple[dict[str, Any], str] | None:
-        """Write the tensors of the state into a file, each worker its part.
-
-        Returns:
-            On rank 0 the rest of the state, and the hash of the file.
-        """
         state = map_leaves(self.state_dict(), lambda leaf: leaf)
         found = write_state(self._train_state, state, folder)
         return (state, found) if self._train_state.context.world_rank == 0 else None
 
     def save_weights(self, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, str]] | None:
-        """Write the parameters of divided models into a file, each worker its part.
-
-        Returns:
-            On rank 0 what else the models' states have, and other names of parameters.
-        """
         rest, other_names = write_weights(self._train_state, folder)
         is_first = self._train_state.context.world_rank == 0
         return (self._train_state.to_cpu(rest), other_names) if is_first else None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # a snapshot has what each worker held
         given = with_tensors(gather_state(state), copy=not self._train_state.sharded)
         super().load_state_dict(given)
 
     def update_schedulers(self, call: int, metric: float) -> None:
         loop = self._running
         if loop.scheduled == call:
-            return  # by the worker whose state this one has taken since
+            return  # the loaded state has the step already
         self._train_state.schedules.step_with(metric)
         loop.scheduled = call
-        loop.snapshots.clear()  # what it holds is from before
+        loop.snapshots.clear()
         loop.snapshots.maybe_take(loop.state_with_call)
 
     def models(self) -> Any:

@@ -30,15 +30,10 @@ __all__ = ["with_tensors", "write", "write_state", "write_weights"]
 
 
 def write_state(train_state: TorchTrainState, state: dict[str, Any], folder: str) -> str:
-    """Move the tensors of this worker's state to a file.
-
-    Returns:
-        The hash of the file on rank 0; an empty text on other ranks.
-    """
+    """Move the tensors of this worker's state to a file. Rank 0 returns its hash."""
     if train_state.sharding != "full":
         raise ValueError(
-            'save(sharded=True) is for models that are divided, by register(sharding="full"). '
-            "Leave sharded out."
+            'save(sharded=True) needs models with register(sharding="full"). Leave sharded out.'
         )
     full = train_state.feature("FullyShardedModel")
     if full is None:
@@ -58,8 +53,8 @@ def write_weights(
     """Write the parameters of the sharded models to a file.
 
     Returns:
-        The other values of the models' states. In addition, for each parameter name that is not in
-        the file, the name of the same parameter in the file.
+        The other values of the models' states, and the name in the file of each tied parameter
+        that has other names.
     """
     full, count = train_state.feature("FullyShardedModel"), len(train_state.given_models)
     prefixes = [""] if count == 1 else [f"{index}." for index in range(count)]
@@ -86,15 +81,7 @@ _SHARE = (
 
 
 def write(tensors: Mapping[str, Any], folder: str) -> None:
-    """Write tensors, or rows of `DTensor`, into one file. All ranks must call this.
-
-    Args:
-        tensors: tensors by their names in the file.
-        folder: folder to create. It must not exist on any host.
-
-    Raises:
-        CheckpointError: if writing fails.
-    """
+    """Write tensors, or rows of `DTensor`, into one file in a new folder. All ranks call this."""
     path = Path(folder)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     with _reporting(folder):
@@ -116,11 +103,6 @@ def write(tensors: Mapping[str, Any], folder: str) -> None:
 
 
 def _hash_in(folder: str) -> str:
-    """Return the hash of the file in a folder on rank 0, and an empty text on other ranks.
-
-    Raises:
-        CheckpointError: if reading fails.
-    """
     if dist.is_initialized() and dist.get_rank() != 0:
         return ""
     with _reporting(folder), (Path(folder) / TENSORS_FILE).open("rb") as file:
