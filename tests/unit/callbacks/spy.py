@@ -1,6 +1,28 @@
-"""A callback that writes down how it is called, and fails where a test wants it to."""
+"""Callbacks for tests: they record their calls, fail, or add metrics."""
 
 from raysgd.callbacks import Callback
+
+
+def failing_at(step):
+    """Return a function for ``Recorder.fail`` that raises at a step."""
+
+    def fail(batch_info, when):
+        if batch_info["global_step"] == step:
+            raise ValueError("bad batch")
+
+    return fail
+
+
+class Scripted(Callback):
+    """Adds a metric ``score`` to validations, one value per epoch."""
+
+    stage = -1
+
+    def __init__(self, values):
+        self._values = values
+
+    def on_validation_end(self, trainer, metrics):
+        metrics["score"] = self._values[trainer.epoch - 1]
 
 
 class Spy(Callback):

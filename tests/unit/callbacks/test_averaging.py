@@ -110,8 +110,6 @@ def test_a_run_that_is_cut_off_goes_on_with_its_averages(make_trainer, tmp_path)
     "change",
     [
         lambda averages: averages.update(decay=3),
-        lambda averages: averages.update(count=-1),
-        lambda averages: averages.update(models=[]),
         lambda averages: averages["models"][0].popitem(),
     ],
 )

@@ -12,17 +12,8 @@ from hypothesis import strategies as st
 from raysgd.callbacks import Callback
 from raysgd.elastic.machine import Closed
 from raysgd.errors import CallbackError, CheckpointError
-from tests.unit.callbacks.spy import Late, Spy, Unloadable
+from tests.unit.callbacks.spy import Late, Spy, Unloadable, failing_at
 from tests.unit.recorder import Recorder, Streaming
-
-
-def failing_at(step):
-    def fail(batch_info, when):
-        if batch_info["global_step"] == step:
-            raise ValueError("bad batch")
-
-    return fail
-
 
 # ---- plain calls
 

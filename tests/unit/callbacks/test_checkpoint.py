@@ -9,6 +9,7 @@ from raysgd.callbacks import Callback, CheckpointCallback, EarlyStopping, Learni
 from raysgd.checkpoint import read_manifest
 from raysgd.errors import CallbackError, CheckpointError
 from tests.operators import Classifier
+from tests.unit.callbacks.spy import Scripted
 from tests.unit.recorder import Recorder
 
 
@@ -22,16 +23,6 @@ def steps(folder):
 
 def weights(trainer):
     return trainer.get_local_operator().model.state_dict()
-
-
-class Scripted(Callback):
-    stage = -1
-
-    def __init__(self, values):
-        self._values = values
-
-    def on_validation_end(self, trainer, metrics):
-        metrics["score"] = self._values[trainer.epoch - 1]
 
 
 def test_each_epoch_is_saved_and_the_newest_are_kept(make_trainer, tmp_path):

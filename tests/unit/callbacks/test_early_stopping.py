@@ -4,21 +4,9 @@ import pytest
 
 from raysgd.callbacks import Callback, EarlyStopping
 from raysgd.errors import CallbackError
+from tests.unit.callbacks.spy import Scripted
 
 NAN = float("nan")
-
-
-class Scripted(Callback):
-    """Adds the values of a script, one a validation."""
-
-    stage = -1
-
-    def __init__(self, values, name="score"):
-        self._values = list(values)
-        self._name = name
-
-    def on_validation_end(self, trainer, metrics):
-        metrics[self._name] = self._values[trainer.epoch - 1]
 
 
 @pytest.mark.parametrize(

