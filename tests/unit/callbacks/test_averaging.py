@@ -63,7 +63,7 @@ def test_the_average_is_that_of_torch_and_is_what_is_validated(make_trainer, ave
     assert torch.equal(weights(operator.model), trained), "training goes on with the weights"
 
 
-def test_nothing_stands_in_before_there_is_an_average(make_trainer):
+def test_weights_are_validated_before_there_is_an_average(make_trainer):
     plain = make_trainer(Recorder, CONFIG).fit(3)
     averaged = make_trainer(Recorder, CONFIG, callbacks=[SWA(2)]).fit(3)
     losses = [[entry["val_loss"] for entry in history] for history in (plain, averaged)]
@@ -88,7 +88,7 @@ def test_a_validation_that_fails_gives_the_weights_back(make_trainer):
     assert torch.equal(weights(operator.model), before)
 
 
-def test_a_run_that_is_cut_off_goes_on_with_its_averages(make_trainer, tmp_path):
+def test_interrupted_run_resumes_with_its_averages(make_trainer, tmp_path):
     """Also one that is loaded before its callback starts; what has none begins anew."""
     whole = make_trainer(Recorder, CONFIG, callbacks=[EMA(0.9)])
     expected = whole.fit(3)

@@ -80,9 +80,7 @@ OPERATIONS = st.lists(
 
 
 @given(operations=OPERATIONS, pause_every=st.sampled_from([None, 2, 5, 7]))
-def test_the_order_of_calls_follows_the_rules_whatever_is_called(
-    make_trainer, operations, pause_every
-):
+def test_hooks_follow_the_documented_order_for_random_calls(make_trainer, operations, pause_every):
     """Starts and ends alternate, and between them each call is told of, once."""
     calls = []
     spies = [Spy("one", calls, pause_every=pause_every), Spy("two", calls)]
@@ -155,7 +153,7 @@ def test_a_pause_changes_nothing_but_the_time(make_trainer, operator_cls, every)
 
 
 @pytest.mark.parametrize("method", ["train", "validate", "load_state_dict", "fit"])
-def test_what_moves_the_state_is_refused_in_a_pause(make_trainer, method):
+def test_calls_that_change_the_state_raise_in_a_pause(make_trainer, method):
     class Moving(Spy):
         def on_pause(self, trainer):
             arguments = {"load_state_dict": [{}], "fit": [1]}.get(method, [])
@@ -168,7 +166,7 @@ def test_what_moves_the_state_is_refused_in_a_pause(make_trainer, method):
     assert trainer.global_step == 5
 
 
-def test_a_pause_that_is_not_ahead_is_an_error_and_no_endless_loop(make_trainer):
+def test_next_pause_must_be_above_the_current_step(make_trainer):
     class Stuck(Callback):
         def next_pause(self, global_step):
             return global_step
@@ -210,7 +208,7 @@ def test_a_callback_of_fit_sees_the_events_of_that_fit(make_trainer):
     assert [detail for _, hook, detail in spy.calls if hook == "on_event"] == ["resumed"]
 
 
-def test_events_between_two_runs_are_told_too_and_once(make_trainer, tmp_path):
+def test_events_between_two_runs_arrive_once(make_trainer, tmp_path):
     spy = Spy()
     trainer = make_trainer(callbacks=[spy], logdir=tmp_path)
     trainer.fit(1)
@@ -223,7 +221,7 @@ def test_events_between_two_runs_are_told_too_and_once(make_trainer, tmp_path):
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == len(told)
 
 
-def test_the_workers_cannot_be_called_in_the_midst_of_a_call(make_trainer, tmp_path):
+def test_on_event_cannot_call_workers(make_trainer, tmp_path):
     class Saving(Callback):
         def on_event(self, trainer, event):
             trainer.save(tmp_path / "state.pt")
@@ -239,7 +237,7 @@ def test_the_workers_cannot_be_called_in_the_midst_of_a_call(make_trainer, tmp_p
 
 
 @pytest.mark.parametrize("hook", ["on_epoch_end", "on_event", "on_pause"])
-def test_an_exception_names_the_callback_and_spoils_nothing(make_trainer, caplog, hook):
+def test_error_names_the_callback_and_no_step_is_lost(make_trainer, caplog, hook):
     calls = []
     spies = [
         Spy("bad", calls, fail_in=[hook], pause_every=3),
@@ -314,7 +312,7 @@ def test_an_error_in_the_end_is_raised_when_the_workers_are_gone(make_trainer):
     trainer.shutdown()
 
 
-def test_what_a_service_says_is_repeated_without_passwords(make_trainer, caplog):
+def test_passwords_in_errors_of_services_are_hidden(make_trainer, caplog):
     class Failing(Callback):
         def on_epoch_end(self, trainer, metrics):
             raise OSError("403: https://me:secret@host/x?sig=secret")
@@ -400,11 +398,12 @@ def test_the_state_of_callbacks_survives_a_file(make_trainer, tmp_path):
     assert [spy.loaded for spy in others] == [[{"best": 0.5}], [{"best": 0.25}], [], []]
 
 
-def test_a_state_that_nobody_claims_waits_for_who_does(make_trainer):
+def test_state_of_a_missing_callback_waits_for_a_later_fit(make_trainer):
     state = make_trainer(callbacks=[Spy(state={"best": 0.5})]).state_dict()
     trainer = make_trainer()
     trainer.load_state_dict(state)
     assert trainer.state_dict()["callbacks"] == {"Spy": {"best": 0.5}}
+    trainer.fit(1, callbacks=[Late()])
     spy = Spy(state={"best": 0.1})
     trainer.fit(1, callbacks=[spy])
     assert spy.loaded == [{"best": 0.5}]
@@ -451,7 +450,7 @@ def test_callbacks_take_nothing_of_a_state_that_the_workers_refuse(make_trainer)
     assert spy.loaded == [{"best": 2}, {"best": 9}]
 
 
-def test_states_wait_on_where_one_of_a_fit_cannot_load(make_trainer):
+def test_states_continue_to_wait_if_one_cannot_load(make_trainer):
     """Whether it is the same callbacks that come again, or others."""
     saved = {"Unloadable": {"best": 1}, "Spy": {"best": 2}}
     trainer = make_trainer()
@@ -486,7 +485,7 @@ def test_callbacks_do_not_keep_a_trainer_alive(make_trainer):
     assert isinstance(controller.state, Closed)
 
 
-def test_where_workers_are_to_go_and_nobody_takes_over_those_that_save_pause_at_once(make_trainer):
+def test_callbacks_that_save_pause_immediately_before_workers_are_taken_away(make_trainer):
     saving, other = Spy("saving", pause_every=30), Spy("other", pause_every=30)
     saving.saves_state = True
     trainer = make_trainer(callbacks=[saving, other])

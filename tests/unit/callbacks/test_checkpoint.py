@@ -35,7 +35,7 @@ def test_each_epoch_is_saved_and_the_newest_are_kept(make_trainer, tmp_path):
     assert manifest.metrics["train_loss"] == history[-1]["train_loss"]
 
 
-def test_a_run_that_was_cut_off_goes_on_with_the_next_sample(make_trainer, tmp_path):
+def test_interrupted_run_resumes_with_the_next_sample(make_trainer, tmp_path):
     """In mid-epoch, and to the same bits as one that was not."""
     config = {"shuffle": True, "dropout": 0.5}
     whole = make_trainer(Recorder, config)
@@ -90,7 +90,7 @@ class Reading(Callback):
         assert trainer.latest_metrics["val_loss"] == metrics["val_loss"]
 
 
-def test_a_run_that_is_cut_off_again_and_again_misses_no_validation(make_trainer, tmp_path):
+def test_run_that_is_interrupted_repeatedly_misses_no_validation(make_trainer, tmp_path):
     """It stops early where it would have, and trains no more when it is started once again."""
 
     def run(*more):
@@ -111,7 +111,7 @@ def test_a_run_that_is_cut_off_again_and_again_misses_no_validation(make_trainer
         assert "score has not improved for 3 values" in history.stop_reason
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_named(make_trainer, tmp_path, caplog):
+def test_damaged_checkpoint_is_skipped_and_named(make_trainer, tmp_path, caplog):
     make_trainer(callbacks=[CheckpointCallback(tmp_path)]).fit(2)
     newest = tmp_path / names(tmp_path)[-1]
     newest.write_bytes(newest.read_bytes()[:-100])
@@ -124,14 +124,14 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(make_trainer, tmp_path, c
     assert "epoch 1, step 5" in caplog.text
 
 
-def test_a_finished_run_that_is_started_again_trains_no_more(make_trainer, tmp_path):
+def test_complete_run_does_not_train_again(make_trainer, tmp_path):
     for expected in (2, 0):
         trainer = make_trainer(callbacks=[CheckpointCallback(tmp_path)])
         assert len(trainer.fit(2)) == expected
         assert trainer.global_step == 10
 
 
-def test_a_trainer_that_has_trained_is_left_as_it_is(make_trainer, tmp_path):
+def test_trainer_that_has_trained_does_not_resume(make_trainer, tmp_path):
     make_trainer(callbacks=[CheckpointCallback(tmp_path)]).fit(3)
     trainer = make_trainer()
     trainer.train(num_steps=2)
@@ -206,7 +206,7 @@ def test_an_exception_saves_the_last_good_step_and_never_nan(make_trainer, tmp_p
 
 @pytest.mark.parametrize("ends", [[6], [1, 2, 3, 4, 5, 6]], ids=["in one go", "restarted"])
 @pytest.mark.parametrize(("keep", "kept"), [(1, [10, 30]), (2, [10, 20, 30])])
-def test_of_a_metric_that_both_have_that_of_validation_rates(
+def test_validation_rates_checkpoints_if_training_has_the_same_metric(
     make_trainer, tmp_path, keep, kept, ends
 ):
     """Training has much better values, and they do not count."""
@@ -234,7 +234,7 @@ def test_a_metric_that_is_not_there_is_an_error(make_trainer, tmp_path):
     assert "val_accuracy" in str(caught.value.__cause__)
 
 
-def test_a_metric_that_never_comes_is_pointed_out(make_trainer, tmp_path, caplog):
+def test_missing_metric_is_warned_of_in_plain_calls(make_trainer, tmp_path, caplog):
     trainer = make_trainer(callbacks=[CheckpointCallback(tmp_path, monitor="val_loss")])
     for _ in range(3):
         trainer.train()
@@ -242,14 +242,14 @@ def test_a_metric_that_never_comes_is_pointed_out(make_trainer, tmp_path, caplog
 
 
 @pytest.mark.parametrize("num_calls", [1, 5])
-def test_plain_calls_are_saved_in_mid_epoch_too(make_trainer, tmp_path, num_calls):
+def test_plain_calls_are_saved_within_an_epoch(make_trainer, tmp_path, num_calls):
     trainer = make_trainer(callbacks=[CheckpointCallback(tmp_path, every=2, keep=None)])
     for _ in range(num_calls):
         trainer.train(num_steps=5 // num_calls)
     assert steps(tmp_path) == [2, 4]
 
 
-def test_writing_behind_is_done_when_training_ends(make_trainer, tmp_path):
+def test_background_writes_are_complete_when_training_ends(make_trainer, tmp_path):
     saving = CheckpointCallback(tmp_path, every=2, keep=None, blocking=False)
     trainer = make_trainer(callbacks=[saving])
     trainer.fit(2)
@@ -261,7 +261,7 @@ def test_writing_behind_is_done_when_training_ends(make_trainer, tmp_path):
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_a_save_that_fails_is_told_and_training_can_go_on(make_trainer, tmp_path, blocking):
+def test_failing_save_raises_and_training_can_continue(make_trainer, tmp_path, blocking):
     folder = tmp_path / "checkpoints"
     folder.write_text("in the way")
     trainer = make_trainer(callbacks=[CheckpointCallback(folder, blocking=blocking, resume=False)])
@@ -292,7 +292,7 @@ class Wider(Classifier):
         self.register_data(train_loader=[], validation_loader=[])
 
 
-def test_a_checkpoint_of_another_model_is_named_with_what_to_do(make_trainer, tmp_path):
+def test_checkpoint_of_another_model_is_an_error_with_advice(make_trainer, tmp_path):
     make_trainer(callbacks=[CheckpointCallback(tmp_path)]).fit(1)
     trainer = make_trainer(Wider, callbacks=[CheckpointCallback(tmp_path, job="Classifier")])
     with pytest.raises(CallbackError, match="on_train_start") as caught:
@@ -307,6 +307,6 @@ def test_a_checkpoint_of_another_model_is_named_with_what_to_do(make_trainer, tm
 @pytest.mark.parametrize(
     "arguments", [{"every": 0}, {"every": "step"}, {"every": True}, {"keep": 0}, {"mode": "low"}]
 )
-def test_senseless_arguments_are_refused(arguments):
+def test_wrong_arguments_raise(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         CheckpointCallback(**arguments)

@@ -46,7 +46,7 @@ def test_columns_may_appear_later(make_trainer, tmp_path):
     assert [path.name for path in tmp_path.glob("*.csv*")] == ["metrics.csv"]
 
 
-def test_a_table_that_is_there_is_gone_on_with(make_trainer, tmp_path):
+def test_rows_are_added_to_an_existing_table(make_trainer, tmp_path):
     make_trainer(callbacks=[Adding(), CsvLogger()], logdir=tmp_path).fit(2)
     make_trainer(callbacks=[CsvLogger()], logdir=tmp_path).train()
     found = rows(tmp_path / "metrics.csv")
@@ -55,7 +55,7 @@ def test_a_table_that_is_there_is_gone_on_with(make_trainer, tmp_path):
     assert found[4]["late, with a comma"] == ""
 
 
-def test_a_row_that_is_cut_off_spoils_none_that_follows(make_trainer, tmp_path):
+def test_incomplete_row_does_not_damage_the_next_one(make_trainer, tmp_path):
     make_trainer(callbacks=[CsvLogger()], logdir=tmp_path).fit(1)
     path = tmp_path / "metrics.csv"
     path.write_bytes(path.read_bytes()[:-20])  # its writer was killed

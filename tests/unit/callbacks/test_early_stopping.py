@@ -106,6 +106,6 @@ def test_a_metric_that_is_not_there_is_an_error_that_names_those_that_are(make_t
         {"min_delta": NAN},
     ],
 )
-def test_senseless_arguments_are_refused(arguments):
+def test_wrong_arguments_raise(arguments):
     with pytest.raises((TypeError, ValueError), match=rf"EarlyStopping\({next(iter(arguments))}"):
         EarlyStopping(**arguments)

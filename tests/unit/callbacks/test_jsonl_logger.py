@@ -88,7 +88,7 @@ def test_the_run_folder_holds_metrics_and_events(make_trainer, tmp_path):
     assert event["ranks"] == [0]
 
 
-def test_values_that_json_has_not_are_texts_or_left_out(make_trainer, tmp_path):
+def test_values_without_a_json_form_are_strings_or_left_out(make_trainer, tmp_path):
     make_trainer(callbacks=[Adding()], logdir=tmp_path).train()
     metrics = lines(tmp_path / "metrics.jsonl")[1]["metrics"]
     added = {name: metrics[name] for name in metrics if "train_loss" not in name}

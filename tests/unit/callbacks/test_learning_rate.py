@@ -50,7 +50,7 @@ def test_every_optimizer_and_every_group_has_a_rate(make_trainer):
     assert rates == {"lr-0": 0.5, "lr-1/group0": 0.25, "lr-1/group1": 2.0}
 
 
-def test_a_worker_that_is_lost_just_then_ends_no_run(make_trainer, monkeypatch, caplog):
+def test_worker_lost_in_the_hook_does_not_end_the_run(make_trainer, monkeypatch, caplog):
     trainer = make_trainer(callbacks=[LearningRateLogger()])
 
     def lose(function):

@@ -52,6 +52,6 @@ def test_a_worker_that_is_lost_takes_its_trace_along(make_trainer, tmp_path, cap
 
 
 @pytest.mark.parametrize("arguments", [{"num_steps": 0}, {"skip_steps": -1}])
-def test_senseless_arguments_are_refused(arguments):
+def test_wrong_arguments_raise(arguments):
     with pytest.raises(ValueError, match="TorchProfiler"):
         TorchProfiler(**arguments)

@@ -81,7 +81,7 @@ def test_what_is_logged_comes_above_a_bar(terminal, monkeypatch):
     assert "Lost worker 2." not in terminal.getvalue()  # pytest's own handlers have it
 
 
-def test_a_bar_counts_on_where_a_call_pauses_or_loses_a_worker(terminal):
+def test_bar_continues_to_count_after_a_pause_or_failure(terminal):
     bar, trainer = ProgressBar(), FakeTrainer()
     bar.on_progress(trainer, "train", [])
     bar.on_progress(trainer, "train", [progress(3)])
@@ -106,7 +106,7 @@ def notebook(monkeypatch):
     monkeypatch.setattr(module, "is_interactive", lambda: True)
 
 
-def test_a_bar_in_a_notebook_is_as_full_as_the_call_is_far(notebook):
+def test_notebook_bar_shows_the_progress_of_the_call(notebook):
     bar, trainer = ProgressBar(), FakeTrainer()
     bar.on_progress(trainer, "train", [])
     bar.on_progress(trainer, "train", [progress(2, loss=0.5)])
@@ -128,7 +128,7 @@ def clock(monkeypatch):
     return Clock
 
 
-def test_a_file_gets_a_line_now_and_then(capsys, clock):
+def test_without_a_terminal_lines_are_printed_at_intervals(capsys, clock):
     bar, trainer = ProgressBar(every_s=10), FakeTrainer()
     bar.on_progress(trainer, "train", [])
     for seconds in range(25):
@@ -158,7 +158,7 @@ def test_use_tqdm_shows_each_call_and_no_more_than_one_bar(make_trainer, capsys)
     ]
 
 
-def test_a_notebook_has_bars_where_it_has_widgets(monkeypatch):
+def test_notebook_needs_ipywidgets_for_a_bar(monkeypatch):
     class Shell:
         config = {"IPKernelApp": {}}  # noqa: RUF012
 
@@ -179,9 +179,7 @@ def test_a_notebook_has_bars_where_it_has_widgets(monkeypatch):
 
 
 @pytest.mark.parametrize("interactive", [True, False])
-def test_a_loop_that_does_not_count_is_not_shown_as_one_of_no_batches(
-    terminal, monkeypatch, interactive
-):
+def test_loop_without_a_batch_count_does_not_show_zero_batches(terminal, monkeypatch, interactive):
     monkeypatch.setattr(module, "is_interactive", lambda: interactive)
     bar, trainer = ProgressBar(), FakeTrainer()
     bar.on_progress(trainer, "validate", [])
@@ -192,7 +190,7 @@ def test_a_loop_that_does_not_count_is_not_shown_as_one_of_no_batches(
     assert "samples/s" not in text.splitlines()[-1].rpartition("\r")[2]
 
 
-def test_fit_prints_a_line_for_each_epoch_and_nothing_where_it_shall_not(make_trainer, capsys):
+def test_fit_prints_a_line_for_each_epoch_unless_verbose_is_off(make_trainer, capsys):
     trainer = make_trainer(callbacks=[EarlyStopping(min_delta=9, patience=2)])
     history = trainer.fit(9, validate_every=2)
     lines = capsys.readouterr().err.splitlines()
@@ -227,7 +225,7 @@ def test_line_of_an_epoch_fits_into_the_terminal(terminal, monkeypatch, columns,
     assert len(line) <= max(columns, 45)
 
 
-def test_in_fit_a_bar_says_where_it_is_and_gives_way_to_the_line(make_trainer, terminal):
+def test_line_of_the_epoch_replaces_the_bar_in_fit(make_trainer, terminal):
     trainer = make_trainer()
     trainer.fit(2)
     text = terminal.getvalue()

@@ -85,7 +85,7 @@ def check_numbers(text, folder):
     assert tile(text, "val_accuracy") == "0.9"
 
 
-def test_it_says_what_was_trained_with_what_and_how_well_at_best(tmp_path):
+def test_report_has_config_versions_and_best_values(tmp_path):
     told = {
         "operator": "Digits",
         "device": "CPU",
@@ -107,7 +107,7 @@ def test_it_says_what_was_trained_with_what_and_how_well_at_best(tmp_path):
     assert (tmp_path / "plotly.min.js").stat().st_size > 1e6
 
 
-def test_where_goodput_is_low_it_says_what_the_time_went_to(folder):
+def test_report_with_low_goodput_shows_where_the_time_went(folder):
     spent = time_spent(RunLog.read(folder))
     log = RunLog.read(folder)
     assert sum(spent.values()) == pytest.approx(log.ended - log.began)

@@ -21,7 +21,7 @@ def kinds(callbacks=(), use_tqdm=False, logdir=None):
     return [type(each) for each in trainer_callbacks("T", callbacks, use_tqdm, logdir)]
 
 
-def test_a_folder_is_absolute_and_need_not_be_there(tmp_path, monkeypatch):
+def test_logdir_becomes_absolute_and_need_not_exist(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert checked_logdir(None) is None
@@ -40,17 +40,17 @@ def test_a_folder_is_absolute_and_need_not_be_there(tmp_path, monkeypatch):
         (b"runs/1", TypeError, "logdir must be a path, but it is b'runs/1'"),
     ],
 )
-def test_what_is_no_folder_is_refused_with_what_may_be_done(logdir, error, said):
+def test_wrong_logdir_is_an_error(logdir, error, said):
     with pytest.raises(error, match=said):
         checked_logdir(logdir)
 
 
-def test_a_folder_brings_its_log_and_its_report_after_the_users(tmp_path):
+def test_logdir_adds_a_log_and_a_report_after_the_users_callbacks(tmp_path):
     """So that the log has what the others add to the metrics."""
     assert kinds([Callback()], logdir=tmp_path) == [Callback, JsonlLogger, RunReport]
 
 
-def test_a_log_of_the_users_in_that_folder_is_enough(tmp_path):
+def test_logdir_adds_no_second_log(tmp_path):
     for mine in (JsonlLogger(), JsonlLogger(tmp_path)):
         assert kinds([mine, CsvLogger()], logdir=tmp_path) == [JsonlLogger, CsvLogger, RunReport]
     elsewhere = JsonlLogger(tmp_path / "elsewhere")
@@ -68,7 +68,7 @@ def test_a_log_of_the_users_in_that_folder_is_enough(tmp_path):
         (RunReport, None),
     ],
 )
-def test_a_callback_without_a_folder_needs_that_of_the_run(tmp_path, callback_cls, argument):
+def test_callback_without_a_folder_needs_a_logdir(tmp_path, callback_cls, argument):
     """Told when the trainer is made, and not after the first workers have started."""
     name = callback_cls.__name__
     with pytest.raises(ValueError, match=rf"{name} needs a folder.*logdir='runs/1'"):
@@ -84,7 +84,7 @@ def test_there_is_one_progress_bar():
     assert kinds([ProgressBar()]) == [ProgressBar]
 
 
-def test_a_run_folder_that_takes_no_files_is_refused_before_anything_starts(tmp_path):
+def test_logdir_that_is_not_writable_is_an_error_before_workers_start(tmp_path):
     in_the_way = tmp_path / "file"
     in_the_way.touch()
     for logdir in ("/proc/nope/run", in_the_way / "run"):

@@ -56,7 +56,7 @@ def test_a_log_is_read_into_runs_calls_and_events(tmp_path):
     assert log.events[0]["kind"] == "started"
 
 
-def test_lines_that_are_not_whole_are_left_out(tmp_path, caplog):
+def test_incomplete_lines_are_skipped(tmp_path, caplog):
     """Of a driver that was killed, and of one that went on after it."""
     write(tmp_path, [run(), call(120, 10, 5)])
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -78,7 +78,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
         RunLog.read(tmp_path)
 
 
-def test_standstills_after_a_loss_and_joins_are_no_goodput():
+def test_stops_do_not_count_as_goodput():
     events = [
         event("started", 101),
         event("lost", 112, 2),
@@ -93,14 +93,14 @@ def test_standstills_after_a_loss_and_joins_are_no_goodput():
     assert goodput(log) == pytest.approx((25 - 1 - 0.5) / 50)
 
 
-def test_steps_that_a_restart_redoes_are_no_goodput():
+def test_steps_repeated_after_a_restart_do_not_count_as_goodput():
     events = [event("lost", 110, step=6), event("restarted", 114, step=2, seconds=4)]
     log = RunLog([run(100)], [call(120, 20, 12)], events)
     # 16 s of training for 12 steps and 4 that were done twice
     assert goodput(log) == pytest.approx(16 * 12 / 16 / 20)
 
 
-def test_what_broke_a_run_has_ended_with_it():
+def test_stop_ends_with_its_run():
     """The next one on the folder stands still for its own losses alone."""
     events = [
         event("started", 101),
@@ -112,14 +112,14 @@ def test_what_broke_a_run_has_ended_with_it():
     assert goodput(log) == pytest.approx((10 + 40 - 0.5) / 150)
 
 
-def test_calls_beyond_which_a_later_run_began_were_in_vain():
+def test_calls_that_a_later_run_repeated_are_not_kept():
     resumed = run(200, 5)
     calls = [call(110, 5, 5), call(120, 5, 10), call(220, 5, 10), call(230, 5, 15)]
     log = RunLog([run(100), resumed], calls, [])
     assert [c["time"] for c in log.kept("train")] == [110, 220, 230]
 
 
-def test_steps_that_a_resumed_run_does_again_are_no_goodput():
+def test_steps_repeated_by_a_resumed_run_do_not_count_as_goodput():
     resumed = run(200, 4)
     log = RunLog([run(100), resumed], [call(120, 20, 10), call(230, 30, 16)], [])
     # 50 s of training for 16 steps and 6 that were done twice

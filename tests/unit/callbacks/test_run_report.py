@@ -22,7 +22,7 @@ def test_a_run_with_a_folder_ends_with_a_page_about_it(tmp_path):
     assert f'<b id="goodput">{100 * goodput(RunLog.read(tmp_path)):.1f} %</b>' in text
 
 
-def test_a_run_does_not_fail_for_the_want_of_plotly(tmp_path, monkeypatch, caplog):
+def test_run_without_plotly_succeeds_with_a_warning(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with TorchTrainer(
         training_operator_cls=Classifier, use_local=True, use_gpu=False, logdir=tmp_path

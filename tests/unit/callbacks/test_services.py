@@ -217,7 +217,7 @@ def test_mlflow_writes_into_the_folder_that_it_was_given(make_trainer, tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["ü #1:2 %20?"]
 
 
-def test_mlflow_goes_on_with_the_run_that_was_saved(make_trainer, tmp_path, monkeypatch):
+def test_resumed_training_continues_the_mlflow_run(make_trainer, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     loggers = []
     for num_epochs in (1, 2):
@@ -295,7 +295,7 @@ def test_wandb_writes_a_run_without_network_and_login(make_trainer, tmp_path, wa
 # ---- all of them
 
 
-def test_what_the_config_keeps_secret_is_in_no_file(make_trainer, tmp_path, monkeypatch):
+def test_secrets_in_the_config_are_in_no_file(make_trainer, tmp_path, monkeypatch):
     """In a folder that others may read, or on a server."""
     monkeypatch.setenv("HOME", str(tmp_path))
     names = ("api_key", "token", "dbPassword", "SECRET", "tokens", "credentials")

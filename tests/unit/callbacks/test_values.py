@@ -50,7 +50,7 @@ def test_what_json_has_comes_back_as_it_was(value):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_one_number_or_text_of_any_library_is_pythons_own(value, plain):
+def test_numbers_and_strings_of_any_library_become_python_types(value, plain):
     found = jsonable({"value": value})["value"]
     assert (found, type(found)) == (plain, type(plain))
     assert scalars({"value": value}) == {"value": plain}
@@ -64,7 +64,7 @@ def test_not_a_number_is_a_text_in_json_and_a_number_in_metrics():
 @pytest.mark.parametrize(
     "value", [object(), {1}, b"bytes", 1j, np.clongdouble(1), torch.zeros(2), {1: "number as key"}]
 )
-def test_what_has_no_form_is_left_out_of_metrics_and_refused_by_name(value):
+def test_other_types_are_left_out_of_metrics_and_rejected_by_jsonable(value):
     with pytest.raises(TypeError, match="JSON has"):
         jsonable([value])
     if not isinstance(value, dict):

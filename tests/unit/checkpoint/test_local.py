@@ -112,7 +112,7 @@ def test_a_link_stays_one_and_its_target_is_replaced(tmp_path):
 # ---- what the system does for real
 
 
-def test_a_file_that_may_not_grow_leaves_the_old_state(tmp_path):
+def test_file_size_limit_leaves_the_old_state(tmp_path):
     path = write_file(STATE, tmp_path / "state.pt")
 
     def fill_up():
@@ -125,7 +125,7 @@ def test_a_file_that_may_not_grow_leaves_the_old_state(tmp_path):
     assert read_file(path)["epoch"] == 2
 
 
-def test_a_user_without_permission_is_told_so():
+def test_missing_permission_is_named():
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
     # pytest's own folders are closed to others

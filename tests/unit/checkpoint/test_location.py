@@ -32,6 +32,6 @@ def test_what_is_no_path_is_a_type_error(nonsense):
         locate(nonsense)
 
 
-def test_the_home_of_nobody_is_named():
+def test_missing_home_folder_is_named():
     with pytest.raises(CheckpointError, match=r"'~nosuch/x\.pt': there is no home folder"):
         locate("~nosuch/x.pt")

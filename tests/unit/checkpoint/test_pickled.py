@@ -19,7 +19,7 @@ def path(tmp_path):
     return tmp_path / "file"
 
 
-def test_it_comes_back_with_what_was_said_about_it(path):
+def test_pickle_comes_back_with_its_manifest(path):
     blob, manifest = read_pickle(path)
     assert blob == BLOB
     assert (manifest.global_step, manifest.metrics) == (7, {"loss": 0.5})

@@ -131,7 +131,7 @@ def test_a_folder_is_no_file():
         read_file("memory://run")
 
 
-def test_a_protocol_that_nobody_knows_is_told_with_those_that_are():
+def test_unknown_protocol_is_an_error_with_examples():
     for act in (check_writable, read_file, lambda url: write_file(STATE, url)):
         with pytest.raises(CheckpointError, match=r"nowhere://a.*does not know its protocol.*s3fs"):
             act("nowhere://a/b.pt")
@@ -167,7 +167,7 @@ def test_the_old_state_survives_a_failing_upload(failing, method):
         ("makedirs", lambda url: locate(url).make_folder()),
     ],
 )
-def test_whatever_fails_is_an_error_with_the_url(failing, method, act):
+def test_errors_of_the_file_system_name_the_url(failing, method, act):
     failing(method, raising(PermissionError("not yours\nstack of the server")))
     with pytest.raises(UnreachableError, match=r"failing://run: not yours$"):
         act("failing://run")
@@ -212,7 +212,7 @@ def test_what_a_server_says_of_a_signed_url_has_no_signature_in_it():
     assert "secret" not in "".join(traceback.format_exception(caught.value, chain=True))
 
 
-def test_damage_is_found_and_is_no_trouble_of_the_network():
+def test_damage_is_not_reported_as_a_network_error():
     write_file(STATE, URL)
     file = MemoryFileSystem.store["/run/state.pt"]
     file.seek(-40, 2)

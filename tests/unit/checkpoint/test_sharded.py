@@ -106,7 +106,7 @@ def saving(folder, **arguments):
     return CheckpointCallback(folder, **{"sharded": True, "keep": 2, **arguments})
 
 
-def test_a_run_saves_folders_keeps_the_best_and_goes_on_from_the_newest(make, tmp_path):
+def test_run_saves_folders_keeps_the_best_and_resumes_from_the_newest(make, tmp_path):
     trainer = make()
     trainer.fit(3, callbacks=[saving(tmp_path, keep=1, monitor="train_loss", mode="max")])
     assert names_in(tmp_path) == [name_at(4), name_at(6), "latest"]
@@ -127,9 +127,7 @@ def test_a_run_saves_folders_keeps_the_best_and_goes_on_from_the_newest(make, tm
     assert names_in(tmp_path) == [name_at(8) + ".ckpt", name_at(10), "latest"], last
 
 
-def test_what_is_removed_or_fails_half_way_is_no_checkpoint_and_goes(
-    make, tmp_path, monkeypatch, caplog
-):
+def test_incomplete_folders_are_no_checkpoints_and_are_removed(make, tmp_path, monkeypatch, caplog):
     trainer = make()
     trainer.fit(1, callbacks=[saving(tmp_path, keep=1)])
     with monkeypatch.context() as patch:  # killed as it removes the one before
@@ -181,9 +179,7 @@ def unshared(monkeypatch):
     monkeypatch.setattr(TorchRunner, "save_weights", refuse)
 
 
-def test_where_workers_share_no_folder_the_driver_writes_the_whole(
-    trainer, tmp_path, unshared, caplog
-):
+def test_driver_writes_the_state_if_workers_share_no_folder(trainer, tmp_path, unshared, caplog):
     trainer.fit(2, callbacks=[saving(tmp_path, sharded=None)])
     assert names_in(tmp_path) == [name_at(2) + ".ckpt", name_at(4) + ".ckpt", "latest"]
     assert caplog.text.count("The driver gathers and saves the state") == 1
@@ -225,7 +221,7 @@ def test_a_folder_that_is_damaged_is_refused_and_named(trainer, tmp_path):
         ("new", {"blocking": False}, ValueError, "waits until all is written"),
     ],
 )
-def test_what_no_workers_could_write_to_together_is_refused(
+def test_sharded_save_needs_a_shared_folder(
     trainer, tmp_path, monkeypatch, where, options, error, match
 ):
     (tmp_path / "file").touch()
@@ -234,7 +230,7 @@ def test_what_no_workers_could_write_to_together_is_refused(
         trainer.save(where, sharded=True, **options)
 
 
-def test_where_nothing_is_divided_it_is_refused(make, tmp_path):
+def test_sharded_save_needs_sharded_models(make, tmp_path):
     trainer = make(sharding=None)
     with pytest.raises(ValueError, match="Leave sharded out"):
         trainer.save(tmp_path / "new", sharded=True)

@@ -96,7 +96,7 @@ def damage(folder, step):
     ("keep", "kept", "order"),
     [(2, [20, 25], [25, 20]), (3, [10, 20, 25], [25, 20, 10]), (None, None, [25, 20, 10, 40, 30])],
 )
-def test_what_was_given_up_is_the_last_to_be_kept_and_restored(folder, keep, kept, order):
+def test_checkpoints_of_later_steps_come_last_after_going_back(folder, keep, kept, order):
     store = CheckpointStore(folder, job="first", keep=None)
     for step in (10, 20, 30, 40):
         store.save(state_at(step))
@@ -181,7 +181,7 @@ def test_what_killed_writers_left_is_removed_and_nothing_else(folder):
         ({"job": None}, "job=None"),
     ],
 )
-def test_senseless_arguments_are_refused(tmp_path, arguments, words):
+def test_wrong_arguments_raise(tmp_path, arguments, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         CheckpointStore(tmp_path, **{"job": "first", **arguments})
 
@@ -196,7 +196,7 @@ def saved(tmp_path, *steps):
     return store
 
 
-def test_a_damaged_one_is_passed_over_and_named(tmp_path):
+def test_damaged_checkpoint_is_skipped_and_named(tmp_path):
     saved(tmp_path, 1, 2, 3)
     flip(tmp_path / name_at(3), 700)
     (tmp_path / name_at(2)).write_bytes(b"")
@@ -208,7 +208,7 @@ def test_a_damaged_one_is_passed_over_and_named(tmp_path):
     assert all("damaged" in reason for _, reason in restored.passed_over)
 
 
-def test_one_that_is_gone_is_passed_over(tmp_path):
+def test_missing_checkpoint_is_skipped(tmp_path):
     saved(tmp_path, 1, 2)
     (tmp_path / name_at(2)).unlink()
     restored = CheckpointStore(tmp_path, job="first").restore()
@@ -218,7 +218,7 @@ def test_one_that_is_gone_is_passed_over(tmp_path):
     assert "no such file" in reason
 
 
-def test_files_that_no_store_wrote_are_passed_over(tmp_path):
+def test_files_without_a_manifest_are_skipped(tmp_path):
     saved(tmp_path, 1)
     torch.save(state_at(9), tmp_path / name_at(9))
     (tmp_path / "latest").unlink()
@@ -264,7 +264,7 @@ def test_damaged_ones_take_no_room_of_good_ones(tmp_path):
     assert steps_in(str(tmp_path)) == [4, 5]
 
 
-def test_a_place_that_does_not_let_itself_be_read_is_no_reason_to_go_back(tmp_path, monkeypatch):
+def test_unreachable_checkpoint_is_an_error_and_not_skipped(tmp_path, monkeypatch):
     store = saved(tmp_path, 1, 2)
 
     def refuse(path):

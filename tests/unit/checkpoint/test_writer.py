@@ -40,7 +40,7 @@ def threads():
     return [t for t in threading.enumerate() if t.name.startswith("raysgd-checkpoint-writer")]
 
 
-def test_a_write_happens_behind(gate):
+def test_write_runs_in_the_background(gate):
     writer = BackgroundWriter()
     writer.submit(gate, "there")
     assert gate.begun.wait(10)
@@ -50,7 +50,7 @@ def test_a_write_happens_behind(gate):
     wait_until(lambda: not threads())
 
 
-def test_the_next_write_waits_for_the_one_before(gate):
+def test_next_write_waits_for_the_previous_one(gate):
     writer, order = BackgroundWriter(), []
     writer.submit(lambda: (gate(), order.append("first")), "first")
     submitted = threading.Event()

@@ -53,7 +53,7 @@ def fit(*arguments):
 
 
 @pytest.mark.parametrize("place", ["script_of_a_test:Recorder", "script_of_a_test.py:Recorder"])
-def test_the_same_command_again_goes_on(folder, place):
+def test_repeated_command_resumes(folder, place):
     (folder / "run.yaml").write_text(
         "config: {num_samples: 40, batch_size: 8, dropout: 1e-3}\n"
         "trainer: {use_local: true, use_gpu: false}\n"
@@ -123,7 +123,7 @@ def test_settings_are_those_of_the_file_but_for_what_is_overridden(tmp_path):
         (["script_of_a_test:Recorder"], "needs --num-epochs"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_in_a_sentence(folder, arguments, text):
+def test_wrong_argument_is_one_sentence(folder, arguments, text):
     (folder / "flat.yaml").write_text("lr: 3\n")
     (folder / "odd.yaml").write_text("a: [3")
     result = fit(*arguments)
@@ -147,7 +147,7 @@ def test_an_error_in_setup_has_the_frames_of_the_user_alone(folder):
     assert "cli.py" not in result.stderr
 
 
-def test_a_folder_of_another_operator_is_told_of_once(folder, caplog):
+def test_folder_of_another_operator_is_reported_once(folder, caplog):
     _, *given = TRAINS
     fit(*TRAINS, "--num-epochs", 1, "--logdir", "run")
     result = fit("script_of_a_test:Other", *given, "--num-epochs", 1, "--logdir", "run")

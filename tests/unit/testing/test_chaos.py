@@ -39,7 +39,7 @@ def test_a_schedule_in_seconds():
         ({"num_steps": 9, "num_hangs": -1}, "num_hangs=-1"),
     ],
 )
-def test_a_schedule_that_cannot_be_is_refused(arguments, message):
+def test_impossible_schedule_is_an_error(arguments, message):
     with pytest.raises(ValueError, match=message):
         schedule(0, 3, 2, **arguments)
 
@@ -54,7 +54,7 @@ class OfTwo:
     max_workers = 2
 
 
-def test_faults_that_can_never_come_are_refused():
+def test_faults_that_can_never_happen_are_errors():
     with pytest.raises(ValueError, match="at most 2 workers"):
         Chaos(OfTwo(), [Fault(rank=2, step=1)])
     with pytest.raises(ValueError, match="spare=2"):
