@@ -58,7 +58,6 @@ class CallbackList:
         self._attach(callbacks, num_seen=0)
 
     def __iter__(self) -> Iterator[Callback]:
-        """Iterate over the attached callbacks."""
         return (entry.callback for entry in self._entries)
 
     @property

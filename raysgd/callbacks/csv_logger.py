@@ -65,7 +65,6 @@ def _columns_of(path: Path) -> list[str]:
 
 
 def _rewrite(path: Path, columns: Sequence[str]) -> None:
-    """Replace the file by one with other columns."""
     with replacing(path) as file:
         writer = csv.DictWriter(codecs.getwriter("utf-8")(file), columns)
         writer.writeheader()

@@ -88,7 +88,6 @@ class JsonlLogger(LoggerCallback):
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of Python, and of Ray and the imported frameworks."""
     names = ("ray", "torch", "tensorflow", "keras")
     found = {name: getattr(sys.modules.get(name), "__version__", None) for name in names}
     return {"python": platform.python_version(), **{k: v for k, v in found.items() if v}}

@@ -70,7 +70,6 @@ class ServiceLogger(LoggerCallback):
         raise NotImplementedError
 
     def _end(self, run: Any, failed: bool) -> None:
-        """End a run."""
         raise NotImplementedError
 
     def _opened(self, trainer: Trainer) -> Any:

@@ -283,7 +283,7 @@ def _drawn(figure: Any, axis: str) -> str:
 
 
 def _values(calls: Iterable[Record], name: str) -> Iterator[tuple[float, Record]]:
-    """Yield a metric's finite values with their calls."""
+    """Yield the finite values of a metric with their calls."""
     for call in calls:
         value = call["metrics"].get(name)
         if isinstance(value, int | float) and abs(value) <= sys.float_info.max:

@@ -21,17 +21,13 @@ class RunReport(Callback):
     stage = 2  # after the loggers
     needs_logdir = True
 
-    _warned_of = ""
-
     def on_train_end(self, trainer: Trainer) -> None:
         assert trainer.logdir is not None
         try:
             make_report(trainer.logdir)
         except (ImportError, OSError, ValueError) as error:
-            if str(error) != self._warned_of:  # each fit() ends a run
-                self._warned_of = str(error)
-                logger.warning(
-                    "No report.html was written. Later, run: raysgd report %s. %s",
-                    trainer.logdir,
-                    error,
-                )
+            logger.warning(
+                "No report.html was written. Later, run: raysgd report %s. %s",
+                trainer.logdir,
+                error,
+            )

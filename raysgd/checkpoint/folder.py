@@ -45,7 +45,7 @@ class CheckpointFolder:
         return sorted(found, key=position_of, reverse=True)
 
     def _check(self, name: str, manifest: Manifest) -> None:
-        """Raise an error if a checkpoint does not belong in this folder."""
+        """Raise if a checkpoint does not belong in this folder."""
 
     def _learn(self, names: Iterable[str]) -> None:
         """Read the manifests that are unknown, and forget those of other names."""

@@ -149,7 +149,6 @@ def _digest_in(file: IO[bytes]) -> str | None:
 
 
 def _sha256(file: IO[bytes], size: int) -> str:
-    """Return the hash of the first bytes of a file."""
     digest = hashlib.sha256()
     file.seek(0)
     while size > 0 and (chunk := file.read(min(size, _CHUNK))):
