@@ -203,29 +203,29 @@ class WorkerGroup:
         if (reservation := self._reservation) is not None:
             num_before = len(reservation.slots)
             reservation.drop_lost(taken)
-            # in a start too, because its reserved room may never come back
-            request = request or len(reservation.slots) < num_before
-            if request:
-                self.suspects = [slot for slot in self.suspects if slot in reservation.slots]
             going = [s for s in reservation.slots if s.last_node_id in nodes and s not in taken]
             going = [slot for slot in going if slot.node_id in (None, *nodes)]
-            usual = self.options.num_workers - len(slots)
-            wanted = usual + len(going) + len(self.leaving())
-            if self.suspects and request and len(reservation.slots) < wanted + len(self.suspects):
-                # or until Ray has found another place for it
-                nowhere = [s for s in self.suspects if s.node_id in (None, s.last_node_id)]
-                self.suspects = nowhere
-            wanted += len(self.suspects)
-            while request and len(reservation.slots) < wanted:
-                leaving = [self._slots.get(member) for member in self.leaving()]
-                instead_of = [*going, *leaving, *self.suspects]
-                slot = reservation.request_slot(self.options.bundle, instead_of)
-                if slot is None:
-                    break
-                if len(reservation.slots) > usual:
-                    self._extra.append(slot)
+            # in a start too, because its reserved room may never come back
+            if request or len(reservation.slots) < num_before:
+                self._request_missing(reservation, going)
             slots += [slot for slot in reservation.slots if slot not in going]
         return [slot for slot in slots if slot not in taken]
+
+    def _request_missing(self, reservation: Any, going: list[Any]) -> None:
+        """Request room for missing workers, and in addition to room that may soon be lost."""
+        num_workers = self.options.num_workers - (self._local is not None)
+        unsure = [*going, *(self._slots.get(member) for member in self.leaving())]
+        self.suspects = [slot for slot in self.suspects if slot in reservation.slots]
+        if len(reservation.slots) < num_workers + len(unsure) + len(self.suspects):
+            # Ray may have found another place for some of them
+            self.suspects = [s for s in self.suspects if s.node_id in (None, s.last_node_id)]
+        unsure += self.suspects
+        while len(reservation.slots) < num_workers + len(unsure):
+            slot = reservation.request_slot(self.options.bundle, unsure)
+            if slot is None:
+                break
+            if len(reservation.slots) > num_workers:
+                self._extra.append(slot)
 
     def give_back(self) -> None:
         """Remove requests that are no longer needed, before a node starts for them."""
@@ -303,12 +303,10 @@ class WorkerGroup:
                 else:
                     member.kill()
             reservation, self._reservation, self._local = self._reservation, None, None
-            try:
-                if reservation is not None:
-                    reservation.release()
-            finally:
-                if self._monitor is not None:
-                    self._monitor.close()
+            if self._monitor is not None:
+                self._monitor.close()
+            if reservation is not None:
+                reservation.release()
 
 
 def _has_ended(answer: Future[bool]) -> bool:
@@ -316,7 +314,7 @@ def _has_ended(answer: Future[bool]) -> bool:
 
 
 class _LocalSlot:
-    """The place of the worker in the driver's process."""
+    """The slot of the worker in the driver's process."""
 
     is_ready = True
     last_node_id: str | None = None
