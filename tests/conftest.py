@@ -241,7 +241,6 @@ FIRST = (
     "test_tensorflow.py",
     "test_nodes.py",
     "test_under_fire.py",
-    "test_train_kills.py",
 )
 """Of the files with workers those that wait most: near the end nothing else would go on beside."""
 

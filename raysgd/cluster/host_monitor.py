@@ -48,7 +48,7 @@ _REACHED_MS = 1500
 _LAST_ANSWER = slice(56, 60)
 """The field tcpi_last_ack_recv of struct tcp_info in linux/tcp.h, in milliseconds."""
 _RECONNECT_S = 3.0
-"""Seconds in which a worker that lives, and reaches the driver again, has reconnected."""
+"""Seconds for a live worker to reconnect."""
 _TICK_S = 0.25
 _CONNECT_S, _REACH_S = 5.0, 0.5
 _NUM_REFUSALS = 3

@@ -30,7 +30,7 @@ __all__ = [
 
 SETTLE_S = 1.0
 """Least seconds that a request stays. The free resources that Ray reports lag behind. And Ray 2.60
-can lose resources for good if a request is removed in the moment in which Ray grants it."""
+can lose resources for good if a request is removed while Ray grants it."""
 POLL_S = 0.02
 
 

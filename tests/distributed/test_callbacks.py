@@ -42,7 +42,7 @@ def steps_saved(folder):
     return sorted(int(path.name[-13:-5]) for path in folder.glob("*.ckpt"))
 
 
-def test_a_loss_between_pauses_and_a_replacement_reach_callbacks_and_the_run_folder(two, tmp_path):
+def test_events_reach_callbacks_and_the_run_folder_during_the_call(two, tmp_path):
     """Each once, in order, with the workers that are left, while the call still runs."""
     trainer, pids, began = two.trainer, pids_of(two.trainer), time.time()
     log, before = trainer.logdir / "events.jsonl", trainer.last_call
@@ -76,7 +76,7 @@ def test_a_loss_between_pauses_and_a_replacement_reach_callbacks_and_the_run_fol
     assert trained["metrics"]["num_samples"] == NUM_SAMPLES
 
 
-def test_pauses_change_neither_metrics_nor_bits_and_a_saved_one_is_gone_on_from(two):
+def test_pauses_do_not_change_results_and_a_checkpoint_resumes_them(two):
     trainer = two.trainer
 
     def fit(*callbacks, **arguments):

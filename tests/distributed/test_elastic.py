@@ -87,7 +87,7 @@ def averages_of(trainer):
 
 
 @pytest.mark.slow("two workers are lost and replaced, one after the other")
-def test_a_run_with_losses_that_are_refilled_ends_with_the_bits_of_one_without(refilled):
+def test_run_with_replaced_workers_is_bitwise_equal_to_one_without_losses(refilled):
     """Within a step, between the updates of two optimizers, and before a call.
 
     In the midst of a call rank 0 stays: statistics of batch normalization are its own until then.
@@ -127,7 +127,7 @@ def fail(operator):
     raise ValueError("on purpose")
 
 
-def test_who_has_another_state_than_the_leader_is_given_that(refilled):
+def test_worker_with_a_different_state_gets_that_of_the_leader(refilled):
     trainer = refilled.trainer
     before = trainer.apply_all_operators(lambda op: op.num_loads)
     trainer.train(num_steps=2)
@@ -142,9 +142,7 @@ def test_who_has_another_state_than_the_leader_is_given_that(refilled):
 
 
 @pytest.mark.slow("a hang is detected after four seconds, and a replacement worker starts")
-def test_a_worker_that_hangs_is_replaced_and_the_data_set_of_the_call_is_kept(
-    module_cluster, caplog
-):
+def test_hanging_worker_is_replaced_and_trains_on_the_dataset_of_the_call(module_cluster, caplog):
     elastic = ElasticConfig(initial_s=0.1, hang_timeout_s=4.0)
     dataset = Dataset(range(2000), batch_size=4)
     with ledger_trainer(2, num_samples=2000, elastic=elastic) as trainer:

@@ -93,7 +93,7 @@ def test_validation_of_batch_norm_equals_a_single_process(module_cluster):
             assert len(set(trainer.apply_all_operators(replica_hash))) == 1
 
 
-def test_three_workers_take_the_steps_of_one_process_with_three_times_the_batch(three):
+def test_three_workers_equal_one_process_with_three_times_the_batch(three):
     three.train(num_steps=1)
     three.train(num_steps=9)
     found = three.apply_all_operators(parameters)

@@ -31,7 +31,7 @@ def three(three_workers):
     return three_workers.fresh()
 
 
-def test_user_exceptions_reach_the_caller_and_the_run_ends_as_one_without(three):
+def test_user_exceptions_reach_the_caller_and_change_no_result(three):
     trainer = three.trainer
     trainer.train()
     check_epoch(trainer)
@@ -55,7 +55,7 @@ def test_user_exceptions_reach_the_caller_and_the_run_ends_as_one_without(three)
     assert three.kinds.count("user_error") == 3
 
 
-def test_an_actor_reaches_train_batch_in_eight_frames_two_of_which_are_of_ray(three):
+def test_train_batch_is_eight_frames_deep_on_a_worker(three):
     def count_frames(operator):
         train_batch = operator.train_batch
 

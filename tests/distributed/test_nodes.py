@@ -135,7 +135,7 @@ def test_a_start_takes_what_fits_node_by_node(on_nodes):
     assert on_nodes[1] == [True, True]  # and no request is left that would take room later
 
 
-def test_a_function_goes_on_with_fewer_when_a_node_goes_and_with_more_when_one_comes(on_nodes):
+def test_function_shrinks_if_a_node_disappears_and_grows_if_one_appears(on_nodes):
     found = on_nodes[2]
     first, alone, again, left = found["lives"]
     assert [life["size"] for life in found["lives"]] == [2, 1, 2, 1]
@@ -149,5 +149,5 @@ def test_a_function_goes_on_with_fewer_when_a_node_goes_and_with_more_when_one_c
     assert left["begun"] == left["step"] - 1 == left["saved"] + 1
 
 
-def test_room_for_one_is_used_where_a_node_with_room_for_two_is_lost(on_nodes):
+def test_room_for_one_is_used_if_a_node_with_room_for_two_is_lost(on_nodes):
     assert on_nodes[3] == [False, True]

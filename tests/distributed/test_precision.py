@@ -91,7 +91,7 @@ def trained(trainer):
     return first
 
 
-def test_an_overflow_on_one_rank_anywhere_in_a_group_skips_its_update_on_all(two):
+def test_overflow_on_one_rank_skips_the_update_on_all(two):
     trainer = two.trainer
     assert trainer.train(num_steps=3)["num_skipped_steps"] == 0
     before = trained(trainer)
@@ -107,7 +107,7 @@ def test_an_overflow_on_one_rank_anywhere_in_a_group_skips_its_update_on_all(two
     assert len(set(fingerprints(trainer))) == 1
 
 
-def test_a_replacement_has_the_scaler_of_the_survivors_and_no_sample_is_lost(two):
+def test_replacement_has_the_scaler_of_the_survivors(two):
     trainer = two.trainer
     order(two.folder, "overflow", 0, 1, "")
     order(two.folder, "train", 1, 10, "die")
@@ -139,7 +139,7 @@ def test_a_scaler_is_saved_and_loads_on_another_number_of_workers(two, tmp_path)
         assert scaler_of(other) == expected
 
 
-def test_an_exception_within_a_group_on_one_rank_costs_the_group_on_all(two):
+def test_exception_in_an_accumulation_discards_it_on_all_ranks(two):
     two.trainer.train()
     check_epoch(two.trainer)
     expected = fingerprints(two.trainer)
@@ -193,7 +193,7 @@ class Accumulating(Classifier):
         return allreduce_hook(state, bucket)
 
 
-def test_groups_on_two_workers_are_steps_of_one_process_with_all_their_samples(module_cluster):
+def test_accumulation_on_two_workers_equals_one_process(module_cluster):
     """253 samples: fifteen full batches on each worker, then 7 and 6."""
     config = {"batch_size": 8, "shuffle": False, "momentum": 0.9, "num_samples": 253}
     with local(Accumulating, config) as trainer:

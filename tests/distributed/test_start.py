@@ -84,7 +84,7 @@ def test_room_that_another_thread_holds_is_waited_for(ray_cluster):
     placement.reserve(**asked).release()
 
 
-def test_a_request_that_is_given_up_is_taken_back(ray_cluster):
+def test_abandoned_request_is_removed(ray_cluster):
     taken = placement_group([{"CPU": 4}])
     assert taken.wait(10)
     asked = {"bundle": {"CPU": 1}, "num_workers": 2, "min_workers": 1}
@@ -214,9 +214,7 @@ def test_a_cluster_that_does_not_answer_is_named_at_once(begun, gone, monkeypatc
     assert not begun
 
 
-def test_what_is_left_of_a_cluster_that_has_ended_is_in_nobodys_way(
-    begun, gone, monkeypatch, tmp_path, caplog
-):
+def test_address_of_an_ended_cluster_is_ignored(begun, gone, monkeypatch, tmp_path, caplog):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     ray_session.connect()
@@ -250,7 +248,7 @@ def test_inside_of_a_placement_group_its_room_is_used(ray_cluster):
     assert found == (2, 1)
 
 
-def test_a_caller_holds_what_the_names_of_its_resources_say_and_of_no_other_bundle():
+def test_resources_of_the_caller_are_subtracted_from_its_bundles():
     bundles = [{"CPU": 1}, {"CPU": 4}, {"CPU": 4, "GPU": 1, "big_group_1_a": 2}]
     assert placement._left_beside(bundles, {}) == bundles
     held = {

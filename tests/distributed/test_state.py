@@ -89,7 +89,7 @@ def everything_of(operator):
 
 
 @pytest.mark.slow("two groups of workers, the second of which loads what the first saved")
-def test_a_run_that_is_loaded_ends_as_if_it_had_not_ended_also_in_new_processes(two, tmp_path):
+def test_resumed_run_equals_an_uninterrupted_one(two, tmp_path):
     two.train(num_steps=6)
     path = two.save(tmp_path / "state.pt")
     two.train()

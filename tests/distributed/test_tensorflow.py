@@ -154,7 +154,7 @@ def change_of_kernels(operator):
     return [old - kernel.numpy() for old, kernel in zip(before, kernels, strict=True)]
 
 
-def test_workers_whose_batches_take_different_branches_make_one_update(trainer):
+def test_different_branches_on_workers_make_one_update(trainer):
     changes = trainer.apply_all_operators(change_of_kernels)
     for of_both, first_row, rest in zip(
         zip(*changes, strict=True), (0.1, 0.05), (0.05, 0.0), strict=True
@@ -166,7 +166,7 @@ def test_workers_whose_batches_take_different_branches_make_one_update(trainer):
 
 
 @pytest.mark.slow("a worker imports TensorFlow to take the place of a lost one")
-def test_a_lost_worker_costs_no_finished_step_and_another_takes_its_place(trainer):
+def test_lost_worker_costs_no_finished_step_and_is_replaced(trainer):
     before = trainer.apply_all_operators(pid)
     step, epoch, num_events = trainer.global_step, trainer.epoch, len(trainer.events)
     with chaos.Chaos(trainer, [chaos.Fault(kind="kill", rank=1, step=step + 10)]):

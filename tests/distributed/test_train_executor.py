@@ -83,7 +83,7 @@ def test_calls_out_of_order_are_errors_and_change_nothing(executor):
         executor.fetch_next_result()
 
 
-def test_reports_come_by_rank_and_those_that_nobody_fetches_hold_nothing_up(executor):
+def test_reports_come_by_rank_and_need_not_be_fetched(executor):
     def reports():
         for n in range(3):
             train.report(n=n, rank=train.world_rank())
@@ -136,7 +136,7 @@ def test_a_run_starts_from_a_checkpoint_or_its_path(executor, tmp_path):
         assert executor.finish_training() == [1, 1]
 
 
-def test_a_run_that_saves_nothing_leaves_the_checkpoints_of_the_one_before(executor, tmp_path):
+def test_run_without_checkpoints_keeps_earlier_ones(executor, tmp_path):
     executor.start_training(saves_twice, tmp_path / "1")
     executor.finish_training()
     newest = executor.latest_checkpoint_path
@@ -146,7 +146,7 @@ def test_a_run_that_saves_nothing_leaves_the_checkpoints_of_the_one_before(execu
     assert executor.latest_checkpoint_path == executor.best_checkpoint_path == newest
 
 
-def test_the_checkpoint_of_another_worker_is_kept_where_worker_0_has_none(executor):
+def test_checkpoint_of_another_rank_is_kept_if_rank_0_has_none(executor):
     def function():
         made = train.Checkpoint.from_dict({"rank": 1}) if train.world_rank() == 1 else None
         train.report({"a": 1}, checkpoint=made)
@@ -186,9 +186,7 @@ class KillsAsItIsShared:
         return [f"share {rank} of {number}" for rank in range(number)]
 
 
-def test_without_retries_a_loss_ends_the_run_and_the_workers_can_be_started_again(
-    module_cluster, tmp_path
-):
+def test_loss_without_retries_ends_the_run_and_workers_can_start_again(module_cluster, tmp_path):
     executor = BackendExecutor(BackendConfig(), 1, max_retries=0)
     try:
         executor.start()
@@ -242,7 +240,7 @@ def test_workers_come_and_go_in_a_group_of_ones_own(module_cluster):
 
 
 @pytest.mark.slow("workers are started three times")
-def test_workers_are_added_where_room_comes_and_keep_theirs_in_a_restart(
+def test_workers_are_added_if_room_appears_and_keep_it_in_a_restart(
     executor, module_cluster, tmp_path
 ):
     """Beside the shared two there is room for one, then for two; a third waits for it in vain."""

@@ -163,7 +163,7 @@ def test_the_error_is_the_users_own_with_the_workers_traceback(trainer, no_loss)
 
 
 @pytest.mark.slow("a worker that is still busy has five seconds, and then two start anew")
-def test_a_function_that_never_comes_back_is_killed_before_the_next_run(trainer):
+def test_function_that_never_returns_is_killed_before_the_next_run(trainer):
     def function():
         if train.world_rank() == 0:
             raise ValueError("over")
@@ -190,7 +190,7 @@ class Raising(TrainingCallback):
         raise self._error
 
 
-def test_a_run_that_breaks_off_on_the_driver_leaves_a_trainer_that_can_be_used(trainer, no_loss):
+def test_trainer_works_after_an_error_on_the_driver(trainer, no_loss):
     for error in (ValueError("callback"), KeyboardInterrupt()):
         with pytest.raises(type(error)):
             trainer.run(reports_for_long, callbacks=[Raising(error)])
@@ -215,7 +215,7 @@ def test_a_run_that_breaks_off_on_the_driver_leaves_a_trainer_that_can_be_used(t
         trainer.to_tune_trainable(reports_for_long)
 
 
-def test_a_run_that_another_thread_goes_through_is_not_ended_by_the_next(trainer):
+def test_run_in_another_thread_is_not_ended_by_the_next(trainer):
     iterator = trainer.run_iterator(reports_for_long)
     begun, over, seen = threading.Event(), threading.Event(), []
 
@@ -251,9 +251,7 @@ def dies_after_saves(config):
 
 
 @pytest.mark.slow("two workers are started twice")
-def test_a_function_resumes_from_its_newest_checkpoint_until_there_are_no_retries(
-    module_cluster, tmp_path
-):
+def test_function_resumes_from_its_newest_checkpoint_until_max_retries(module_cluster, tmp_path):
     backoff = ElasticConfig(initial_s=0.2, max_s=1.0, resize_cooldown_s=0.1)
     own = Trainer(BackendConfig(), 2, logdir=tmp_path, max_retries=1, elastic=backoff)
     own.start()
@@ -272,7 +270,7 @@ def test_a_function_resumes_from_its_newest_checkpoint_until_there_are_no_retrie
         own.shutdown()
 
 
-def test_a_trainer_made_on_a_worker_takes_room_beside_it_or_says_who_has_it(trainer, tmp_path):
+def test_trainer_on_a_worker_reserves_its_own_room(trainer, tmp_path):
     def function():
         def sizes(num_workers):
             folder = tmp_path / f"inner-{train.world_rank()}-{num_workers}"

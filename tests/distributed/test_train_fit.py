@@ -190,9 +190,7 @@ class Marking(TrainingCallback):
             Path(self.path).touch()
 
 
-def test_losses_cost_the_work_since_the_checkpoint_and_end_a_run_that_can_be_restored(
-    module_cluster, tmp_path
-):
+def test_failed_run_resumes_from_its_checkpoint_and_can_be_restored(module_cluster, tmp_path):
     """Of two losses one is allowed; what is reported again has the iterations that it had."""
     mark = tmp_path / "seen"
 

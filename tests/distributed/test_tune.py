@@ -104,9 +104,7 @@ def lose_a_worker(trainer, info):
 
 
 @pytest.mark.slow("Tune, a trial's process and those of its workers take seconds to start")
-def test_a_trial_and_its_workers_live_and_recover_in_the_room_of_tune_and_die_together(
-    ray_cluster, tmp_path
-):
+def test_trial_keeps_its_workers_in_the_placement_group_of_tune(ray_cluster, tmp_path):
     trainable = TorchTrainer.as_trainable(
         training_operator_cls=Classifier,
         config=SMALL,
@@ -138,9 +136,7 @@ def test_a_trial_and_its_workers_live_and_recover_in_the_room_of_tune_and_die_to
 
 
 @pytest.mark.slow("Tune, and the process of the trials, take seconds to start")
-def test_asha_stops_the_bad_trial_and_a_killed_one_goes_on_from_its_checkpoint(
-    ray_cluster, tmp_path
-):
+def test_asha_stops_a_bad_trial_and_a_killed_trial_resumes(ray_cluster, tmp_path):
     """In one process for all trials, and one more after the death."""
     results = fit(
         one_process(),

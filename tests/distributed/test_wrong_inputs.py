@@ -68,9 +68,7 @@ def with_setup(function):
         ),
     ],
 )
-def test_too_few_resources_are_shown_beside_what_was_asked_for(
-    ray_cluster, arguments, requested, words
-):
+def test_error_shows_requested_and_free_resources(ray_cluster, arguments, requested, words):
     """At once, since this Ray gets no more nodes while the caller waits."""
     known, started = actors(), time.monotonic()
     with pytest.raises(InsufficientResourcesError) as caught:
@@ -115,7 +113,7 @@ def no_process_group():
             dist.destroy_process_group()
 
 
-def test_exception_in_setup_of_one_worker_surfaces_as_itself_and_frees_the_one_in_the_driver(
+def test_exception_in_setup_of_one_worker_keeps_its_type_and_frees_the_driver(
     ray_cluster, no_process_group
 ):
     with pytest.raises(LookupError) as caught:

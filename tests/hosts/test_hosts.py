@@ -202,7 +202,7 @@ def test_one_silent_host_of_few_costs_five_seconds(num_hosts):
         assert kinds(run.end()) == ["lost", "resumed", "grown"]
 
 
-def test_flapping_links_and_stopped_processes_are_not_lost(run):
+def test_short_cuts_and_stopped_processes_are_not_losses(run):
     """The Ray head is stopped for all of that time. A worker that dies meanwhile is detected."""
     (head,) = run.hosts.processes(0, "gcs_server")
     began = time.time()
@@ -236,7 +236,7 @@ def test_flapping_links_and_stopped_processes_are_not_lost(run):
 
 
 @pytest.mark.skipif(not IN_SOAK, reason="it starts Ray on three hosts")
-def test_rays_head_dies_and_starts_again_with_its_tables_and_nobody_is_lost():
+def test_restarted_ray_head_costs_no_worker():
     if (reason := why_not()) is not None:
         pytest.skip(reason)
     with Hosts(CPUS, keeps_tables=True) as hosts, contextlib.closing(Run(hosts)) as run:
@@ -296,7 +296,7 @@ def test_whatever_happens_each_sample_counts_once(run, seed):
     run.await_nobody_else()
 
 
-def test_workers_that_are_to_go_leave_before_and_it_costs_nothing(run):
+def test_announced_workers_leave_early_at_no_cost(run):
     """A node is drained, with room elsewhere; then one is sent SIGTERM, and there is none."""
     began = time.time()
     drained = 1  # it has one CPU, as many as are left
@@ -316,7 +316,7 @@ def test_workers_that_are_to_go_leave_before_and_it_costs_nothing(run):
     assert run.call("workers").keys() == {run.hosts.address(2)}
 
 
-def test_workers_hold_still_for_a_driver_that_is_cut_off_and_end_when_it_is_gone_for_good(run):
+def test_workers_wait_for_a_driver_that_is_cut_off_and_exit_without_it(run):
     if IN_SOAK:  # a call of Ray's is under way only after the first
         run.end()
         run.train()

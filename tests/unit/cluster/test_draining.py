@@ -56,7 +56,7 @@ def test_where_there_is_room_a_successor_takes_over_at_a_step(start, num_workers
     assert call.num_losses == 0
 
 
-def test_one_that_ends_before_it_has_said_what_it_measured_is_counted(start):
+def test_leaving_worker_that_dies_counts_as_missing(start):
     """For its samples are counted by the steps that are done, then."""
     world, controller = start(room=6)
     before = controller.members[0]
@@ -67,7 +67,7 @@ def test_one_that_ends_before_it_has_said_what_it_measured_is_counted(start):
     assert (call.departed_results, call.num_losses, call.num_missing) == ([], 0, 1)
 
 
-def test_who_leaves_hands_its_share_of_a_divided_state_to_one_that_stays(start):
+def test_leaving_worker_hands_over_its_shard(start):
     world, controller = start(room=6)
     for member in (before := list(controller.members)):
         member.divided = True
@@ -77,7 +77,7 @@ def test_who_leaves_hands_its_share_of_a_divided_state_to_one_that_stays(start):
     assert [member.held for member in before] == [[before[2].home.pid], [], []]
 
 
-def test_without_room_workers_leave_before_their_time_and_not_much_earlier(start):
+def test_without_room_workers_leave_shortly_before_the_deadline(start):
     world, controller = start(room=3)
     world.at_step(20, lambda: controller.drain(None, 2, 20.0))
     train(controller, 600)
@@ -147,7 +147,7 @@ def test_where_nobody_can_take_over_the_driver_saves_at_once(start, is_divided):
 
 
 @pytest.mark.parametrize(("left_s", "saves"), [(1.0, True), (60.0, False)])
-def test_where_the_time_is_too_short_for_a_successor_the_driver_saves_at_once(start, left_s, saves):
+def test_driver_saves_if_a_successor_would_be_too_late(start, left_s, saves):
     world, controller = start(room=3)
     world.at_step(20, lambda: controller.drain(None, 2, left_s))
     call = train(controller, 50)
@@ -155,7 +155,7 @@ def test_where_the_time_is_too_short_for_a_successor_the_driver_saves_at_once(st
     assert call.at_once == saves
 
 
-def test_one_that_dies_before_its_successor_is_there_is_a_loss(start):
+def test_leaving_worker_that_dies_early_is_a_loss(start):
     world, controller = start(room=4)
     world.at_step(20, lambda: controller.drain(None, 1, 60.0))
     world.at_step(21, lambda: world.lose(1))

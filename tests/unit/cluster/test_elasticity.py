@@ -47,7 +47,7 @@ def every_new(world, **values):
 # ---- lost workers are replaced
 
 
-def test_a_worker_that_lives_is_asked_again_when_its_answer_was_lost(world, monkeypatch):
+def test_live_worker_is_asked_again_if_its_answer_is_lost(world, monkeypatch):
     """As Ray's connection to it was, after some time without a link."""
     controller = world.drive(3).controller
     (survivor, gone, _), lost = controller.members, []
@@ -187,7 +187,7 @@ def test_one_long_step_among_short_ones_is_waited_for_too(world):
     assert world.trained == list(range(1, 101))
 
 
-def test_a_driver_that_is_cut_off_as_all_begin_anew_keeps_those_that_have_come_up(world):
+def test_driver_cut_off_during_a_restart_keeps_started_workers(world):
     controller = world.drive(3).controller
 
     def stop():
@@ -207,7 +207,7 @@ def test_a_driver_that_is_cut_off_as_all_begin_anew_keeps_those_that_have_come_u
 # ---- replacement workers that fail
 
 
-def test_a_replacement_whose_setup_fails_is_tried_again_after_a_while(world):
+def test_replacement_whose_setup_fails_is_retried_later(world):
     controller = world.drive(3, initial_s=2.0).controller
     every_new(world, setup_error=ValueError("no such file"))
     world.at_step(20, lambda: world.lose(1))
@@ -231,7 +231,7 @@ def test_a_replacement_that_dies_as_it_joins_is_no_loss(world):
     assert world.trained == list(range(1, 401))
 
 
-def test_a_replacement_that_raises_as_it_joins_stays_out_and_the_others_go_on(world):
+def test_replacement_that_raises_while_joining_does_not_join(world):
     world.room = 2
     controller = world.drive(3, resize_cooldown_s=0.0).controller
     every_new(world, join_error=ValueError("cannot load"))
@@ -245,7 +245,7 @@ def test_a_replacement_that_raises_as_it_joins_stays_out_and_the_others_go_on(wo
     assert world.trained == list(range(1, 401))
 
 
-def test_a_member_that_is_lost_while_replacements_join_is_one_loss_and_they_join_next_time(world):
+def test_loss_during_a_join_counts_once_and_replacements_join_later(world):
     world.room = 2
     controller = world.drive(3, resize_cooldown_s=0.0).controller
     world.room = 3
@@ -339,7 +339,7 @@ def test_an_error_of_the_user_costs_no_retry_and_no_worker(world):
     assert world.trained == list(range(1, 101))
 
 
-def test_an_error_of_the_user_in_a_step_that_is_given_up_is_not_swallowed(world, monkeypatch):
+def test_user_error_in_a_discarded_step_is_raised(world, monkeypatch):
     """The pause was heard too late, and as the step is given up a worker raises in it."""
     monkeypatch.setattr(pauses, "pause_step", lambda progress: 0)
     world.room = 2
@@ -379,7 +379,7 @@ def test_when_all_are_lost_the_group_restarts_from_the_newest_snapshot(world):
     assert len(world.reservations) == 1  # their room was kept
 
 
-def test_when_all_are_lost_before_the_first_snapshot_setup_is_the_state(world):
+def test_all_lost_before_the_first_snapshot_restart_from_setup(world):
     controller = world.drive(3).controller
     for member in controller.members:
         member.die("OOM")
@@ -415,7 +415,7 @@ def lose_shares(world, controller):
     world.lose(1)
 
 
-def test_when_what_was_divided_is_lost_all_start_anew_from_the_snapshot(world, caplog):
+def test_all_restart_from_the_snapshot_if_shards_are_lost(world, caplog):
     controller = world.drive(3).controller
     before = list(controller.members)
     world.at_step(25, lambda: lose_shares(world, controller))
@@ -499,7 +499,7 @@ def test_a_restart_without_room_is_given_up_and_the_state_kept(world):
     assert steps_of(run_until(controller, 60, max_losses=1)) == [60] * 3
 
 
-def test_a_loss_as_a_restart_begins_replaces_one_and_the_others_stay(world):
+def test_loss_at_the_begin_of_a_restart_replaces_one_worker(world):
     controller = world.drive(3).controller
     run_until(controller, 15)
     lose_all(world)
@@ -509,7 +509,7 @@ def test_a_loss_as_a_restart_begins_replaces_one_and_the_others_stay(world):
     assert {world.workers[3], world.workers[5]} < set(controller.members)  # they stayed
 
 
-def test_an_error_of_setup_in_a_restart_reaches_the_caller_and_the_next_call_starts_anew(world):
+def test_error_in_setup_during_a_restart_reaches_the_caller(world):
     controller = world.drive(3).controller
     run_until(controller, 15)
     lose_all(world)
@@ -521,7 +521,7 @@ def test_an_error_of_setup_in_a_restart_reaches_the_caller_and_the_next_call_sta
     assert all(member.is_set_up for member in controller.members)
 
 
-def test_out_of_place_all_start_anew_from_the_snapshot_after_each_loss(world):
+def test_without_in_place_all_restart_from_the_snapshot(world):
     controller = world.drive(3, in_place=False).controller
     before = list(controller.members)
     world.at_step(25, lambda: world.lose(1))
@@ -543,7 +543,7 @@ def test_too_few_workers_wait_for_replacements(world):
     assert all(m.context.world_size == 3 for m in controller.members)
 
 
-def test_without_replacements_in_the_end_the_call_fails_and_the_state_can_be_read(world):
+def test_call_fails_without_replacements_and_the_state_can_be_read(world):
     controller = world.drive(3, min_workers=3, initial_s=0.5, max_attempts=3).controller
 
     def lose_with_its_node():
@@ -616,7 +616,7 @@ def test_workers_that_wait_for_each_other_end_the_call_and_none_is_lost(world):
 # ---- workers that cannot be joined
 
 
-def test_a_group_that_cannot_be_joined_grows_by_a_restart_when_it_is_told_to(world):
+def test_group_that_cannot_be_joined_grows_by_a_restart(world):
     world.room = 2
     controller = world.drive(3, can_join=False, resize_cooldown_s=1.0).controller
     started = []
@@ -634,7 +634,7 @@ def test_a_group_that_cannot_be_joined_grows_by_a_restart_when_it_is_told_to(wor
     assert not controller.grow()
 
 
-def test_what_goes_on_beside_calls_is_stopped_and_the_next_call_makes_a_new_generation(world):
+def test_stopped_work_makes_the_next_call_form_a_new_generation(world):
     controller = world.drive(2).controller
     controller.stop(request_of("work"))
     assert [member.interruptions for member in controller.members] == [1, 1]
@@ -643,7 +643,7 @@ def test_what_goes_on_beside_calls_is_stopped_and_the_next_call_makes_a_new_gene
     assert kinds(controller) == ["started", "resumed"]
 
 
-def test_a_worker_that_does_not_stop_is_waited_for_a_little_and_then_replaced(world):
+def test_worker_that_does_not_stop_is_replaced(world):
     controller = world.drive(2, can_join=False, in_place=False).controller
     slow = controller.members[1]
     slow.work_s, slow.deaf = 1000.0, True
@@ -677,7 +677,7 @@ def slow_world():
     return made
 
 
-def test_a_worker_that_is_lost_as_it_comes_up_is_replaced_alone(slow_world):
+def test_worker_lost_while_starting_is_replaced_alone(slow_world):
     world = slow_world
     world.plan(0.5, lambda: world.workers[1].die("OOM"))
     controller = world.drive(3, min_workers=3).controller
@@ -688,7 +688,7 @@ def test_a_worker_that_is_lost_as_it_comes_up_is_replaced_alone(slow_world):
     assert steps_of(run_until(controller, 20)) == [20] * 3
 
 
-def test_a_loss_in_the_setup_of_a_start_ends_nobody_else_and_the_others_set_up_alone(world):
+def test_loss_in_setup_leaves_the_other_workers_alive(world):
     world.on_meeting.append(lambda: world.workers[1].die("OOM"))
     controller = world.drive(3).controller
     assert kinds(controller) == ["newcomer_failed", "started"]
@@ -697,7 +697,7 @@ def test_a_loss_in_the_setup_of_a_start_ends_nobody_else_and_the_others_set_up_a
     assert steps_of(run_until(controller, 20)) == [20] * 3
 
 
-def test_those_on_their_way_are_the_group_when_the_last_member_is_lost(slow_world):
+def test_replacements_form_the_group_if_the_last_member_is_lost(slow_world):
     world = slow_world
     controller = world.drive(3).controller
     every_new(world, start_s=3.0)
@@ -756,7 +756,7 @@ def test_three_crashes_of_a_slot_in_setup_end_a_restart_too(world):
         run_until(controller, 100, max_losses=2)
 
 
-def test_a_function_that_loses_a_worker_as_all_restart_keeps_the_others(world):
+def test_loss_during_a_restart_keeps_the_other_workers(world):
     every_new(world, start_s=1.0)
     controller = world.drive(3, can_join=False, in_place=False).controller
     world.at_step(5, lambda: world.lose(1))
@@ -782,7 +782,7 @@ def test_three_crashes_in_setup_of_one_slot_alone_end_the_start(world):
         world.drive(3)
 
 
-def test_a_worker_on_a_silent_host_is_replaced_elsewhere_at_once_and_there_once_it_is_back(world):
+def test_worker_on_a_silent_host_is_replaced_on_another_host(world):
     """Whichever comes first; the other is given up, and the group has its size."""
     world.room = 4
     controller = world.drive(3).controller

@@ -66,7 +66,7 @@ def outcome(*members):
     return tasks.results(members, tasks.start(members, print))
 
 
-def test_what_a_function_raised_is_raised_as_itself_with_the_place():
+def test_exception_of_a_function_keeps_its_type():
     class BrokenError(Exception):
         pass
 
@@ -98,7 +98,7 @@ def test_a_worker_that_died_is_lost_with_all_that_is_known():
     assert error.__cause__ is died
 
 
-def test_a_loss_is_told_in_place_of_the_error_that_it_has_caused():
+def test_loss_is_raised_instead_of_its_consequence():
     """A peer sees the broken connection before Ray tells of the death."""
     died, broken = ray.exceptions.RayActorError(error_msg=DIED), failure(RuntimeError("gloo"))
     for members in ([Remote(died), Remote("fine"), Remote(broken)], [Remote(broken), Remote(died)]):

@@ -132,7 +132,7 @@ def test_a_worker_that_reconnects_is_not_silent_any_more(watched):
         assert not watched.lost.done()
 
 
-def test_a_worker_that_closes_its_connection_and_does_not_reconnect_has_ended(watched):
+def test_worker_that_does_not_reconnect_is_lost(watched):
     watched.is_any_reached = True
     with connect(watched.watch.address, 5.0):
         wait_until(lambda: watched.watch._connection is not None)
@@ -193,7 +193,7 @@ def test_a_worker_whose_connection_breaks_reconnects_and_continues(watched, work
     assert not watched.lost.done()
 
 
-def test_a_worker_that_cannot_reach_the_driver_stops_and_ends_after_the_grace(monkeypatch, capsys):
+def test_worker_without_driver_stops_and_exits_after_the_grace(monkeypatch, capsys):
     def unreachable(*arguments):
         raise TimeoutError
 

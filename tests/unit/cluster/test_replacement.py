@@ -172,7 +172,7 @@ def test_ctrl_c_on_its_way_does_not_make_it_ready(replacement, group):
     assert replacement.error is not None
 
 
-def test_base_exceptions_of_its_setup_do_not_end_the_call_of_the_others(replacement):
+def test_base_exception_in_setup_of_a_replacement_ends_only_that(replacement):
     answer_all(replacement, "info", "create", "prepare")
     outcome = Outcome("user", KeyboardInterrupt(), Progress(), "Traceback of the worker")
     replacement.member.asked["enter"].set_result(outcome)
@@ -196,7 +196,7 @@ def test_a_worker_that_does_not_come_up_says_how_to_wait_longer(replacement, clo
     assert "set SGD_PLACEMENT_GROUP_TIMEOUT_S" in str(replacement.error)
 
 
-def test_one_for_a_group_that_sets_up_together_is_ready_when_it_has_created(group):
+def test_replacement_in_a_start_is_ready_after_create(group):
     replacement = Replacement(
         group, FakeSlot(), 0, 2, 1, ("hook",), 30.0, replaces_lost=True, goal="process"
     )

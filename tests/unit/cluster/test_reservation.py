@@ -24,14 +24,14 @@ def room(monkeypatch):
     return room
 
 
-def test_room_instead_of_other_room_is_on_nodes_with_the_same_labels(room):
+def test_replacing_room_has_the_same_labels(room):
     first, second, _ = room.slots
     assert room.request_slot({"CPU": 1}, [second]).labels == B
     assert room.request_slot({"CPU": 1}, [first, second]).labels == A
     assert room.request_slot({"CPU": 1}).labels == {}
 
 
-def test_a_request_is_dropped_if_all_its_places_are_lost_and_none_is_in_use(room, monkeypatch):
+def test_request_is_dropped_if_all_its_bundles_are_lost(room, monkeypatch):
     removed = []
     monkeypatch.setattr(reservation, "remove_placement_group", removed.append)
     (lost,) = room.groups
@@ -46,9 +46,7 @@ def test_a_request_is_dropped_if_all_its_places_are_lost_and_none_is_in_use(room
 
 
 @pytest.mark.parametrize("captures", [True, False])
-def test_room_is_in_the_caller_s_placement_group_if_that_captures_child_tasks(
-    monkeypatch, captures
-):
+def test_room_is_in_a_placement_group_that_captures_child_tasks(monkeypatch, captures):
     context = SimpleNamespace(should_capture_child_tasks_in_placement_group=captures)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(placement, "get_current_placement_group", lambda: "the caller's")

@@ -14,7 +14,7 @@ def world():
     return made
 
 
-def test_a_loss_starts_all_anew_with_the_state_of_those_that_are_left(world, caplog):
+def test_loss_restarts_all_with_the_state_of_a_survivor(world, caplog):
     controller = world.drive(3, rejoins=False).controller
     first = list(controller.members)
     world.at_step(17, lambda: world.lose(1))
@@ -109,7 +109,7 @@ def test_while_rays_head_is_silent_there_are_no_vain_tries(world, silence, caplo
     assert caplog.text.count("Ray head") == 2
 
 
-def test_workers_that_are_to_go_stay_while_nobody_could_be_started_instead(world, silence):
+def test_leaving_workers_stay_while_no_worker_can_start(world, silence):
     controller = world.drive(3, min_workers=2, rejoins=False).controller
     run_until(controller, 10)
     controller.drain(None, 1, None)

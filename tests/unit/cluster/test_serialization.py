@@ -47,7 +47,7 @@ def test_tensors_of_all_kinds_arrive_as_they_were(shape, dtype, order):
 
 
 @pytest.mark.parametrize("make", [torch.zeros, np.zeros])
-def test_what_is_large_is_not_copied_and_arrives_as_the_receiver_s_own(make):
+def test_large_values_travel_without_a_copy(make):
     value = make(LARGE)
     packed = pack([value, value])
     assert len(packed.data) < 1000
@@ -123,7 +123,7 @@ def store(monkeypatch):
     return held
 
 
-def test_a_large_value_is_put_into_the_store_once_and_the_driver_keeps_no_copy(store):
+def test_large_value_is_stored_once_without_a_copy_on_the_driver(store):
     packed = pack({"array": np.ones(2**18), "text": "x" * 2**20})
     reference = packed.stored()
     assert packed.stored() is reference

@@ -155,7 +155,7 @@ def test_in_the_drivers_process_nothing_is_pickled(value):
 # ---- failures
 
 
-def test_an_exception_of_the_user_arrives_as_itself_with_the_workers_traceback(worker):
+def test_user_exception_keeps_its_type_and_has_the_traceback_of_the_worker(worker):
     worker.prepare(WorkerContext(world_rank=3, world_size=4))
     outcome = pickle.loads(pickle.dumps(call(worker, fail_with(PlainError("bad batch")))))
     assert outcome.kind == "user"
@@ -196,7 +196,7 @@ def test_user_code_is_neither_raysgd_nor_installed(filename, expected):
     assert is_the_users(filename) == expected
 
 
-def test_an_error_that_no_code_of_the_user_has_part_in_says_no_place():
+def test_error_without_user_code_names_no_line():
     error = Worker().call(request_of("run")).exception()
     assert "no runner" in str(error)
     assert not hasattr(error, "__notes__")
@@ -215,7 +215,7 @@ def test_an_exception_that_cannot_cross_is_told_about(worker, error):
     assert type(error).__name__ in str(told)
 
 
-def test_leaving_by_exit_is_an_error_of_the_user(worker):
+def test_sys_exit_is_a_user_error(worker):
     outcome = call(worker, fail_with(SystemExit(3)))
     assert outcome.kind == "user"
     assert isinstance(outcome.exception(), RemoteError)
@@ -246,7 +246,7 @@ def test_every_base_exception_of_user_code_arrives_as_itself(worker, error):
 
 
 @pytest.mark.parametrize("error", NO_EXCEPTIONS, ids=lambda error: type(error).__name__)
-def test_a_thread_of_the_driver_returns_every_base_exception_of_user_code(error):
+def test_thread_of_the_driver_returns_every_base_exception(error):
     worker = Worker(remote=False)
     worker.create(None, FakeRunner(), None, [])
     with ThreadPoolExecutor(1) as pool:
@@ -294,7 +294,7 @@ def test_an_error_that_a_backend_has_advice_for_is_the_users(worker):
     assert outcome.exception().__notes__[0] == "Make it again."
 
 
-def test_an_error_that_only_followed_is_told_of_without_the_modules_of_its_type(worker):
+def test_consequence_of_another_error_arrives_as_text(worker):
     """The driver would import TensorFlow to read one of its errors, which takes seconds."""
     outcome = call(worker, fail_with(ConnectionError("no answer")))
     assert outcome.kind == "communication"
@@ -316,7 +316,7 @@ def test_an_exception_that_somebody_keeps_keeps_no_frames(worker, error):
     assert error.__traceback__ is error.__cause__ is error.__context__ is None
 
 
-def test_what_fails_after_an_interruption_was_stopped(worker):
+def test_failure_after_an_interruption_is_stopped(worker):
     worker.interrupt()
     assert ("stop", True) in worker.runner.calls
     assert "interrupt" in worker._backend.calls
@@ -325,7 +325,7 @@ def test_what_fails_after_an_interruption_was_stopped(worker):
     assert call(worker, fail_with(PlainError())).kind == "user"
 
 
-def test_what_a_generation_was_told_too_late_does_not_concern_the_next(worker):
+def test_late_messages_do_not_affect_the_next_generation(worker):
     worker.runner.step = 4
     worker.enter(WorkerContext(generation=3), None, 0)
     del worker.runner.calls[:], worker._backend.calls[:]
@@ -339,7 +339,7 @@ def test_what_a_generation_was_told_too_late_does_not_concern_the_next(worker):
     assert worker._backend.calls == ["interrupt"]
 
 
-def test_the_next_generation_begins_when_all_is_said_to_the_last(worker):
+def test_next_generation_waits_for_messages_to_the_last(worker):
     worker.enter(WorkerContext(generation=1), None, 0)
     interrupting, go_on = threading.Event(), threading.Event()
 
@@ -442,7 +442,7 @@ def test_entering_makes_the_group_before_the_operator(worker):
     assert order == ["left", ("group", "here"), "setup", "left", ("group", "there"), ("rejoin", 1)]
 
 
-def test_a_replacement_sets_up_in_a_group_of_one_but_knows_its_place_to_be(worker):
+def test_replacement_sets_up_alone_and_knows_its_rank(worker):
     context = WorkerContext(world_rank=2, world_size=3, generation=4, distributed=True)
     seen = []
     worker.runner.setup = seen.append
@@ -472,7 +472,7 @@ def test_the_stacks_of_all_threads_can_be_asked_for(worker):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt("mine"), asyncio.CancelledError()])
-def test_what_ray_takes_for_a_cancellation_is_carried(error):
+def test_base_exceptions_are_carried_past_ray(error):
     with pytest.raises(CarriedError) as caught:
         Worker().execute(fail_with(error))
     (carried,) = pickle.loads(pickle.dumps(caught.value)).args

@@ -23,7 +23,7 @@ def done(value):
     return future
 
 
-def test_what_an_actor_does_beside_its_work_has_threads_of_its_own():
+def test_control_methods_have_their_own_threads():
     group_module._actor_class()
     groups = {
         name: method.__ray_concurrency_group__
@@ -181,7 +181,7 @@ def test_room_that_is_missing_is_requested_once(start):
     assert len(group.reservation_of_test.slots) == 4
 
 
-def test_a_start_requests_anew_what_was_reserved_for_it_and_is_lost(start):
+def test_start_requests_lost_room_again(start):
     group = start(num_workers=3, room=3)
     reservation = group.reservation_of_test
     for member in list(group.members):
@@ -216,7 +216,7 @@ def test_a_lost_worker_leaves_its_slot_to_a_successor(start):
     assert group.vacant_slots() == [slot]
 
 
-def test_room_on_a_node_that_is_to_go_is_no_room_and_other_is_requested(start):
+def test_room_on_a_draining_node_is_replaced(start):
     group = start(num_workers=2, room=2)
     member = group.members[1]
     slot = group.slot_of(member)
@@ -291,7 +291,7 @@ def test_a_worker_whose_exit_handlers_hang_is_killed(start, answer):
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_the_end_of_a_group_is_that_of_replacements_and_room_too(start, force):
+def test_shutdown_ends_replacements_and_releases_room(start, force):
     group = start(num_workers=3, room=2)
     members = list(group.members)
     replacement = group.new_member(group.vacant_slots()[0])

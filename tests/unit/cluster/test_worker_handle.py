@@ -145,7 +145,7 @@ def test_a_signal_says_whether_the_process_is_there(member, monkeypatch):
         assert member.signal(0) is there
 
 
-def test_a_process_is_killed_also_where_its_place_is_not_known_yet(member, monkeypatch):
+def test_worker_without_a_known_place_can_be_killed(member, monkeypatch):
     killed = []
     monkeypatch.setattr(ray, "kill", killed.append)
     del member.info
@@ -153,7 +153,7 @@ def test_a_process_is_killed_also_where_its_place_is_not_known_yet(member, monke
     assert killed == [member.actor]
 
 
-def test_to_kill_or_to_let_go_of_a_worker_elsewhere_waits_for_no_head_of_rays(member, monkeypatch):
+def test_killing_a_remote_worker_does_not_wait_for_the_ray_head(member, monkeypatch):
     killed, answers = [], threading.Event()
     monkeypatch.setattr(ray, "kill", killed.append)
     monkeypatch.setattr(members, "_SIGNAL_S", 0.01)
@@ -209,7 +209,7 @@ def test_a_loss_is_told_from_other_errors(error, lost):
 
 
 @pytest.mark.parametrize(("stops", "lives"), [(True, True), (False, False), (None, False)])
-def test_a_worker_lives_that_ray_cannot_reach_where_its_host_is_watched(member, stops, lives):
+def test_worker_that_ray_cannot_reach_may_live_if_its_host_is_watched(member, stops, lives):
     if stops is not None:  # its calls, when it hears nothing of the driver
         member._monitor = SimpleNamespace(stops_calls=stops)
         member.watch = object()
@@ -217,7 +217,7 @@ def test_a_worker_lives_that_ray_cannot_reach_where_its_host_is_watched(member, 
     assert not member.may_live(ray.exceptions.ActorDiedError())
 
 
-def test_a_worker_counts_as_reached_on_the_drivers_host_and_not_before_its_host_is_known(member):
+def test_worker_is_reached_on_the_host_of_the_driver_once_its_host_is_known(member):
     assert InlineHandle().is_reached
     assert member.is_reached
     assert not ActorHandle(Actor()).is_reached

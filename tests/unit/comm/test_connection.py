@@ -76,7 +76,7 @@ def hello_of(address):
     return b"sgd2" + module._name(address.key) + bytes(32)
 
 
-def test_who_does_not_know_the_key_is_sent_away(shared):
+def test_wrong_key_is_refused(shared):
     _, address = shared
     with pytest.raises(ConnectionError, match="closed by what listens there"):
         connect(address._replace(key="guess"), WAIT_S)
@@ -87,7 +87,7 @@ def test_who_does_not_know_the_key_is_sent_away(shared):
         assert closed_at_once(liar)
 
 
-def test_a_proof_is_of_no_use_a_second_time(shared):
+def test_replayed_proof_is_refused(shared):
     """Neither what one end has said nor what the other has can be said again."""
     _, address = shared
     with socket.create_server((HOST, 0)) as between:
@@ -126,7 +126,7 @@ def test_a_proof_is_of_no_use_a_second_time(shared):
 
 @examples(60)
 @given(said=st.binary(max_size=200), ends=st.booleans(), known=st.booleans())
-def test_whatever_a_stranger_says_others_are_served(shared, said, ends, known):
+def test_strangers_do_not_disturb_other_connections(shared, said, ends, known):
     _, address = shared
     with socket.create_connection(address[:2], WAIT_S) as stranger:
         stranger.sendall((hello_of(address) if known else b"") + said)
@@ -147,7 +147,7 @@ def test_silent_strangers_are_sent_away_after_a_while(listener, monkeypatch):
         assert closed_at_once(silent)
 
 
-def test_of_many_strangers_the_oldest_goes(listener, monkeypatch):
+def test_oldest_of_too_many_strangers_is_closed(listener, monkeypatch):
     monkeypatch.setattr(module, "_MOST_STRANGERS", 3)
     address = listener.expect(echo)
     with contextlib.ExitStack() as there, connect(address, WAIT_S) as connection:
@@ -166,7 +166,7 @@ def test_a_client_of_another_protocol_is_sent_away_at_once(shared):
             assert closed_at_once(stranger)
 
 
-def test_what_is_forgotten_is_refused_and_the_rest_is_not(listener):
+def test_forgotten_address_is_refused(listener):
     first, second = listener.expect(echo), listener.expect(echo, key=derived_key("a", "b"))
     listener.forget(first)
     with pytest.raises(ConnectionError):
@@ -176,7 +176,7 @@ def test_what_is_forgotten_is_refused_and_the_rest_is_not(listener):
         assert echoed(connection, b"?") == b"?"
 
 
-def test_who_does_not_answer_is_given_up():
+def test_connect_times_out_without_an_answer():
     with socket.create_server((HOST, 0)) as silent:
         address = module.Address(*silent.getsockname(), "key")
         with pytest.raises(TimeoutError):

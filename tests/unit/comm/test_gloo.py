@@ -24,7 +24,7 @@ def group(monkeypatch):
     dist.destroy_process_group()
 
 
-def test_to_everyone_who_asks_it_is_a_gloo_group(group):
+def test_group_is_a_gloo_group_for_pytorch(group):
     assert dist.get_backend() == "gloo"
     assert dist.group.WORLD is group
     assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
@@ -56,7 +56,7 @@ def test_collectives_do_what_they_do_in_gloo(group):
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_who_waits_for_a_peer_to_connect_can_be_interrupted(ahead, monkeypatch):
+def test_connecting_to_a_dead_peer_can_be_interrupted(ahead, monkeypatch):
     """The peer gave its address, and died before it connected."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     entry, store = Entry(), HashStore()
@@ -156,7 +156,7 @@ print("left" if time.monotonic() - started < 20 else "late", flush=True)
 
 
 @pytest.mark.parametrize("operation", ["coalesced", "point_to_point", "future"])
-def test_who_waits_for_half_a_message_is_woken(operation):
+def test_interrupt_wakes_a_wait_for_half_a_message(operation):
     """Where a peer stops in the middle of a message, even shutting the sockets wakes nobody."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     peers = [Script(PEER, rank, store.port, operation) for rank in range(2)]

@@ -59,7 +59,7 @@ def test_a_worker_alone_needs_no_rendezvous(environment):
     assert "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in found
 
 
-def test_its_rendezvous_listens_on_loopback_and_strangers_hold_nobody_up():
+def test_rendezvous_listens_on_loopback_and_ignores_strangers():
     import_horovod()
     backend, before = create_backend("horovod", 1800), listeners()
     rendezvous = backend.prepare(["127.0.0.1"] * 2)

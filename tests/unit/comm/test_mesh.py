@@ -97,7 +97,7 @@ def test_many_are_under_way_at_once_and_finished_in_any_order(pair):
     assert sorted(ended) == [0] * 200 + [1] * 200
 
 
-def test_who_has_said_all_is_done_only_when_it_is_under_way(pair):
+def test_finish_waits_until_messages_are_sent(pair):
     first, second = pair
     big = first.start(torch.ones(5_000_000), torch.add, lambda: None)
     assert first.has_unsent
@@ -108,7 +108,7 @@ def test_who_has_said_all_is_done_only_when_it_is_under_way(pair):
     assert not first.has_unsent
 
 
-def test_what_has_come_is_taken_without_waiting(pair):
+def test_look_completes_a_reduction(pair):
     first, second = pair
     mine, ended = torch.ones(3), []
     started = first.start(mine, torch.add, lambda: ended.append(True))
@@ -121,7 +121,7 @@ def test_what_has_come_is_taken_without_waiting(pair):
     second.look()
 
 
-def test_who_looks_takes_nothing_from_who_waits(pair):
+def test_look_takes_no_bytes_from_a_waiting_thread(pair):
     """It might be about to wait for what has come by then."""
     over = threading.Event()
 
@@ -143,7 +143,7 @@ def test_who_looks_takes_nothing_from_who_waits(pair):
         sys.setswitchinterval(interval)
 
 
-def test_ranks_that_reduce_different_things_are_told():
+def test_different_reductions_are_an_error_on_all_ranks():
     with meshes(2) as made:
 
         def reduce(mesh):
@@ -200,7 +200,7 @@ def test_an_interruption_ends_the_wait_and_refuses_all_later_calls():
     assert ended == [True]
 
 
-def test_a_rank_that_goes_is_noticed_at_once():
+def test_closed_rank_ends_waits_of_others():
     with meshes(3) as made:
         thread, errors, _ = waiting(made[0])
         made[2].close()

@@ -33,7 +33,7 @@ def test_workers_elsewhere_are_told_the_address_on_the_way_to_them(monkeypatch):
     assert asked == [ELSEWHERE]
 
 
-def test_an_address_that_no_interface_has_is_explained_with_those_there_are(monkeypatch):
+def test_unknown_address_error_lists_the_known_ones(monkeypatch):
     monkeypatch.setattr(network, "interfaces", lambda: {"10.1.2.3": "eth0", LOOPBACK: "lo"})
     with pytest.raises(RuntimeError, match=re.escape(ELSEWHERE)) as caught:
         interface_of(ELSEWHERE)

@@ -180,7 +180,7 @@ def test_gloo_and_groups_of_the_users_own_meet_through_it(server):
     assert through_torch.delete_key("a")
 
 
-def test_a_group_that_waits_for_a_peer_is_woken_by_closing_the_store(server):
+def test_closing_the_store_wakes_a_waiting_group(server):
     """The peer died between the barrier and gloo's own meeting."""
     store = TorchStore(server.address, LONG)
     with ThreadPoolExecutor(1) as pool:

@@ -46,7 +46,7 @@ def test_every_worker_knows_all_and_its_own_place(environment):
 
 
 @pytest.mark.parametrize(("choice", "warns"), [(None, True), ("0", True), ("1", False)])
-def test_keras_3_is_told_that_its_fit_fails_under_the_strategy(environment, caplog, choice, warns):
+def test_warning_says_that_keras_3_fit_fails(environment, caplog, choice, warns):
     if choice is not None:
         environment.setenv("TF_USE_LEGACY_KERAS", choice)
     driver = create_backend("tensorflow", 20)

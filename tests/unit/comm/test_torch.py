@@ -65,7 +65,7 @@ def test_nccl_has_a_store_of_torchs_beside_on_the_same_interface():
     backend.close()
 
 
-def test_workers_on_several_nodes_are_told_an_address_that_they_can_reach(backend, monkeypatch):
+def test_workers_on_several_nodes_get_a_reachable_address(backend, monkeypatch):
     monkeypatch.setattr(network, "address_towards", lambda address: "127.0.0.1")
     rendezvous = backend.prepare(["10.1.2.3", "10.1.2.4"])
     assert not rendezvous.single_node
@@ -175,7 +175,7 @@ print("good")
 
 
 @pytest.mark.slow("a process waits for the end of another")
-def test_a_group_of_an_earlier_generation_is_an_error_that_names_the_hook():
+def test_stale_process_group_error_names_the_hook():
     run_ranks(STALE, 2)
 
 
