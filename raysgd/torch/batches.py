@@ -51,13 +51,16 @@ def read_batch(batch: Any, model: torch.nn.Module) -> Batch:
     """Return the arguments and the target in a batch.
 
     ``(*features, target)`` are arguments by position. The keys of a dict or data class are
-    arguments if ``forward`` has them; one other key is the target.
+    arguments if ``forward`` has them; one other key is the target. The same holds for a named tuple
+    if its fields are arguments of ``forward``, except for at most one.
 
     Raises:
         TypeError: if the arguments and the target cannot be told apart.
     """
     if _is_named(batch):
         return _read_named(_by_name(batch), batch, model)
+    if _is_named_like(model, batch, num_others=1):
+        return _read_named(batch._asdict(), batch, model)
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         raise _unclear(batch, model)
     *features, target = batch
@@ -65,6 +68,8 @@ def read_batch(batch: Any, model: torch.nn.Module) -> Batch:
         (feature,) = features
         if _is_named(feature) and _accepts(model, named := _by_name(feature)) == named.keys():
             return Batch((), named, target)
+        if _is_named_like(model, feature, num_others=0):
+            return Batch((), feature._asdict(), target)
         if isinstance(feature, tuple | list) and 1 < len(feature) == _num_required(model):
             return Batch(tuple(feature), {}, target)
     return Batch(tuple(features), {}, target)
@@ -166,6 +171,18 @@ def _accepts(model: torch.nn.Module, names: Collection[str]) -> set[str]:
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return set(names)
     return {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL} & {*names}
+
+
+def _is_named_like(model: torch.nn.Module, value: Any, num_others: int) -> bool:
+    """Return whether a named tuple has the arguments of ``forward``, and few other fields."""
+    fields = set(getattr(value, "_fields", ())) if isinstance(value, tuple) else set()
+    if not fields:
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    by_name = {p.name: p.default for p in _parameters(model) if p.kind in kinds}
+    needed = {name for name, default in by_name.items() if default is inspect.Parameter.empty}
+    others = fields - by_name.keys()
+    return needed <= fields and len(others) <= num_others < len(fields)
 
 
 def _num_required(model: torch.nn.Module) -> int:

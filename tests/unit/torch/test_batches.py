@@ -47,6 +47,21 @@ class TupleWithLoss(WithLoss):
         return tuple(super().forward(x, labels).values())
 
 
+class Divided(Model):
+    def forward(self, x, mask):
+        return super().forward(x / mask)
+
+
+class MayMask(Model):
+    def forward(self, x, mask=None):
+        return super().forward(x)
+
+
+class AnyNames(Model):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
 class Takes(Model):
     def forward(self, pair):
         return super().forward(pair[0] * pair[1])
@@ -71,10 +86,21 @@ class Trained(TrainingOperator):
 
 ONES = torch.ones(6, 1)
 Named = namedtuple("Named", ["x", "y"])
+Masked = namedtuple("Masked", ["mask", "truth", "x"])
+Unlike = namedtuple("Unlike", ["image", "mask", "truth"])
+Labeled = namedtuple("Labeled", ["labels", "x"])
+Image = namedtuple("Image", ["image", "mask"])
+MaskFirst = namedtuple("MaskFirst", ["mask", "x"])
 KINDS = {
     "tuple": (Model, (FEATURES, TARGET)),
     "list": (Model, [FEATURES, TARGET]),
     "named tuple": (Model, Named(FEATURES, TARGET)),
+    "named tuple, by name": (Divided, Masked(ONES, TARGET, FEATURES)),
+    "named tuple, one name unknown": (Divided, Unlike(FEATURES, ONES, TARGET)),
+    "named tuple with all of forward's": (WithLoss, Labeled(TARGET, FEATURES)),
+    "named tuple, an input has another name": (MayMask, Image(FEATURES, TARGET)),
+    "named tuple, any names": (AnyNames, Named(FEATURES, TARGET)),
+    "nested named tuple": (Divided, (MaskFirst(ONES, FEATURES), TARGET)),
     "two inputs": (TwoInputs, (FEATURES, ONES, TARGET)),
     "nested": (TwoInputs, ((FEATURES, ONES), TARGET)),
     "nested, taken whole": (Takes, ((FEATURES, ONES), TARGET)),
