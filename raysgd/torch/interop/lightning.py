@@ -10,6 +10,7 @@ import contextlib
 import copy
 import importlib
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,7 @@ class LightningMethods(_Base):
     """Trains a LightningModule: `training_step`, `validation_step` and supported hooks.
 
     Values that the module logs become metrics over all batches and workers: means weighted by the
-    samples of each batch. ``reduce_fx`` is ignored. The loss becomes ``train_loss`` and
+    samples of each batch, unless ``reduce_fx`` says otherwise. The loss becomes ``train_loss`` and
     ``val_loss``. The constructors of the module and of its data module get the whole config if they
     have an argument ``config``, otherwise the keys that match their arguments.
     """
@@ -163,9 +164,13 @@ class LightningMethods(_Base):
         vars(surroundings).update({"training": False, "validating": False, **state})
         module.trainer = module.fabric = surroundings
         module._fabric_optimizers = surroundings.offered
+        for name in ("log", "log_dict"):
+            # Lightning does not pass reduce_fx on to a fabric, and has no public hook for it
+            setattr(module, name, surroundings.noting_reduction(getattr(module, name)))
         try:
             yield surroundings
         finally:
+            del module.log, module.log_dict
             module.trainer = module.fabric = None
             module._fabric_optimizers = []
 
@@ -318,6 +323,7 @@ class _Surroundings:
     def __init__(self, operator: LightningMethods) -> None:
         self._operator = operator
         self._logged: dict[str, Any] = {}
+        self._reduce_fx = "mean"
         self.datamodule: Any = None
         self.optimizers: list[Any] = []
         self.lr_scheduler_configs: list[Any] = []
@@ -358,7 +364,21 @@ class _Surroundings:
     def log_dict(self, metrics: Mapping[str, Any]) -> None:
         """Collect what the module logs, for the metrics of its batch."""
         for name, value in metrics.items():
-            self._logged[name] = value.detach() if isinstance(value, torch.Tensor) else value
+            value = value.detach() if isinstance(value, torch.Tensor) else value
+            is_other = self._reduce_fx in _REDUCTIONS and _is_scalar(value)
+            self._logged[name] = _Reduced(self._reduce_fx, value) if is_other else value
+
+    def noting_reduction(self, log: Callable[..., None]) -> Callable[..., None]:
+        """Return a log method that also sets the reduction for `log_dict`."""
+
+        def noting(*args: Any, reduce_fx: Any = "mean", **kwargs: Any) -> None:
+            self._reduce_fx = _reduction(reduce_fx)
+            try:
+                log(*args, reduce_fx=reduce_fx, **kwargs)
+            finally:
+                self._reduce_fx = "mean"
+
+        return noting
 
     def take_logged(self) -> dict[str, Any]:
         logged, self._logged = self._logged, {}
@@ -483,6 +503,48 @@ def _make(given: Any, config: dict[str, Any]) -> Any:
     if takes_any and given.__init__ is not _base_of(given).__init__:  # type: ignore[misc]
         return given(**config)
     return given(**{name: value for name, value in config.items() if name in parameters})
+
+
+class _Reduced(MergeableMetric):
+    """A number that was logged with a ``reduce_fx`` other than the mean.
+
+    Args:
+        reduce_fx: "sum", "min" or "max".
+        value: a number, or a tensor of one element.
+    """
+
+    def __init__(self, reduce_fx: str, value: Any) -> None:
+        self._reduce_fx = reduce_fx
+        # a GPU tensor stays there, because reading it would synchronize
+        self._value = value.detach().double() if isinstance(value, torch.Tensor) else value
+
+    def merge(self, other: _Reduced) -> _Reduced:
+        merged = _REDUCTIONS[self._reduce_fx](self._value, other._value)
+        return _Reduced(self._reduce_fx, merged)
+
+    def compute(self) -> float:
+        return float(self._value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_reduce_fx": self._reduce_fx, "_value": float(self._value)}
+
+
+_REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {"sum": operator.add, "min": min, "max": max}
+
+
+def _reduction(reduce_fx: Any) -> str:
+    """Return the name of a ``reduce_fx``.
+
+    Raises:
+        ValueError: if Lightning does not support it.
+    """
+    name = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
+    if name not in (*_REDUCTIONS, "mean", "avg"):
+        raise ValueError(
+            f'self.log(reduce_fx={reduce_fx!r}): must be "mean", "sum", "min" or "max". Return a '
+            "raysgd.metrics.MergeableMetric from train_batch of the operator for another."
+        )
+    return name
 
 
 def _numbers(logged: Mapping[str, Any]) -> dict[str, Any]:

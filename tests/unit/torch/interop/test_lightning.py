@@ -1,10 +1,13 @@
 """A LightningModule under an operator: its steps, its hooks, its data, and what is refused."""
 
+import pickle
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
+from raysgd.metrics import merge_workers
 from raysgd.testing import run_operator
 from tests.conftest import run_ranks
 from tests.fidelity import flat
@@ -181,6 +184,42 @@ def test_constructors_get_the_keys_of_the_config_by_name(module_cls):
     module = trainer.get_local_operator().module
     assert module.given == (config if module_cls is Named else {"lr": 0.3, "width": 2})
     assert trainer.train()["batch_count"] == 2
+
+
+class Logging(Line):
+    def training_step(self, batch, batch_idx):
+        value = float(batch_idx) if batch_idx % 2 else torch.tensor(batch_idx - 5.0)
+        self.log("total", value, reduce_fx="sum")
+        self.log_dict({"low": value, "also_low": 1.0}, reduce_fx=torch.min)
+        self.log("high", value, reduce_fx="max")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        self.log("epoch_total", 2.0, reduce_fx="sum")
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_count", len(batch[0]), reduce_fx=torch.sum)
+
+
+def test_reduce_fx_of_logged_values():
+    trainer = start(Logging)
+    stats = trainer.train()
+    values = [-5, 1, -3, 3, -1]
+    found = (stats["total"], stats["low"], stats["high"], stats["also_low"])
+    assert found == (sum(values), min(values), max(values), 1)
+    assert stats["where"] == 0  # and what comes after has its own
+    assert stats["epoch_total"] == 2
+    assert trainer.validate()["val_count"] == 40
+
+
+def test_reductions_are_over_all_workers():
+    operator = TrainingOperator.from_ptl(Logging)
+    parts = [run_operator(operator, {"lr": 0.1}, scheduler_step_freq="epoch") for _ in range(2)]
+    batches = [(X[:20], Y[:20]), (X[20:], Y[20:])]
+    found = [each.train_epoch(iter(batches[: n + 1])) for n, each in enumerate(parts)]
+    merged = merge_workers([pickle.loads(pickle.dumps(each)) for each in found])
+    assert (merged["total"], merged["low"], merged["high"]) == (-9, -5, 1)
+    assert merged["epoch_total"] == 4
 
 
 def test_hooks_are_called_in_the_order_of_lightning():
