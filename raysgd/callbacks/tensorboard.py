@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ class TensorBoardLogger(LoggerCallback):
     The scalars by step are ``train/NAME`` and ``validate/NAME`` for each metric, ``step/NAME`` with
     ``fit(log_every=...)``, ``workers/num_workers``, and ``speed/train_samples_per_s``. Events are
     texts, such as ``events/lost``. The numbers and strings in the config are hyperparameters, with
-    the last metrics as their results. TensorBoard imports TensorFlow if it is installed.
+    the last metrics as their results.
 
     Args:
         folder: where to write; None for ``tensorboard`` in the trainer's ``logdir``.
@@ -93,8 +95,11 @@ class TensorBoardWriter:
     """
 
     def __init__(self, owner: str) -> None:
-        for module in ("tensorboard", "torch.utils.tensorboard"):
-            import_extra(owner, module, "callbacks")
+        import_extra(owner, "tensorboard", "callbacks")
+        if "tensorflow" not in sys.modules:
+            # a switch of TensorBoard: otherwise it imports TensorFlow, which takes seconds
+            sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("notf"))
+        import_extra(owner, "torch.utils.tensorboard", "callbacks")
         self.summary_writer: Any = None
         """The PyTorch writer; None if no file is open."""
 
