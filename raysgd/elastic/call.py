@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd._internal.context import Progress, Request
-from raysgd.cluster.worker_handle import WorkerHandle
 
 __all__ = ["Call"]
 
@@ -39,22 +38,14 @@ class Call:
     at_once: bool = False
     """Whether callbacks save as soon as possible, because workers will leave."""
 
-    num_splits: int = 0
-    """How often it was repeated with smaller batches, because memory ran out."""
     num_losses: int = 0
     causes: list[str] = field(default_factory=list)
-    metrics_start_step: dict[WorkerHandle, int] = field(default_factory=dict)
-    """Committed steps when a worker began to measure. Its metrics since then are lost with it."""
     departed_results: list[Any] = field(default_factory=list)
-    num_missing: int = 0
-    """Workers that left without their metrics, or were a step behind when a generation began."""
 
     @property
     def may_repeat(self) -> bool:
         """Whether it may be repeated after the driver interrupted it."""
         return self.has_batches or self.max_losses > 0
 
-    def begin(self, members: Sequence[WorkerHandle], progress: Progress) -> None:
+    def begin(self, progress: Progress) -> None:
         """Prepare to be sent for the first time. A call of train makes its goal absolute here."""
-        since = dict.fromkeys(members, progress.global_step)
-        self.metrics_start_step = since | self.metrics_start_step

@@ -104,7 +104,7 @@ class CallRunner:
             assert self._redo is not None
             call = self._redo
         elif action.begins:
-            call.begin(group.members, furthest([self._journal.progress, self._reached]))
+            call.begin(furthest([self._journal.progress, self._reached]))
         members = list(group.members if call.rank is None else [group.members[call.rank]])
         self._journal.seen_step = self._journal.progress.global_step
         packed: Any = call.request.with_split(self._split) if self._split else call.request
@@ -201,7 +201,6 @@ class CallRunner:
         if attempt.first_error is None or not attempt.first_error[1].split:
             return 0
         member, outcome = attempt.first_error
-        self._context.call.num_splits += 1
         said = repr(outcome.value())
         self._journal.record("split", [member], cause=said, factor=outcome.split)
         logger.warning(

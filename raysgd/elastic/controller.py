@@ -136,7 +136,7 @@ class Controller:
             Do.DISCARD_WORKERS: context.discard_members,
             Do.DROP_NEWCOMERS: self.forming.drop_newcomers,
             Do.STOP_REPLACEMENTS: self._scale_up.stop,
-            Do.NOTE_START: lambda: self._starts.note_start(self.state.budget.has_begun),
+            Do.NOTE_START: self._starts.note_start,
         }
 
     # ---- life
@@ -308,11 +308,9 @@ class Controller:
     def _remove_lost(self) -> None:
         for member, error in self.journal.lost.items():
             rank, said = self.journal.ranks.get(member, -1), cause_of(member, error)
-            since = self._context.call.metrics_start_step.get(member, self.progress.global_step)
             # if no survivor can be asked, use the last polled progress
             step = max(self.progress.global_step, self.journal.seen_step)
-            num_batches = max(0, step - since)
-            self.journal.record("lost", [member], cause=said, num_batches=num_batches, step=step)
+            self.journal.record("lost", [member], cause=said, step=step)
             self._context.call.causes.append(f"worker {rank} on {member.name}: {said}")
             logger.warning("Lost worker %d on %s: %s", rank, member.name, said)
             self._commands.busy.pop(member, None)

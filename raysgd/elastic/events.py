@@ -48,9 +48,6 @@ class Event:
     """Committed steps, as far as the driver knew."""
     cause: str = ""
     """The reason, from Ray or the exception."""
-    num_batches: int = 0
-    """For ``lost``: batches of the call whose metrics died with the worker. The steps are not lost,
-    and ``num_samples`` is exact. Means are over the remaining batches."""
     factor: int = 1
     """For ``split``: the number of parts of each batch from then on."""
     num_workers: int = 0

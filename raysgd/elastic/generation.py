@@ -40,10 +40,6 @@ _MENTION_S = 30.0
 """After how long to log what a start or a rejoin waits for."""
 
 
-class _CutOffError(Exception):
-    """Workers stopped as they formed a group, because they did not reach the driver."""
-
-
 class GroupForming:
     """Lets workers enter generations."""
 
@@ -97,14 +93,11 @@ class GroupForming:
 
     def form_group(self, action: FormGroup) -> Event:
         """Let members and replacements enter a new generation."""
-        before, journal, call = list(self._group.members), self._journal, self._context.call
+        before, journal = list(self._group.members), self._journal
         staying = [before[rank] for rank in action.staying]
         leader = before[action.leader]
         joining = self._joining = self._joining if action.admits else {}
         journal.progress = self._answers[leader]
-        # these workers have no metrics of the newest step
-        newest = journal.progress.global_step
-        call.num_missing += sum(self._answers[m].global_step < newest for m in before)
         if journal.progress.divided:
             leaving = [member for member in before if member not in staying]
             for held in self._commands.ask_all(leaving, ExportReplicaRequest()):
@@ -119,7 +112,6 @@ class GroupForming:
         self._group.members[:] = entering
         journal.number(entering)
         self._scale_up.forget_joined(list(joining.values()))
-        call.metrics_start_step |= dict.fromkeys(joining, newest)
         seconds = self._clock.monotonic() - self._began
         departed = [member for member in before if member not in entering]
         self.collect_departing(departed)
@@ -170,7 +162,6 @@ class GroupForming:
         if call.farewell is None or not members:
             return
         given = self._commands.ask(members, call.farewell, ANSWER_S)
-        call.num_missing += len(members) - len(given)
         call.departed_results += [outcome for outcome in given if value_of(outcome) is not None]
 
     # ---- a start
@@ -187,7 +178,7 @@ class GroupForming:
         event: Event = GroupFormed()
         try:
             self._start_group(joining)
-        except (WorkerLostError, _CutOffError) as failure:
+        except WorkerLostError as failure:
             self._abort_forming(joining, failure)
             event = FormingFailed(by_newcomer=True)
         else:
@@ -200,7 +191,6 @@ class GroupForming:
 
         Raises:
             WorkerLostError: if a worker is lost meanwhile.
-            _CutOffError: if the workers did not reach the driver.
         """
         members = self._group.in_order(sorted(joining, key=lambda member: member.remote))
         contexts = self._next_contexts(members)
@@ -227,7 +217,7 @@ class GroupForming:
         are_used = bool(self._group.members) or not self._context.recovery.rejoins
         self._group.members.clear()
         _, lost = self._commands.reach(joining)
-        if not lost and not isinstance(error, _CutOffError):
+        if not lost:
             raise error
         for member, replacement in joining.items():
             self._commands.busy.pop(member, None)
@@ -337,5 +327,4 @@ class GroupForming:
                 node_id=member.info.node_id,
             ) from error
         if attempt.failed:
-            is_cut_off = attempt.interrupted_by_us and attempt.first_error is None
-            raise _CutOffError if is_cut_off else attempt.error()
+            raise attempt.error()

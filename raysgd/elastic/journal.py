@@ -53,7 +53,6 @@ class Journal:
         *,
         cause: str = "",
         seconds: float = 0.0,
-        num_batches: int = 0,
         factor: int = 1,
         step: int | None = None,
     ) -> None:
@@ -69,7 +68,6 @@ class Journal:
             step=self.progress.global_step if step is None else step,
             cause=without_secrets(cause),  # it goes into files, and to servers
             seconds=seconds,
-            num_batches=num_batches,
             factor=factor,
             num_workers=num_workers,
         )

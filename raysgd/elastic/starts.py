@@ -72,13 +72,12 @@ class Starts:
         self._since, self._num_before = self._group.clock.monotonic(), len(self._group.members)
         self._left = "; ".join(f"left {member.name}" for member in self._context.leaving)
         self._context.has_state |= bool(self._context.leaving)
-        self._context.call.metrics_start_step = {}
         self._context.discard_members()
         if not self._context.recovery.joins:
             self._scale_up.stop()  # they only waited for room
         self._scale_up.begin()
 
-    def note_start(self, has_begun: bool) -> None:
+    def note_start(self) -> None:
         """Record that the workers have started, or restarted."""
         if not (self._context.recovery.joins and self._context.elastic.grow):
             self._scale_up.stop()  # late workers could never join
@@ -87,8 +86,6 @@ class Starts:
             self._journal.record("started", self._group.members)
             return
         step = self._journal.progress.global_step
-        if has_begun:  # earlier metrics of the call are lost
-            self._context.call.metrics_start_step = dict.fromkeys(self._group.members, step)
         has_grown = 0 < self._num_before < len(self._group.members)
         joining = self._group.members[self._num_before :] if has_grown else self._group.members
         kind: EventKind = "grown" if has_grown else "restarted"

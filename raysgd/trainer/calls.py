@@ -13,7 +13,6 @@ from raysgd._internal.context import Progress
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.checkpoint import BackgroundWriter
-from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.data import Dataset
 from raysgd.elastic.call import Call
 from raysgd.elastic.controller import Controller
@@ -24,6 +23,9 @@ from raysgd.metrics import NUM_SAMPLES, merge_workers
 from raysgd.trainer.fit_options import FitOptions, Limits
 
 __all__ = ["CallResult", "Calls", "TrainCall"]
+
+_LOSES_METRICS = ("lost", "split", "resumed", "restarted", "moved")
+"""Events after which metrics of committed steps may be missing."""
 
 
 class CallResult(NamedTuple):
@@ -54,9 +56,8 @@ class TrainCall(Call):
     def __post_init__(self) -> None:
         self.farewell = MeasuredRequest(call=self.request.call)
 
-    def begin(self, members: Sequence[WorkerHandle], progress: Progress) -> None:
+    def begin(self, progress: Progress) -> None:
         """Set the absolute goal of the call, and the step at which its next part pauses."""
-        super().begin(members, progress)
         request, step = self.request, progress.global_step
         if self.start is None:
             self.start = progress
@@ -82,7 +83,6 @@ class Calls:
     trainer_name: str
     writer: BackgroundWriter = field(default_factory=BackgroundWriter)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
-    _paused: TrainCall | None = None
     _newest: TrainCall | None = None
     _failed_validation: int | None = None
     _limits: Limits = field(default_factory=lambda: Limits(FitOptions(num_epochs=1)))
@@ -127,8 +127,6 @@ class Calls:
         return self._run(call, own)
 
     def _run(self, call: Call, own: bool = True) -> list[Any]:
-        if self._paused is not None:  # a worker lost now loses metrics of the paused call
-            call.metrics_start_step = dict(self._paused.metrics_start_step)
         if not isinstance(call.request, LoadRequest):
             call.catch_up = self._catch_up
         return [outcome.value(own) for outcome in self.controller.run(call)]
@@ -174,7 +172,7 @@ class Calls:
         )
         controller = self.controller
         self._newest = call
-        num_lost_paused, ended = 0, 0.0
+        num_events, ended = len(controller.events), 0.0
         results: list[Any] = [None]
         while results[0] is None:
             call.request = replace(call.request, info=dict(info or {}))
@@ -182,22 +180,15 @@ class Calls:
             started = time.perf_counter()
             results = [outcome.value() for outcome in controller.run(call)]
             call.seconds, ended = call.seconds + time.perf_counter() - started, time.time()
-            num_events = len(controller.events)
-            self._paused = call if results[0] is None else None
-            try:
-                self._log(trainer, call)
-                self.callback_list.pause(trainer)
-            finally:
-                self._paused = None
+            self._log(trainer, call)
+            self.callback_list.pause(trainer)
             if self._limits.reached(controller.progress.global_step):
                 call.request = replace(call.request, until_step=controller.progress.global_step)
-            num_lost_paused += sum(e.kind == "lost" for e in controller.events[num_events:])
         assert call.start is not None
         completed = controller.progress.epoch > call.start.epoch
-        # each of these may have lost metrics
-        num_breaks = call.num_losses + num_lost_paused + call.num_splits + call.num_missing
         results += [outcome.value() for outcome in call.departed_results]
-        merged = self._merge(results, num_breaks > 0)
+        kinds = {event.kind for event in controller.events[num_events:]}
+        merged = self._merge(results, lost=not kinds.isdisjoint(_LOSES_METRICS))
         return CallResult(results, merged, completed, LastCall("train", ended, call.seconds))
 
     def _log(self, trainer: Trainer, call: TrainCall) -> None:

@@ -56,15 +56,14 @@ def test_where_there_is_room_a_successor_takes_over_at_a_step(start, num_workers
     assert call.num_losses == 0
 
 
-def test_leaving_worker_that_dies_counts_as_missing(start):
-    """For its samples are counted by the steps that are done, then."""
+def test_leaving_worker_that_dies_is_no_loss(start):
     world, controller = start(room=6)
     before = controller.members[0]
     world.at_step(20, lambda: controller.drain(None, 0, 60.0))
     world.on_meeting.append(lambda: before.die("its time is over"))
     call = train(controller, 200)
     assert kinds(controller) == ["draining", "moved"]
-    assert (call.departed_results, call.num_losses, call.num_missing) == ([], 0, 1)
+    assert (call.departed_results, call.num_losses) == ([], 0)
 
 
 def test_leaving_worker_hands_over_its_shard(start):
@@ -132,8 +131,8 @@ def test_where_nobody_can_take_over_the_driver_saves_at_once(start, is_divided):
     begun = []
 
     class Saved(Call):
-        def begin(self, members, progress):
-            super().begin(members, progress)
+        def begin(self, progress):
+            super().begin(progress)
             begun.append((progress.global_step, self.at_once, controller.snapshots.state()))
 
     world.at_step(20, lambda: controller.drain("node0", None, 60.0))

@@ -187,23 +187,6 @@ def test_one_long_step_among_short_ones_is_waited_for_too(world):
     assert world.trained == list(range(1, 101))
 
 
-def test_driver_cut_off_during_a_restart_keeps_started_workers(world):
-    controller = world.drive(3).controller
-
-    def stop():
-        next(m for m in world.workers if m.is_at("enter")).end("cut off", ConnectionError())
-
-    def lose_all():
-        world.on_meeting.append(stop)
-        for member in list(controller.members):
-            member.die("power off")
-
-    world.at_step(20, lose_all)
-    assert steps_of(run_until(controller, 100, max_losses=3)) == [100] * 3
-    assert kinds(controller).count("restarted") == 1
-    assert len(world.workers) == 3 + 3
-
-
 # ---- replacement workers that fail
 
 
@@ -292,23 +275,6 @@ def test_losses_without_end_before_a_call_are_given_up(world):
     world.on_meeting.append(lose_again)
     with pytest.raises(WorkerLostError, match="losses before the call began"):
         run_until(controller, 20, max_losses=0)
-
-
-def test_an_event_says_how_many_batches_lost_their_metrics(world):
-    controller = world.drive(3).controller
-    run_until(controller, 10)
-    world.at_step(30, lambda: world.lose(1))
-    replacement = []
-
-    def lose_the_replacement():
-        replacement.append(next(e for e in controller.events if e.kind == "grown"))
-        world.lose(replacement[0].ranks[0])
-
-    world.at_step(300, lose_the_replacement)
-    run_until(controller, 400, max_losses=2)
-    first, second = (event for event in controller.events if event.kind == "lost")
-    assert (first.step, first.num_batches) == (first.step, first.step - 10)
-    assert second.num_batches == second.step - replacement[0].step
 
 
 def hold_when_ready(world, action):
