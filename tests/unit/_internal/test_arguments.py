@@ -20,7 +20,7 @@ def options(**given):
 
 
 @given(NUMBERS, NUMBERS)
-def test_numbers_of_workers_are_taken_if_they_are_in_order(num_workers, min_workers):
+def test_min_workers_is_between_1_and_num_workers(num_workers, min_workers):
     given = {"num_workers": num_workers, "min_workers": min_workers}
     if 1 <= min_workers <= num_workers:
         assert options(**given).min_workers == min_workers
@@ -37,7 +37,7 @@ def test_a_hook_is_a_function_or_none():
         arguments.check_hook("T", 7)
 
 
-def test_a_config_is_taken_as_a_dict_of_its_own():
+def test_a_dict_is_copied():
     mine = {"a": 1}
     taken = arguments.checked_dict("T", "config", mine)
     taken["a"] = 2
@@ -47,7 +47,7 @@ def test_a_config_is_taken_as_a_dict_of_its_own():
         arguments.checked_dict("T", "config", [1])
 
 
-def test_what_is_waited_for_must_be_possible():
+def test_elastic_min_workers_is_at_most_num_workers():
     assert checked_elastic("T", None, 2) == ElasticConfig()
     mine = ElasticConfig(min_workers=2)
     assert checked_elastic("T", mine, 2) is mine
@@ -60,7 +60,7 @@ def test_what_is_waited_for_must_be_possible():
 @given(st.dictionaries(st.text(), st.one_of(st.integers(), st.floats(), st.booleans(), st.text())))
 @example({"x": float("nan")})
 @example({"CPU": 1})
-def test_resources_are_amounts_above_0(resources):
+def test_resources_are_positive_numbers(resources):
     """NaN is none, and CPUs have an argument of their own."""
     fine = all(type(amount) in (int, float) and amount > 0 for amount in resources.values())
     if fine and "CPU" not in resources:
@@ -71,7 +71,7 @@ def test_resources_are_amounts_above_0(resources):
 
 
 @pytest.mark.parametrize("num_cpus", [0, -1, float("nan"), True, "1", None])
-def test_a_worker_reserves_cpus(num_cpus):
+def test_num_cpus_per_worker_is_positive(num_cpus):
     with pytest.raises(ValueError, match=r"num_cpus_per_worker=.*must be above 0"):
         options(num_cpus_per_worker=num_cpus)
     assert options(num_cpus_per_worker=0.5).resources_per_worker == {}
@@ -86,7 +86,7 @@ def test_a_choice_is_one_of_those_allowed_and_1_is_not_true():
             arguments.check_choice("T", "use_fp16", value, allowed)
 
 
-def test_gpus_are_used_where_they_are_asked_for_or_found(monkeypatch):
+def test_gpus_are_used_if_requested_or_found(monkeypatch):
     def decide(use_gpu, resources, found=False, **arguments):
         monkeypatch.setattr("torch.cuda.is_available", lambda: found)
         given = {"use_gpu": use_gpu, "resources_per_worker": resources, **arguments}
@@ -102,12 +102,12 @@ def test_gpus_are_used_where_they_are_asked_for_or_found(monkeypatch):
 
 
 @pytest.mark.parametrize(("num_gpus", "backend"), [(2, "nccl"), (1, "nccl"), (0.5, "gloo")])
-def test_workers_that_share_a_gpu_exchange_by_gloo(num_gpus, backend):
+def test_workers_that_share_a_gpu_use_gloo(num_gpus, backend):
     given = {"use_gpu": "auto", "resources_per_worker": {"GPU": num_gpus}}
     assert TorchOptions(**given).decided().backend == backend
 
 
-def test_a_misspelled_argument_is_told_which_one_may_be_meant():
+def test_an_unknown_argument_suggests_a_similar_one():
     class Base:
         @arguments.suggests
         def __init__(self, a, num_workers=1, *, logdir=None):
@@ -140,7 +140,7 @@ def test_a_misspelled_argument_is_told_which_one_may_be_meant():
     "trainer",
     ["raysgd.TorchTrainer", "raysgd.TFTrainer", "raysgd.train.Trainer"],
 )
-def test_every_trainer_tells_it(trainer):
+def test_every_trainer_suggests_similar_arguments(trainer):
     module, _, name = trainer.rpartition(".")
     with pytest.raises(TypeError, match=rf"{name}\(\) .*'num_worker'. Did you mean 'num_workers'"):
         getattr(importlib.import_module(module), name)(num_worker=2)

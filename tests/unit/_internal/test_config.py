@@ -20,7 +20,7 @@ workers = st.integers(1, 64)
 
 
 @given(sizes, workers)
-def test_shares_are_equal_positive_and_lose_less_than_one_sample_a_worker(size, num_workers):
+def test_shares_of_a_global_batch_are_equal_and_positive(size, num_workers):
     config = {BATCH_SIZE: size, "lr": 1}
     if size < num_workers:
         with pytest.raises(ValueError, match="smaller than num_workers"):
@@ -35,7 +35,7 @@ def test_shares_are_equal_positive_and_lose_less_than_one_sample_a_worker(size, 
 
 
 @given(sizes, workers)
-def test_a_warning_comes_exactly_where_something_is_rounded_and_names_both_sizes(size, num_workers):
+def test_rounding_the_global_batch_warns_with_both_sizes(size, num_workers):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warn_of_rounding({BATCH_SIZE: size}, num_workers)
@@ -46,7 +46,7 @@ def test_a_warning_comes_exactly_where_something_is_rounded_and_names_both_sizes
 
 
 @pytest.mark.parametrize("function", [rounded_config, worker_config])
-def test_the_config_itself_is_never_changed(function):
+def test_the_config_is_never_changed(function):
     config = {BATCH_SIZE: 21, "lr": 1}
     made = function(config, 2)
     made["more"] = 1
@@ -65,12 +65,12 @@ def test_a_config_without_batch_size_is_fine():
 
 
 @pytest.mark.parametrize("size", [True, 8.0, "8", [8]])
-def test_a_batch_size_that_is_no_integer_is_refused(size):
+def test_a_batch_size_of_another_type_is_an_error(size):
     with pytest.raises(TypeError, match="must be an int"):
         check_batch_size({BATCH_SIZE: size}, 1)
 
 
-def test_seconds_come_from_the_environment_where_they_are_set(monkeypatch):
+def test_seconds_come_from_the_environment(monkeypatch):
     monkeypatch.delenv("RAYSGD_TEST_S", raising=False)
     assert env_seconds("RAYSGD_TEST_S", 3.0) == 3.0
     monkeypatch.setenv("RAYSGD_TEST_S", "0.5")
@@ -78,7 +78,7 @@ def test_seconds_come_from_the_environment_where_they_are_set(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan"])
-def test_seconds_that_make_no_sense_are_refused_by_name(monkeypatch, text):
+def test_invalid_seconds_in_the_environment_are_an_error(monkeypatch, text):
     monkeypatch.setenv("RAYSGD_TEST_S", text)
     with pytest.raises(ValueError, match=r"RAYSGD_TEST_S=.*must be a positive number"):
         env_seconds("RAYSGD_TEST_S", 3.0)

@@ -139,9 +139,9 @@ def found():
 
 @pytest.mark.slow("the first of them waits for all, of which two compile")
 @pytest.mark.parametrize("ways", WAYS)
-def test_training_does_not_load_it_and_it_is_there_as_soon_as_it_is_asked_for(found, ways):
+def test_dynamo_loads_on_first_use_and_not_by_training(found, ways):
     assert found[ways] == [True, *(True for _ in ways.split()), True]
 
 
-def test_one_that_is_loaded_already_stays(found):
+def test_a_loaded_dynamo_stays(found):
     assert found["was_loaded_before"] == [True]

@@ -37,7 +37,7 @@ WRITERS = {
 
 @pytest.mark.parametrize("mode", [0o600, 0o664])
 @pytest.mark.parametrize("name", WRITERS)
-def test_what_is_replaced_keeps_its_mode(tmp_path, name, mode):
+def test_a_replaced_file_keeps_its_mode(tmp_path, name, mode):
     path = tmp_path / name
     WRITERS[name](path)
     path.chmod(mode)
@@ -46,7 +46,7 @@ def test_what_is_replaced_keeps_its_mode(tmp_path, name, mode):
     assert [each.name for each in tmp_path.iterdir() if each.name[0] == "."] == []
 
 
-def test_a_file_under_way_tells_which_one_it_is_to_be():
+def test_a_temporary_name_contains_the_final_one():
     names = {temporary_name("state.pt") for _ in range(10)}
     assert len(names) == 10
     assert {TEMPORARY_NAME.fullmatch(name)[1] for name in names} == {"state.pt"}

@@ -23,7 +23,7 @@ def many_lists():
     return [[] for _ in range(100 * gc.get_threshold()[0] or 100_000)]
 
 
-def test_it_rests_meanwhile_and_passes_by_what_was_loaded():
+def test_no_garbage_is_collected_during_an_import():
     before = collections()
     assert many_lists()
     assert collections() > before
@@ -37,14 +37,14 @@ def test_it_rests_meanwhile_and_passes_by_what_was_loaded():
     assert collections() > before
 
 
-def test_it_goes_on_where_loading_fails():
+def test_garbage_collection_resumes_if_an_import_fails():
     threshold = gc.get_threshold()
     with pytest.raises(ImportError), frozen_imports():
         raise ImportError
     assert gc.get_threshold() == threshold
 
 
-def test_what_the_user_has_set_before_or_in_a_module_stays():
+def test_frozen_imports_keep_the_settings_of_the_user():
     gc.disable()
     with frozen_imports():
         pass
@@ -59,7 +59,7 @@ def test_what_the_user_has_set_before_or_in_a_module_stays():
 
 
 @pytest.mark.parametrize("module", ["missing_package", "missing_package.inner"])
-def test_a_missing_one_is_named_with_its_owner_the_reason_and_the_extra(module):
+def test_a_missing_package_names_its_extra(module):
     with pytest.raises(ImportError) as caught:
         import_extra("MyLogger", module, "callbacks")
     assert str(caught.value) == (

@@ -23,7 +23,7 @@ TREES = st.recursive(
 
 
 @given(TREES)
-def test_a_tree_keeps_its_shape_and_the_one_that_was_given_is_left_alone(tree):
+def test_map_leaves_keeps_the_shape_and_the_original(tree):
     before = copy.deepcopy(tree)
     boxed = map_leaves(tree, lambda leaf: {"box": leaf})
     assert tree == before
@@ -48,6 +48,6 @@ def test_the_state_of_a_module_keeps_its_versions():
     assert mapped["running_mean"] is not state["running_mean"]
 
 
-def test_what_is_a_tuple_by_name_is_a_leaf():
+def test_a_named_tuple_is_a_leaf():
     point = collections.namedtuple("point", "x y")(1, 2)
     assert map_leaves([point], lambda leaf: leaf is point) == [True]

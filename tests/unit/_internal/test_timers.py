@@ -41,13 +41,13 @@ def test_throughput_is_units_over_time():
     assert timer.mean_throughput == 40
 
 
-def test_nested_use_of_one_timer_is_refused():
+def test_nested_use_of_one_timer_is_an_error():
     timer = TimerStat()
     with timer, pytest.raises(RuntimeError, match="is running"), timer:
         pass
 
 
-def test_a_block_that_raises_is_timed_and_leaves_the_timer_usable(clock):
+def test_a_block_that_raises_is_timed(clock):
     timer = TimerStat()
 
     def fail():
@@ -62,7 +62,7 @@ def test_a_block_that_raises_is_timed_and_leaves_the_timer_usable(clock):
     assert (timer.count, timer.mean) == (2, 2.0)
 
 
-def test_reset_forgets_everything():
+def test_reset_discards_everything():
     timer = TimerStat()
     timer.push(1)
     timer.push_units_processed(1)

@@ -35,14 +35,14 @@ def test_ctrl_c_shows_no_frame_of_the_library():
     assert files(caught.value) == {__file__}
 
 
-def test_a_refusal_shows_no_frame_of_the_library_however_few_there_are():
+def test_an_error_of_raysgd_shows_no_frame_of_the_library():
     with pytest.raises(TypeError, match="takes a list of callbacks") as caught:
         Trainer().fit(lambda: checked_callbacks("T", 7, None))
     assert files(caught.value) == {__file__}
     assert not hasattr(caught.value, "__notes__")
 
 
-def test_calls_within_each_other_say_once_how_many_frames_are_hidden():
+def test_nested_calls_add_one_note_of_hidden_frames():
     def inner(_):
         return Trainer().fit(lambda: json.loads("{"))  # four frames, one of ours
 
@@ -53,7 +53,7 @@ def test_calls_within_each_other_say_once_how_many_frames_are_hidden():
     assert files(caught.value) == {__file__}
 
 
-def test_what_led_to_an_error_shows_no_frame_of_the_library_either():
+def test_a_cause_shows_no_frame_of_the_library():
     def fail():
         try:
             checked_callbacks("T", 7, None)
@@ -66,7 +66,7 @@ def test_what_led_to_an_error_shows_no_frame_of_the_library_either():
 
 
 @pytest.mark.parametrize("num_hidden", [0, 4])
-def test_a_line_of_a_cell_is_shown_though_the_worker_does_not_know_it(monkeypatch, num_hidden):
+def test_the_source_line_of_a_notebook_cell_is_shown(monkeypatch, num_hidden):
     monkeypatch.setitem(linecache.cache, "/tmp/cell.py", (9, None, ["a = 1\n", "    b()\n"], ""))
     frame = '  File "/tmp/cell.py", line 2, in train_batch\n'
     text = shortened_text(frame + num_hidden * LIBRARY + "AttributeError: b\n")
@@ -78,7 +78,7 @@ LIBRARY = '  File "/lib/python3/site-packages/x.py", line 3, in wait\n    self.w
 USERS = '  File "/home/me/train.py", line 29, in train_batch\n    barrier()\n'
 
 
-def test_stacks_begin_with_the_line_of_the_user_and_leave_out_other_threads(monkeypatch):
+def test_stacks_are_shortened_to_threads_with_user_code(monkeypatch):
     monkeypatch.delenv("RAYSGD_FULL_TRACEBACK", raising=False)
     pulse, main = f"Thread pulse:\n{LIBRARY}", f"Thread main:\n{LIBRARY}{USERS}{LIBRARY}"
     text = f"{pulse}\n{main}\n{pulse}"

@@ -278,7 +278,7 @@ def kinds(controller):
 # ---- without failures
 
 
-def test_every_worker_is_told_its_place(start):
+def test_each_worker_gets_its_ranks(start):
     controller = start(4)
     contexts = [runner.contexts[0] for runner in runners(controller)]
     assert [c.world_rank for c in contexts] == [0, 1, 2, 3]
@@ -298,7 +298,7 @@ def test_outcomes_come_in_the_order_of_the_ranks(start):
     assert isinstance(controller.state, Ready)
 
 
-def test_what_cannot_be_pickled_is_found_before_a_worker_is_asked(start):
+def test_arguments_that_cannot_be_pickled_are_an_error_before_any_call(start):
     controller = start()
     with pytest.raises(TypeError, match=r"arguments of work.*cannot be pickled"):
         run(controller, "work", goal=threading.Lock())
@@ -310,7 +310,7 @@ def test_what_cannot_be_pickled_is_found_before_a_worker_is_asked(start):
 # ---- errors of the user
 
 
-def test_the_first_error_of_the_user_is_raised_as_itself_and_the_others_are_stopped(start):
+def test_the_first_user_error_is_raised_and_the_other_workers_are_stopped(start):
     controller = start()
     script(
         controller,
@@ -346,7 +346,7 @@ def test_after_an_error_the_next_call_makes_a_new_generation_from_the_furthest_w
     assert controller._backend.num_prepared == 2
 
 
-def test_a_broken_connection_is_not_taken_for_the_reason(start):
+def test_a_user_error_is_raised_instead_of_the_broken_connections_it_causes(start):
     """Peers of a rank that raised see their collective fail, and may say so first."""
     controller = start(2)
     peer_failed = threading.Event()
@@ -366,7 +366,7 @@ def test_a_broken_connection_is_not_taken_for_the_reason(start):
     assert runner.calls == 1
 
 
-def test_workers_that_cannot_communicate_though_all_are_alive_are_an_error(start):
+def test_live_workers_that_cannot_communicate_raise_an_error(start):
     controller = start(2)
     script(controller, r0=raising(ConnectionError("a")), r1=raising(ConnectionError("b")))
     with pytest.raises(CollectiveError, match="All workers are alive"):
@@ -391,7 +391,7 @@ def cut_off(controller, rank):
     return run
 
 
-def test_workers_that_were_cut_off_from_the_driver_do_their_call_again(start):
+def test_a_call_is_repeated_after_workers_were_cut_off_from_the_driver(start):
     controller = start(2)
     script(controller, r0=cut_off(controller, 0), r1=FakeRunner.wait_for_peers)
     runners(controller)[1].script = lambda r: r.calls > 1 or r.wait_for_peers()
@@ -403,7 +403,7 @@ def test_workers_that_were_cut_off_from_the_driver_do_their_call_again(start):
         run(controller, "work")
 
 
-def test_survivors_go_on_after_a_loss(start):
+def test_survivors_continue_after_a_loss(start):
     controller = start()
     lost = controller.members[1]
     survivors = [controller.members[0], controller.members[2]]
@@ -459,7 +459,7 @@ def test_fewer_survivors_than_min_workers_end_the_call(start):
     assert [o.value() for o in run(controller, "work", any_size=True)] == ["done"]
 
 
-def test_workers_that_do_not_find_each_other_try_again(start):
+def test_forming_a_group_is_retried(start):
     class LateBackend(FakeBackend):
         def prepare(self, addresses):
             self.broken = 1 < self.num_prepared + 1 < 4
@@ -475,7 +475,7 @@ def test_workers_that_do_not_find_each_other_try_again(start):
     assert backend.num_prepared == 4
 
 
-def test_a_worker_in_the_drivers_process_is_left_clean_when_all_start_anew(start):
+def test_a_restart_tears_down_the_worker_in_the_drivers_process(start):
     """Its process lives on: a process group that stays there is in the way of the next one."""
     controller = start(2, in_place=False)
     local = controller.members[0]
@@ -488,7 +488,7 @@ def test_a_worker_in_the_drivers_process_is_left_clean_when_all_start_anew(start
     assert getattr(runner, "torn_down", False)
 
 
-def test_a_second_call_at_the_same_time_is_refused(start):
+def test_a_second_call_at_the_same_time_is_an_error(start):
     controller = start(1)
     inside, outside = threading.Event(), threading.Event()
 
@@ -512,7 +512,7 @@ def test_a_second_call_at_the_same_time_is_refused(start):
 # ---- interruption by the user
 
 
-def test_after_ctrl_c_the_next_call_goes_on(start):
+def test_the_next_call_works_after_ctrl_c(start):
     controller = start(2)
     script(controller, r0=FakeRunner.wait_for_peers, r1=FakeRunner.wait_for_peers)
 
@@ -527,7 +527,7 @@ def test_after_ctrl_c_the_next_call_goes_on(start):
     assert kinds(controller) == ["started", "resumed"]
 
 
-def test_whoever_waits_is_told_how_far_the_workers_are(start):
+def test_on_wait_gets_the_progress_of_the_workers(start):
     controller = start(2)
     told, enough = [], threading.Event()
 
@@ -581,7 +581,7 @@ def test_shutdown_is_gentle_unless_the_group_is_broken(start):
     assert broken._group.shutdowns == [True]
 
 
-def test_drain_of_a_rank_without_workers_says_that_none_is_left(start):
+def test_drain_of_an_unknown_rank_is_an_error(start):
     controller = start(2)
     with pytest.raises(ValueError, match=r"drain\(rank=2\): the ranks are 0 to 1\."):
         controller.drain(None, 2, None)
@@ -590,7 +590,7 @@ def test_drain_of_a_rank_without_workers_says_that_none_is_left(start):
         controller.drain(None, 2, None)
 
 
-def test_a_fork_of_the_driver_is_refused_by_its_process_id(start):
+def test_calls_in_a_fork_of_the_driver_are_an_error(start):
     controller = start(1)
     controller._pid += 1
     with pytest.raises(RuntimeError, match="This process was forked from the process of"):

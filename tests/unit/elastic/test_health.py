@@ -55,7 +55,7 @@ def steps(members, *counts):
     }
 
 
-def test_nobody_is_stuck_before_the_time_is_over(clock):
+def test_no_worker_is_stuck_before_the_timeout(clock):
     members = [FakeMember(), FakeMember()]
     monitor, *_ = watched(clock, *members)
     assert monitor.stuck(steps(members, 3, 3)) is None
@@ -67,7 +67,7 @@ def test_nobody_is_stuck_before_the_time_is_over(clock):
 
 
 @pytest.mark.parametrize("moved", [{"global_step": 4}, {"global_step": 3, "num_batches": 1}])
-def test_any_worker_that_finishes_a_batch_is_a_sign_of_life(clock, moved):
+def test_a_batch_of_any_worker_resets_the_timeout(clock, moved):
     members = [FakeMember(), FakeMember()]
     monitor, *_ = watched(clock, *members)
     monitor.stuck(steps(members, 3, 3))
@@ -79,7 +79,7 @@ def test_any_worker_that_finishes_a_batch_is_a_sign_of_life(clock, moved):
     assert members[0].num_asked == 0
 
 
-def test_a_standstill_is_shown_once_though_nobody_counts_as_stuck(clock, caplog):
+def test_stacks_are_logged_once_per_standstill(clock, caplog):
     member = FakeMember(WAITING)
     monitor, *_ = watched(clock, member, hang_timeout_s=None)
     for step in range(2):
@@ -91,7 +91,7 @@ def test_a_standstill_is_shown_once_though_nobody_counts_as_stuck(clock, caplog)
     assert all("No batch finished for 80 s. Worker 0" in text and WAITING in text for text in shown)
 
 
-def test_a_call_without_batches_may_take_its_time(clock):
+def test_a_call_without_batches_has_no_timeout(clock):
     member = FakeMember()
     monitor, *_ = watched(clock, member, has_batches=False)
     monitor.stuck(steps([member], 3))
@@ -100,7 +100,7 @@ def test_a_call_without_batches_may_take_its_time(clock):
     assert member.num_asked == 0
 
 
-def test_those_in_a_collective_wait_for_the_one_that_is_elsewhere(clock):
+def test_the_worker_outside_of_the_collective_is_stuck(clock):
     members = [FakeMember(WAITING), FakeMember(WORKING), FakeMember(WAITING)]
     monitor, *_ = watched(clock, *members)
     monitor.stuck(steps(members, 3, 3, 3))
@@ -109,7 +109,7 @@ def test_those_in_a_collective_wait_for_the_one_that_is_elsewhere(clock):
 
 
 @pytest.mark.parametrize("silence", [None, RuntimeError("the actor died")])
-def test_silent_workers_are_the_stuck_ones(clock, silence):
+def test_silent_workers_are_stuck(clock, silence):
     members = [FakeMember(WAITING), FakeMember(WORKING), FakeMember(silence)]
     monitor, *_ = watched(clock, *members)
     monitor.stuck(steps(members, 3, 3, 3))
@@ -117,7 +117,7 @@ def test_silent_workers_are_the_stuck_ones(clock, silence):
     assert monitor.stuck(steps(members[:2], 3, 3)) == [members[2]]
 
 
-def test_nobody_is_to_blame_where_all_wait_for_each_other(clock):
+def test_no_worker_is_stuck_if_all_are_in_a_collective(clock):
     members = [FakeMember(WAITING), FakeMember(WAITING)]
     monitor, *_ = watched(clock, *members)
     monitor.stuck(steps(members, 3, 3))
@@ -125,7 +125,7 @@ def test_nobody_is_to_blame_where_all_wait_for_each_other(clock):
     assert monitor.stuck(steps(members, 3, 3)) == []
 
 
-def test_a_worker_in_the_drivers_process_is_never_to_be_killed(clock):
+def test_a_worker_in_the_drivers_process_is_never_stuck(clock):
     members = [FakeMember(WORKING, remote=False), FakeMember(WAITING)]
     monitor, *_ = watched(clock, *members)
     monitor.stuck(steps(members, 3, 3))
@@ -133,7 +133,7 @@ def test_a_worker_in_the_drivers_process_is_never_to_be_killed(clock):
     assert monitor.stuck(steps(members, 3, 3)) == []
 
 
-def test_workers_that_never_said_a_word_are_found_too(clock):
+def test_workers_that_never_answer_are_stuck(clock):
     """All of them may hang in the first batch, before the first look at them."""
     members = [FakeMember(None), FakeMember(None)]
     monitor, *_ = watched(clock, *members)
@@ -176,7 +176,7 @@ def uneven(clock):
     return monitor, members
 
 
-def test_workers_in_a_collective_that_one_will_not_come_to_are_found(clock, uneven):
+def test_a_collective_that_a_returned_worker_will_not_join_is_blocked(clock, uneven):
     monitor, members = uneven
     assert monitor.blocked(waits(members, "held", 3, 3)) is None
     clock.now += 0.6
@@ -195,7 +195,7 @@ def test_workers_in_a_collective_that_one_will_not_come_to_are_found(clock, unev
         ("held 3", 3, 3),  # the one that is held has started it, and it goes on
     ],
 )
-def test_workers_that_may_go_on_are_left_alone(clock, uneven, states):
+def test_a_collective_that_may_end_is_not_blocked(clock, uneven, states):
     monitor, members = uneven
     monitor.blocked(waits(members, "held", 3, 3))
     clock.now += 0.6
@@ -204,7 +204,7 @@ def test_workers_that_may_go_on_are_left_alone(clock, uneven, states):
     assert monitor.blocked(waits(members, "held", 3, 3)) is None
 
 
-def test_a_worker_that_does_not_answer_may_be_on_its_way(clock, uneven):
+def test_a_collective_is_not_blocked_while_a_worker_does_not_answer(clock, uneven):
     monitor, members = uneven
     for _ in range(2):
         progress = waits(members, "held", 3, 3)

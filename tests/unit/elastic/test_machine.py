@@ -185,7 +185,7 @@ def test_a_call_sets_its_goal_once_unless_callbacks_save(steps):
 
 
 @given(progress_known, st.sampled_from(POLICIES))
-def test_no_committed_step_is_given_up(event, policy):
+def test_no_committed_step_is_discarded(event, policy):
     _, actions = machine.transition(Broken(), event, policy)
     form = actions[-1]
     whole = [p.global_step for p in event.progress if not p.partial]

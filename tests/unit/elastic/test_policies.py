@@ -19,7 +19,7 @@ counts = st.integers(0, 12)
 
 
 @given(st.integers(1, 12), st.data(), counts, counts)
-def test_sizes_to_try_fit_and_end_with_the_fewest(num_workers, data, capacity, free):
+def test_start_sizes_fit_and_end_with_min_workers(num_workers, data, capacity, free):
     min_workers = data.draw(st.integers(1, num_workers))
     *larger, fewest = sizes = start_sizes(num_workers, min_workers, capacity, free)
     assert fewest == min_workers
@@ -30,7 +30,7 @@ def test_sizes_to_try_fit_and_end_with_the_fewest(num_workers, data, capacity, f
         assert fitting in sizes
 
 
-def test_what_is_missing_in_one_resource_limits_all():
+def test_the_scarcest_resource_limits_the_workers():
     assert workers_that_fit({"CPU": 8, "GPU": 1}, {"CPU": 1, "GPU": 1}) == 1
     assert workers_that_fit({"CPU": 8}, {"CPU": 1, "GPU": 1}) == 0
     assert workers_that_fit({"CPU": 1}, {"CPU": 0.5}) == 2
@@ -82,7 +82,7 @@ def test_a_partial_state_leads_only_if_all_are_partial():
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.none() | st.integers(0, 99)), min_size=1))
-def test_the_group_is_as_far_as_its_leader_with_the_samples_that_most_know_of(workers):
+def test_the_progress_of_a_group_is_that_of_its_leader_with_all_covered_samples(workers):
     progress = [
         Progress(global_step=step, num_covered=covered, latest={"loss": float(rank)})
         for rank, (step, covered) in enumerate(workers)
@@ -118,9 +118,7 @@ step_times = st.just(0.0) | st.floats(1e-5, 100.0)
     st.integers(0, 10**6),
     st.floats(0.0, 2.0),
 )
-def test_a_pause_is_ahead_of_every_worker_by_two_steps_and_the_time_to_hear_of_it(
-    workers, reached, notice_s
-):
+def test_a_pause_is_two_steps_and_the_notice_ahead_of_every_worker(workers, reached, notice_s):
     progress = [Progress(global_step=reached + more, step_s=step_s) for more, step_s in workers]
     first = max(progress, key=lambda p: p.global_step)
     step = pause_step(progress, notice_s)
@@ -135,7 +133,7 @@ def test_a_pause_is_ahead_of_every_worker_by_two_steps_and_the_time_to_hear_of_i
         assert ahead == 0
 
 
-def test_a_pause_gives_a_tenth_of_a_second_to_hear_of_it():
+def test_the_notice_of_a_pause_is_a_tenth_of_a_second():
     assert pause_step([Progress(global_step=10, step_s=0.01)]) == 22
     assert pause_step([Progress(global_step=10, step_s=0.02), Progress(global_step=9)]) == 17
     assert pause_step([Progress(global_step=10, step_s=5.0)]) == 13

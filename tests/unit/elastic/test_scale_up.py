@@ -137,7 +137,7 @@ def replacements():
 
 
 @pytest.mark.parametrize("present", [0, 1, 2, 3, 4])
-def test_there_is_one_replacement_for_each_missing_place_and_one_for_each_slot(make, present):
+def test_each_vacant_slot_gets_one_replacement(make, present):
     scale_up, _ = make(num_workers=4, present=present)
     for _ in range(3):
         scale_up.tick()
@@ -146,7 +146,7 @@ def test_there_is_one_replacement_for_each_missing_place_and_one_for_each_slot(m
     assert scale_up.under_way == (present < 4)
 
 
-def test_a_group_that_shall_not_grow_gets_none(make):
+def test_grow_false_starts_no_replacement(make):
     scale_up, _ = make(grow=False)
     scale_up.poll({})
     assert replacements() == []
@@ -156,7 +156,7 @@ def test_a_group_that_shall_not_grow_gets_none(make):
 # ---- failures
 
 
-def test_a_replacement_that_failed_is_told_of_ended_and_replaced_after_a_while(make, clock):
+def test_a_failed_replacement_is_recorded_and_replaced_after_a_wait(make, clock):
     scale_up, group = make(initial_s=2.0)
     scale_up.tick()
     (first,) = replacements()
@@ -185,7 +185,7 @@ def waits_until_the_next(scale_up, clock, most_s=200.0):
     return clock.now - began
 
 
-def test_one_that_is_lost_on_its_way_is_replaced_at_once_with_its_rank(make):
+def test_a_lost_replacement_is_replaced_immediately_with_its_rank(make):
     scale_up, _ = make(num_workers=5, present=2)
     scale_up.tick()
     first, *others = replacements()
@@ -200,9 +200,7 @@ def test_one_that_is_lost_on_its_way_is_replaced_at_once_with_its_rank(make):
 
 
 @pytest.mark.parametrize(("step", "most"), [("set up", 3), ("start", 5), ("join", 5)])
-def test_a_slot_whose_workers_are_lost_in_the_same_step_again_and_again_waits(
-    make, clock, step, most
-):
+def test_a_slot_with_repeated_losses_in_the_same_step_waits(make, clock, step, most):
     scale_up, _ = make(num_workers=4, initial_s=2.0, max_attempts=5)
     scale_up.tick()
     for other in (*[step] * (most - 1), "come up", *[step] * (most - 1)):
@@ -218,7 +216,7 @@ def test_a_slot_whose_workers_are_lost_in_the_same_step_again_and_again_waits(
     assert (scale_up.error is not None) == (step in ("set up", "start"))
 
 
-def test_a_start_waits_for_late_workers_a_minute_and_a_restart_a_moment(make, clock):
+def test_a_start_waits_60_s_for_late_workers_and_a_restart_half_a_second(make, clock):
     scale_up, _ = make(num_workers=3, present=0)
     for grace_s in (60.0, 0.5):
         scale_up.begin()
@@ -238,7 +236,9 @@ def test_a_start_waits_for_late_workers_a_minute_and_a_restart_a_moment(make, cl
 
 
 @pytest.mark.parametrize(("grow", "grace_s"), [(True, 0.5), (False, 60.0)])
-def test_a_start_waits_a_moment_for_the_successor_of_a_killed_worker(make, clock, grow, grace_s):
+def test_a_start_waits_half_a_second_for_the_successor_of_a_killed_worker(
+    make, clock, grow, grace_s
+):
     scale_up, _ = make(num_workers=3, present=0, grow=grow)
     scale_up.begin()
     scale_up.tick(starting=True)
@@ -255,7 +255,7 @@ def test_a_start_waits_a_moment_for_the_successor_of_a_killed_worker(make, clock
     assert scale_up.are_enough(2)
 
 
-def test_it_is_given_up_after_so_many_failures(make, clock):
+def test_no_replacement_starts_after_max_attempts(make, clock):
     scale_up, _ = make(max_attempts=3)
     scale_up.tick()
     for _ in range(3):
@@ -268,7 +268,7 @@ def test_it_is_given_up_after_so_many_failures(make, clock):
     assert len(replacements()) == 3
 
 
-def test_after_a_new_loss_it_is_tried_again_though_it_was_given_up(make, clock):
+def test_replacements_start_again_after_a_new_loss(make, clock):
     """The place is another one; and without this, waiting for min_workers would be in vain."""
     scale_up, group = make(num_workers=3, present=2, max_attempts=1)
     scale_up.tick()
@@ -283,7 +283,7 @@ def test_after_a_new_loss_it_is_tried_again_though_it_was_given_up(make, clock):
 # ---- joining
 
 
-def test_one_for_room_that_appeared_waits_for_the_cooldown(make, clock):
+def test_a_worker_for_new_room_waits_for_the_cooldown(make, clock):
     scale_up, _ = make(resize_cooldown_s=10.0)
     scale_up.resized()
     scale_up.tick()
@@ -296,7 +296,7 @@ def test_one_for_room_that_appeared_waits_for_the_cooldown(make, clock):
     assert scale_up.ready() == []
 
 
-def test_the_successor_of_a_lost_worker_joins_at_once(make):
+def test_the_successor_of_a_lost_worker_joins_without_the_cooldown(make):
     scale_up, group = make(num_workers=3, present=2, resize_cooldown_s=1e6)
     group.lose(scale_up, 1)
     scale_up.resized()
@@ -307,7 +307,7 @@ def test_the_successor_of_a_lost_worker_joins_at_once(make):
     assert [n.slot for n in scale_up.ready()] == [1]
 
 
-def test_a_place_that_was_filled_again_is_no_lost_one_any_more(make, clock):
+def test_a_slot_that_was_filled_again_has_the_cooldown(make, clock):
     scale_up, group = make(num_workers=2, present=2, resize_cooldown_s=5.0)
     group.lose(scale_up, 1)
     scale_up.tick()

@@ -39,7 +39,7 @@ def keeper():
     return SnapshotKeeper()
 
 
-def test_one_that_is_taken_anew_at_the_same_step_is_fetched(keeper):
+def test_a_newer_snapshot_of_the_same_step_is_fetched(keeper):
     """The schedulers were told a metric in between."""
     member = FakeMember()
     for step, state in ((5, "before"), (None, ""), (5, "after")):
@@ -57,7 +57,7 @@ def divided(step):
     return Progress(global_step=100, snapshot=step, divided=True)
 
 
-def test_shares_of_a_divided_state_are_fetched_together_and_of_one_step(keeper):
+def test_shards_of_one_step_are_fetched_together(keeper):
     one, other = FakeMember(), FakeMember()
     keeper.follow(one, divided(4), None)  # the other has said nothing
     keeper.follow(one, divided(4), {other: divided(3)})
@@ -86,7 +86,7 @@ def test_a_snapshot_is_fetched_once_and_one_at_a_time(keeper):
     assert len(member.asked) == 2
 
 
-def test_a_worker_that_dies_while_it_sends_is_harmless(keeper):
+def test_a_worker_may_die_while_it_sends_a_snapshot(keeper):
     first, second = FakeMember(), FakeMember()
     keeper.follow(first, at(0))
     first.send({"step": 0})
@@ -98,7 +98,7 @@ def test_a_worker_that_dies_while_it_sends_is_harmless(keeper):
     assert keeper.state() == {"step": 5}
 
 
-def test_a_state_that_was_loaded_replaces_what_was_fetched_and_what_is_on_its_way(keeper):
+def test_a_loaded_state_replaces_snapshots_even_those_being_fetched(keeper):
     member = FakeMember()
     keeper.follow(member, at(5))
     member.send({"step": 5})
@@ -149,7 +149,7 @@ def test_a_snapshot_from_before_a_state_was_loaded_does_not_come_back(keeper, ev
     assert keeper.state()["global_step"] <= train_after
 
 
-def test_a_worker_of_the_driver_is_asked_only_where_it_does_not_stay():
+def test_a_worker_in_the_drivers_process_sends_snapshots_only_if_it_restarts():
     member = FakeMember(remote=False)
     SnapshotKeeper().follow(member, at(5))
     assert member.asked == []

@@ -51,7 +51,7 @@ def test_metrics_have_the_names_that_users_know(make_trainer):
     }
 
 
-def test_results_can_be_had_by_worker(make_trainer):
+def test_reduce_results_false_returns_metrics_by_worker(make_trainer):
     trainer = make_trainer()
     (trained,) = trainer.train(reduce_results=False)
     assert (trained["epoch"], trained["num_samples"]) == (1, 40)
@@ -85,7 +85,7 @@ def test_the_newest_metrics_of_train_and_validate_are_kept(make_trainer):
     assert trainer.latest_metrics
 
 
-def test_the_trainer_knows_how_far_it_is_after_an_error(make_trainer):
+def test_epoch_and_step_are_right_after_an_error(make_trainer):
     trainer = make_trainer(Recorder)
 
     def fail(batch_info, when):
@@ -99,7 +99,7 @@ def test_the_trainer_knows_how_far_it_is_after_an_error(make_trainer):
     assert trainer.events[-1].step == 3
 
 
-def test_events_tell_what_happened(make_trainer):
+def test_events_record_errors_and_recoveries(make_trainer):
     trainer = make_trainer(Recorder)
 
     def fail(batch_info, when):
@@ -122,7 +122,7 @@ def test_events_tell_what_happened(make_trainer):
 
 
 @pytest.mark.parametrize("value", [None, b"", {"a": torch.ones(1)}, lambda: 1])
-def test_what_a_function_returns_on_a_worker_comes_back(make_trainer, value):
+def test_results_of_functions_on_workers_are_returned(make_trainer, value):
     trainer = make_trainer()
     assert trainer.apply_all_workers(lambda: value) == [value]
     assert trainer.apply_all_operators(lambda o: (o, value)) == [
@@ -133,7 +133,7 @@ def test_what_a_function_returns_on_a_worker_comes_back(make_trainer, value):
 # ---- state
 
 
-def test_save_and_load_go_on_with_the_next_unseen_sample(make_trainer, tmp_path):
+def test_a_loaded_trainer_continues_with_the_next_unseen_sample(make_trainer, tmp_path):
     config = {"shuffle": True, "dropout": 0.5}
     trainer = make_trainer(Recorder, config)
     trainer.train(num_steps=7)
@@ -177,7 +177,7 @@ def test_a_scheduler_comes_back_from_a_file(make_trainer, tmp_path, name):
     assert equal(state_of(trainer), state_of(other))
 
 
-def test_a_state_is_apart_from_the_trainer(make_trainer):
+def test_training_does_not_change_a_returned_state(make_trainer):
     trainer = make_trainer()
     state = trainer.state_dict()
     weights = state["models"][0]["0.weight"].clone()
@@ -208,7 +208,7 @@ class Pair(Classifier):
 
 
 @pytest.mark.parametrize("other", [Wider, Pair])
-def test_a_state_of_other_models_is_refused_and_changes_nothing(make_trainer, other):
+def test_loading_a_state_of_other_models_fails_and_changes_nothing(make_trainer, other):
     trainer = make_trainer()
     before = parameters(trainer.get_local_operator())
     with pytest.raises(CheckpointError):
@@ -235,7 +235,7 @@ def test_files_are_checked_before_the_state_is_made(make_trainer, tmp_path):
 # ---- files
 
 
-def test_a_state_that_is_loaded_is_what_a_restart_would_go_on_from(make_trainer):
+def test_a_loaded_state_becomes_the_snapshot(make_trainer):
     trainer = make_trainer(Recorder)
     trainer.train()
     state = trainer.state_dict()
@@ -253,7 +253,7 @@ def test_the_manifest_says_which_trainer_wrote_a_file(make_trainer, tmp_path):
     assert manifest.operator == "Recorder"
 
 
-def test_a_url_is_saved_to_and_loaded_from(make_trainer):
+def test_save_and_load_take_a_url(make_trainer):
     trainer = make_trainer()
     url = "memory://trainer/state.pt"
     try:
@@ -267,7 +267,7 @@ def test_a_url_is_saved_to_and_loaded_from(make_trainer):
         MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
-def test_the_weights_alone_are_saved(make_trainer, tmp_path):
+def test_save_model_writes_the_weights(make_trainer, tmp_path):
     trainer = make_trainer(Pair)
     path = trainer.save_model(tmp_path / "models.safetensors")
     assert path == str(tmp_path / "models.safetensors")
@@ -293,7 +293,7 @@ def slow_disk(monkeypatch):
     go.set()
 
 
-def test_a_save_behind_holds_the_state_of_one_step(make_trainer, tmp_path, slow_disk):
+def test_a_background_save_has_the_state_of_one_step(make_trainer, tmp_path, slow_disk):
     """Training goes on before the first byte is written."""
     trainer = make_trainer(Recorder)
     trainer.train(num_steps=2)
@@ -315,7 +315,7 @@ def same_tree(left, right):
     return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
 
 
-def test_a_save_behind_copies_sets_and_the_tensors_of_callbacks(make_trainer, tmp_path, slow_disk):
+def test_a_background_save_copies_sets_and_tensors_of_callbacks(make_trainer, tmp_path, slow_disk):
     class Counting(Recorder):
         seen = frozenset()
 
@@ -405,7 +405,7 @@ def writing():
     return [t for t in threading.enumerate() if t.name.startswith("raysgd-checkpoint-writer")]
 
 
-def test_a_write_behind_that_fails_shows_no_password(make_trainer, monkeypatch):
+def test_a_failed_background_save_shows_no_password(make_trainer, monkeypatch):
     def fail():
         raise RuntimeError("broken")
 
@@ -429,9 +429,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_the_next_call_raises_the_failure_of_a_write_and_does_nothing_else(
-    failed_write, tmp_path, call
-):
+def test_the_next_call_raises_the_error_of_a_background_save(failed_write, tmp_path, call):
     with pytest.raises(CheckpointError, match="the disk is full"):
         CALLS[call](failed_write, tmp_path / "next.pt")
     assert failed_write.global_step == 2
@@ -443,12 +441,12 @@ def test_the_next_call_raises_the_failure_of_a_write_and_does_nothing_else(
         assert failed_write.train()["num_samples"] == 24
 
 
-def test_a_with_block_raises_the_failure_of_a_write(failed_write):
+def test_a_with_block_raises_the_error_of_a_background_save(failed_write):
     with pytest.raises(CheckpointError, match="the disk is full"), failed_write:
         pass
 
 
-def test_an_error_in_a_with_block_is_raised_with_a_note_of_the_write(failed_write):
+def test_an_error_in_a_with_block_has_a_note_of_the_failed_save(failed_write):
     with pytest.raises(KeyError) as caught, failed_write:
         raise KeyError
     assert "the disk is full" in caught.value.__notes__[0]
@@ -457,7 +455,7 @@ def test_an_error_in_a_with_block_is_raised_with_a_note_of_the_write(failed_writ
 # ---- the end
 
 
-def test_after_shutdown_every_call_says_so(make_trainer, tmp_path):
+def test_every_call_after_shutdown_is_an_error(make_trainer, tmp_path):
     trainer = make_trainer()
     state = trainer.state_dict()
     trainer.shutdown()
@@ -490,7 +488,7 @@ def test_shutting_down_twice_is_harmless(make_trainer):
     assert (trainer.epoch, trainer.global_step) == (1, 5)
 
 
-def test_a_with_block_ends_the_trainer_whatever_happens(make_trainer):
+def test_a_with_block_shuts_the_trainer_down(make_trainer):
     with make_trainer() as trainer:
         trainer.train()
     with pytest.raises(RuntimeError, match="shut down"):
@@ -501,7 +499,7 @@ def test_a_with_block_ends_the_trainer_whatever_happens(make_trainer):
         trainer.train()
 
 
-def test_a_dropped_trainer_lets_go_of_its_operator(make_trainer):
+def test_a_dropped_trainer_releases_its_operator(make_trainer):
     trainer = TorchTrainer(
         training_operator_cls=Recorder,
         config={"num_samples": 8, "batch_size": 8},
@@ -515,7 +513,7 @@ def test_a_dropped_trainer_lets_go_of_its_operator(make_trainer):
     assert operator() is None
 
 
-def test_a_trainer_shows_what_it_trains_and_how_far_it_is(make_trainer):
+def test_repr_shows_operator_workers_and_progress(make_trainer):
     trainer = make_trainer()
     shown = "<TorchTrainer of Classifier: {}>"
     assert repr(trainer) == shown.format("1 of 1 workers, 0 epochs done, step 0")
@@ -534,9 +532,7 @@ def test_a_trainer_shows_what_it_trains_and_how_far_it_is(make_trainer):
         (False, "partitioned by your code: DataLoader of TensorDataset"),
     ],
 )
-def test_a_trainer_says_how_the_workers_divide_each_loader(
-    make_trainer, add_dist_sampler, described
-):
+def test_describe_data_says_how_loaders_are_divided(make_trainer, add_dist_sampler, described):
     class Listed(Recorder):
         def make_loaders(self, config):
             loaders = super().make_loaders(config)
@@ -565,7 +561,7 @@ class Compiled(Classifier):
 @pytest.mark.parametrize(
     ("saved", "loaded"), [("all", "none"), ("none", "all"), ("one", "all"), ("all", "one")]
 )
-def test_what_a_compiled_model_saves_has_the_names_of_the_users_model(make_trainer, saved, loaded):
+def test_states_of_compiled_models_have_the_names_of_the_original(make_trainer, saved, loaded):
     config = {"compiled": "" if saved == "none" else saved}
     state = make_trainer(Compiled, config).state_dict()
     assert state["models"][0].keys() == make_trainer().state_dict()["models"][0].keys()
@@ -579,7 +575,7 @@ def test_what_a_compiled_model_saves_has_the_names_of_the_users_model(make_train
     assert not equal(other.state_dict()["models"][0], state["models"][0])
 
 
-def test_a_config_that_has_changed_since_the_checkpoint_is_told(make_trainer, caplog):
+def test_a_config_that_differs_from_the_checkpoint_is_logged(make_trainer, caplog):
     before = make_trainer(config={"lr": 0.1, "api_key": "a", "note": "x"}).state_dict()
     assert before["config"]["api_key"] == "***"
     make_trainer(config={"lr": 0.1, "api_key": "b", "note": "x"}).load_state_dict(before)
@@ -603,9 +599,7 @@ def rate_of(trainer):
 
 
 @pytest.mark.parametrize("monitor", ["val_loss", "train_loss"])
-def test_fit_steps_a_scheduler_of_plateaus_with_the_metric_also_over_a_resume(
-    make_trainer, tmp_path, monitor
-):
+def test_fit_steps_a_plateau_scheduler_before_and_after_a_resume(make_trainer, tmp_path, monitor):
     settings = {"scheduler_step_freq": "epoch", "monitor": monitor}
     for num_epochs in (2, 4):
         saving = CheckpointCallback(tmp_path, monitor="val_loss")
@@ -615,7 +609,7 @@ def test_fit_steps_a_scheduler_of_plateaus_with_the_metric_also_over_a_resume(
         assert rate_of(trainer) == 0.01 * 0.5 ** (num_epochs - 1)
 
 
-def test_a_metric_for_schedulers_that_is_not_there_is_told(make_trainer):
+def test_a_missing_metric_for_schedulers_is_an_error(make_trainer):
     settings = {"scheduler_step_freq": "epoch", "monitor": "los"}
     with pytest.raises(ValueError, match=r"monitor='los'.*There are: .*val_loss"):
         make_trainer(Recorder, {"scheduler": flat}, **settings).fit(1)
@@ -625,7 +619,7 @@ def test_a_metric_for_schedulers_that_is_not_there_is_told(make_trainer):
         make_trainer(monitor="loss")
 
 
-def test_a_search_for_the_rate_steps_no_scheduler_that_waits_for_a_metric(make_trainer):
+def test_find_learning_rate_steps_no_plateau_scheduler(make_trainer):
     settings = {"scheduler_step_freq": "epoch", "monitor": "val_loss"}
     config = {"scheduler": flat, "batch_size": 40}  # a step is an epoch
     trainer = make_trainer(Recorder, config, **settings)

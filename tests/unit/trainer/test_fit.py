@@ -51,7 +51,7 @@ class TrainOnly(Recorder):
         return loaders
 
 
-def test_it_trains_and_validates_and_returns_what_it_measured(make_trainer):
+def test_fit_trains_validates_and_returns_the_metrics(make_trainer):
     spy = Spy()
     trainer = make_trainer(callbacks=[spy])
     history = trainer.fit(2)
@@ -71,7 +71,7 @@ def test_it_trains_and_validates_and_returns_what_it_measured(make_trainer):
     ]
 
 
-def test_epochs_count_from_the_first_of_all(make_trainer, caplog):
+def test_num_epochs_counts_from_the_very_first_epoch(make_trainer, caplog):
     trainer = make_trainer()
     trainer.train()
     trainer.train(num_steps=2)
@@ -86,7 +86,7 @@ def test_epochs_count_from_the_first_of_all(make_trainer, caplog):
 @pytest.mark.parametrize(
     ("every", "expected"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (9, [5]), (None, [])]
 )
-def test_validation_comes_as_often_as_asked_for_and_in_the_end(make_trainer, every, expected):
+def test_validate_every_also_validates_the_last_epoch(make_trainer, every, expected):
     history = make_trainer().fit(5, validate_every=every)
     assert [entry["epoch"] for entry in history if "val_loss" in entry] == expected
 
@@ -141,7 +141,9 @@ def test_a_metric_that_cannot_be_computed_is_found_before_any_training(make_trai
 @pytest.mark.parametrize(
     ("operator_cls", "given"), [(TrainOnly, {}), (Recorder, {"validate_every": None})]
 )
-def test_so_is_a_metric_of_validation_if_fit_does_not_validate(make_trainer, operator_cls, given):
+def test_a_metric_of_validation_is_an_error_if_fit_does_not_validate(
+    make_trainer, operator_cls, given
+):
     trainer = make_trainer(operator_cls)
     with pytest.raises(ValueError, match=r"because fit.. does not validate"):
         trainer.fit(2, callbacks=[EarlyStopping()], **given)
@@ -155,7 +157,7 @@ class Scoring(Callback):
         metrics["val_score"] = 1.0
 
 
-def test_a_metric_that_a_callback_adds_is_none_that_validation_lacks(make_trainer):
+def test_callbacks_may_add_a_monitored_metric(make_trainer):
     make_trainer(callbacks=[Scoring()]).fit(1, callbacks=[EarlyStopping("val_score")])
 
 
@@ -164,7 +166,7 @@ class OwnEpochs(Recorder):
         return {**super().train_epoch(iterator, info), "val_own": 1.0}
 
 
-def test_nor_one_of_an_own_epoch(make_trainer):
+def test_an_own_train_epoch_may_add_a_monitored_metric(make_trainer):
     make_trainer(OwnEpochs).fit(1, callbacks=[EarlyStopping("val_own")])
 
 
@@ -180,7 +182,7 @@ class Drawing(Recorder):
             super().train_mode(training)
 
 
-def test_trying_the_validation_leaves_no_trace(make_trainer):
+def test_sanity_steps_change_nothing(make_trainer):
     runs = []
     for sanity_steps in (0, 3):
         torch.manual_seed(1)
@@ -203,14 +205,14 @@ def test_a_callback_may_ask_to_stop(make_trainer):
     assert trainer.stop_reason is None
 
 
-def test_plain_calls_take_no_notice_of_a_request(make_trainer):
+def test_train_ignores_request_stop(make_trainer):
     trainer = make_trainer(callbacks=[Stopping(1)])
     trainer.train()
     assert trainer.stop_reason == "enough"
     assert trainer.train()["epoch"] == 2
 
 
-def test_its_own_callbacks_are_there_for_it_alone(make_trainer):
+def test_callbacks_of_fit_are_called_in_that_fit_only(make_trainer):
     calls = []
     always, own = Spy("always", calls), Spy("own", calls)
     trainer = make_trainer(callbacks=[always])
@@ -228,7 +230,7 @@ def test_its_own_callbacks_are_there_for_it_alone(make_trainer):
     ]
 
 
-def test_it_ends_what_it_started_and_the_next_call_starts_that_again(make_trainer):
+def test_fit_ends_callbacks_and_the_next_call_starts_them_again(make_trainer):
     spy = Spy()
     trainer = make_trainer(callbacks=[spy])
     trainer.fit(1, validate_every=None)
@@ -244,7 +246,7 @@ def test_it_ends_what_it_started_and_the_next_call_starts_that_again(make_traine
     ]
 
 
-def test_an_error_is_told_once_and_callbacks_end(make_trainer):
+def test_callbacks_see_an_error_once_and_end(make_trainer):
     spy, own = Spy(), Spy("own")
     trainer = make_trainer(Recorder, callbacks=[spy])
 
@@ -295,7 +297,7 @@ def told(spy):
     return [hook for hook in spy.hooks if hook in ("on_epoch_end", "on_validation_end")]
 
 
-def test_an_epoch_whose_validation_an_exception_kept_from_being_done_is_validated_first(
+def test_a_missing_validation_is_made_up_first_also_after_a_resume(
     broken_off, make_trainer, tmp_path, caplog
 ):
     trainer, spy = broken_off
@@ -312,15 +314,13 @@ def test_an_epoch_whose_validation_an_exception_kept_from_being_done_is_validate
     assert caplog.text.count("nothing to do") == 1
 
 
-def test_the_last_one_is_too(broken_off):
+def test_a_missing_validation_of_the_last_epoch_is_made_up(broken_off):
     trainer, spy = broken_off
     assert trainer.fit(2) == []
     assert told(spy) == ["on_validation_end"]
 
 
-def test_a_finished_run_says_so_even_if_its_checkpoint_predates_the_validation(
-    make_trainer, tmp_path, caplog
-):
+def test_a_complete_run_is_logged_even_if_its_validation_is_missing(make_trainer, tmp_path, caplog):
     folder = tmp_path / "checkpoints"
     make_trainer(callbacks=[CheckpointCallback(folder)]).fit(2)
     spy = Spy()
@@ -329,7 +329,7 @@ def test_a_finished_run_says_so_even_if_its_checkpoint_predates_the_validation(
     assert caplog.text.count("nothing to do, the run is complete after 2 epochs") == 1
 
 
-def test_a_plain_validation_makes_up_for_it(broken_off):
+def test_validate_makes_up_for_a_missing_validation(broken_off):
     trainer, spy = broken_off
     trainer.validate()
     assert "validation_due" not in trainer.state_dict()
@@ -338,7 +338,7 @@ def test_a_plain_validation_makes_up_for_it(broken_off):
 
 
 @pytest.mark.parametrize("num_steps", [2, None])
-def test_it_comes_too_late_when_training_has_gone_on(broken_off, num_steps):
+def test_a_missing_validation_is_skipped_after_further_training(broken_off, num_steps):
     """Also within the call that goes on, and where that fails."""
     trainer, spy = broken_off
     states = []
@@ -357,14 +357,14 @@ def test_it_comes_too_late_when_training_has_gone_on(broken_off, num_steps):
     assert told(spy) == ["on_epoch_end", "on_validation_end"]
 
 
-def test_a_fit_that_would_not_validate_there_does_not(broken_off):
+def test_a_missing_validation_is_skipped_if_validate_every_excludes_it(broken_off):
     trainer, spy = broken_off
     trainer.fit(3, validate_every=3)
     assert told(spy) == ["on_epoch_end", "on_validation_end"]
 
 
 @pytest.mark.parametrize("where", ["training", "a callback"])
-def test_ctrl_c_leaves_a_trainer_that_can_be_used_on(make_trainer, where):
+def test_a_trainer_works_after_ctrl_c(make_trainer, where):
     class Interrupting(Callback):
         def on_epoch_end(self, trainer, metrics):
             if where == "a callback" and trainer.epoch == 2:
@@ -391,7 +391,7 @@ def test_ctrl_c_leaves_a_trainer_that_can_be_used_on(make_trainer, where):
     assert trainer.get_local_operator().trained == [*range(40)] * 3
 
 
-def test_ctrl_c_says_how_far_training_is_and_shows_nothing_of_ours(make_trainer, tmp_path):
+def test_ctrl_c_reports_the_progress_with_a_short_traceback(make_trainer, tmp_path):
     trainer = make_trainer(Recorder, callbacks=[CheckpointCallback(tmp_path)])
 
     def fail(batch_info, when):
@@ -407,7 +407,7 @@ def test_ctrl_c_says_how_far_training_is_and_shows_nothing_of_ours(make_trainer,
     assert lines[-1].strip().endswith("epoch-00001-step-00000005.ckpt.")
 
 
-def test_it_validates_all_data_wherever_a_validation_has_stopped_before(make_trainer):
+def test_fit_validates_all_data_after_a_partial_validation(make_trainer):
     trainer = make_trainer()
     whole = trainer.validate()["num_samples"]
     trainer.validate(num_steps=2)
@@ -419,7 +419,7 @@ def test_it_validates_all_data_wherever_a_validation_has_stopped_before(make_tra
     assert spy.hooks.count("on_validation_end") == 1
 
 
-def test_it_is_not_called_by_a_callback(make_trainer):
+def test_fit_in_a_callback_is_an_error(make_trainer):
     class Fitting(Callback):
         def on_epoch_end(self, trainer, metrics):
             trainer.fit(9)
@@ -445,7 +445,7 @@ class Logging(Recorder):
         return super().train_batch(batch, batch_info)
 
 
-def test_fit_logs_by_the_step_while_the_epoch_goes_on(make_trainer, tmp_path):
+def test_log_every_writes_metrics_during_the_epoch(make_trainer, tmp_path):
     def points():
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
         return [record for record in map(json.loads, lines) if record["kind"] == "step"]
