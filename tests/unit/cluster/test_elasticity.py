@@ -257,6 +257,15 @@ def test_a_replacement_that_is_stopped_as_it_joins_is_given_up(world):
     assert world.trained == list(range(1, 4001))
 
 
+def test_a_worker_that_is_stopped_while_a_generation_forms_is_lost(world):
+    controller = world.drive(3, grow=False).controller
+    stopped = controller.members[2]
+    world.at_step(20, lambda: world.lose(1))
+    world.on_meeting.append(lambda: setattr(stopped, "silent", True))
+    assert steps_of(run_until(controller, 100, max_losses=2)) == [100]
+    assert controller.events[-2].cause == "no answer within 10 s"
+
+
 def break_with_an_error(world, controller):
     controller.members[0].error = BadBatchError("bad")
     with pytest.raises(BadBatchError):
