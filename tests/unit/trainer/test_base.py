@@ -615,7 +615,7 @@ def test_a_missing_metric_for_schedulers_is_an_error(make_trainer):
         make_trainer(Recorder, {"scheduler": flat}, **settings).fit(1)
     with pytest.raises(ValueError, match=r"loop of your own"):
         make_trainer(Recorder, {"scheduler": flat}, **settings).train()
-    with pytest.raises(ValueError, match=r"monitor='loss'.*\"epoch\" with it"):
+    with pytest.raises(ValueError, match=r"monitor='loss'.*scheduler_step_freq=\"epoch\""):
         make_trainer(monitor="loss")
 
 
