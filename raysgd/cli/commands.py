@@ -123,7 +123,7 @@ def doctor(
 ) -> None:
     """Show the packages and resources of this machine and of a cluster."""
     rows = [("Python", platform.python_version(), ""), ("raysgd", raysgd.__version__, "")]
-    rows += [(name, _version(name) or "missing", use) for name, use in _PACKAGES.items()]
+    rows += [(name, _installed_version(name) or "missing", use) for name, use in _PACKAGES.items()]
     memory = psutil.virtual_memory()
     rows += [("CPUs here", str(psutil.cpu_count()), "")]
     rows += [("memory here", _gib(memory.total), f"{_gib(memory.available)} free")]
@@ -171,7 +171,7 @@ def _show(rows: Sequence[tuple[str, str, str]]) -> None:
         typer.echo(f"{name:{width[0]}}  {found:{width[1]}}  {note}".rstrip())
 
 
-def _version(name: str) -> str | None:
+def _installed_version(name: str) -> str | None:
     """Return the version of a package without importing it, or None if it is missing."""
     if importlib.util.find_spec(name) is None:
         return None

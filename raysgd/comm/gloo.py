@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroup, Store, Work
+from torch.distributed.distributed_c10d import ProcessGroup, Store, Work
 from torch.futures import Future
 
 from raysgd.comm.mesh import Mesh

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from raysgd._internal.config import env_seconds
 from raysgd._internal.context import WorkerContext
@@ -136,7 +136,8 @@ class TorchBackend(Backend):
                 self._group.use(self._mesh)
         else:
             _init_nccl(_store_of_nccl(rendezvous, self._timeout), *ranks)
-        dist.distributed_c10d._set_pg_timeout(self._timeout)
+        assert dist.group.WORLD is not None
+        dist.group.WORLD.set_timeout(self._timeout)
         # gloo connects when its group is created. Only its listeners appear in this window, and
         # each of its connections has one of them at one end.
         told = _exchange(store, "listening", context, sorted(listeners() - before))

@@ -487,7 +487,7 @@ def _arguments_of(
     """Return what a ``train_epoch`` takes, by position and by name: older ones end at ``info``."""
     function = getattr(train_epoch, "__func__", None)
     # of a method it is asked once, since to ask takes as long as a small step
-    accepted = _parameters(train_epoch) if function is None else _parameters_once(function)[1:]
+    accepted = _signature(train_epoch) if function is None else _signature_once(function)[1:]
     kinds = [parameter.kind for parameter in accepted]
     # by position, since older overrides call it what they like
     by_position = len(kinds) > 1 and kinds[1] in _POSITIONAL
@@ -498,8 +498,8 @@ def _arguments_of(
     return [info] if by_position else [], by_name
 
 
-def _parameters(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+def _signature(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
     return tuple(inspect.signature(function).parameters.values())
 
 
-_parameters_once = functools.lru_cache(maxsize=16)(_parameters)
+_signature_once = functools.lru_cache(maxsize=16)(_signature)

@@ -167,7 +167,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _accepts(model: torch.nn.Module, names: Collection[str]) -> set[str]:
-    parameters = _parameters(model)
+    parameters = _inputs_of(model)
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return set(names)
     return {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL} & {*names}
@@ -179,7 +179,7 @@ def _is_named_like(model: torch.nn.Module, value: Any, num_others: int) -> bool:
     if not fields:
         return False
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    by_name = {p.name: p.default for p in _parameters(model) if p.kind in kinds}
+    by_name = {p.name: p.default for p in _inputs_of(model) if p.kind in kinds}
     needed = {name for name, default in by_name.items() if default is inspect.Parameter.empty}
     others = fields - by_name.keys()
     return needed <= fields and len(others) <= num_others < len(fields)
@@ -189,11 +189,11 @@ def _num_required(model: torch.nn.Module) -> int:
     return sum(
         p.default is inspect.Parameter.empty
         and p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-        for p in _parameters(model)
+        for p in _inputs_of(model)
     )
 
 
-def _parameters(model: torch.nn.Module) -> tuple[inspect.Parameter, ...]:
+def _inputs_of(model: torch.nn.Module) -> tuple[inspect.Parameter, ...]:
     forward = plain(model).forward
     function = getattr(forward, "__func__", None)
     return _signature(forward) if function is None else _signature(function)[1:]
@@ -205,7 +205,7 @@ def _signature(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
 
 
 def _unclear(batch: Any, model: torch.nn.Module) -> TypeError:
-    takes = ", ".join(str(p).partition(":")[0].partition("=")[0] for p in _parameters(model))
+    takes = ", ".join(str(p).partition(":")[0].partition("=")[0] for p in _inputs_of(model))
     return TypeError(
         f"The batch is {shapes_of(batch)}, and forward of {type(plain(model)).__name__} takes "
         f"({takes}). It must be (*features, target), or a dict or data class with the arguments of "

@@ -193,7 +193,7 @@ def only_running_statistics(model: torch.nn.Module) -> bool:
     return all(
         isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm)
         for module in model.modules()
-        if any(buffer is not None for buffer in module._buffers.values())
+        if any(True for _ in module.buffers(recurse=False))
     )
 
 
@@ -225,8 +225,7 @@ def running_statistics(model: torch.nn.Module) -> list[torch.Tensor]:
         buffer
         for module in model.modules()
         if isinstance(module, _BatchNorm)
-        for buffer in module._buffers.values()
-        if buffer is not None
+        for buffer in module.buffers(recurse=False)
     ]
 
 

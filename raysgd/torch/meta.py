@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from raysgd.torch.tensors import version_of
+
 __all__ = ["Init", "checked_init", "make_whole", "materialize", "move_to_device", "on_meta"]
 
 Init = Callable[[torch.nn.Module], Any]
@@ -76,7 +78,7 @@ def checked_init(
         found: Init = init
         return found
     for module in (module for model in empty for module in model.modules()):
-        if _own(module._parameters) and not hasattr(module, "reset_parameters"):
+        if _own_parameters(module) and not hasattr(module, "reset_parameters"):
             raise ValueError(
                 f"register(models=...): {type(module).__name__} has parameters on the meta device "
                 "and no method reset_parameters that would fill them. Pass a function that fills "
@@ -110,14 +112,15 @@ def materialize(
         ValueError: if `init` leaves a tensor unfilled, or changes its shape or dtype.
     """
     modules = list(dict.fromkeys(module for model in models for module in model.modules()))
-    places = Counter(p for module in modules for p in _own(module._parameters).values())
+    places = Counter(p for module in modules for p in _own_parameters(module).values())
     shared: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for module in modules:
-        own, buffers = _own(module._parameters), _own(module._buffers)
+        own, buffers = _own_parameters(module), _own_buffers(module)
         if not own and not buffers:
             continue
         empty: dict[str, torch.Tensor] = {n: _unfilled(buffer) for n, buffer in buffers.items()}
-        module._buffers.update(empty)
+        for name, buffer in empty.items():
+            setattr(module, name, buffer)
         for name, parameter in own.items():
             content = shared.get(parameter)
             if content is None:
@@ -125,16 +128,17 @@ def materialize(
                 empty[name] = content
             if places[parameter] > 1:
                 shared[parameter] = content
-            module._parameters[name] = content
+            setattr(module, name, content)
         try:
             with torch.no_grad():
                 init(module)
         finally:
-            filled = {name: module._parameters[name] for name in own}
-            module._parameters.update(own)
+            filled = {name: getattr(module, name) for name in own}
+            for name, parameter in own.items():
+                setattr(module, name, parameter)
         for name in buffers:
-            found = _checked(module, name, empty[name], module._buffers[name])
-            module._buffers[name] = found.to(device)
+            found = _checked(module, name, empty[name], getattr(module, name))
+            setattr(module, name, found.to(device))
         for name, parameter in own.items():
             content = _checked(module, name, empty.get(name), filled[name])
             if content.shape != parameter.shape or content.dtype != parameter.dtype:
@@ -174,7 +178,7 @@ def _checked(module: torch.nn.Module, name: str, empty: torch.Tensor | None, fou
     is_filled = isinstance(found, torch.Tensor) and not found.isnan().any()
     if is_filled and empty is not None and found is empty and empty.numel():
         # a bool cannot show a mark, but its version shows whether it was written
-        is_written = empty.dtype == torch.bool and empty._version
+        is_written = empty.dtype == torch.bool and version_of(empty)
         is_filled = bool(is_written or (empty != _mark(empty.dtype)).any())
     if not is_filled:
         raise ValueError(
@@ -191,5 +195,12 @@ def make_whole(models: Sequence[torch.nn.Module], init: Init, device: torch.devi
         torch.utils.swap_tensors(parameter, whole)
 
 
-def _own(held: dict[str, Any]) -> dict[str, Any]:
-    return {name: tensor for name, tensor in held.items() if tensor is not None and tensor.is_meta}
+def _own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters on the meta device that a module has itself."""
+    own = module.named_parameters(recurse=False, remove_duplicate=False)
+    return {name: parameter for name, parameter in own if parameter.is_meta}
+
+
+def _own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    own = module.named_buffers(recurse=False, remove_duplicate=False)
+    return {name: buffer for name, buffer in own if buffer.is_meta}

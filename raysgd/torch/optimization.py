@@ -14,6 +14,7 @@ import torch
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
 from raysgd.torch.precision import Precision
+from raysgd.torch.tensors import multiply_all, version_of
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
@@ -298,7 +299,7 @@ class Optimization(StepFeature):
             _zero_gradients_of(loss)  # 0 * NaN would be NaN
         self._used = True
         self.precision.backward(loss if weight == 1.0 else loss * weight, self.group.is_last)
-        self._versions = {p: p.grad._version for p in self._returned if p.grad is not None}
+        self._versions = {p: version_of(p.grad) for p in self._returned if p.grad is not None}
         if self.group.place.is_part and not self.group.is_last:
             self._seen = {id(optimizer): _gradients_of(optimizer) for optimizer in self._optimizers}
 
@@ -364,8 +365,7 @@ class Optimization(StepFeature):
         stepped = (p for o in self._optimizers for g in o.param_groups for p in g["params"])
         gradients = [*self._returned.values(), *(p.grad for p in (*of_models, *stepped))]
         held = {id(gradient): gradient for gradient in gradients if gradient is not None}
-        if held:
-            torch._foreach_mul_(list(held.values()), factor)
+        multiply_all(held.values(), factor)
 
     def _set_aside(self, optimizer: torch.optim.Optimizer) -> None:
         """Remove the gradients of an optimizer until the next batch has a backward pass.
@@ -392,7 +392,7 @@ class Optimization(StepFeature):
         for parameter, gradient in self._returned.items():
             if is_first or (are_several and parameter.grad is None):
                 parameter.grad = gradient.clone() if are_several else gradient
-            elif parameter.grad is None or parameter.grad._version != self._versions[parameter]:
+            elif parameter.grad is None or version_of(parameter.grad) != self._versions[parameter]:
                 raise RuntimeError(
                     "Accumulated gradients were changed between two losses of a batch. Call "
                     "zero_grad() before the first self.backward(loss) of the batch, or leave it "
@@ -471,7 +471,7 @@ def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
 def _gradients_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
     """Return the identities and versions of gradients, to detect changes."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    return [(id(each), 0 if each is None else each._version) for each in gradients]
+    return [(id(each), 0 if each is None else version_of(each)) for each in gradients]
 
 
 @functools.cache

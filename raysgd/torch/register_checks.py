@@ -16,6 +16,7 @@ from torch.utils.data import SequentialSampler
 from raysgd._internal.arguments import check_flags, check_int, checked_dict
 from raysgd.data.source import BatchSource
 from raysgd.loop.train_state import listed
+from raysgd.torch import ddp
 from raysgd.torch.features.sharded_optimizer import ELEMENTWISE
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.sharding.pieces import is_dense
@@ -202,7 +203,7 @@ def check_shardable(
     given = 'register(sharding="full")'
     if len(optimizers) != 1:
         raise ValueError(f"{given} takes one optimizer, with groups, and got {len(optimizers)}.")
-    is_compiled = any(hasattr(model, "_orig_mod") for model in models)
+    is_compiled = any(ddp.plain(model) is not ddp.unwrap(model) for model in models)
     if compile or is_compiled:
         what = "torch.compile(model)" if is_compiled else "register(compile=...)"
         raise ValueError(f"{given} does not work with {what}. Leave out one of the two.")

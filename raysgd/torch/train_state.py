@@ -33,6 +33,7 @@ from raysgd.torch.state import (
     state_problem,
     to_cpu,
 )
+from raysgd.torch.tensors import version_of
 
 __all__ = ["OperatorSettings", "TorchTrainState"]
 
@@ -162,7 +163,7 @@ class TorchTrainState(TrainState):
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         return (
             [str({k: v for k, v in group.items() if k != "params"}) for group in groups],
-            [parameter._version for model in self.models for parameter in model.parameters()],
+            [version_of(parameter) for model in self.models for parameter in model.parameters()],
             [feature.settable() for feature in self.features],
         )
 

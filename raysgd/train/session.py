@@ -366,7 +366,7 @@ def _reported(metrics: Any) -> Packed:
 def _num_operations() -> int | None:
     """Return the number of PyTorch collectives so far; None if unknown."""
     dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_initialized() or len(dist.distributed_c10d._world.pg_map) > 1:
+    if dist is None or not dist.is_initialized() or dist.get_pg_count() > 1:
         return None  # groups of the function are not counted
     return getattr(dist.group.WORLD, "num_operations", None)
 

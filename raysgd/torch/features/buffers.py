@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from raysgd.loop.feature import StepFeature
+from raysgd.torch.tensors import buffer_names, copy_all
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
@@ -29,14 +30,14 @@ class BufferCopies(StepFeature):
             (module, name)
             for model in models
             for module in model.modules()
-            for name in module._buffers
+            for name in buffer_names(module)
         ]
         self._copies: list[torch.Tensor | None] = [None] * len(self._slots)
         self.commit()
 
     def tensors(self) -> list[torch.Tensor | None]:
         """Return the buffers; None for a removed one."""
-        found = [module._buffers.get(name) for module, name in self._slots]
+        found = [getattr(module, name, None) for module, name in self._slots]
         return [None if buffer is None else buffer.detach() for buffer in found]
 
     def commit(self) -> None:
@@ -50,8 +51,7 @@ class BufferCopies(StepFeature):
                 copy = self._copies[index] = torch.empty_like(buffer)
             copies.append(copy)
             buffers.append(buffer)
-        if copies:
-            torch._foreach_copy_(copies, buffers)
+        copy_all(copies, buffers)
 
     def roll_back(self) -> None:
         for slot, copy in zip(self._slots, self._copies, strict=True):
@@ -73,10 +73,9 @@ class BufferCopies(StepFeature):
 
 
 def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor | None) -> None:
-    buffer = module._buffers.get(name)
+    buffer = getattr(module, name, None)
     if value is None:
-        if name in module._buffers:
-            module._buffers[name] = None
+        setattr(module, name, None)
     elif (
         buffer is not None
         and buffer.shape == value.shape
@@ -85,4 +84,4 @@ def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor | None) 
     ):
         buffer.detach().copy_(value)
     else:
-        module._buffers[name] = value.clone()
+        setattr(module, name, value.clone())

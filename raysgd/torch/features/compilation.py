@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._C._dynamo.eval_frame import reset_code
 
 from raysgd.loop.feature import StepFeature
+from raysgd.torch import ddp
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
@@ -57,7 +57,7 @@ class Compilation(StepFeature):
         if any(feature.is_fully_sharded for feature in state.sharded):
             return False  # a replacement has no model before it joins
         compiled = any(
-            module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+            module._compiled_call_impl is not None or ddp.plain(module) is not ddp.unwrap(module)
             for model in state.models
             for module in model.modules()
         )
@@ -125,14 +125,13 @@ def _compile(blocks: Sequence[torch.nn.Module], options: Mapping[str, Any]) -> N
     module, because ``torch.compile`` looks up names of a script in the worker's ``__main__``, which
     is another script.
     """
-    # All models share the code of `_caller`. Forget the graphs and graph breaks of earlier models:
-    # torch.compiler.reset() would forget those of user code as well.
-    reset_code(_caller(blocks[0]).__code__)
+    # PyTorch keeps graphs and graph breaks per code object, so each model gets its own
+    code = _caller(blocks[0]).__code__.replace()
     for block in blocks:
         call = _caller(block)
         own = (type(part).forward for part in block.modules() if not _is_torchs(part))
         of_user = next((f.__globals__ for f in own if inspect.isfunction(f)), call.__globals__)
-        begin = types.FunctionType(call.__code__, of_user, closure=call.__closure__)
+        begin = types.FunctionType(code, of_user, closure=call.__closure__)
         block._compiled_call_impl = torch.compile(begin, **options)
 
 

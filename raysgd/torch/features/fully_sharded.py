@@ -21,8 +21,9 @@ from raysgd.torch.meta import Init, materialize
 from raysgd.torch.sharding.fsdp import ShardedModels
 from raysgd.torch.sharding.layout import RowLayout
 from raysgd.torch.sharding.merge import PARAMETER
-from raysgd.torch.sharding.pieces import Piece, copy_all, is_divided, slot_view
+from raysgd.torch.sharding.pieces import Piece, is_divided, slot_view
 from raysgd.torch.state import copy_to_cpu, model_state, renamed_states
+from raysgd.torch.tensors import copy_all
 
 if TYPE_CHECKING:
     import contextlib

@@ -11,6 +11,7 @@ from raysgd._internal.nested import map_leaves
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.step import Step
+from raysgd.torch.tensors import copy_all, version_of
 
 __all__ = ["Rollback"]
 
@@ -63,7 +64,7 @@ class Rollback(StepFeature):
         if self._has_copies:
             for image in self._images:
                 image.take()
-        self._versions = [parameter._version for parameter in self._parameters]
+        self._versions = [version_of(parameter) for parameter in self._parameters]
 
     def commit(self) -> None:
         self._versions, self._has_copies = None, False
@@ -74,7 +75,7 @@ class Rollback(StepFeature):
         changed = {
             parameter
             for parameter, version in zip(self._parameters, self._versions, strict=True)
-            if parameter._version != version
+            if version_of(parameter) != version
         }
         if self._has_copies:
             for image in reversed(self._images):
@@ -120,7 +121,7 @@ class _BeforeImage:
             copies = self._copies.get(kind, [])
             if [c.shape for c in copies] != [t.shape for t in tensors]:
                 copies = self._copies[kind] = [torch.empty_like(t) for t in tensors]
-            torch._foreach_copy_(copies, tensors)
+            copy_all(copies, tensors)
 
     def _note(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -131,7 +132,7 @@ class _BeforeImage:
     @torch.no_grad()
     def restore(self) -> None:
         for kind, tensors in self._tensors.items():
-            torch._foreach_copy_(tensors, self._copies[kind])
+            copy_all(tensors, self._copies[kind])
         self.optimizer.state.clear()
         self.optimizer.state.update(self._state)
         for group, before in zip(self.optimizer.param_groups, self._groups, strict=False):

@@ -25,13 +25,13 @@ from raysgd.torch.sharding.pieces import (
     Block,
     Content,
     Piece,
-    copy_all,
     cut_like,
     cut_value,
     flat,
     move_content,
     slot_view,
 )
+from raysgd.torch.tensors import copy_all
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState

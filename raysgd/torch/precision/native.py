@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from raysgd.torch.precision.base import Precision
+from raysgd.torch.tensors import multiply_all
 
 __all__ = ["NativeAmp"]
 
@@ -142,8 +143,7 @@ class NativeAmp(Precision):
             if parameter.grad is not None
         ]
         before, after = self._update()
-        if held:
-            torch._foreach_mul_(held, after / before)
+        multiply_all(held, after / before)
 
     def _has_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether any gradient exists; GradScaler raises if there is none."""

@@ -12,7 +12,6 @@ __all__ = [
     "Content",
     "Piece",
     "Slot",
-    "copy_all",
     "cut_like",
     "cut_value",
     "flat",
@@ -110,12 +109,6 @@ def slot_view(room: torch.Tensor, slot: Slot, part: Any, dtype: torch.dtype) -> 
     """Return the elements of a part of a slot in a buffer."""
     first = slot.place + (part.start - slot.start) * dtype.itemsize
     return room[first : first + (part.stop - part.start) * dtype.itemsize].view(dtype)
-
-
-def copy_all(into: list[torch.Tensor], content: list[torch.Tensor]) -> None:
-    """Copy tensors into others, in one go."""
-    if into:
-        torch._foreach_copy_(into, content)
 
 
 def is_divided(value: Any, length: int) -> bool:
