@@ -1,8 +1,7 @@
-"""Sharded parameters, gradients and optimizer state: ``sharding="full"``.
+"""Shard parameters, gradients, and optimizer state over the workers: ``sharding="full"``.
 
-``fully_shard`` of PyTorch gathers parameters for the modules that need them, and leaves each worker
-the gradients of its rows. Updates work as in `ShardedOptimizer`. Parameters change after all
-workers have made their updates. In a new generation, the same modules are sharded again.
+PyTorch's ``fully_shard`` gathers parameters before a module needs them, and reduces the gradients
+to each worker's rows. The rest is a `ShardedOptimizer` that also holds the elements of its shares.
 """
 
 from __future__ import annotations
@@ -34,15 +33,19 @@ __all__ = ["FullyShardedModel"]
 
 
 class FullyShardedModel(ShardedOptimizer):
-    """Shards models, and the optimizer that updates them.
+    """Shards models and their optimizer.
+
+    A worker sends its gradients to the workers that hold copies of its share, so that they can
+    repeat its update. Parameters change when all workers have computed their updates.
 
     Args:
-        optimizer: an elementwise optimizer. It gets the new parameters after each sharding.
-        state: the training state with the user's models.
-        arguments: ``copies``, and the arguments of `ShardedModels`.
-        dtype: dtype of the computation; None for that of the parameters.
-        init: function that initializes a module on the meta device, see `materialize`.
-        is_alone: whether this worker joins others later, and receives the models from them.
+        optimizer: an elementwise optimizer. It gets the new parameters of each generation.
+        state: has the user's models, which remain the same modules.
+        arguments: ``copies``, and arguments of `ShardedModels`.
+        dtype: dtype in which the models compute; None for that of their parameters.
+        init: initializes a module of a model on the meta device; see `materialize`.
+        is_alone: whether this worker sets up in a group of its own. It receives the content of the
+            models when it joins the other workers.
     """
 
     _layout: RowLayout
@@ -68,13 +71,13 @@ class FullyShardedModel(ShardedOptimizer):
         self._values: Sequence[torch.Tensor] = [p.detach() for p in self.models.parameters]
         self._init = init
         self._made: dict[tuple[int, int, int], torch.Tensor] = {}
-        """Initialized elements, by parameter and range."""
+        """Content for models on the meta device, by parameter, first element, and end."""
         self._lacks_content = init is not None
         self._received: dict[tuple[int, int], torch.Tensor] = {}
-        """Gradients for the copies, by shard and parameter."""
+        """Gradients for the copies, by share and parameter."""
         if dist.get_world_size() > 1:
-            there = [value for value in self._values if not value.is_meta]
-            collectives.broadcast_tensors(there, source=0)
+            with_content = [value for value in self._values if not value.is_meta]
+            collectives.broadcast_tensors(with_content, source=0)
         if init is not None and is_alone:
             for _ in materialize(models, init, device):  # for the buffers
                 pass
@@ -115,7 +118,7 @@ class FullyShardedModel(ShardedOptimizer):
 
     def _gradient(self, share: int, piece: Piece) -> torch.Tensor | None:
         gradient = self.models.gradient(piece.which)
-        if gradient is None:
+        if gradient is None:  # the loss did not reach the parameter on any worker
             return None
         if share != self._layout.rank:
             gradient = self._received[share, piece.which]
@@ -123,7 +126,6 @@ class FullyShardedModel(ShardedOptimizer):
         return gradient[piece.start - first : piece.stop - first]
 
     def _put_in_place(self) -> None:
-        """Copy the updates into the parameters, after all workers have made theirs."""
         self._wait_for_updates()
         pieces = [p for block in self._blocks for p in block.pieces if len(p.stepped)]
         copy_all([self._now(piece) for piece in pieces], [piece.stepped for piece in pieces])
@@ -134,7 +136,6 @@ class FullyShardedModel(ShardedOptimizer):
             collectives.minimum(self._version, self._parameters[0].device)
 
     def roll_back(self) -> None:
-        """Also reset a forward or backward pass that failed."""
         super().roll_back()
         self._received = {}
         self.models.reset()
@@ -161,7 +162,7 @@ class FullyShardedModel(ShardedOptimizer):
         return {**state, "optimizers": [{**of_optimizer, "state": {}}]}
 
     def load_shards(self, state: Mapping[str, Any]) -> None:
-        """Shard the complete states of models and optimizer. Only rows move to the device."""
+        """Shard the whole states of models and optimizer. Only rows of them go to the device."""
         (of_optimizer,) = state["optimizers"]
         states = renamed_states(self.models.models, state["models"])
         values: list[Any] = [None] * len(self._parameters)
@@ -185,7 +186,7 @@ class FullyShardedModel(ShardedOptimizer):
     def _convert(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if name == "step":  # on the CPU, except for fused and capturable kernels
+        if name == "step":  # on the CPU, unless a kernel increments it
             groups = self.optimizer.param_groups
             (group,) = (g for g in groups if any(p is parameter for p in g["params"]))
             counts = group.get("fused") or group.get("capturable")
@@ -194,21 +195,19 @@ class FullyShardedModel(ShardedOptimizer):
         return value.to(self._device, dtype)
 
     def take_state(self) -> None:
-        """Take the shards of models as well."""
         if self._lacks_content and not self._is_alone:
             self._make(source=0)
         super().take_state()
         self._values, self._made = (), {}
-        # otherwise `reshard` does this
+        # otherwise `reshard` does this later
         if dist.is_initialized() and not self._lacks_content:
             self._place()
 
     def reshard(self, leader: int) -> None:
-        """Shard models and optimizer over the group."""
         if self._init is not None:
-            told = self._lacks_content, self._token
-            lacks_content, token = collectives.broadcast_object(told, leader)
-            if lacks_content:  # the workers set up alone, and begin as a group
+            own = self._lacks_content, self._token
+            lacks_content, token = collectives.broadcast_object(own, leader)
+            if lacks_content:  # all workers have set up alone
                 self._make(leader)
                 super().take_state()
                 self._token, self._made = token, {}
@@ -218,21 +217,17 @@ class FullyShardedModel(ShardedOptimizer):
             self._place()
 
     def import_replica(self, replica: Any) -> None:
-        """Hold a replica of the same step. Ignore another."""
+        """Keep a replica of the same step, and ignore any other."""
         version, content = replica
         if version == self._version:
             super().import_replica(content)
 
     def export_replica(self) -> Any:
-        """Return the replica with its step."""
+        """Return the replica with its version."""
         return self._version, super().export_replica()
 
     def model_shards(self) -> list[list[tuple[Any, ...]]]:
-        (_, blocks), *_ = self._shares()
-        pieces: dict[int, list[Piece]] = defaultdict(list)
-        for block in blocks:
-            for piece in block.pieces:
-                pieces[piece.which].append(piece)
+        pieces = self._own_pieces()
         found = []
         for names in self.models.names:
             of_model: dict[int, tuple[str, ...]] = defaultdict(tuple)
@@ -255,34 +250,39 @@ class FullyShardedModel(ShardedOptimizer):
         return found
 
     def tensors(self) -> dict[str, Any]:
-        """Return this worker's rows of models and of the optimizer's state, by their names."""
-        (_, blocks), *_ = self._shares()
-        pieces: dict[int, list[Piece]] = defaultdict(list)
-        for piece in (piece for block in blocks for piece in block.pieces):
-            pieces[piece.which].append(piece)
+        """Return this worker's rows of models and optimizer state, by their names in a file."""
+        pieces = self._own_pieces()
         found: dict[str, Any] = {}
         seen: set[int] = set()
         for index, names in enumerate(self.models.names):
             for name, which in names.items():
                 if which in pieces:
                     own = self.models.local(which)
-                    if which in seen:  # the file cannot hold tied tensors
+                    if which in seen:  # tied parameters must not share memory in the file
                         own = own.clone()
                     seen.add(which)
                     found[f"models.{index}.{name}"] = self.models.rows_as(which, own)
-        for which, of_it in pieces.items():
-            of_it.sort(key=lambda piece: piece.start)
-            held = [self._state.get(piece.stepped, {}) for piece in of_it]
+        for which, of_parameter in pieces.items():
+            held = [self._state.get(piece.stepped, {}) for piece in of_parameter]
             for name, value in held[0].items():
-                if not is_divided(value, of_it[0].stop - of_it[0].start):
+                if not is_divided(value, of_parameter[0].stop - of_parameter[0].start):
                     continue
                 rows = value if len(held) == 1 else torch.cat([each[name] for each in held])
                 key = f"optimizers.0.{self._numbers[which]}.{name}"
                 found[key] = self.models.rows_as(which, rows)
         return found
 
+    def _own_pieces(self) -> dict[int, list[Piece]]:
+        """Return the pieces of this rank's share, by parameter, in their order."""
+        pieces: dict[int, list[Piece]] = defaultdict(list)
+        for piece in (piece for block in self._own_blocks() for piece in block.pieces):
+            pieces[piece.which].append(piece)
+        for of_parameter in pieces.values():
+            of_parameter.sort(key=lambda piece: piece.start)
+        return pieces
+
     def _make(self, source: int) -> None:
-        """Initialize this worker's rows of the models, with the generator of rank `source`."""
+        """Initialize this worker's shares of the models with the random state of rank `source`."""
         assert self._init is not None
         numbers = collectives.broadcast_object(torch.get_rng_state(), source)
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -290,7 +290,7 @@ class FullyShardedModel(ShardedOptimizer):
         self.models.put_whole(empty)
         index = {id(parameter): n for n, parameter in enumerate(self.models.parameters)}
         self._lacks_content = False
-        # if setup seeds all ranks alike, keep their generators alike
+        # if setup seeds all ranks alike, their random states remain alike
         differ = not torch.equal(numbers, torch.get_rng_state())
         with torch.random.fork_rng(devices=[], enabled=differ):
             torch.set_rng_state(numbers)
@@ -318,14 +318,13 @@ class FullyShardedModel(ShardedOptimizer):
         return given.reshape(-1)[start:stop].clone()
 
     def _held_base(self, piece: Piece, version: int) -> torch.Tensor | None:
-        # a worker that is behind has made the update, but not copied it into the parameters
+        # a rank that is behind has computed the update, like all ranks, but not applied it
         is_behind = self._version < version and len(piece.stepped)
         return piece.stepped if is_behind else self._now(piece)
 
-    # ---- the division
-
+    @torch.no_grad()
     def _place(self) -> None:
-        """Shard the models over the current group, and copy this worker's elements into them."""
+        """Shard the models over the current group, and fill their rows."""
         new = dict(zip(map(id, self._parameters), range(len(self._parameters)), strict=True))
         self.models.shard()
         parameters = self.models.parameters
@@ -336,26 +335,17 @@ class FullyShardedModel(ShardedOptimizer):
         }
         self._undivided = self.optimizer.state = defaultdict(dict, kept)
         self._parameters = list(parameters)
-        self.bind()
-
-    @torch.no_grad()
-    def bind(self) -> None:
-        """Copy this worker's elements into the memory of the models, and use that memory."""
-        if self._lacks_content:
-            return
-        (_, blocks), *_ = self._shares()
         layout = self._layout
-        for block in blocks:
-            for piece in block.pieces:
-                first, _ = layout.part(piece.which, layout.rank, layout.size)
-                room = self.models.local(piece.which)[piece.start - first : piece.stop - first]
-                piece.base = room.copy_(self._now(piece))
+        for piece in (piece for block in self._own_blocks() for piece in block.pieces):
+            first, _ = layout.part(piece.which, layout.rank, layout.size)
+            room = self.models.local(piece.which)[piece.start - first : piece.stop - first]
+            piece.base = room.copy_(self._now(piece))
 
     # ---- whole models
 
     def copies(self, count: int) -> list[torch.nn.Module]:
-        """Return copies of the first models, whole, on rank 0. All ranks must call it."""
-        # collectives of DTensor hold the GIL while they wait, and the gloo threads need it
+        """Return whole copies of the first models on rank 0. All ranks must call this."""
+        # the collectives of DTensor hold the GIL while they wait, and gloo's threads need it
         layout, is_first = self._layout, self._layout.rank == 0
         values = [torch.empty(p.shape if is_first else 0, dtype=p.dtype) for p in self._parameters]
         for number in range(layout.size):
@@ -382,13 +372,12 @@ class FullyShardedModel(ShardedOptimizer):
         for parameter, trained in zip(self._parameters, self.models.trained, strict=True):
             if parameter.requires_grad != trained:
                 raise RuntimeError(
-                    f"requires_grad of a parameter of shape {tuple(parameter.shape)} was {trained} "
-                    'at register(sharding="full") and changed. Do not change it, or freeze them '
-                    "before register."
+                    f"requires_grad of a parameter of shape {tuple(parameter.shape)} changed from "
+                    f'{trained} after register(sharding="full"). Set it before register.'
                 )
 
     def unsharded(self) -> list[UnshardedModel]:
-        """Return what models have beside parameters, as objects that load it."""
+        """Return objects that hold the models' state except the parameters."""
         return [
             UnshardedModel(model, names)
             for model, names in zip(self.models.models, self.models.names, strict=True)
@@ -396,13 +385,13 @@ class FullyShardedModel(ShardedOptimizer):
 
 
 def _rows(parameters: Sequence[torch.Tensor]) -> list[Any]:
-    """Return objects whose ``grad`` is that of this worker's rows."""
+    """Return objects with this worker's rows of each gradient."""
     held: list[Any] = [p.grad for p in parameters if p.grad is not None]
     return [SimpleNamespace(grad=gradient.to_local()) for gradient in held]
 
 
 def _whole_norm(norm: torch.Tensor) -> torch.Tensor:
-    """Return the norm of all workers' gradients, from that of this worker's."""
+    """Return the norm of all workers' gradients, given the norm of this worker's."""
     squared = norm.square()
     dist.all_reduce(squared)
     return squared.sqrt()
@@ -415,16 +404,14 @@ def _share_buffers(model: torch.nn.Module, *_: Any) -> None:
 
 
 class UnshardedModel:
-    """The state of a model without its sharded parameters."""
+    """The state of a model except its sharded parameters."""
 
     def __init__(self, model: torch.nn.Module, names: Mapping[str, int]) -> None:
         self._model, self._names = model, names
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rest of the model's state."""
         return {k: v for k, v in model_state(self._model).items() if k not in self._names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the rest of a state."""
         rest = {key: value for key, value in state.items() if key not in self._names}
         self._model.load_state_dict(rest, strict=False)

@@ -1,9 +1,12 @@
-"""Optimizers whose updates and state are sharded over the workers.
+"""Shard the state of an optimizer over the workers.
 
-After the backward pass, every worker has all parameters and gradients. It updates the elements of
-its shard, and of the shards that it holds copies of. Then the workers exchange the new elements.
-Parameters do not change before all new elements have arrived, so that a step that loses a worker
-can be repeated. A worker that has updated a shard already does not update it again.
+Every worker has the whole parameters and gradients. It updates its share of the elements, and the
+workers exchange the updated elements. With copies, a worker also updates the shares of others, so
+that their state survives them. This sends no messages.
+
+An update goes into a separate buffer. Parameters change when all shares have arrived, so that a
+step that loses a worker is repeated from the same parameters. A worker that has updated a share
+already keeps that update and does not repeat it.
 """
 
 from __future__ import annotations
@@ -51,25 +54,23 @@ ELEMENTWISE = (
     optim.RMSprop,
     optim.Rprop,
 )
-"""Optimizers whose update of an element depends only on its own gradient and state."""
-_HALF_MADE = -1
-"""Version of state that is partly updated."""
+"""Optimizers that update each element independently of the others."""
+_PARTIAL = -1
+"""Version of state that is partly updated, and therefore useless."""
 
 
 class ShardedOptimizer(ShardedFeature):
-    """Makes an optimizer update only the shard of this worker.
+    """Lets the user's optimizer update this worker's share.
 
-    The user's optimizer steps, with its hooks, schedulers and groups. Within a step, its groups
-    have the elements of the shard instead of the parameters. Between steps, it has the parameters
-    and no state.
+    Hooks, schedulers, and groups remain. Within a step, the groups have the elements of the share
+    in place of the parameters. Between steps, the optimizer has the parameters and no state.
 
     Args:
-        optimizer: an optimizer of a class in `ELEMENTWISE`.
-        copies: number of other workers that hold the state of a shard. None for one, if there are
-            three or more workers.
-        state: the training state; None in tests of the optimizer alone.
-        parameters: the sharded parameters; None for the trained ones of the optimizer.
-        layout: the class that assigns elements to workers.
+        optimizer: one of `ELEMENTWISE`, with averaged gradients.
+        copies: see `Layout`.
+        state: the training state; None for an optimizer alone.
+        parameters: the parameters to shard; None for the trained ones of the optimizer.
+        layout: the kind of layout.
     """
 
     def __init__(
@@ -91,20 +92,20 @@ class ShardedOptimizer(ShardedFeature):
         self._numbers = [numbers.get(p) if p.requires_grad else None for p in parameters]
         self._layout = layout(parameters, [n is not None for n in self._numbers], copies)
         self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        self._undivided = self._state  # state of frozen parameters, which some optimizers have
+        self._undivided = self._state  # of frozen parameters; Adagrad has it from the start
         self._blocks: list[Block] = []
         self._swapped: list[list[torch.Tensor]] | None = None
         self._buffers: dict[int, torch.Tensor] = {}
-        # number of updates so far, and at the last commit
+        # number of updates of the parameters, now and at the last commit
         self._version = self._committed = 0
-        # identifies the run and the number of loaded states; shards with another are useless
+        # identifies the run and the states that it loaded; workers with another have other shards
         self._token: tuple[bytes, int] = os.urandom(16), 0
         self.take_state()
-        # before other hooks, which must see the updated parameters
+        # first, so that other hooks see the parameters with the update
         optimizer.register_step_post_hook(self._end_step)
 
     def begin(self) -> None:
-        """Shard the steps from now on. Code that inspects a step has registered before."""
+        """Shard the steps from now on. Register this hook after hooks that inspect a step."""
         self.optimizer.register_step_pre_hook(self._begin_step)
 
     # ---- a step
@@ -139,7 +140,7 @@ class ShardedOptimizer(ShardedFeature):
                     piece.stepped.grad = self._gradient(share, piece)
                     params[group_of[number]].append(piece.stepped)
         copy_all(into, content)
-        for piece, view in uncommitted:  # last, because an error must not change them
+        for piece, view in uncommitted:  # last, so that an error leaves them unchanged
             if piece.stepped in self._state:
                 self._state[view] = self._state.pop(piece.stepped)
             piece.stepped = view
@@ -149,7 +150,7 @@ class ShardedOptimizer(ShardedFeature):
         optimizer.state = self._state
 
     def _meet(self) -> None:
-        """Wait until all workers have the gradients, so that all or none of them update."""
+        """Wait until all workers have the gradients, so that all or none update."""
         if self._layout.size > 1:
             collectives.minimum(self._version, self._device)
 
@@ -171,7 +172,7 @@ class ShardedOptimizer(ShardedFeature):
             block.version = self._version + 1
         if self._train_state is not None and self._train_state.optimization.in_helper:
             for parameter in self._parameters:
-                parameter.grad = None  # frees memory for the exchange
+                parameter.grad = None  # frees memory for the shares of other workers
         self._put_in_place()
         self._version += 1
 
@@ -186,9 +187,9 @@ class ShardedOptimizer(ShardedFeature):
         copy_all(into, content)
 
     def _exchange(self) -> dict[int, torch.Tensor]:
-        """Return the updated elements of all shards.
+        """Return the updated elements of all shares.
 
-        Each shard is broadcast by itself, because gathering them takes twice the memory.
+        One broadcast per share sends as much as an all-gather, and needs half of its memory.
         """
         layout, size = self._layout, self._layout.size
         if len(self._buffers) == size:
@@ -200,12 +201,12 @@ class ShardedOptimizer(ShardedFeature):
         ]
         for work in works:
             work.wait()
-        if rooms[0].device.type == "cuda":  # raise errors before parameters change
+        if rooms[0].device.type == "cuda":  # a failure must show before parameters change
             torch.cuda.current_stream().synchronize()
         return rooms
 
     def _give_back(self) -> None:
-        """Give the optimizer its parameters back, and keep the state."""
+        """Give the optimizer its parameters back, and keep the state of the shares."""
         if self._swapped is None:
             return
         for group, parameters in zip(self.optimizer.param_groups, self._swapped, strict=True):
@@ -228,16 +229,12 @@ class ShardedOptimizer(ShardedFeature):
                 self.ranks_in_sync = False
 
     def roll_back(self) -> None:
-        """Prepare to repeat a step that was discarded.
-
-        If the optimizer raised within its step, this worker's shard is invalid from now on.
-        """
-        if self._swapped is not None:
+        if self._swapped is not None:  # the optimizer raised within its step
             for block in self._blocks:
                 if block.version == self._version:
-                    block.version = _HALF_MADE
+                    block.version = _PARTIAL
         self._give_back()
-        self._buffers = {}
+        self._buffers = {}  # pieces with an uncommitted update keep theirs
         step = None if self._train_state is None else self._train_state.step
         if step is not None and step.is_open and step.has_several_updates:
             self._version = self._committed  # `Rollback` restores the parameters
@@ -246,19 +243,19 @@ class ShardedOptimizer(ShardedFeature):
         kind = type(self.optimizer).__name__
         if any(each is not None for each in (*args, *kwargs.values())):
             raise RuntimeError(
-                f"{kind}.step(closure) with register(sharding=...): a closure computes gradients "
-                "within the step. Call step() without a closure."
+                f"{kind}.step(closure) does not work with register(sharding=...). Compute the "
+                "gradients first, and call step() without a closure."
             )
         if sum(len(group["params"]) for group in self.optimizer.param_groups) != self._num_given:
             raise RuntimeError(
-                f"{kind} has other parameters than at register(sharding=...). "
-                "Call add_param_group before register."
+                f"{kind} has other parameters than at register(sharding=...). Call add_param_group "
+                "before register."
             )
 
     # ---- what this worker holds
 
     def take_state(self) -> None:
-        """Shard the complete state of the optimizer, which every worker has."""
+        """Keep this worker's shares of the optimizer's state, which is whole on every worker."""
         whole = self.optimizer.state
         updated = {p for p, n in zip(self._parameters, self._numbers, strict=True) if n is not None}
         rest = {p: whole[p] for p in whole.keys() - updated}
@@ -283,7 +280,7 @@ class ShardedOptimizer(ShardedFeature):
         self.ranks_in_sync, self.lacks_shards = True, False
 
     def _convert(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
-        """Return a value of the state in the dtype and on the device that the optimizer needs."""
+        """Return a value of the state with the dtype and device that the optimizer needs."""
         return value
 
     def load_shards(self, state: Mapping[str, Any]) -> None:
@@ -293,7 +290,6 @@ class ShardedOptimizer(ShardedFeature):
         self._token = collectives.broadcast_object(self._token, 0)
 
     def shards(self) -> list[tuple[Any, ...]]:
-        (_, blocks), *_ = self._shares()
         return [
             (
                 self._numbers[piece.which],
@@ -303,13 +299,13 @@ class ShardedOptimizer(ShardedFeature):
                 tuple(self._parameters[piece.which].stride()),
                 self._state[piece.stepped],
             )
-            for block in blocks
+            for block in self._own_blocks()
             for piece in block.pieces
             if piece.stepped in self._state
         ]
 
     def _elements_of(self, index: int, start: int, stop: int) -> torch.Tensor | None:
-        """Return elements of a parameter, if parameters are sharded as well."""
+        """Return elements of a parameter for a piece, if parameters are sharded too."""
         return None
 
     def export_replica(self) -> Any:
@@ -328,12 +324,14 @@ class ShardedOptimizer(ShardedFeature):
             self._add(self._state, self._blocks, start, stop, version, on_device)
 
     def receive(self, leader: int) -> Callable[[], None]:
-        """Shard the state again over the workers of the new group."""
         self.reshard(leader)
         return super().receive(leader)
 
     def reshard(self, leader: int) -> None:
-        """Exchange shards until each rank has its own and its copies. Every rank must call it."""
+        """Exchange shards until each rank has its own and its copies. All ranks must call this.
+
+        A worker keeps its old shards until all workers have the new ones.
+        """
         rank, size = dist.get_rank(), dist.get_world_size()
         own = [(block.start, block.stop, block.version) for block in self._blocks]
         holdings: list[Any] = [None] * size
@@ -372,9 +370,9 @@ class ShardedOptimizer(ShardedFeature):
         source: int,
         to: Sequence[int],
     ) -> list[list[Content]]:
-        """Send, or receive, what rank `source` has of some elements."""
+        """Send or receive elements of rank `source`."""
         rank, device = dist.get_rank(), self._device
-        everyone = device.type != "cpu"  # who sends to a few does it by gloo
+        everyone = device.type != "cpu"  # only gloo sends to some ranks
         if not everyone and rank != source and rank not in to:
             return []
         sent: list[list[tuple[Any, ...]]] = collectives.broadcast_state(
@@ -389,7 +387,7 @@ class ShardedOptimizer(ShardedFeature):
         return [[Content(*each) for each in contents] for contents in sent]
 
     def _contents(self, start: int, stop: int, version: int) -> list[Content]:
-        """Return what this rank has of some elements, in their newest version."""
+        """Return this rank's newest version of some elements."""
         fitting = [b for b in self._blocks if b.start <= start and stop <= b.stop]
         block = max(fitting, key=lambda b: b.version)
         contents = []
@@ -418,7 +416,7 @@ class ShardedOptimizer(ShardedFeature):
         return contents
 
     def _held_base(self, piece: Piece, version: int) -> torch.Tensor | None:
-        """Return the elements of a piece in a version, where the parameters are divided."""
+        """Return the elements of a piece in a version, if parameters are sharded too."""
         return None
 
     def _add(
@@ -441,13 +439,11 @@ class ShardedOptimizer(ShardedFeature):
             pieces.append(Piece(index, first, end, stepped, base))
         blocks.append(Block(start, stop, version, pieces))
 
-    # ---- the division
-
     def _held_shares(self) -> list[int]:
         return self._layout.held_shares()
 
     def _shares(self) -> list[tuple[int, list[Block]]]:
-        """Return the shares that this rank holds, each with its blocks."""
+        """Return the shares that this rank holds with their blocks, its own share first."""
         found = []
         for share in self._held_shares():
             parts = self._layout.share(share, self._layout.size)
@@ -459,6 +455,10 @@ class ShardedOptimizer(ShardedFeature):
                     blocks.append(block)
             found.append((share, blocks))
         return found
+
+    def _own_blocks(self) -> list[Block]:
+        _, blocks = self._shares()[0]
+        return blocks
 
     @property
     def _device(self) -> torch.device:

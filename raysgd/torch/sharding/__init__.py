@@ -1,1 +1,1 @@
-"""How parameters and optimizer state are divided over the workers."""
+"""Shards of parameters and of optimizer state."""

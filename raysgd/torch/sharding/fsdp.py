@@ -222,15 +222,15 @@ class ShardedModels:
         self._units = {}
 
     def local(self, number: int) -> torch.Tensor:
-        """Return this rank's rows of a parameter, in one row."""
+        """Return this rank's rows of a parameter as a flat tensor."""
         held: Any = self.parameters[number]
         rows: torch.Tensor = held.detach().to_local()
         return rows.view(-1)
 
     def rows_as(self, number: int, rows: torch.Tensor) -> DTensor:
-        """Return what has an element for each of this rank's rows of a parameter, divided alike."""
+        """Return a DTensor of this rank's `rows`, with the sharding of a parameter."""
         parameter = self.parameters[number]
-        # not in the mesh of the parameter: torch may have that from an equal group, as another rank
+        # PyTorch may have cached the mesh of the parameter for an equal group with another rank
         return DTensor.from_local(
             rows.view(-1, *parameter.shape[1:]),
             self._rows_mesh,
@@ -241,7 +241,7 @@ class ShardedModels:
         )
 
     def gradient(self, number: int) -> torch.Tensor | None:
-        """Return the gradient of these."""
+        """Return the gradient of `local`."""
         held: Any = self.parameters[number].grad
         return None if held is None else held.detach().to_local().view(-1)
 
@@ -286,20 +286,22 @@ class ShardedModels:
         self._say_next(number)
 
     def _say_next(self, number: int | None) -> int | None:
-        """Tell the others of which unit this rank needs the parameters; None: of none any more.
+        """Agree with the other ranks on the unit to gather next.
+
+        Args:
+            number: the unit that this rank needs; None if it needs none anymore.
 
         Returns:
-            Of which they are gathered now; None when no rank needs any.
+            The unit that all ranks gather now; None if no rank needs any.
         """
-        none = -len(self._units)
-        told = [-1, none] if number is None else [number, -number]
-        held = torch.tensor(told, device=self.device)
-        dist.all_reduce(held, op=dist.ReduceOp.MAX)
-        last, first = (int(each) for each in held)
+        bounds = [-1, -len(self._units)] if number is None else [number, -number]
+        reduced = torch.tensor(bounds, device=self.device)
+        dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
+        last, first = (int(each) for each in reduced)
         if last != -first and last >= 0:
             raise RuntimeError(
-                "The workers evaluate different blocks of a model at the same time, and register("
-                'sharding="full") gathers a block from all of them: let each forward pass use the '
-                "same blocks in the same order on every worker."
+                'With register(sharding="full"), the workers evaluate different blocks of a model '
+                "at the same time. Each forward pass must use the same blocks in the same order on "
+                "every worker."
             )
         return None if last < 0 else last

@@ -1,4 +1,4 @@
-"""Which elements each worker holds, and what to send when the group changes."""
+"""Which elements each rank holds, and what ranks send when the group changes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from raysgd.torch.sharding.pieces import Slot, rows_of
 __all__ = ["Layout", "RowLayout", "Transfer", "share_of", "transfers"]
 
 _ALIGNMENT = 16
-"""Bytes, a multiple of the size of every type."""
+"""Bytes; a multiple of the size of every dtype."""
 
 
 def share_of(total: int, size: int, rank: int) -> tuple[int, int]:
-    """Return the elements, from and to, that a rank of so many updates.
+    """Return the first element that a rank updates, and the end.
 
     >>> [share_of(10, 3, rank) for rank in range(3)]
     [(0, 3), (3, 6), (6, 10)]
@@ -29,7 +29,7 @@ def share_of(total: int, size: int, rank: int) -> tuple[int, int]:
 
 
 class Transfer(NamedTuple):
-    """Elements that a rank has, and the ranks that shall have them; it may be one of these."""
+    """Elements that a rank has, and the ranks that need them. It may be one of these."""
 
     start: int
     stop: int
@@ -44,16 +44,16 @@ def transfers(
     lowest: int,
     held: Sequence[Iterable[tuple[int, int, int]]],
 ) -> list[Transfer] | None:
-    """Return what is to be sent so that each rank has its share, and copies of the ones before it.
+    """Plan transfers after which each rank has its share, and copies of the shares before it.
 
     Args:
-        shares: for each rank the elements that it shall have, from and to; together all there are.
-        copies: so many ranks have a share besides its own.
-        lowest: the version of the parameters; state of an older one is worth nothing.
-        held: for each rank what it has: from which element to which, in which version.
+        shares: for each rank, the ranges of its share. All shares together are all elements.
+        copies: the number of other ranks that hold each share.
+        lowest: version of the parameters. State of an older version is useless.
+        held: for each rank, the ranges that it has, with their versions.
 
     Returns:
-        The transfers, in one order for all ranks; None if there are elements that nobody has.
+        The transfers, in the same order on all ranks; None if no rank has some elements.
 
     >>> transfers([[(0, 3)], [(3, 6)]], 0, 1, [[(0, 6, 1)], []])
     [Transfer(start=0, stop=3, version=1, source=0, to=(0,)), \
@@ -68,11 +68,11 @@ Transfer(start=3, stop=6, version=1, source=0, to=(1,))]
     owners: dict[int, int] = {}
     for rank, share in enumerate(shares):
         owners |= {n: rank for start, stop in share for n in range(place[start], place[stop])}
-    versions: list[dict[int, int]] = [{} for _ in cuts]  # by rank, from each cut to the next
+    versions: list[dict[int, int]] = [{} for _ in cuts]  # by rank, for each range between two cuts
     for rank, of_rank in enumerate(held):
         for start, stop, version in of_rank:
             for number in range(place[start], place[stop]) if version >= lowest else ():
-                # the newest of what it holds, and what it was handed
+                # a rank may hold a range and have imported it too
                 versions[number][rank] = max(version, versions[number].get(rank, version))
     planned: list[Transfer] = []
     load = [0] * size
@@ -93,12 +93,12 @@ Transfer(start=3, stop=6, version=1, source=0, to=(1,))]
 
 
 class Layout:
-    """The shares of a row that all elements of some parameters make, one for each rank.
+    """The shares of all elements of some parameters, in one row, one share for each rank.
 
     Args:
-        parameters: the row.
-        is_updated: for each whether the optimizer updates it.
-        copies: how many other ranks hold a share; None: one, if there are three ranks or more.
+        parameters: the parameters.
+        is_updated: for each parameter, whether the optimizer updates it.
+        copies: how many other ranks hold each share; None for one if there are three ranks or more.
     """
 
     def __init__(
@@ -112,22 +112,20 @@ class Layout:
         self._widths = [p.element_size() if is_used else None for p, is_used in pairs]
         self._copies = copies
         self.starts = [0, *itertools.accumulate(parameter.numel() for parameter in parameters)]
-        """For each parameter the place of its first element in the row."""
+        """For each parameter, the place of its first element in the row."""
         self.rank = 0
         self.slots: list[tuple[list[Slot], int]] = []
-        """For each share its places in a buffer, and the size of that in bytes."""
+        """For each share, its slots in a buffer, and the size of the buffer in bytes."""
 
     @property
     def size(self) -> int:
-        """Number of shares, which is that of ranks."""
         return len(self.slots)
 
     def share(self, number: int, size: int) -> list[tuple[int, int]]:
-        """Return the elements of a share, from and to."""
+        """Return the ranges of a share in a group of `size` ranks."""
         return [share_of(self.starts[-1], size, number)]
 
     def num_copies(self, size: int) -> int:
-        """Return how many other ranks hold a share, if there are so many ranks."""
         return min(int(size >= 3) if self._copies is None else self._copies, size - 1)
 
     def held_shares(self) -> list[int]:
@@ -135,7 +133,7 @@ class Layout:
         return [(self.rank - n) % self.size for n in range(self.num_copies(self.size) + 1)]
 
     def cuts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the parameters, and their elements, that a range of the row holds."""
+        """Yield the index, first element, and end of each parameter in a range of the row."""
         index = bisect.bisect_right(self.starts, start) - 1
         while start < stop:
             first, end = self.starts[index], min(self.starts[index + 1], stop)
@@ -144,8 +142,8 @@ class Layout:
             start, index = max(start, end), index + 1
 
     def lay_out(self) -> None:
-        """Follow the group that there is."""
-        # a worker that takes over a snapshot before it enters a group may have lost its last one
+        """Lay out shares for the current group."""
+        # a worker that loads a snapshot before it enters a group has none
         is_in_group = dist.is_initialized()
         self.rank, size = (dist.get_rank(), dist.get_world_size()) if is_in_group else (0, 1)
         self.slots = []
@@ -158,7 +156,6 @@ class Layout:
             self.slots.append((slots, place))
 
     def room(self, share: int, device: torch.device) -> torch.Tensor:
-        """Return a buffer for a share."""
         _, size = self.slots[share]
         return torch.empty(size, dtype=torch.uint8, device=device)
 
@@ -167,14 +164,13 @@ class RowLayout(Layout):
     """The rows of each parameter that ``fully_shard`` gives the ranks."""
 
     def part(self, index: int, number: int, size: int) -> tuple[int, int]:
-        """Return the elements of a parameter, from and to, that are in a share."""
+        """Return the first element of a parameter in a share, and the end."""
         num_rows, *rest = self._shapes[index]
         width = math.prod(rest)
         start, stop = rows_of(num_rows, size, number)
         return start * width, stop * width
 
     def share(self, number: int, size: int) -> list[tuple[int, int]]:
-        """Return the elements of a share, from and to."""
         parts = (self.part(index, number, size) for index in range(len(self._shapes)))
         shifted = zip(self.starts, parts, strict=False)
         return [(first + start, first + stop) for first, (start, stop) in shifted if start < stop]

@@ -1,4 +1,4 @@
-"""Make a whole state of the shards of all workers."""
+"""Merge the shards of all workers into a whole state."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PARAMETER = "parameter"
 
 
 def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state as where nothing is divided, from one that has every worker's share.
+    """Return an unsharded state from one with the shards of all workers.
 
     Raises:
-        CheckpointError: if a part of it is missing.
+        CheckpointError: if some elements are missing.
     """
     merged = dict(state)
     shares = merged.pop("shares", None)
@@ -44,7 +44,6 @@ def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(found: Mapping[tuple[str, ...], Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return the parameters of a model by name. A tied parameter has several names."""
     return {name: values[PARAMETER] for names, values in found.items() for name in names}
 
 
@@ -64,5 +63,5 @@ def _join(parts: Iterable[tuple[Any, ...]]) -> dict[Any, dict[str, Any]]:
                 )
             flat(of_parameter[name])[start:stop].copy_(value)
     if any(missing.values()):
-        raise CheckpointError("The workers' shares of the state do not fit.")
+        raise CheckpointError("The workers' shards of the state have gaps or overlap.")
     return found

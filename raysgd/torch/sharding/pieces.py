@@ -1,4 +1,4 @@
-"""Pieces of parameters, and of the state that an optimizer has for them."""
+"""Pieces of parameters with their optimizer state."""
 
 from __future__ import annotations
 
@@ -38,52 +38,52 @@ class Piece:
     """Consecutive elements of one parameter, in the order of memory."""
 
     which: int
-    """Which of the parameters."""
+    """Index of the parameter."""
     start: int
     stop: int
     stepped: torch.Tensor
-    """What the optimizer updates, by which it knows the state. Without content, but within a step
-    and where it is ahead."""
+    """The tensor that the optimizer updates, and its key in the state. It has content only within a
+    step, and if it has an uncommitted update."""
     base: torch.Tensor | None = None
-    """The elements as they are, where the parameters are divided as well."""
+    """The current elements, if parameters are sharded too."""
 
 
 @dataclass(eq=False)
 class Block:
-    """Consecutive elements of all parameters, which came from one source."""
+    """Consecutive elements of the row of all parameters, from one source."""
 
     start: int
     stop: int
     version: int
-    """How many updates they have had."""
+    """Number of their updates."""
     pieces: list[Piece]
 
 
 class Slot(NamedTuple):
-    """Where the elements of a parameter that belong to a share are in a buffer."""
+    """Where the elements of a parameter are in the buffer of a share."""
 
     which: int
     start: int
     stop: int
     place: int
-    """The first byte."""
+    """Offset in bytes."""
 
 
 class Content(NamedTuple):
-    """What is sent of a piece."""
+    """The message for a piece."""
 
     which: int
     start: int
     stop: int
     value: torch.Tensor | None
-    """The updated elements, where they are ahead."""
+    """The updated elements, if the update is not committed."""
     state: dict[str, Any]
     base: torch.Tensor | None = None
-    """The elements, where the parameters are divided as well."""
+    """The elements, if parameters are sharded too."""
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill consecutive memory, in any order of dimensions."""
+    """Return whether the elements fill consecutive memory, in any order of dimensions."""
     if tensor.layout is not torch.strided:
         return False
     expected = 1
@@ -95,7 +95,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def flat(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the elements in the order of memory, or in that of another tensor's memory."""
+    """Return the elements in the order of memory, or in the memory order of `like`."""
     tensor = tensor.detach()
     if like is not None and tensor.stride() != like.stride():
         ordered = torch.empty_strided(
@@ -106,18 +106,16 @@ def flat(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor
 
 
 def slot_view(room: torch.Tensor, slot: Slot, part: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return the elements of a part of a slot in a buffer."""
     first = slot.place + (part.start - slot.start) * dtype.itemsize
     return room[first : first + (part.stop - part.start) * dtype.itemsize].view(dtype)
 
 
 def is_divided(value: Any, length: int) -> bool:
-    """Whether a value of the state has an element for each of a piece."""
+    """Return whether a value of the state has one element per element of a piece."""
     return isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == length
 
 
 def move_content(content: Content, device: torch.device) -> Content:
-    """Return what was sent of a piece, on a device."""
     length = content.stop - content.start
     state = {
         name: value.to(device) if is_divided(value, length) else value
@@ -129,14 +127,14 @@ def move_content(content: Content, device: torch.device) -> Content:
 
 
 def cut_value(value: Any, length: int, start: int, stop: int) -> Any:
-    """Return a copy of what a value of the state of a piece is for some of its elements."""
+    """Return a copy of a value of the state, for some elements of a piece."""
     if not isinstance(value, torch.Tensor):
         return value
     return (value[start:stop] if is_divided(value, length) else value).clone()
 
 
 def cut_like(value: Any, parameter: torch.Tensor, start: int, stop: int) -> Any:
-    """Return what a value of the state of a parameter is for some of its elements."""
+    """Return a copy of a value of the state, for some elements of a parameter."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape != parameter.shape:
