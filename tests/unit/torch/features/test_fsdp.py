@@ -1,0 +1,133 @@
+"""The modules that ``fully_shard`` gathers separately, in a group of one."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch.distributed.tensor import DTensor
+
+from raysgd.torch.sharding.fsdp import ShardedModels
+
+CPU = torch.device("cpu")
+
+
+class Block(torch.nn.Module):
+    def __init__(self, weight=None):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+        if weight is not None:
+            self.inner.weight = weight
+
+    def forward(self, inputs):
+        return inputs + self.inner(inputs)
+
+
+def whole_parts(model):
+    """Return whether each part of a model has whole parameters."""
+    return [not isinstance(next(each.parameters()), DTensor) for each in model]
+
+
+def note_whole_parts(model, noted, *_):
+    noted.append(whole_parts(model))
+
+
+def sharded_modules(model):
+    """Return whether each module is gathered separately."""
+    return [
+        type(module) not in (torch.nn.Linear, torch.nn.Sequential, Block)
+        for module in model.modules()
+    ]
+
+
+def test_blocks_are_gathered_separately_and_the_same_modules_become_plain_again(process_group):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Block(), Block()).double()
+    kinds = [type(module) for module in model.modules()]
+    before, names = copy.deepcopy(model), [set(vars(module)) for module in model.modules()]
+    inputs = torch.randn(2, 4, dtype=torch.float64)
+    for wrap in (None, Block, [Block], lambda module: isinstance(module, Block)):
+        models = ShardedModels([model], wrap, None, None, CPU)
+        values = [parameter.detach().clone() for parameter in model.parameters()]
+        models.shard()
+        assert sharded_modules(model) == [True, False, True, False, True, False]
+        for number, value in enumerate(values):
+            models.local(number).copy_(value.view(-1))
+        assert torch.equal(model(inputs), before(inputs))
+        with pytest.raises(RuntimeError, match=r"Sequential is sharded and cannot be copied"):
+            copy.deepcopy(model)
+        there = []
+        hook = model[2].inner.register_forward_hook(partial(note_whole_parts, model, there))
+        with models.on_demand(), torch.no_grad():
+            assert torch.equal(model(inputs), before(inputs))
+            assert whole_parts(model) == [False, False, False]
+        hook.remove()
+        assert there == [[True, False, True]]
+        models.put_whole(values)
+        assert [type(module) for module in model.modules()] == kinds
+        assert all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
+        assert torch.equal(copy.deepcopy(model)(inputs), before(inputs))
+        assert not any(module._forward_hooks for module in model.modules())
+    assert [set(vars(module)) for module in model.modules()] == names
+
+
+class Recomputed(Block):
+    def forward(self, inputs):
+        return torch.utils.checkpoint.checkpoint(super().forward, inputs, use_reentrant=False)
+
+
+def test_hooks_and_recomputation_find_whole_parameters(process_group):
+    model = torch.nn.Sequential(Recomputed(), Recomputed())
+    before = copy.deepcopy(model)
+    seen = []
+    for block in model:
+        block.register_forward_pre_hook(lambda block, _: seen.append(block.inner.weight.sum()))
+    models = ShardedModels([model], None, True, None, CPU)
+    values = [parameter.detach().clone() for parameter in model.parameters()]
+    models.shard()
+    for number, value in enumerate(values):
+        models.local(number).copy_(value.view(-1))
+    inputs = torch.ones(1, 4)
+    model(inputs).sum().backward()
+    before(inputs).sum().backward()
+    assert [each.item() for each in seen] == [block.inner.weight.sum() for block in before]
+    for parameter, expected in zip(model.parameters(), before.parameters(), strict=True):
+        assert isinstance(parameter, DTensor)
+        assert torch.equal(parameter.grad.to_local(), expected.grad)
+
+
+def test_workers_that_evaluate_different_blocks_raise(process_group, monkeypatch):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Block(), Block())
+    models = ShardedModels([model], None, None, None, CPU)
+    models.shard()
+    reduced = []
+
+    def reduce(held, op):  # another rank is at the first block
+        assert not reduced, "it was not refused"
+        reduced.append(held.tolist())
+        held.copy_(torch.maximum(held, torch.tensor([0, 0])))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", reduce)
+    with (
+        torch.no_grad(),
+        pytest.raises(RuntimeError, match="the same blocks in the same order on every worker"),
+        models.on_demand(),
+    ):
+        model[1](torch.ones(2, 4))
+    assert reduced == [[1, -1]]
+    assert whole_parts(model) == [False, False, False]
+
+
+def test_a_block_that_shares_a_parameter_is_gathered_with_the_rest_or_refused(process_group):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Block(), Block())
+    model[1].inner.weight = model[0].weight
+    ShardedModels([model], None, None, None, CPU).shard()
+    assert sharded_modules(model) == [True, False, False, False, True, False]
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Block(), Block())
+    model[1].inner.weight = model[0].weight
+    with pytest.raises(ValueError, match=r"Block shares its parameter inner\.weight"):
+        ShardedModels([model], Block, None, None, CPU)
+    with pytest.raises(
+        ValueError, match=r"have no such module\. They have Block, Linear, Sequential"
+    ):
+        ShardedModels([model], torch.nn.Conv2d, None, None, CPU)
