@@ -75,9 +75,7 @@ def write_weights(
     return rest, other_names
 
 
-_SHARE = (
-    "All workers have to reach it: on several nodes it must be on a file system that they share."
-)
+_SHARE = "All workers must reach it. On several nodes, use a shared file system."
 
 
 def write(tensors: Mapping[str, Any], folder: str) -> None:

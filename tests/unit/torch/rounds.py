@@ -1,7 +1,7 @@
-"""Workers in processes of their own, without Ray, that leave and join at chosen moments.
+"""Workers in separate processes, without Ray, that leave and join at chosen moments.
 
-Each of four processes plays the same rounds. A round is a run of training whose workers leave in
-the midst of a step and join again; in the end it is compared with one process.
+Four processes play the same rounds. In a round, workers train, leave within a step, and join again.
+The result must equal that of one process.
 """
 
 import copy
@@ -48,32 +48,31 @@ MOVE_AT = 4
 
 
 class LeftError(Exception):
-    """Raised in who leaves."""
+    """Ends a worker."""
 
 
 @dataclass
 class Round:
-    """What happens: who leaves when, and when who left joins again."""
+    """What is trained, which workers leave when, and when they join again."""
 
     optimizer: str = "AdamW"
     copies: int | None = None
     register: dict[str, Any] = field(default_factory=dict)
     leaves: list[tuple[int, int, str]] = field(default_factory=list)
-    """Process, step and moment; in the validation that follows it is no step."""
+    """Process, step, and moment; the step is None in the validation at the end."""
     moves: int | None = None
-    """Who leaves between two steps, having handed over what it holds."""
+    """The process that leaves between two steps and hands over its shards."""
     joins_at: int | None = None
-    """Step before which all that left join."""
+    """Step before which the absent processes join."""
     num_optimizers: int = 1
     sharding: str = "optimizer"
     is_lost: bool = False
-    """Whether a share is lost with all that held it."""
+    """Whether all holders of a share fail."""
     from_meta: bool = False
-    """Whether models are made without content, which they get as they are divided."""
+    """Whether models are made on the meta device."""
     offload: bool = False
-    """Whether rows are where torch has them that are not on a GPU."""
     saved: bool = False
-    """Whether a state and weights go through files in the end, into which all write their rows."""
+    """Whether a state and weights are written to files in the end."""
     alone: bool = False
     """Whether each process sets up alone at the start."""
 
@@ -173,7 +172,7 @@ class Divided(TrainingOperator):
 
 
 class Layers(TrainingOperator):
-    """Layers without content before they are divided."""
+    """Layers on the meta device."""
 
     def setup(self, config):
         device = torch.device("meta" if config["sharding"] else "cpu")
@@ -193,8 +192,8 @@ class Layers(TrainingOperator):
 
 
 def fill(module):
-    """Fill what a module of `Tied` has itself by numbers that follow from its shapes."""
-    torch.rand(1)  # from the numbers that others draw from as well, as most that fill modules do
+    """Fill the own tensors of a module of `Tied` with numbers that depend on their shapes."""
+    torch.rand(1)  # most functions of this kind use the global generator
     generator = torch.Generator()
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         generator.manual_seed(sum(tensor.shape))
@@ -232,7 +231,7 @@ def make_runner(given, at, divides, use_gpu=False):
 
 @functools.cache
 def plain_state(optimizer, num_optimizers, register, sharding, from_meta):
-    """The state of one process that nobody leaves."""
+    """Return the state of one process."""
     given = Round(
         optimizer,
         register=json.loads(register),
@@ -269,7 +268,7 @@ class Player:
         else:
             self.enter(members)
         runner.setup(self.context)
-        self.gather("set up", members, None)  # nobody leaves while another sets up
+        self.gather("set up", members, None)  # no process leaves while another sets up
         if given.alone:
             self.rejoin(members, is_new=False)
         call = 0
@@ -298,7 +297,7 @@ class Player:
             if given.is_lost:
                 assert runner.progress().lacks_shards
                 return None
-        # somebody who has left
+        # a process that left joins again
         members, self.generation = json.loads(self.store.get(f"{self.prefix}/join"))
         self.enter([self.process], "alone", context_of=members)
         runner.setup(self.context)
@@ -308,7 +307,7 @@ class Player:
         return self.result(given, members)
 
     def hand_over(self, goes, members):
-        """Do what the driver does when a worker leaves that had been announced."""
+        """Hand over shards like the driver after a notice."""
         if self.process == goes:
             self.store.set(
                 f"{self.prefix}/held", pickle.dumps(self.runner.handle(ExportReplicaRequest()))
@@ -320,7 +319,7 @@ class Player:
         return "stays"
 
     def watch(self):
-        """See the moments within a step of an optimizer."""
+        """Call `at` within the steps of optimizers."""
 
         def watch(kind, name, before, after):
             method = getattr(kind, name)
@@ -340,7 +339,7 @@ class Player:
     def at(self, moment):
         step = self.runner._loop.segment and self.runner._train_state.global_step
         if (self.process, step, moment) in self.leaves:
-            # those that leave in the same moment wait for each other: the first would fail the rest
+            # processes that leave at the same moment wait for each other
             together = [each for each, *when in self.leaves if when == [step, moment]]
             self.leaves.remove((self.process, step, moment))
             place = f"{self.prefix}/leaves-{step}-{moment}"
@@ -356,7 +355,7 @@ class Player:
         self.runner.handle(TrainRequest(call=call, until_step=goal))
 
     def attempt(self, function):
-        """Call a function; return what was in the way."""
+        """Call a function, and return how it failed."""
         result = ""
         try:
             function()
@@ -373,14 +372,14 @@ class Player:
         return result
 
     def interrupt_broken(self):
-        """Do what the driver does when a worker fails: end the collectives of the others."""
+        """End the collectives of the others like the driver if a worker fails."""
         while True:
             backend, group, _ = self.entries.get()
             if self.watched_store.get(f"{group}/end-of-{self.process}") == b"broken":
                 backend.interrupt()
 
     def enter(self, members, name="", context_of=None):
-        """Enter a group of the raysgd's own, as a worker does."""
+        """Enter a process group like a worker."""
         self.leave_group()
         group = f"{self.prefix}/{self.generation}/{name}/{members}"
         backend = create_backend("gloo", 30)
@@ -396,7 +395,7 @@ class Player:
         backend.setup(context, rendezvous)
         self.entered = backend, group, members
         self.entries.put(self.entered)
-        if context_of:  # a worker that sets up alone is told the ranks that it will have
+        if context_of:  # a worker that sets up alone knows its later rank
             self.context = WorkerContext(
                 world_rank=context_of.index(self.process),
                 world_size=len(context_of),
@@ -424,13 +423,13 @@ class Player:
         return self.runner.progress().global_step
 
     def gather(self, what, members, value):
-        """Return what all members say."""
+        """Return the values of all members."""
         key = f"{self.prefix}/{self.generation}/{what}"
         self.store.set(f"{key}/{self.process}", json.dumps(value))
         return {p: json.loads(self.store.get(f"{key}/{p}")) for p in members}
 
     def validate(self, members):
-        """Validate, also after losses; return what those that are left have found."""
+        """Validate, also after losses, and return the result."""
         found = []
         while not found:
             left = self.attempt(lambda: found.append(self.runner.handle(ValidateRequest(call=-1))))
@@ -445,7 +444,7 @@ class Player:
         return found[0]
 
     def result(self, given, members):
-        """Return the state, which is the same when all have loaded it and divided it anew."""
+        """Return the state, after saving and loading it."""
         held = self.joined(self.runner.snapshot())
         assert self.step - held["global_step"] in range(4)
         drawn = [None] * dist.get_world_size()
@@ -473,7 +472,7 @@ class Player:
         return state
 
     def through_a_folder(self, state):
-        """Return the state as it is read from a folder, and compare the weights from one."""
+        """Write the state and weights to a folder, check the weights, and return the state."""
         told = [tempfile.mkdtemp() if self.context.world_rank == 0 else ""]
         dist.broadcast_object_list(told, 0)
         folder = Path(told[0])
@@ -495,7 +494,7 @@ class Player:
         return held
 
     def joined(self, own):
-        """Return the state whose shares the workers have."""
+        """Return the whole state."""
         held = [None] * dist.get_world_size()
         dist.all_gather_object(held, own)
         assert len({each["global_step"] for each in held}) == 1
@@ -503,7 +502,7 @@ class Player:
 
 
 def check_equal(found, expected, place=""):
-    """Numbers that differ by rounding alone are equal."""
+    """Compare values except for rounding."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys(), (place, found.keys(), expected.keys())
         for key, value in expected.items():
@@ -523,7 +522,7 @@ def check_equal(found, expected, place=""):
 
 
 def play(process, connect):
-    """Play the rounds that come, until there are no more."""
+    """Play rounds until there are no more."""
     player = Player(process, connect)
     player.watch()
     for number in itertools.count():
@@ -541,21 +540,21 @@ def play(process, connect):
 
 
 def play_round(store, number, given):
-    """Let the four processes play a round."""
+    """Let four processes play a round."""
     store.set(f"rounds/{number}", pickle.dumps(given))
     if given is not None:
         store.set_timeout(datetime.timedelta(seconds=60))
         keys = [f"said/{number}/{n}" for n in range(NUM_WORKERS)]
         try:
             store.wait(keys)
-        except dist.DistStoreError:  # they wait for one that has failed
+        except dist.DistStoreError:  # they wait for a process that failed
             keys = [key for key in keys if store.check([key])] or keys
         said = [store.get(key).decode() for key in keys]
         assert not any(said), "\n".join(said)
 
 
 def check(given, result):
-    """Compare the result of a round with one process."""
+    """Compare the result of a round with that of one process."""
     register = json.dumps(given.register)
     expected = plain_state(
         given.optimizer, given.num_optimizers, register, given.sharding, given.from_meta
