@@ -67,7 +67,7 @@ class FullyShardedModel(ShardedOptimizer):
         self.models = ShardedModels(models, wrap, again, dtype, device, offload)
         for model in models:
             if not ddp.only_running_statistics(model):
-                self.models.call_before(model, _share_buffers)
+                self.models.before[model] = _share_buffers
         self._values: Sequence[torch.Tensor] = [p.detach() for p in self.models.parameters]
         self._init = init
         self._made: dict[tuple[int, int, int], torch.Tensor] = {}

@@ -128,7 +128,8 @@ class ShardedModels:
             }
             for model in models
         ]
-        self._before: list[tuple[torch.nn.Module, Callable[..., None]]] = []
+        self.before: dict[torch.nn.Module, Callable[..., None]] = {}
+        """Functions that `shard` registers to be called with a model before its forward passes."""
         self._rows_mesh: DeviceMesh | None = None
         self._blocks: dict[torch.nn.Module, list[int]] = {}
         """The modules that are gathered separately, inner ones first, and their parameters."""
@@ -144,24 +145,23 @@ class ShardedModels:
         if wrap is None:
             blocks = {block for model in self.models for block in repeated_blocks(model)}
             chosen = {block for block in blocks if not self._shared(block)}
+        elif isinstance(wrap, type | list | tuple):
+            kinds = wrap if isinstance(wrap, type) else tuple(wrap)
+            chosen = {module for module in inside if isinstance(module, kinds)}
+            if not chosen:
+                names = sorted({type(module).__name__ for module in inside})
+                raise ValueError(
+                    f"register(sharding_args={{'wrap': {wrap!r}}}): the models have no such "
+                    f"module. They have {', '.join(names)}."
+                )
         else:
-            kinds = tuple(wrap) if isinstance(wrap, list | tuple) else wrap
-            if isinstance(kinds, type | tuple):
-                chosen = {module for module in inside if isinstance(module, kinds)}
-                if not chosen:
-                    names = sorted({type(module).__name__ for module in inside})
-                    raise ValueError(
-                        f"register(sharding_args={{'wrap': {wrap!r}}}): the models have no such "
-                        f"module. They have {', '.join(names)}."
-                    )
-            else:
-                chosen = {module for module in inside if kinds(module)}
-            for block in chosen:
-                if name := self._shared(block):
-                    raise ValueError(
-                        f"register(sharding_args={{'wrap': ...}}): {type(block).__name__} shares "
-                        f"its parameter {name} with modules outside of it. Leave it out of wrap."
-                    )
+            chosen = {module for module in inside if wrap(module)}
+        for block in chosen:
+            if name := self._shared(block):
+                raise ValueError(
+                    f"register(sharding_args={{'wrap': ...}}): {type(block).__name__} shares "
+                    f"its parameter {name} with modules outside of it. Leave it out of wrap."
+                )
         for module in reversed(inside):
             if module in chosen or module in self.models:
                 yield module
@@ -199,12 +199,8 @@ class ShardedModels:
             )
             for number, name in names.items():
                 self.parameters[number] = getattr(unit, name)
-        for model, hook in self._before:
+        for model, hook in self.before.items():
             self._units[model].register_forward_pre_hook(functools.partial(hook, model))
-
-    def call_before(self, model: torch.nn.Module, hook: Callable[..., None]) -> None:
-        """From the next `shard` on, call a hook with the model before its forward passes."""
-        self._before.append((model, hook))
 
     def put_whole(self, values: Sequence[torch.Tensor]) -> None:
         """Let the models have whole parameters until `shard`."""

@@ -153,25 +153,17 @@ CHOSEN = [
 ]
 
 
-EACH_MOMENT = [
-    (moment, sharding)
-    for number, moment in enumerate(MOMENTS)
+CHOSEN += [
+    Round(sharding=sharding, leaves=[(n % 4, 4, moment)], joins_at=8 if n % 2 else None)
+    for n, moment in enumerate(MOMENTS)
     for kind, sharding in enumerate(["optimizer", "full"])
-    if IN_SOAK or number // 2 % 2 == kind
+    if IN_SOAK or n // 2 % 2 == kind
 ]
 
 
 @pytest.mark.slow("four processes train and leave at each moment of a step")
-@pytest.mark.parametrize(("moment", "sharding"), EACH_MOMENT)
-def test_losing_a_worker_at_any_moment_gives_the_result_of_one_process(play, moment, sharding):
-    number = MOMENTS.index(moment)
-    joins_at = 8 if number % 2 else None
-    play(Round(leaves=[(number % 4, 4, moment)], joins_at=joins_at, sharding=sharding))
-
-
-@pytest.mark.slow("four processes train and leave at each moment of a step")
 @pytest.mark.parametrize("given", CHOSEN)
-def test_several_losses_and_errors_give_the_result_of_one_process(play, given):
+def test_losses_and_errors_give_the_result_of_one_process(play, given):
     play(given)
 
 
