@@ -13,6 +13,7 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StepFeature
 from raysgd.torch import ddp
 from raysgd.torch.state import is_like, saved_name
+from raysgd.torch.tensors import copy_all
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
@@ -112,7 +113,7 @@ class Averages:
     def _add(self) -> None:
         parameters, averages = map(list, zip(*self._pairs(), strict=True))
         if self._count == 0:
-            torch._foreach_copy_(averages, parameters)
+            copy_all(averages, parameters)
         else:
             self._update(averages, parameters, self._count)
         self._count += 1
