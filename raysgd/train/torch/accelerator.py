@@ -9,13 +9,14 @@ import functools
 import os
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from raysgd._internal.nested import map_leaves
 from raysgd.torch.precision import Precision, create_precision
 from raysgd.train import session
 from raysgd.train.api import world_rank, world_size
@@ -54,16 +55,16 @@ _OUTSIDE: dict[str, Any] = {}
 """Replaces `Session.extras` outside of a run."""
 
 
-def _kept() -> dict[str, Any]:
+def _extras() -> dict[str, Any]:
     running = session.current()
     return _OUTSIDE if running is None else running.extras
 
 
 def _accelerator() -> _Accelerator:
-    kept = _kept()
-    if _KEY not in kept:
-        kept[_KEY] = _Accelerator(amp=False)
-    found: _Accelerator = kept[_KEY]
+    extras = _extras()
+    if _KEY not in extras:
+        extras[_KEY] = _Accelerator(amp=False)
+    found: _Accelerator = extras[_KEY]
     return found
 
 
@@ -79,13 +80,13 @@ def accelerate(amp: bool = False) -> None:
     Raises:
         RuntimeError: if the run called this before, or has prepared something.
     """
-    kept = _kept()
-    if _KEY in kept:
+    extras = _extras()
+    if _KEY in extras:
         raise RuntimeError(
-            "accelerate() has to be called once, and before prepare_model(), prepare_optimizer() "
-            "and backward(): it was called, or one of these was, in this run already."
+            "accelerate() was called twice or too late. Call it once, before prepare_model(), "
+            "prepare_data_loader(), prepare_optimizer(), and backward()."
         )
-    kept[_KEY] = _Accelerator(amp)
+    extras[_KEY] = _Accelerator(amp)
 
 
 def get_device() -> torch.device:
@@ -151,8 +152,8 @@ def prepare_model(
         return FullyShardedDataParallel(model, **{**place, **kwargs})
     if not any(each.requires_grad for each in model.parameters()):
         raise ValueError(
-            f"prepare_model({type(model).__name__}): none of its parameters requires a gradient, "
-            "so there is nothing to average over the workers. Pass parallel_strategy=None."
+            f"prepare_model({type(model).__name__}): no parameter requires a gradient, so the "
+            "workers have nothing to average. Pass parallel_strategy=None."
         )
     arguments: dict[str, Any] = {"device_ids": [device]} if device.type == "cuda" else {}
     if move_to_device is False and next(model.parameters()).device.type == "cpu":
@@ -178,13 +179,12 @@ def _checked_strategy(
         )
     if strategy == "fsdp" and not (wrap_ddp and ddp_kwargs is None):
         raise ValueError(
-            'prepare_model(parallel_strategy="fsdp") uses no DistributedDataParallel: leave '
-            "wrap_ddp and ddp_kwargs out, and pass parallel_strategy_kwargs."
+            'prepare_model(parallel_strategy="fsdp") takes neither wrap_ddp nor ddp_kwargs. Pass '
+            "parallel_strategy_kwargs."
         )
     if ddp_kwargs is not None and kwargs is not None:
         raise ValueError(
-            "prepare_model(ddp_kwargs=..., parallel_strategy_kwargs=...): both are arguments for "
-            "the wrapper. Leave out one of the two."
+            "prepare_model(ddp_kwargs=..., parallel_strategy_kwargs=...): pass only one of the two."
         )
     return (strategy if wrap_ddp else None), dict(kwargs or ddp_kwargs or {})
 
@@ -204,9 +204,7 @@ def prepare_data_loader(
     All workers agree on the order of a shuffled loader, and it changes with each pass.
     ``loader.sampler.set_epoch(n)`` sets the epoch, also before the first pass. Later passes count
     from there. For any other sampler (a subset, a weighted draw), every worker draws the whole
-    order with the same random numbers. If the order differs from that of the first worker in the
-    same pass, the pass raises RuntimeError. This check needs a process group of
-    `torch.distributed`.
+    order with the same random numbers. It must be the same on all workers.
 
     If a run with ``num_workers=(min, max)`` has fewer than the maximum, batches become larger, and
     a warning is logged. ``ElasticConfig(global_batch="scale")`` makes steps smaller instead.
@@ -228,9 +226,8 @@ def prepare_data_loader(
     """
     if not isinstance(data_loader, torch.utils.data.DataLoader):
         raise TypeError(
-            "prepare_data_loader() takes a torch DataLoader, and not a "
-            f"{type(data_loader).__name__}. Read a part of other data on each worker, by "
-            "raysgd.train.world_rank()."
+            f"prepare_data_loader({type(data_loader).__name__}): must be a PyTorch DataLoader. "
+            "Select other data by raysgd.train.world_rank()."
         )
     accelerator = _accelerator()  # makes a later accelerate() raise
     running = session.current()
@@ -240,8 +237,7 @@ def prepare_data_loader(
         rank=world_rank(),
         device=get_device() if move_to_device else None,
         ahead=auto_transfer,
-        seed=_kept().get(_SEED, 0),
-        run="" if running is None else running.plan.name,
+        seed=_extras().get(_SEED, 0),
         full_size=running.full_size if running is not None and add_dist_sampler else None,
         weigh=accelerator.weigh,
     )
@@ -257,7 +253,8 @@ def prepare_optimizer(optimizer: Optimizer) -> Optimizer:
         return optimizer
     accelerator.optimizers.append(optimizer)
     accelerator.precision.prepare([], accelerator.optimizers, None)
-    return _AmpOptimizer(optimizer, accelerator.precision)
+    amp_optimizer: Any = _AmpOptimizer(optimizer, accelerator.precision)
+    return cast(Optimizer, amp_optimizer)
 
 
 def backward(tensor: torch.Tensor) -> None:
@@ -288,7 +285,7 @@ def enable_reproducibility(seed: int = 0) -> None:
     # deterministic matrix products on CUDA need this
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    _kept()[_SEED] = seed
+    _extras()[_SEED] = seed
 
 
 class TorchAccelerator:
@@ -315,62 +312,34 @@ class _Autocast:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._precision.autocast():
-            return _float32(self._forward(*args, **kwargs))
+            return map_leaves(self._forward(*args, **kwargs), _float32)
 
 
 def _float32(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_float32(item) for item in value))
-    if isinstance(value, tuple | list):
-        return type(value)(_float32(item) for item in value)
-    if isinstance(value, dict):
-        for key in value:
-            value[key] = _float32(value[key])
-    return value
+    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if is_half else value
 
 
-class _AmpOptimizer(Optimizer):
+class _AmpOptimizer:
     """Steps an optimizer in mixed precision, and delegates everything else to it."""
 
     def __init__(self, optimizer: Optimizer, precision: Precision) -> None:
         self.optimizer = optimizer
         self._precision = precision
 
+    @property
+    def __class__(self) -> type[Any]:  # schedulers require an instance of Optimizer
+        return type(self.optimizer)
+
     def __getattr__(self, name: str) -> Any:
         if name in ("optimizer", "_precision"):  # not set yet
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.optimizer.state
-
-    @property
-    def param_groups(self) -> Any:  # type: ignore[override]
-        return self.optimizer.param_groups
-
-    @property
-    def defaults(self) -> Any:  # type: ignore[override]
-        return self.optimizer.defaults
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optimizer.add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state_dict)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         if closure is not None:
             raise RuntimeError(
-                "An optimizer prepared for mixed precision takes no closure: compute the loss, "
-                "call raysgd.train.torch.backward(loss), and then step()."
+                "An optimizer for mixed precision takes no closure. Compute the loss, call "
+                "raysgd.train.torch.backward(loss), and then step()."
             )
         self._precision.step(self.optimizer)

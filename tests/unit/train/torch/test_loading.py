@@ -1,0 +1,267 @@
+"""Loaders of training functions: each worker gets its part of the data."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from raysgd.train.torch.loading import prepared_loader
+from tests.operators import on_gpu
+
+
+def loader(num=20, **arguments):
+    return DataLoader(TensorDataset(torch.arange(num)), batch_size=4, **arguments)
+
+
+def prepared(loader, rank=0, size=2):
+    device = torch.device("cpu")
+    return prepared_loader(loader, world_size=size, rank=rank, device=device, ahead=True, seed=0)
+
+
+def rows(loader):
+    return [row for (batch,) in loader for row in batch.tolist()]
+
+
+def parts_of(make, passes=1, size=2):
+    """Return the rows of each worker in the last of several passes; `make` makes its loader."""
+    parts = []
+    for rank in range(size):
+        random.seed(rank)  # workers differ in their own random numbers
+        torch.manual_seed(rank)
+        worker = prepared(make(), rank, size)
+        parts.append([rows(worker) for _ in range(passes)][-1])
+    return parts
+
+
+def test_each_worker_gets_its_part_in_order():
+    parts = parts_of(loader)
+    assert sorted(parts[0] + parts[1]) == list(range(20))
+    assert parts[0] == sorted(parts[0])
+    assert len(prepared(loader())) == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "items"),
+    [
+        (lambda: loader(shuffle=True), range(20)),
+        (lambda: loader(sampler=SubsetRandomSampler(range(6, 16))), range(6, 16)),
+    ],
+)
+def test_workers_share_a_new_order_in_each_pass(make, items):
+    first, second = parts_of(make), parts_of(make, passes=2)
+    for parts in (first, second):
+        assert [len(part) for part in parts] == [len(items) // 2] * 2
+        assert sorted(parts[0] + parts[1]) == list(items)
+    assert first != second
+    assert first[0] != sorted(first[0])
+
+
+@pytest.mark.parametrize("shuffled", [True, False])
+def test_passes_count_from_the_epoch_that_the_user_sets(shuffled):
+    def make():
+        sampler = None if shuffled else SubsetRandomSampler(range(20))
+        return prepared(loader(shuffle=shuffled, sampler=sampler))
+
+    begun, resumed = make(), make()
+    passes = [rows(begun) for _ in range(5)]
+    assert isinstance(resumed.sampler, DistributedSampler)  # scripts ask this before they set it
+    resumed.sampler.set_epoch(3)
+    assert [rows(resumed), rows(resumed)] == passes[3:]
+    begun.sampler.set_epoch(2)  # the same number as that of an automatic epoch
+    assert [rows(begun), rows(begun)] == passes[2:4]
+
+
+class OwnSampler:
+    """Draws from the global random numbers, or depends on its epoch."""
+
+    def __init__(self, epoch=None):
+        self.epoch = epoch
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 8
+
+    def __iter__(self):
+        if self.epoch is None:
+            return iter(random.sample(range(8), 8))
+        return iter(range(self.epoch, self.epoch + 8))
+
+
+def test_the_users_own_sampler_follows_the_epoch_and_may_set_it():
+    sampler = OwnSampler(epoch=2)
+    worker = prepared(loader(sampler=sampler))
+    assert [rows(worker)[0], rows(worker)[0]] == [2, 3]
+    sampler.set_epoch(3)
+    assert [rows(worker)[0], rows(worker)[0]] == [3, 4]
+    worker.sampler.set_epoch(7)
+    assert [rows(worker)[0], rows(worker)[0]] == [7, 8]
+
+
+def test_the_users_own_sampler_draws_the_same_global_random_numbers_on_all_workers():
+    parts = parts_of(lambda: loader(sampler=OwnSampler()))
+    assert sorted(parts[0] + parts[1]) == list(range(8))
+
+
+def test_drawing_an_order_leaves_the_random_numbers_of_the_worker():
+    generator = torch.Generator().manual_seed(5)
+    worker = prepared(loader(sampler=SubsetRandomSampler(range(10), generator=generator)))
+    states = generator.get_state(), random.getstate()
+    rows(worker)
+    assert torch.equal(generator.get_state(), states[0])
+    assert random.getstate() == states[1]
+
+
+def test_samplers_keep_what_they_select():
+    data = range(20)
+    found = parts_of(lambda: loader(sampler=RandomSampler(data, num_samples=6)))
+    assert [len(set(part)) for part in found] == [3, 3]
+    first, second = parts_of(lambda: loader(sampler=RandomSampler(data, replacement=True)))
+    assert len(set(first + second)) < len(first + second) == 20
+    weights = [0.0] * 18 + [1.0, 1.0]
+    first, second = parts_of(lambda: loader(sampler=WeightedRandomSampler(weights, 31)))
+    assert sorted([len(first), len(second)]) == [15, 16]
+    assert set(first + second) == {18, 19}
+    assert parts_of(lambda: loader(sampler=SequentialSampler(range(5)))) == [[0, 1, 2], [3, 4]]
+    assert parts_of(lambda: loader(sampler=[7, 3]), size=5) == [[7], [3], [7], [3], [7]]
+    assert parts_of(lambda: loader(sampler=[])) == [[], []]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([(torch.tensor(n),) for n in range(4)])
+
+
+class PartSampler:
+    num_replicas, rank = 2, 1
+
+    def __len__(self):
+        return 2
+
+    def __iter__(self):
+        return iter([1, 3])
+
+
+DATA = TensorDataset(torch.arange(20))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (DataLoader(Stream(), batch_size=2), [0, 1, 2, 3]),
+        (DataLoader(DATA, batch_sampler=BatchSampler(range(19, -1, -1), 8, False)), range(20)),
+        (DataLoader(DATA, batch_size=4, sampler=PartSampler()), [1, 3]),
+        (
+            DataLoader(DATA, batch_size=None, sampler=BatchSampler(PartSampler(), 2, False)),
+            [1, 3],
+        ),
+    ],
+)
+def test_loaders_that_select_their_own_data_stay_as_they_are(given, expected, caplog):
+    assert sorted(rows(prepared(given))) == list(expected)
+    assert not caplog.messages
+
+
+class OwnLoader(DataLoader):
+    def __iter__(self):
+        return reversed(list(super().__iter__()))
+
+
+@pytest.mark.parametrize(
+    ("given", "first", "reason"),
+    [
+        (OwnLoader(DATA, batch_size=4), 16, "OwnLoader has its own __iter__"),
+        (loader(sampler=itertools.repeat(3)), 3, "repeat has no length"),
+    ],
+)
+def test_loaders_that_cannot_be_partitioned_stay_as_they_are_with_a_warning(
+    given, first, reason, caplog
+):
+    assert next(iter(prepared(given)))[0][0] == first
+    assert reason in caplog.text
+    assert "add_dist_sampler=False" in caplog.text
+
+
+def test_one_worker_gets_everything():
+    assert rows(prepared(loader(), size=1)) == list(range(20))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loader_that_is_prepared_twice_is_partitioned_once(size):
+    once = [prepared(loader(shuffle=True), rank, size) for rank in range(2)]
+    parts = [rows(prepared(each, rank)) for rank, each in enumerate(once)]
+    assert sorted(parts[0] + parts[1]) == list(range(20))
+
+
+@given(
+    full_size=st.integers(2, 5),
+    world_size=st.integers(1, 5),
+    total=st.integers(1, 60),
+    batch_size=st.integers(1, 6),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+)
+def test_steps_of_fewer_workers_keep_their_samples_and_weigh_batches_by_size(
+    full_size, world_size, total, batch_size, shuffle, drop_last
+):
+    def steps(size, shares):
+        loaders = [
+            prepared_loader(
+                DataLoader(list(range(total)), batch_size, shuffle=shuffle, drop_last=drop_last),
+                world_size=size,
+                rank=rank,
+                device=None,
+                ahead=False,
+                seed=3,
+                full_size=full_size,
+                weigh=shares[rank].append,
+            )
+            for rank in range(size)
+        ]
+        passes = [[batch.tolist() for batch in loader] for loader in loaders]
+        assert [len(loader) for loader in loaders] == [len(each) for each in passes]
+        return list(zip(*passes, strict=True))
+
+    world_size = min(world_size, full_size)
+    expected = steps(full_size, [[] for _ in range(full_size)])
+    shares = [[] for _ in range(world_size)]
+    found = steps(world_size, shares)
+    flat = [[sorted(set(itertools.chain(*step))) for step in each] for each in (found, expected)]
+    assert flat[0] == flat[1]
+    used = list(itertools.chain(*flat[0]))
+    assert len(used) == len(set(used))
+    assert drop_last or len(used) == total
+    for step, weights in zip(found, zip(*shares, strict=True), strict=False):
+        sizes = [len(batch) for batch in step]
+        assert max(sizes) - min(sizes) <= 1
+        num = len(set(itertools.chain(*step)))
+        counted = [size if rank < num else 0 for rank, size in enumerate(sizes)]
+        assert list(weights) == pytest.approx([size * world_size / num for size in counted])
+
+
+@on_gpu
+def test_batches_that_are_moved_ahead_stay_intact_while_a_gpu_is_busy():
+    data = TensorDataset(torch.arange(40 * 2**20, dtype=torch.float32).reshape(40, -1))
+    given = DataLoader(data, batch_size=2, pin_memory=True)
+    device = torch.device("cuda")
+    sums = []
+    for (batch,) in prepared_loader(given, world_size=1, rank=0, device=device, ahead=True, seed=0):
+        torch.cuda._sleep(10**7)  # the next batch arrives meanwhile, in free memory
+        sums.append(batch.double().sum())
+    expected = [batch.double().sum() for (batch,) in given]
+    assert torch.stack(sums).tolist() == torch.stack(expected).tolist()
