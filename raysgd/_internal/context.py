@@ -58,9 +58,6 @@ class Progress:
     """Batches of the current segment, or None if unknown."""
     num_samples: int = 0
     """Samples finished in the current segment."""
-    num_covered: int | None = None
-    """Samples that all workers, including lost ones, have used in the newest call, or None if
-    raysgd does not partition the loader."""
     step_s: float = 0.0
     """Mean seconds per step in the current segment, or 0 if unknown."""
     snapshot: int | None = None

@@ -1,10 +1,8 @@
 """The samples of each worker: pure arithmetic over the order of one epoch.
 
-At each step, the workers together take the next samples of the epoch, as many as the global batch
-has. Rank 0 takes the first part of them, rank 1 the next, and so on. Therefore a step of two
-workers uses the same samples as a step of one process with the global batch. The rest of an epoch
-is a plain offset. Any number of workers can continue from it, at any step, without losing or
-repeating a sample.
+At each step, the workers together take the next global batch of the epoch: rank 0 the first part,
+rank 1 the next, and so on. The rest of an epoch is a plain offset, from which any number of workers
+can continue without losing or repeating a sample.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ __all__ = ["EpochPartition", "MicroBatch", "even_part", "micro_batches_of"]
 class EpochPartition:
     """One worker's part of an epoch.
 
-    In training (`even`), every worker has a batch at every step, because each step is a collective.
-    The parts of a step differ by at most one sample. If a step has fewer samples than workers, some
-    workers repeat a sample. Validation (not `even`) repeats nothing: it deals the batches of a
-    single process out in turn, so a worker can have no batch at the last step.
+    In training (`even`), every worker has a batch at every step. The parts of a step differ by at
+    most one sample. If a step has fewer samples than workers, some workers repeat a sample.
+    Validation (not `even`) repeats nothing: it deals batches out in turn, so a worker can have no
+    batch at the last step.
     """
 
     total: int
@@ -35,8 +33,7 @@ class EpochPartition:
     """Whether to skip the samples at the end that do not fill a batch."""
     even: bool = True
     full_size: int | None = None
-    """Number of workers in the full group, which defines the size of a step. None: the size follows
-    the current number of workers."""
+    """Number of workers that defines the size of a step. None for the current number."""
     global_batch: int | None = None
     """Samples per step, if they are not a multiple of `batch_size`."""
     max_steps: int | None = None
@@ -104,25 +101,6 @@ class EpochPartition:
     def _end(self, offset: int, num_steps: int | None) -> int:
         end = self.end(offset)
         return end if num_steps is None else min(end, offset + num_steps * self.stride)
-
-    def num_taken(self, offset: int, num_steps: int, in_parts: bool = False) -> int:
-        """Return how many samples this worker takes in the first `num_steps` steps.
-
-        Repeated samples do not count.
-        """
-        num_full = min(num_steps, self.num_steps(offset)) - 1
-        if num_full < 0:
-            return 0
-        full, last = (
-            self._taken(start, in_parts) for start in (offset, offset + num_full * self.stride)
-        )
-        return num_full * full + last
-
-    def _taken(self, start: int, in_parts: bool) -> int:
-        if not self.even:
-            return sum(stop - first for first, stop in self.batches(start, 1))
-        (size,) = self.sizes(start, 1)
-        return sum(high - low for low, high, counts in self._parts(size, in_parts) if counts)
 
     def _parts(self, size: int, in_parts: bool) -> list[tuple[int, int, bool]]:
         return _parts(size, self.world_size, self.rank, self.at_once if in_parts else size)

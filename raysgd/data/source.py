@@ -13,14 +13,11 @@ __all__ = ["BatchSource", "PartitionedSource", "own_split"]
 
 
 def own_split(loader: Any) -> tuple[Any, Any] | None:
-    """Return the world size and rank of a loader that partitions itself, else None.
-
-    The rank can be None.
-    """
+    """Return the world size and the rank, or None, of a loader that partitions itself."""
     batches = getattr(loader, "batch_sampler", None)
     sources = [getattr(loader, name, None) for name in ("dataset", "sampler")]
     for part in (loader, *sources, batches, getattr(batches, "sampler", None)):
-        if hasattr(part, "num_replicas"):  # the name in PyTorch's DistributedSampler
+        if hasattr(part, "num_replicas"):  # as in PyTorch's DistributedSampler
             return part.num_replicas, getattr(part, "rank", None)
         # set by split_dataset_by_node of Hugging Face, without a public name
         split: Any = getattr(part, "_distributed", None)
@@ -153,14 +150,6 @@ class BatchSource:
         """Return the offset after `num_steps` more steps."""
         return offset + num_steps
 
-    def num_samples(self, start: int, stop: int) -> int:
-        """Return the number of samples between two offsets of a partitioned loader."""
-        return stop - start
-
-    def num_taken(self, offset: int, num_steps: int, in_parts: bool = False) -> int | None:
-        """Return how many samples this worker takes in `num_steps` steps, or None if unknown."""
-        return None
-
     def close_workers(self) -> None:
         """Stop the worker processes of the loader. The next iteration starts new ones."""
 
@@ -288,20 +277,13 @@ class PartitionedSource(BatchSource):
     def offset_after(self, offset: int, num_steps: int) -> int:
         return self.shard.offset_after(offset, num_steps)
 
-    def num_samples(self, start: int, stop: int) -> int:
-        # The offset at the end of an epoch includes dropped samples.
-        return min(stop, self.shard.end(start)) - start
-
-    def num_taken(self, offset: int, num_steps: int, in_parts: bool = False) -> int:
-        return self.shard.num_taken(offset, num_steps, in_parts)
-
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
         self._shard = replace(self._shard, world_size=world_size, rank=rank)
         if self._follows_share and batch_share is not None and not self.keeps_step:
             self.set_batch_size(batch_share, follows_share=True)
 
     def batching(self) -> tuple[int, bool]:
-        return self.batch_size, self._follows_share
+        return self._shard.batch_size, self._follows_share
 
     def set_batch_size(self, size: int, follows_share: bool) -> None:
         given = self._given_batch if follows_share else None

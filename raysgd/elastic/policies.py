@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from raysgd._internal.context import Progress, WorkerContext
 from raysgd.cluster.worker_info import WorkerInfo
@@ -103,13 +103,8 @@ def choose_leader(progress: Sequence[Progress]) -> int:
 
 
 def furthest(progress: Sequence[Progress]) -> Progress:
-    """Return the leader's progress, with the highest count of covered samples.
-
-    Replacement workers do not count the samples before they joined.
-    """
-    leader = progress[choose_leader(progress)]
-    covered = [p.num_covered for p in progress if p.num_covered is not None]
-    return replace(leader, num_covered=max(covered, default=None))
+    """Return the leader's progress."""
+    return progress[choose_leader(progress)]
 
 
 def backoff_s(attempt: int, config: ElasticConfig, draw: float) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raysgd._internal.nested import unchanged
-from raysgd.data.source import BatchSource, PartitionedSource
+from raysgd.data.source import BatchSource
 from raysgd.loop.operator_base import checked_result
 from raysgd.loop.requests import RehearseRequest, ValidateRequest
 from raysgd.loop.signal import Signal
@@ -19,28 +19,27 @@ __all__ = ["Evaluation", "no_batch", "weighted"]
 
 
 class Evaluation:
-    """Evaluates for a `Loop`, to whose results it adds."""
+    """Evaluates for a `Loop`, and adds to its results."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self.batches: _Counted | None = None
-        """What is read in the evaluation in progress."""
+        """Iterator of the evaluation in progress."""
         self.total: int | None = None
-        """Number of its batches; None if that is unknown."""
+        """Number of its batches, or None if unknown."""
         self.start: tuple[int, int] | None = None
         """The newest call of ``validate``, and the offset at which it began."""
 
     def validate(self, request: ValidateRequest) -> Mapping[str, Any]:
-        """Evaluate the rest of the validation loader, or so many steps, round and round.
+        """Evaluate the rest of the validation loader, or a number of steps.
 
-        A repeated call begins where it did. Of several loaders, or of one that is given with the
-        call, each is read from its start.
+        A repeated call begins at the same offset. Loaders of a dict, and a loader of the request,
+        are read from the start.
         """
-        call, loader = request.call, request.loader
-        self._loop.begin(call)
-        self._loop.profile(request.profile)
-        self._loop.num_covered = None
-        train_state = self._loop.train_state
+        loop, call, loader = self._loop, request.call, request.loader
+        loop.begin(call)
+        loop.profile(request.profile)
+        train_state = loop.train_state
         if self.start is None or self.start[0] != call:
             start = 0 if request.from_start else train_state.validation_offset
             self.start = call, start
@@ -54,40 +53,38 @@ class Evaluation:
                 offset = self._evaluate(name, source, offset, request.num_steps, request.info)
         train_state.end_segment()
         if loader is not None:
-            self._close(sources)
+            _close(sources)
         elif "" in sources:
             train_state.validation_offset = offset
         self.batches = self.total = None
-        return self._loop.result()
+        return loop.result()
 
     def _evaluate(
         self, name: str, source: BatchSource, offset: int, left: int | None, info: Any
     ) -> int:
-        """Evaluate the rest of a loader, or some steps, and return the offset after them."""
-        operator = self._loop.operator
-        source.agree_on_order(0, offset, self._loop.train_state)
+        """Evaluate the rest of a loader, or `left` steps, and return the offset after them."""
+        operator, train_state = self._loop.operator, self._loop.train_state
+        source.agree_on_order(0, offset, train_state)
         while left is None or left > 0:
             num_left = source.steps_left(offset)
             limit = min((n for n in (left, num_left) if n is not None), default=None)
-            taken_from = source.batches(0, offset, limit)
-            batches = self.batches = _Counted(taken_from, self._loop.signal)
-            self.total, self._loop.train_state.meters = limit, None
+            batches = _Counted(source.batches(0, offset, limit), self._loop.signal)
+            self.batches, self.total, train_state.meters = batches, limit, None
             try:
-                with self._loop.train_state.timers.record("validation"):
+                with train_state.timers.record("validation"):
                     metrics = operator.validate(batches, info)
             except BaseException:
                 source.close_workers()
                 raise
             metrics = checked_result(operator.validate, metrics)
-            # that of a worker without any batch counts for nothing
-            weight = batches.count or not batches.exhausted
-            metrics = weighted(metrics, weight)
+            # the metrics of a worker without a batch have no weight
+            metrics = weighted(metrics, batches.count or not batches.exhausted)
             metrics = rename_metrics(metrics, f"val/{name}") if name else metrics
-            self._loop.results.append((self._loop.train_state.global_step, metrics))
-            # sized loader: count the group's steps, not this rank's batches
+            self._loop.results.append((train_state.global_step, metrics))
+            # with a known length, the steps of the group count, and not this rank's batches
             taken = batches.count if num_left is None or limit is None else limit
             if offset == 0 and (num_left == 0 or (batches.exhausted and taken == 0)):
-                context = self._loop.train_state.context
+                context = train_state.context
                 own = not source.sharded and context.world_size > 1
                 raise no_batch("validation", source, context.world_rank if own else None)
             is_end = limit is None or taken < limit or taken == num_left
@@ -98,15 +95,15 @@ class Evaluation:
         return offset
 
     def _sources_of(self, loader: Any) -> dict[str, BatchSource]:
-        """Return what to read of a loader that was given with a call, or of what makes one."""
-        makes_one = callable(loader) and not isinstance(loader, Iterable)
-        made = loader(self._loop.operator.config) if makes_one else loader
-        return self._loop.train_state.data.sources_of(made)
+        """Return the sources of a loader that is given with a call, or of its creator function."""
+        if callable(loader) and not isinstance(loader, Iterable):
+            loader = loader(self._loop.operator.config)
+        return self._loop.train_state.data.sources_of(loader)
 
     def predict(self, loader: Any) -> list[tuple[int, Any]]:
-        """Return what the operator predicts for this worker's batches, on CPU, with their places.
+        """Return the predictions for this worker's batches, on the CPU, with their places.
 
-        Places grow in the order of the loader, over all workers.
+        Places sort the batches of all workers in the order of the loader.
         """
         train_state, operator = self._loop.train_state, self._loop.operator
         sources = self._sources_of(loader)
@@ -115,13 +112,13 @@ class Evaluation:
         source = sources[""]
         if source.shuffles:
             raise ValueError(
-                "predict(): the loader shuffles, so that nobody could tell which sample a result "
-                "is of. Give one with shuffle=False."
+                "predict(): the loader shuffles, so results would have no order. Pass a loader "
+                "with shuffle=False."
             )
         if not source.sharded and train_state.context.world_size > 1:
             raise TypeError(
-                f"predict(): the loader is partitioned by {source.partitioned_by}, so that the "
-                "results would have no order. Give a loader of a data set that can be indexed."
+                f"predict(): {source.partitioned_by} partitions the loader, so results would have "
+                "no order. Pass a loader of a data set that can be indexed."
             )
         if source.steps_left(0) == 0:
             raise no_batch("given", source)
@@ -134,27 +131,14 @@ class Evaluation:
                     found.append((next(places), train_state.to_cpu(output)))
             finally:
                 self.batches = None
-                self._close(sources)
+                _close(sources)
         train_state.end_segment()
-        if isinstance(source, PartitionedSource) and next(places, None) is not None:
-            raise RuntimeError(
-                f"{type(source.loader).__name__} gave {len(found)} batches, fewer than its sampler "
-                "has: nobody could tell which samples these are. Let it give one for each."
-            )
         return found
 
-    def _close(self, sources: Mapping[str, BatchSource]) -> None:
-        """End the worker processes of loaders that a call was given."""
-        for source in sources.values():
-            source.close_workers()
-
     def rehearse(self, request: RehearseRequest) -> Mapping[str, Any] | None:
-        """Validate so many batches to see that it can be done, and leave all as it was.
+        """Validate some batches, restore everything, and return the metrics.
 
-        What can be read once only, or counts how often it is read, is left alone: then it is None.
-
-        Returns:
-            The metrics.
+        Return None if reading a loader early would lose batches.
         """
         train_state = self._loop.train_state
         sources = train_state.data.validation_sources()
@@ -171,12 +155,17 @@ class Evaluation:
                 call=-1, num_steps=request.num_steps, from_start=True, info=request.info
             )
             metrics = self.validate(trial)
-        self._close(sources)
+        _close(sources)
         return metrics
 
 
+def _close(sources: Mapping[str, BatchSource]) -> None:
+    for source in sources.values():
+        source.close_workers()
+
+
 class _Counted:
-    """An iterator that counts what it yields, and can be stopped."""
+    """An iterator that counts its batches and can be stopped."""
 
     def __init__(self, batches: Iterator[Any], signal: Signal) -> None:
         self._batches = batches
@@ -200,22 +189,22 @@ class _Counted:
 
 
 def weighted(metrics: Mapping[str, Any], num_batches: float) -> Mapping[str, Any]:
-    """Let metrics that come without a number of samples count by the batches that they cover."""
+    """Weight metrics by their number of batches if they have no number of samples."""
     if NUM_SAMPLES in metrics or isinstance(metrics, Summary):
         return metrics
     return Summary(metrics, dict.fromkeys(metrics, num_batches))
 
 
 def no_batch(name: str, source: BatchSource, rank: int | None = None) -> RuntimeError:
-    """Return the error for a loader without batches; of one worker, if a rank is given."""
+    """Return the error for a loader without batches; of worker `rank`, if given."""
     name = f"{name} loader" if rank is None else f"{name} loader of worker {rank}"
     if isinstance(source.loader, Iterator):
         return RuntimeError(
-            f"The {name} gives no more batch: {source.describe()}. An iterator, such as a "
-            "generator, can be read once: register something that iter() starts again, like a "
-            "DataLoader, a list or an object whose __iter__ is the generator."
+            f"The {name} gives no more batch: {source.describe()}. An iterator can be read only "
+            "once. Register an object that iter() can start again, such as a DataLoader, a list, "
+            "or an object whose __iter__ is the generator."
         )
     return RuntimeError(
         f"The {name} gives no batch: {source.describe()}. Use more data, a smaller batch "
-        "size or drop_last=False."
+        "size, or drop_last=False."
     )

@@ -12,10 +12,9 @@ __all__ = ["ShardedFeature", "StepFeature"]
 
 
 class StepFeature:
-    """A feature of training in one file. By default each hook does nothing.
+    """A feature of training in one file. By default, each hook does nothing.
 
-    A `TrainState` has a list of features and calls them in its order. `raysgd.loop.loop` shows the
-    hooks of a step.
+    A `TrainState` calls its features in order. `raysgd.loop.loop` shows the hooks of a step.
     """
 
     needs_helper: str = ""
@@ -28,12 +27,12 @@ class StepFeature:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether a model is being compiled, most likely."""
+        """Whether a model is probably being compiled."""
         return False
 
     @property
     def num_skipped(self) -> int | None:
-        """Number of updates skipped so far, because gradients overflowed. None: it skips none."""
+        """Number of updates skipped because gradients overflowed. None if it never skips."""
         return None
 
     @property
@@ -44,27 +43,27 @@ class StepFeature:
     # ---- the group of workers
 
     def start_together(self) -> None:
-        """Take over what rank 0 has registered, when training begins. Every rank calls it."""
+        """Take over the registered objects of rank 0. Every rank calls it."""
 
     def enter(self) -> None:
         """Prepare for the process group of a new generation."""
 
     def receive(self, leader: int) -> Callable[[], None]:
-        """Receive from rank `leader` what no training state contains. Every rank calls it.
+        """Receive state of rank `leader` that the training state lacks. Every rank calls it.
 
         Returns:
-            Applies what was received. Only ranks that follow the leader call it.
+            Function that applies it. Only ranks that follow the leader call it.
         """
-        return _do_nothing
+        return lambda: None
 
     def export_replica(self) -> Any:
-        """Return what a worker that stays needs from this one, which leaves."""
+        """Return what the remaining workers need from this one before it leaves."""
 
     def import_replica(self, replica: Any) -> None:
-        """Hold what another worker exported, until the next generation."""
+        """Hold the replica of another worker until the next generation."""
 
     def sync_buffers(self) -> None:
-        """Make buffers, which are not trained and may differ, equal on all ranks after a call."""
+        """Make buffers equal on all ranks after a call."""
 
     # ---- calls and steps
 
@@ -72,62 +71,62 @@ class StepFeature:
         """Prepare for a call of ``train``, which may log metrics of single steps."""
 
     def step_metrics(self) -> Mapping[str, float]:
-        """Return further metrics of the newest step, for the log of steps."""
+        """Return further metrics of the newest step."""
         return {}
 
     def check_trained(self) -> None:
         """Raise an error if user code trains parameters that the workers do not keep equal."""
 
     def begin_batch(self, place: MicroBatch) -> None:
-        """Prepare for a batch, or a part of one: the first of a step has the position 0."""
+        """Prepare for a batch or a part of one. The first of a step has position 0."""
 
     def before_update(self, optimizer: Any) -> None:
-        """Use the gradients of an optimizer, before ``optimizer_step`` updates parameters."""
+        """Use the gradients of an optimizer before the update."""
 
     def after_update(self, optimizer: Any) -> None:
-        """Note that an optimizer has made an update, or skipped it because of an overflow."""
+        """Handle the end of an update, or of one that was skipped because of an overflow."""
 
     def before_commit(self) -> None:
         """Raise an error if the step must not count."""
 
     def commit(self) -> None:
-        """Keep what a step changed. It counts already, also if this raises."""
+        """Keep the changes of a step. The step counts even if this raises."""
 
     def roll_back(self) -> None:
-        """Restore what a discarded step changed. Also called if no step is open."""
+        """Restore what a discarded step changed. Also called without an open step."""
 
     def evaluating(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which the models are evaluated."""
+        """Return a context for evaluating the models."""
         return contextlib.nullcontext()
 
     def end_segment(self) -> None:
-        """Report what was found, at the end of a segment or of a validation."""
+        """Report findings at the end of a segment or a validation."""
 
     def end_epoch(self, epoch: int) -> None:
-        """Do what is due after so many completed epochs."""
+        """Do what is due after `epoch` completed epochs."""
 
     # ---- state
 
     def settable(self) -> Any:
-        """Return what user code may set between steps, to compare it."""
+        """Return the values that user code may set between steps, to compare them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this feature adds to the training state, by its keys there."""
+        """Return the entries that this feature adds to the training state."""
         return {}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise CheckpointError if this feature cannot load its part of a training state."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load its part of a training state, after models and optimizers have loaded theirs."""
+        """Load its part of a training state, after the models and optimizers."""
 
 
 class ShardedFeature(StepFeature):
-    """Divides the state of an optimizer over the workers, so that no worker has all of it."""
+    """Shards the state of an optimizer over the workers, so that no worker has all of it."""
 
     optimizer: Any
     is_fully_sharded = False
-    """Whether models are divided as well."""
+    """Whether models are sharded too."""
     lacks_shards = False
     """Whether shards were lost with all workers that had them."""
     ranks_in_sync = True
@@ -138,16 +137,12 @@ class ShardedFeature(StepFeature):
         return []
 
     def model_shards(self) -> list[Any]:
-        """Return this worker's shard of each divided model."""
+        """Return this worker's shard of each sharded model."""
         return []
 
     def without_shards(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what all workers load of a training state that is not divided."""
+        """Return the part of a training state that all workers load."""
         return state
 
     def load_shards(self, state: Mapping[str, Any]) -> None:
-        """Take this worker's shards from a training state, whose other parts are loaded."""
-
-
-def _do_nothing() -> None:
-    pass
+        """Load this worker's shards from a training state, after its other parts."""

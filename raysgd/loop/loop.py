@@ -24,7 +24,7 @@ The life of a step, whose state `raysgd.loop.step.Step` holds::
                 feature.roll_back()           # restores what it copied
             step.discard()                    # DISCARDED: the batch is trained again
 
-With gradient accumulation a step has several batches. It is updated by the last one. If something
+With gradient accumulation a step has several batches, and the last one updates. If something
 changed that no feature can restore, ``step.is_partial`` is set. The state then comes from another
 worker, else from the snapshot, else training raises until a checkpoint is loaded.
 """
@@ -32,7 +32,6 @@ worker, else from the snapshot, else training raises until a checkpoint is loade
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import itertools
 import warnings
@@ -53,72 +52,60 @@ from raysgd.loop.state import Snapshots
 from raysgd.loop.step import WarmedUp
 from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import TrainState
-from raysgd.metrics import NUM_SAMPLES, NUM_SKIPPED_STEPS, Summary, merge_segments
+from raysgd.metrics import NUM_SKIPPED_STEPS, Summary, merge_segments
 
 __all__ = ["Loop"]
 
-_POSITIONAL = {
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.VAR_POSITIONAL,
-}
-
 
 class Loop:
-    """Runs an operator's ``train_epoch`` and ``validate`` and merges what they return.
+    """Runs an operator's ``train_epoch`` and ``validate``, and merges their metrics.
 
-    A segment is what one call of ``train_epoch`` trains: an epoch, the rest of one, or so many
-    steps of one. Goals are absolute (until epoch 3, until step 240), so that a call can be made
-    again after a failure and then does what is left; `call` tells a repetition from a new call.
+    A segment is what one call of ``train_epoch`` trains: an epoch, its rest, or a number of steps.
+    Goals are absolute, such as "until step 240". A repeated call therefore does only what is left.
+    `call` distinguishes a repetition from a new call.
     """
 
     def __init__(self, operator: Any, signal: Signal) -> None:
         self.operator = operator
         self.signal = signal
         self.train_state: TrainState = operator._train_state
-        # what is left of the iteration over the training data; None: iterate anew
+        # the rest of the iteration over the training data, to continue in the next segment
         self._batches: Iterator[Any] | None = None
         self._in_parts = False
         self._repeats = False
+        # whether this worker's own loader has a batch for the next step
         self._has_batch = True
-        """Whether this worker's own loader has a batch for the step that begins."""
         self._source: BatchSource | None = None
         self._call = -1
         self.scheduled = -1
-        """The newest call that has told the schedulers a metric."""
+        """The newest call whose metric the schedulers have got."""
         self._until_epoch: int | None = None
-        # committed steps as each segment began, and what it has measured
+        # committed steps at the start of each segment, and its metrics
         self.results: list[tuple[int, Mapping[str, Any]]] = []
-        # ends of epochs that the goal does not count: the call began just before one
+        # epochs to end in addition to the goal, because the call began exactly before an end
         self._more_epochs = 0
-        # committed and skipped steps as the call began
         self._began_at = 0
         self._skipped_before = 0
-        # offset from which on covered samples are still to be counted; None between segments
-        self._uncounted_from: int | None = None
         self.evaluation = Evaluation(self)
         self.snapshots = Snapshots(self.train_state)
-        """Copies of the state for the driver."""
-        self.num_covered: int | None = None
-        """Samples that all workers have trained on in the call; None where that is unknown."""
 
     @property
     def segment(self) -> StepIterator | None:
-        """The segment under way."""
+        """The segment in progress."""
         return self.train_state.segment
 
     def forget_iteration(self) -> None:
-        """Let the next segment iterate over the loader anew, from where the epoch stands."""
+        """Start a new iteration over the loader in the next segment, at the current offset."""
         self.train_state.segment = self._batches = None
 
     def keep_iteration(self, moved: bool) -> None:
-        """After a rejoin, go on in a loader that cannot be rewound, unless the position `moved`."""
+        """After a rejoin, continue in a loader that cannot rewind, unless the position `moved`."""
         if moved or self._source is None or self._source.sharded:
             self.forget_iteration()
 
     @property
     def num_batches(self) -> int:
-        """Batches finished in the segment, or the pass over the validation data, under way."""
+        """Number of finished batches in the current segment or validation."""
         segment, validated = self.segment, self.evaluation.batches
         if segment is not None:
             return segment.num_finished
@@ -127,12 +114,10 @@ class Loop:
     # ---- state
 
     def state(self) -> dict[str, Any]:
-        """Return the state in the form that is saved, with tensors as they are on this device.
+        """Return the state to save, with tensors on their device.
 
-        Where the state of optimizers is divided, ``shares`` has this worker's share of it, and
-        what all workers have alike is in that of rank 0 alone.
-
-        What is added here is added to `OperatorRunner._shared_state` as well, from which
+        If the state is sharded, ``shares`` has this worker's shards, and only rank 0 adds the rest.
+        A key that is added here must be added to `OperatorRunner._shared_state`, from which
         replacement workers take it, and to `OperatorRunner.load_state_dict`.
         """
         train_state = self.train_state
@@ -152,16 +137,14 @@ class Loop:
         }
 
     def state_with_call(self) -> dict[str, Any]:
-        """Return the state for another process in which the call under way shall go on."""
+        """Return the state for a process that continues the current call."""
         return {**self.state(), "call": self.call_state()}
 
     def call_state(self) -> dict[str, Any]:
-        """Return what the call under way has reached, for workers that join it."""
-        self._cover()
+        """Return the progress of the current call, for workers that join it."""
         return {
             "call": self._call,
             "scheduled": self.scheduled,
-            "num_covered": self.num_covered,
             "began_at": self._began_at,
             "more_epochs": self._more_epochs,
             "num_skipped": (self.train_state.num_skipped or 0) - self._skipped_before,
@@ -169,10 +152,10 @@ class Loop:
         }
 
     def join_call(self, state: Mapping[str, Any]) -> None:
-        """Take part in a call that others began; of what was measured there nothing is here."""
+        """Join a call of other workers, without their metrics."""
         if self._call != state["call"]:
             self.results = []
-        self._call, self.num_covered = state["call"], state["num_covered"]
+        self._call = state["call"]
         self.scheduled = state["scheduled"]
         self._more_epochs = state["more_epochs"]
         self._began_at = state["began_at"]
@@ -182,7 +165,11 @@ class Loop:
     # ---- train
 
     def train(self, request: TrainRequest) -> Mapping[str, Any] | None:
-        """Train up to the goal of a request; return None if it paused where the request says."""
+        """Train up to the goal of a request, and return metrics, or None at its `callback_pause`.
+
+        Raises:
+            PausedError: If the driver asked for the pause.
+        """
         train_state, logged = self.train_state, request.logged
         callback_pause = self.signal.callback_pause = request.callback_pause
         train_state.check_trained()
@@ -195,28 +182,23 @@ class Loop:
             train_state.parts.raise_split(request.split)
         self.profile(request.profile)
         self._until_epoch = request.until_epoch
-        source, changed = train_state.data.training_source(request.dataset)
-        is_limited_anew = source.limit(request.limit) or request.repeats != self._repeats
-        self._repeats = request.repeats
-        if changed or is_limited_anew or source is not self._source:
-            self.forget_iteration()
-        self._source = source
+        source = self._choose_source(request)
         while (left := self._left(request.until_epoch, request.until_step)) != 0:
             pause = self.signal.pause
             if pause is not None and train_state.global_step >= pause:
                 if callback_pause is None or train_state.global_step < callback_pause:
-                    raise PausedError  # the driver asked for this pause
+                    raise PausedError
                 return None
             if train_state.global_step <= request.start_step:
-                self.results, self.num_covered = [], 0
+                self.results = []
                 left = request.start_step - train_state.global_step or left
             elif logged is not None and train_state.global_step < logged:
-                left = logged - train_state.global_step  # repeated steps are counted apart
+                left = logged - train_state.global_step  # replayed steps have their own segment
             self._train_segment(source, left, request.info)
         if source.sharded and train_state.offset and source.steps_left(train_state.offset) == 0:
-            # it failed just before it ended the epoch
+            # a failure came between the last step and the end of the epoch
             self._train_segment(source, None, request.info)
-        train_state.check_trained()  # again: it may have been unfrozen meanwhile
+        train_state.check_trained()  # user code can unfreeze parameters during the call
         if train_state.context.distributed:
             for feature in train_state.features:
                 feature.sync_buffers()
@@ -225,10 +207,19 @@ class Loop:
             result[NUM_SKIPPED_STEPS] = num_skipped - self._skipped_before
         return result
 
-    def measured(self, call: int, since: int | None = None) -> Mapping[str, Any] | None:
-        """Return what was measured in a call so far; None where it has not come here.
+    def _choose_source(self, request: TrainRequest) -> BatchSource:
+        source, changed = self.train_state.data.training_source(request.dataset)
+        is_limited_anew = source.limit(request.limit) or request.repeats != self._repeats
+        self._repeats = request.repeats
+        if changed or is_limited_anew or source is not self._source:
+            self.forget_iteration()
+        self._source = source
+        return source
 
-        Of the segments from the step `since` on it comes with learning rates and norms.
+    def measured(self, call: int, since: int | None = None) -> Mapping[str, Any] | None:
+        """Return the metrics of a call so far, or None without any.
+
+        With `since`, only segments from that step on count. Learning rates and norms are added.
         """
         if self._call != call or not self.results:
             return None
@@ -241,7 +232,7 @@ class Loop:
         return Summary({**found, **of_step}, found.weights)
 
     def _left(self, until_epoch: int | None, until_step: int | None) -> int | None:
-        """Return how many steps are left to the goal; None for as many as the epoch has."""
+        """Return the number of steps to the goal; None for the rest of the epoch."""
         train_state = self.train_state
         if until_epoch is not None and train_state.epoch >= until_epoch + self._more_epochs:
             return 0
@@ -250,25 +241,19 @@ class Loop:
     def _train_segment(self, source: BatchSource, limit: int | None, info: Any) -> None:
         train_state, operator = self.train_state, self.operator
         started_at, train_state.counted = train_state.global_step, {}
-        self._uncounted_from = train_state.offset
         self.snapshots.maybe_take(self.state_with_call)
-        by_position, by_name = _arguments_of(
-            operator.train_epoch,
-            operator._info_of_epoch(info or {}, limit),
-            num_steps=limit,
-            epoch_idx=train_state.epoch,
-        )
+        positional, named = _arguments_of(operator, info or {}, limit, train_state.epoch)
         segment = train_state.segment = self._new_segment(source, limit)
         if segment.total_batches == 0 and segment.start == 0:
             raise no_batch("train", source, self._first_without_batch(source))
         train_state.meters = None
         try:
             with train_state.timers.record("train_epoch"):
-                metrics = operator.train_epoch(segment, *by_position, **by_name)
+                metrics = operator.train_epoch(segment, *positional, **named)
             left = segment.finish()
-        except IndivisibleError:  # the step is redone as a whole
+        except IndivisibleError:  # train the step again with whole batches
             if segment.num_batches == 0:
-                train_state.meters = None  # what it measured will be measured again
+                train_state.meters = None  # its metrics will come again
             self._settle_failure(segment, source)
             train_state.step.check_whole(train_state.global_step)
             return
@@ -280,19 +265,17 @@ class Loop:
                 raise OutOfMemoryError(split) from error
             raise
         if left:
-            self._settle_rest(source, left)
-        self._end_covering()
+            self._drop_rest(source, left)
         metrics = checked_result(operator.train_epoch, metrics)
-        self._compare_counts(metrics.get(NUM_SAMPLES), segment)
         if segment.num_batches or not segment.drawn_from:
             num_batches = max(1, segment.num_batches)
             self.results.append((started_at, weighted(metrics, num_batches)))
-        if not segment.drawn_from:  # batches of the loop's own, which it may have counted
+        if not segment.drawn_from:  # the loop has its own batches, and may have counted them
             train_state.global_step = max(started_at, int(operator.global_step))
         if train_state.global_step == started_at and not segment.paused:
             self._check_empty_segment(segment, source, limit)
-        # a loop that stops early of its own will has ended its epoch
         train_state.segment = None
+        # a loop that ends before its iterator does ends the epoch
         if segment.epoch_is_over or (limit is None and not segment.paused):
             train_state.offset = 0
             train_state.epoch += 1
@@ -305,7 +288,7 @@ class Loop:
         left = source.steps_left(train_state.offset)
         go_on: Callable[[bool], bool] | None = None
         if not source.sharded and train_state.context.world_size > 1:
-            # such loaders may differ in length: all end with the first, or it would be waited for
+            # the workers' own loaders can differ in length; the first end is the end for all
             if left is not None:
                 self._has_batch = left > 0
                 left = train_state.minimum(left)
@@ -323,19 +306,16 @@ class Loop:
 
     @property
     def _ordered_as(self) -> int:
-        """The epoch whose order the one under way has."""
+        """The epoch whose order the current one uses."""
         return 0 if self._repeats else self.train_state.epoch
 
     def _draw(self, source: BatchSource, epoch: int, offset: int) -> Iterator[Any]:
-        """Yield what is left of an iteration, which begins when the first batch is asked for.
-
-        Until then it is open whether the loop takes batches in parts.
-        """
+        """Yield the rest of an iteration. Only the first request decides about micro-batches."""
         in_parts = self.train_state.parts.in_use
         if self._batches is None or (source.sharded and in_parts != self._in_parts):
             self._batches = source.batches(epoch, offset, in_parts=in_parts)
             self._in_parts = in_parts
-        for batch in self._batches:  # noqa: UP028  "yield from" would end it with this one
+        for batch in self._batches:  # noqa: UP028  "yield from" would close it
             yield batch
 
     def _every_rank(self, has_batch: bool) -> bool:
@@ -350,39 +330,37 @@ class Loop:
         own = context.world_size if self._has_batch else context.world_rank
         return int(self.train_state.minimum(own))
 
-    def _settle_rest(self, source: BatchSource, left: list[Any]) -> None:
-        """Take back the batches of a group that the loop left before its end."""
+    def _drop_rest(self, source: BatchSource, left: list[Any]) -> None:
+        """Drop the gradients of a group that the loop left before its end."""
         warnings.warn(
             f"{type(self.operator).__name__}.train_epoch ended within an accumulation group, so "
-            f"that the gradients of its last {len(left)} batches are dropped. Let it draw whole "
-            f"groups of {self.train_state.accumulation_steps} batches.",
+            f"the gradients of its last {len(left)} batches are dropped. Draw whole groups of "
+            f"{self.train_state.accumulation_steps} batches.",
             RuntimeWarning,
             stacklevel=2,
         )
         self._batches = None if source.sharded else itertools.chain(left, self._batches or ())
 
     def _settle_failure(self, segment: StepIterator, source: BatchSource) -> None:
-        """Keep what a segment has reached, and what is measured of it, when it has raised."""
+        """Keep the progress and the metrics of a segment that raised."""
         again = segment.fail()
-        self._end_covering()
         if segment.loader_failed:
-            source.close_workers()  # its processes may be gone
+            source.close_workers()
         if source.sharded or segment.loader_failed:
-            self._batches = None  # the offset says where to go on
+            self._batches = None  # the next iteration starts at the offset
         else:
             self._batches = itertools.chain(again, self._batches or ())
-        meters = self.train_state.meters
-        if meters is not None:
-            # of what is trained again, all but the batch or part under way has been measured
-            if meters.batch_count == segment.num_batches and len(again) < 2:
-                self._compare_counts(meters.num_samples, segment)
-            self.results.append((segment.start_step, meters.summary()))
+        if self.train_state.meters is not None:
+            self.results.append((segment.start_step, self.train_state.meters.summary()))
         self.train_state.segment = None
 
     def _check_empty_segment(
         self, segment: StepIterator, source: BatchSource, limit: int | None
     ) -> None:
-        """See why a segment had no batch: the loader is empty, was at its end, or was not asked."""
+        """Handle a segment without a step.
+
+        The loader is empty, was at its end, or the loop did not ask for a batch.
+        """
         name = f"{type(self.operator).__name__}.train_epoch"
         if segment.epoch_is_over and segment.start == 0:
             raise no_batch("train", source, self._first_without_batch(source))
@@ -390,56 +368,30 @@ class Loop:
             train_state = self.train_state
             is_last = train_state.epoch + 1 >= (self._until_epoch or 0) + self._more_epochs
             if train_state.global_step == self._began_at and is_last:
-                # the call before stopped or failed exactly at the end of its epoch, and could not
-                # know that it was the end; this one has not done anything yet
+                # the previous call stopped at the end of an epoch of unknown length
                 self._more_epochs += 1
         elif limit is None:
             warnings.warn(
-                f"{name} took no batch from the iterator that it is given: no step was counted, "
-                "and the epoch counts as done.",
+                f"{name} drew no batch from its iterator. No step was counted, and the epoch "
+                "counts as done.",
                 RuntimeWarning,
                 stacklevel=2,
             )
         else:
             raise RuntimeError(
-                f"{name} took no batch from its iterator, so num_steps cannot be counted. Iterate "
-                "over the iterator that it is given, or count in self.global_step."
+                f"{name} drew no batch from its iterator, so num_steps cannot be counted. Iterate "
+                "over the iterator, or count in self.global_step."
             )
 
-    # ---- samples that are covered
-
-    def _cover(self) -> None:
-        """Count the samples that the whole group has trained on since this was last done."""
-        if self._uncounted_from is None or self._source is None:
-            return
-        offset = self.train_state.offset
-        if not self._source.sharded:
-            self.num_covered = None
-        elif self.num_covered is not None:
-            self.num_covered += self._source.num_samples(self._uncounted_from, offset)
-        self._uncounted_from = offset
-
-    def _end_covering(self) -> None:
-        self._cover()
-        self._uncounted_from = None
-
-    def _compare_counts(self, counted: Any, segment: StepIterator) -> None:
-        """See whether the user counts what offsets count, and not tokens, or batches as items."""
-        taken = segment.num_taken
-        if taken is not None and isinstance(counted, int | float) and counted != taken:
-            self.num_covered = None
-
     def warm_up(self) -> None:
-        """Compute the gradients of one training batch, and leave everything as it was."""
+        """Compute the gradients of one training batch, and restore everything."""
         train_state, operator = self.train_state, self.operator
         source, settings = train_state.data.readable("train"), train_state.settings
         if not source.can_be_tried:
             return
-        # the batch size of a full group, though this worker is still alone
+        # the batch size of the full group, although this worker is still alone
         source.reshard(settings.options.num_workers, 0, settings.batch_share)
-        by_position, by_name = _arguments_of(
-            operator.train_epoch, operator._info_of_epoch({}, 1), num_steps=1, epoch_idx=0
-        )
+        positional, named = _arguments_of(operator, {}, 1, 0)
         with (
             unchanged(operator),
             unchanged(train_state),
@@ -450,7 +402,7 @@ class Loop:
             segment = StepIterator(train_state, source, batches, 1, 1, None, self.signal)
             train_state.segment = segment
             try:
-                operator.train_epoch(segment, *by_position, **by_name)
+                operator.train_epoch(segment, *positional, **named)
             finally:
                 train_state.step.is_warm_up = False
         source.close_workers()
@@ -462,14 +414,14 @@ class Loop:
 
     def begin(self, call: int) -> None:
         """Begin a new call."""
-        self._call, self.results, self.num_covered = call, [], 0
+        self._call, self.results = call, []
         self._more_epochs = 0
         self._began_at = self.train_state.global_step
         self._skipped_before = self.train_state.num_skipped or 0
         self.train_state.timers.reset()
 
     def profile(self, profile: bool) -> None:
-        """Let timers run, or not."""
+        """Switch the timers on or off."""
         timers = self.train_state.timers
         (timers.enable if profile else timers.disable)()
 
@@ -478,28 +430,29 @@ class Loop:
         result = merge_segments([metrics for _, metrics in self.results])
         timers = self.train_state.timers
         profile = {"profile": timers.stats()} if timers.enabled else {}
-        return Summary({**result, **profile}, result.weights)  # the caller's own
+        return Summary({**result, **profile}, result.weights)  # a copy, which the caller changes
 
 
 def _arguments_of(
-    train_epoch: Callable[..., Any], info: Any, **others: Any
+    operator: Any, info: Any, num_steps: int | None, epoch_idx: int
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return what a ``train_epoch`` takes, by position and by name: older ones end at ``info``."""
-    function = getattr(train_epoch, "__func__", None)
-    # of a method it is asked once, since to ask takes as long as a small step
-    accepted = _signature(train_epoch) if function is None else _signature_once(function)[1:]
-    kinds = [parameter.kind for parameter in accepted]
-    # by position, since older overrides call it what they like
-    by_position = len(kinds) > 1 and kinds[1] in _POSITIONAL
-    by_name = others if by_position else {"info": info, **others}
-    if inspect.Parameter.VAR_KEYWORD not in kinds:
-        names = {parameter.name for parameter in accepted}
-        by_name = {name: value for name, value in by_name.items() if name in names}
-    return [info] if by_position else [], by_name
+    """Return the arguments that ``train_epoch`` takes. Older overrides end at ``info``."""
+    info = operator._info_of_epoch(info, num_steps)
+    parameters = [*inspect.signature(operator.train_epoch).parameters.values()]
+    named = {"num_steps": num_steps, "epoch_idx": epoch_idx}
+    positional = []
+    if len(parameters) > 1 and parameters[1].kind in _POSITIONAL:
+        positional = [info]  # older overrides may give it another name
+    else:
+        named["info"] = info
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        names = {each.name for each in parameters}
+        named = {name: value for name, value in named.items() if name in names}
+    return positional, named
 
 
-def _signature(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
-    return tuple(inspect.signature(function).parameters.values())
-
-
-_signature_once = functools.lru_cache(maxsize=16)(_signature)
+_POSITIONAL = {
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+}

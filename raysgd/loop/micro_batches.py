@@ -1,4 +1,4 @@
-"""Batches in parts: whether the code that trains them allows it, and what their parts are."""
+"""Batches in parts: whether the user's code allows it, and what the parts are."""
 
 from __future__ import annotations
 
@@ -15,64 +15,64 @@ __all__ = ["IndivisibleError", "MicroBatches"]
 
 
 class IndivisibleError(BaseException):
-    """Raised within a part of a batch that has to be trained as a whole; the step is redone so.
+    """Raised in a part of a batch that must be trained as a whole, to train the step again.
 
-    It passes through user code, which must not take it for an error.
+    It is no Exception, so that user code does not catch it.
     """
 
 
 class MicroBatches(StepFeature):
-    """Remembers why batches must not come in parts, and splits them if memory ran out.
+    """Decides whether batches can come in parts, and splits them if memory ran out.
 
-    Parts make the update of a whole batch if all gradients come before the update, and both by
-    the helpers. That is seen while batches are whole, or in the first part of one.
+    Parts are equivalent to the whole batch if all gradients come before the update, and if both
+    use the helpers of raysgd. Whole batches, or the first part of one, show that.
     """
 
     def __init__(self, train_state: TrainState) -> None:
         self._train_state = train_state
         self.why_not: str | None = None
-        """None: they may."""
+        """Why batches must not come in parts. None if they may."""
         self.in_use = False
         """Whether the loop takes large batches in parts."""
         self.split = 1
-        """Parts of each batch in training; more than 1 after memory ran out."""
+        """Parts of each batch; more than 1 after memory ran out."""
 
     def refuse(self, why: str, place: MicroBatch) -> None:
-        """Note why they must not.
+        """Record why batches must not come in parts.
 
         Raises:
-            IndivisibleError: if the current batch has come in parts.
+            IndivisibleError: If the current batch comes in parts.
         """
         self.why_not = self.why_not or why
         if place.is_part:
             raise IndivisibleError(why)
 
     def begin_batch(self, place: MicroBatch) -> None:
-        """Warn of a batch that is larger because workers are missing, and comes as a whole."""
+        """Warn about a whole batch that is larger because workers are missing."""
         if place.is_large:
             self._train_state.say(
                 "indivisible",
-                "With %d of %d workers a batch has more samples than the batch size of its loader, "
-                "and comes as a whole, which takes more memory: %s.",
+                "With %d of %d workers, each batch has more samples than its loader's batch size, "
+                "and needs more memory. It cannot be split: %s.",
                 self._train_state.context.world_size,
                 self._train_state.settings.options.num_workers,
-                self.why_not or "only the default train_epoch takes it in parts",
+                self.why_not or "only the default train_epoch takes batches in parts",
             )
 
     def split_batch(self, batch: Any, place: MicroBatch) -> Sequence[tuple[Any, MicroBatch]]:
-        """Return the parts in which to train a batch, with their places: the batch, as a rule."""
+        """Return the parts of a batch with their roles. By default, this is the whole batch."""
         return [(batch, place)]
 
     def split_after(self, error: BaseException, batch: Any) -> int:
-        """Return in how many parts to train batches after an error in a step; 0: it is an error."""
+        """Return the number of parts to use after an error in a step; 0 to raise the error."""
         return 0
 
     def raise_split(self, factor: int) -> None:
-        """Train batches in more parts. Every rank must do so at the same step."""
+        """Use at least `factor` parts. Every rank must call it at the same step."""
 
     def explain(self, error: BaseException) -> None:
-        """Add a note to an error of a step if there is advice for it."""
+        """Add advice to an error of a step."""
 
     def is_tolerable(self, error: BaseException) -> bool:
-        """Whether training continues without something that there was no memory for."""
+        """Return whether training can continue without an object that memory was too small for."""
         return False

@@ -1,4 +1,4 @@
-"""What operators are, whatever the framework: their place, their data, what a batch returns."""
+"""The base of operators of all frameworks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_OF_OTHERS = {
+_LIGHTNING = {
     "training_step": "train_batch",
     "validation_step": "validate_batch",
     "test_step": "validate_batch",
@@ -38,16 +38,11 @@ _OF_OTHERS = {
     "training_epoch_end": "train_epoch",
     "validation_epoch_end": "validate",
 }
-"""What Lightning calls, and what does the same here."""
-_HINTS = {
-    "model": "a single model",
-    "optimizer": "a single optimizer",
-    "criterion": "a criterion",
-}
+"""Methods of Lightning, and those that correspond to them here."""
 
 
 class OperatorBase:
-    """What the operators of all frameworks offer to the methods that users write."""
+    """What operators of all frameworks offer to the methods of users."""
 
     _train_state: TrainState
 
@@ -71,16 +66,15 @@ class OperatorBase:
 
     @property
     def world_size(self) -> int:
-        """Number of workers, now."""
+        """Current number of workers."""
         return self._train_state.context.world_size
 
     @property
     def preemption(self) -> float | None:
-        """When workers of the group are going to be taken away, in seconds since the epoch.
+        """Time at which workers of the group will be preempted, in seconds since the Unix epoch.
 
-        None: none is, as far as was announced; ``math.inf``: no time was named. Training moves to
-        other nodes by itself, or goes on with fewer workers; look at it where you have something
-        of your own to save.
+        None without an announcement, ``math.inf`` if its time is unknown. Training moves to other
+        nodes or continues with fewer workers by itself. Use it to save your own state.
         """
         preemption = self._train_state.preemption
         if preemption is None:
@@ -99,12 +93,11 @@ class OperatorBase:
 
     @property
     def global_step(self) -> int:
-        """Training steps that are done, over all epochs and calls: batches of this worker.
+        """Number of finished training steps, over all epochs and calls.
 
-        With gradient accumulation it grows by a whole group at each update; each batch has a
-        number of its own in ``batch_info["global_step"]``. Steps are counted for you. What a loop
-        makes of it by itself holds until it asks for the next batch; it counts where the loop has
-        asked for none, since it has batches of its own.
+        raysgd counts it. With gradient accumulation, it grows by a whole group at each update, and
+        ``batch_info["global_step"]`` numbers each batch. A value that a loop sets holds until its
+        next batch. It counts only if the loop draws no batch from its iterator.
         """
         step = self._train_state.global_step
         return self._train_state.counted.get(step, step)
@@ -121,13 +114,12 @@ class OperatorBase:
     if TYPE_CHECKING:
         train_batch: Callable[..., Any]
         train_loader: Any
-        """This worker's part of the registered train loader, unless you set it yourself."""
+        """This worker's part of the registered train loader."""
         validation_loader: Any
-        """This worker's part of the registered validation loader, unless you set it yourself."""
+        """This worker's part of the registered validation loader."""
         steps_per_epoch: int
-        """Training steps in an epoch, once the train loader is registered: the same however many
-        workers there are, where it is shared out. With gradient accumulation several of them make
-        one update. (Unless you set it yourself.)"""
+        """Training steps per epoch, available after `register_data`. With gradient accumulation,
+        several steps make one update."""
 
     def __getattr__(self, name: str) -> Any:
         if name in ("train_loader", "validation_loader"):
@@ -137,40 +129,37 @@ class OperatorBase:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def log(self, name: str, value: Any) -> None:
-        """Add a metric to those that `train_batch` or `validate_batch` is about to return.
+        """Add a metric to the result of the current `train_batch` or `validate_batch`.
 
         Args:
-            name: of the metric; what the method returns by that name counts instead.
-            value: as in what the method returns, and averaged alike: weighted by ``num_samples``.
+            name: Name of the metric. A returned metric with this name takes precedence.
+            value: Value, as in the returned dict.
 
         Raises:
-            RuntimeError: elsewhere, also below a `train_epoch` or `validate` of your own: these
-                return what they have measured.
+            RuntimeError: Outside of these methods, or if you override `train_epoch` or `validate`.
         """
         if self._train_state.logged is None:
             raise RuntimeError(
-                f"self.log({name!r}, ...) can be called in train_batch and validate_batch, below "
-                "the default train_epoch and validate. A loop of your own returns its metrics."
+                f"self.log({name!r}, ...) works only in train_batch and validate_batch, with the "
+                "default train_epoch and validate. Return the metrics of your own loop."
             )
         self._train_state.logged[name] = value
 
     def on_world_change(self) -> None:
-        """Called on every worker whenever the group is a new one; override it as you need.
+        """Create what depends on the group of workers. Override it if you need it.
 
-        It runs after `setup`, and again after each loss, growth or replacement: `world_rank`,
-        `world_size` and ``config[BATCH_SIZE]`` may have changed, and the process group is another.
-        All workers run it at the same time, with the same state of training, before the next
-        step. So make here what depends on them: process groups of your own
-        (``torch.distributed.new_group``), or loaders that select a part by rank, which you
-        register by ``register_data``. (`setup` of a replacement worker runs alone, in a group of
-        one.) It may call collectives. With one worker it is called once.
+        All workers call it together after `setup` and after each change of the group, before the
+        next step. `world_rank`, `world_size`, ``config[BATCH_SIZE]``, and the process group may
+        have changed. Create your own process groups here (``torch.distributed.new_group``), or
+        loaders that select a part by rank, and register those with ``register_data``. It may call
+        collectives. (`setup` of a replacement worker runs alone, in a group of one.)
         """
 
-    # ---- helpers
+    # ---- for subclasses
 
     @contextlib.contextmanager
     def _collecting_logged(self) -> Iterator[dict[str, Any]]:
-        """Return a context that collects the metrics that `log` gets for a batch."""
+        """Collect the metrics that `log` gets for a batch."""
         train_state, logged = self._train_state, dict[str, Any]()
         train_state.logged = logged
         try:
@@ -179,15 +168,13 @@ class OperatorBase:
             train_state.logged = None
 
     def _new_meters(self) -> AverageMeterCollection:
-        """Return fresh meters, which the runner can read while an epoch is in progress."""
         self._train_state.meters = AverageMeterCollection()
         return self._train_state.meters
 
     def _epoch_is_over(self) -> bool:
-        """Return whether a loop that has come to the end of its batches is at the end of an epoch.
+        """Return whether a loop that has ended its batches is at the end of an epoch.
 
-        The loop may have wrapped the iterator that it was given, in tqdm say. One that has drawn
-        nothing from it has batches of its own, and these count as a whole epoch.
+        A loop that drew nothing from its iterator has its own batches, which are an epoch.
         """
         segment = self._train_state.segment
         return segment is None or not segment.drawn_from or segment.loop_ends_epoch
@@ -200,13 +187,12 @@ class OperatorBase:
         steps = source.steps_left(0)
         if steps is None:
             raise RuntimeError(
-                f"steps_per_epoch: the train loader, a {type(source.loader).__name__}, does not "
-                "say how many batches it has. Give it a __len__, or count by epochs."
+                f"steps_per_epoch: the train loader, a {type(source.loader).__name__}, has no "
+                "length. Give it a __len__, or count epochs."
             )
         return steps
 
     def _in_parts(self, iterator: Iterable[Any]) -> Iterable[Any]:
-        """Return the batches of an iterator, of which large ones may come in parts."""
         return iterator.in_parts() if isinstance(iterator, StepIterator) else iterator
 
     def _batch_info(
@@ -221,20 +207,17 @@ class OperatorBase:
         }
 
     def _measure(self, meters: AverageMeterCollection, returned: Any) -> None:
-        """Add what ``train_batch`` returned for a batch, or a part of one, once its update is made.
-
-        Until then it may be taken back, and trained again.
-        """
+        """Add the metrics of a batch or a part of one. They count after the update."""
         place = self._train_state.step.place
         metrics, weight = checked_metrics(self.train_batch, returned, place.weight)
-        if not place.weight:  # its samples count in another part, or for another worker
+        if not place.weight:  # the samples are repeated ones
             metrics, weight = {}, 0
         meters.hold(metrics, weight, place.ends_step)
         if place.is_last:
             meters.settle()
 
     def _check_single(self) -> None:
-        """Refuse to train one of several models or optimizers and leave out the others."""
+        """Reject several models or optimizers, of which the default step trains only one."""
         for what, held in (
             ("models", self._train_state.given_models),
             ("optimizers", self._train_state.optimizers),
@@ -247,15 +230,15 @@ class OperatorBase:
                 )
 
     def _default(self, name: str) -> Any:
-        """Return ``self.model``, ``self.optimizer`` or ``self.criterion`` for a default method."""
+        """Return ``self.model``, ``self.optimizer``, or ``self.criterion`` for a default step."""
         value = getattr(self, name, None)
         if value is not None and not isinstance(value, list | tuple):
             return value
         kind = type(self).__name__
         if isinstance(value, list | tuple):
             raise RuntimeError(
-                f"{kind}.{name} holds {len(value)} objects, and the default train_batch and "
-                f"validate_batch work with {_HINTS[name]}. Override them in {kind}."
+                f"{kind}.{name} holds {len(value)} objects, but the default train_batch and "
+                f"validate_batch use a single {name}. Override them in {kind}."
             )
         raise RuntimeError(
             f"{kind} has no self.{name}, which the default train_batch and validate_batch need. "
@@ -272,20 +255,20 @@ def with_logged(logged: Mapping[str, Any], metrics: Any) -> Any:
 def checked_metrics(
     method: Callable[..., Any], metrics: Any, weight: float = 1
 ) -> tuple[Mapping[str, Any], float]:
-    """Return what a batch returned, and its weight, which is `weight` unless it says another."""
+    """Return the metrics of a batch, and their weight: ``num_samples``, or else `weight`."""
     return metrics, checked_result(method, metrics).get(NUM_SAMPLES, weight)
 
 
 def checked_result(method: Callable[..., Any], result: Any) -> Mapping[str, Any]:
-    """Return what an operator's method returned, if it is a dict of metrics."""
+    """Check that a method of an operator returned a dict of metrics, and return it."""
     if not isinstance(result, Mapping):
         raise TypeError(
             f"{method.__qualname__} returned {type(result).__name__}; it must return a dict of "
-            "metrics (which may be empty)."
+            "metrics, which may be empty."
         )
     for name in result:
         if not isinstance(name, str):
-            raise TypeError(f"{method.__qualname__} named a metric {name!r}; names must be texts.")
+            raise TypeError(f"{method.__qualname__} named a metric {name!r}; use a string.")
     num_samples = result.get(NUM_SAMPLES, 1)
     said = f"{method.__qualname__} returned {NUM_SAMPLES}={num_samples!r}; it must be"
     if not is_number(num_samples):
@@ -296,21 +279,18 @@ def checked_result(method: Callable[..., Any], result: Any) -> Mapping[str, Any]
 
 
 def create_operator(operator_cls: type[Any], *arguments: Any) -> Any:
-    """Make an operator, whose ``setup`` is still to be called.
+    """Create an operator, without calling ``setup``.
 
     Raises:
-        TypeError: if the class has an ``__init__`` that does not fit.
+        TypeError: If the class has an ``__init__`` that does not fit.
     """
-    advice = (
-        "Leave __init__ out, and create what the operator needs in setup(self, config), which "
-        "runs on the worker."
-    )
+    advice = "Remove __init__, and use setup(self, config), which runs on the worker."
     try:
         inspect.signature(operator_cls).bind(*arguments)
     except TypeError as error:
         raise TypeError(
-            f"{operator_cls.__name__}.__init__ does not take what raysgd makes operators with "
-            f"({error}). {advice}"
+            f"{operator_cls.__name__}.__init__ does not accept the arguments of raysgd: {error}. "
+            f"{advice}"
         ) from None
     operator = operator_cls(*arguments)
     if "_config" not in vars(operator):
@@ -321,7 +301,7 @@ def create_operator(operator_cls: type[Any], *arguments: Any) -> Any:
 
 
 def check_registered(operator: Any) -> None:
-    """Check that ``setup`` of the operator has registered something."""
+    """Check that the operator's ``setup`` registered models."""
     if not operator._train_state.registered:
         raise RuntimeError(
             f"{type(operator).__name__}.setup did not register anything. Call "
@@ -330,7 +310,7 @@ def check_registered(operator: Any) -> None:
 
 
 def check_operator(trainer: str, operator_cls: Any, base: type[Any], shown: str) -> None:
-    """Check the class given to a trainer: a subclass of `base`, which users know as `shown`."""
+    """Check that a trainer's operator class is a subclass of `base`, which users call `shown`."""
     fits = isinstance(operator_cls, type) and issubclass(operator_cls, base)
     if not fits:
         raise TypeError(
@@ -339,57 +319,54 @@ def check_operator(trainer: str, operator_cls: Any, base: type[Any], shown: str)
         )
     if operator_cls.setup is base.setup:
         raise NotImplementedError(
-            f"{operator_cls.__name__} does not override setup(self, config), in which models, "
-            "optimizers and loaders are registered."
+            f"{operator_cls.__name__} must override setup(self, config), and register models, "
+            "optimizers, and loaders there."
         )
     warn_of_misspelling(operator_cls, base)
 
 
 def warn_of_misspelling(operator_cls: type[Any], base: type[Any]) -> None:
-    """Warn of methods with nearly the name of one that `base` would call, or Lightning's."""
+    """Warn about methods whose name resembles one of `base` or belongs to Lightning."""
     known = [name for name in dir(base) if not name.startswith("_")]
     for name, value in inspect.getmembers(operator_cls, inspect.isfunction):
         if name.startswith("_") or name in known or value.__module__.startswith("raysgd."):
             continue
         close = closest(name, known, cutoff=0.85)
-        if (meant := _OF_OTHERS.get(name)) in known:
+        if (meant := _LIGHTNING.get(name)) in known:
             if getattr(operator_cls, meant) is not getattr(base, meant):
-                continue  # which calls it, most likely
+                continue  # the override probably calls it
             close = meant
         if close:
             logger.warning(
-                "%s.%s is called by nobody but yourself. Is %s meant, which raysgd calls?",
-                operator_cls.__name__,
-                name,
-                close,
+                "raysgd never calls %s.%s. Did you mean %s?", operator_cls.__name__, name, close
             )
 
 
 def class_from_creators(
     caller: str, bases: tuple[type, ...], creators: Mapping[str, Any], required: Collection[str]
 ) -> Any:
-    """Make an operator class that holds creators as ``_model_creator`` and the like.
+    """Return an operator class that holds functions as ``_model_creator`` and the like.
 
     Args:
-        caller: whose arguments they are.
-        bases: of the class.
-        creators: functions by the names of the arguments; None where one was not given.
-        required: which of them must be given.
+        caller: Name for messages.
+        bases: Bases of the class.
+        creators: Functions or None, by the names of the caller's arguments.
+        required: Names of the functions that must not be None.
     """
     for name, function in creators.items():
         if not callable(function) and (function is not None or name in required):
             raise TypeError(f"{caller}({name}=...) must be a function, but it is {function!r}.")
-    # static: a plain function among the attributes of a class would become a method
+    # a plain function in a class would become a method
     functions = {f"_{name}": staticmethod(f) for name, f in creators.items() if f is not None}
     return type("CustomCreatorOperator", bases, functions)
 
 
 def created_loaders(created: Any) -> dict[str, Any]:
-    """Return what a ``data_creator`` has returned, as arguments of ``register_data``."""
+    """Return the result of a ``data_creator`` as arguments of ``register_data``."""
     loaders = created if isinstance(created, tuple | list) else (created,)
     if len(loaders) > 2:
         raise ValueError(
-            f"data_creator returned {len(loaders)} loaders; it must return one to train on, or one "
-            "to train on and one to validate on."
+            f"data_creator returned {len(loaders)} loaders; it must return a train loader, or a "
+            "train and a validation loader."
         )
     return dict(zip(("train_loader", "validation_loader"), loaders, strict=False))

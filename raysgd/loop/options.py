@@ -1,4 +1,4 @@
-"""The arguments of trainers of operators: what they must be, and what follows from them."""
+"""The arguments of operator trainers."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ABC):
-    """The arguments of trainers of both families, which workers get too.
+    """The arguments of trainers for all frameworks, for the driver and the workers.
 
-    :class:`raysgd.TorchTrainer` documents them. A wrong type is a TypeError, and a value that is
-    not allowed a ValueError.
+    :class:`raysgd.TorchTrainer` documents them. A wrong type raises TypeError, and a wrong value
+    ValueError.
     """
 
     training_operator_cls: Any = None
@@ -56,14 +56,14 @@ class Options(ABC):
     elastic: Any = None
 
     trainer: ClassVar[str]
-    """The name that errors are about."""
+    """Name of the trainer, for messages."""
     flags: ClassVar[Sequence[str]] = ("use_tqdm", "add_dist_sampler", "use_local")
-    """The arguments that are True or False."""
+    """Arguments that must be True or False."""
     precisions: ClassVar[Collection[Any]]
-    """The values of ``use_fp16`` that are allowed."""
+    """Allowed values of ``use_fp16``."""
 
     def __post_init__(self) -> None:
-        """Check the arguments. None as config, resources or elastic stands for the default."""
+        """Check the arguments, and replace None by the default."""
         num_workers = check_int(self.trainer, "num_workers", self.num_workers, 1, MOST_WORKERS)
         min_workers = check_int(self.trainer, "min_workers", self.min_workers)
         if not 1 <= min_workers <= num_workers:
@@ -92,7 +92,6 @@ class Options(ABC):
             check_horovod()
 
     def _checked_resources(self) -> dict[str, float]:
-        """Return what each worker reserves in addition to CPUs."""
         num_cpus = self.num_cpus_per_worker
         if not is_number(num_cpus) or not num_cpus > 0:
             raise ValueError(
@@ -108,38 +107,33 @@ class Options(ABC):
                 )
         if "CPU" in found:
             raise ValueError(
-                f"{self.trainer}(resources_per_worker=...) has 'CPU'; use num_cpus_per_worker for "
-                "it."
+                f"{self.trainer}(resources_per_worker=...) has 'CPU'. Use num_cpus_per_worker."
             )
         if self.use_local and self.num_workers == 1 and (amount := found.get("GPU", 1)) != 1:
             raise ValueError(
                 f"{self.trainer}(use_local=True, resources_per_worker={{'GPU': {amount!r}}}): the "
-                "worker in this process reserves nothing, and uses one GPU. Leave GPU out, or "
-                "use_local."
+                "worker in this process uses one GPU. Remove GPU or use_local."
             )
         return found
 
-    # ---- what families define
+    # ---- for subclasses
 
     @abstractmethod
     def backends(self) -> tuple[str, ...]:
-        """Return the values of ``backend`` that are allowed."""
+        """Return the allowed values of ``backend``."""
 
     @abstractmethod
     def own_gpus(self) -> bool:
-        """Say whether this process has GPUs."""
+        """Return whether this process has GPUs."""
 
     def transport(self) -> Backend:
-        """Return the backend that several workers communicate with."""
+        """Return the backend for several workers."""
         return create_backend(self.backend, self.timeout_s)
 
-    # ---- what workers get
+    # ---- transfer to workers
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pack the operator and its config, to be unpacked in `setup`, by the initialized worker.
-
-        Unpacking them may import TensorFlow.
-        """
+        """Pack the operator and its config. `setup` unpacks them, which may import TensorFlow."""
         state = dict(vars(self))
         given = state.pop("training_operator_cls"), state.pop("config")
         return {**state, "packed": pack(given, shares_tensors=False)}
@@ -148,7 +142,7 @@ class Options(ABC):
         vars(self).update(state)
 
     def unpacked(self) -> tuple[Any, dict[str, Any]]:
-        """Return the operator's class and the config; on a worker fresh ones."""
+        """Return the operator's class and the config. Each call on a worker returns new ones."""
         packed: Packed | None = vars(self).get("packed")
         if packed is None:
             return self.training_operator_cls, self.config
@@ -156,7 +150,7 @@ class Options(ABC):
         found: tuple[Any, dict[str, Any]] = packed.value(own=not packed.is_large)
         return found
 
-    # ---- what follows
+    # ---- derived values
 
     @property
     def inline(self) -> bool:
@@ -165,11 +159,11 @@ class Options(ABC):
 
     @property
     def use_horovod(self) -> bool:
-        """Whether gradients are averaged by Horovod."""
+        """Whether Horovod averages gradients."""
         return self.backend == "horovod"
 
     def decided(self) -> Self:
-        """Return the options without "auto". This asks the cluster, or this process, for GPUs."""
+        """Replace "auto" by whether the cluster, or this process, has GPUs."""
         asks_for_gpus = "GPU" in self.resources_per_worker
         if asks_for_gpus and self.use_gpu is False:
             raise ValueError(
@@ -183,13 +177,12 @@ class Options(ABC):
             # Ray would assign the GPU that this process uses to another worker
             if self.use_gpu is True or asks_for_gpus:
                 raise ValueError(
-                    f"{self.trainer}(use_local=True, use_gpu=True) needs num_workers=1: of several "
-                    "workers the one in this process can be assigned no GPU. Leave use_local out, "
-                    "or pass use_gpu=False."
+                    f"{self.trainer}(use_local=True, use_gpu=True) needs num_workers=1: Ray cannot "
+                    "assign a GPU to this process. Remove use_local, or pass use_gpu=False."
                 )
             logger.warning(
-                "Training on CPUs, although the cluster has GPUs: with use_local=True the first of "
-                "several workers lives in this process, and can be assigned none."
+                "Training on CPUs, although the cluster has GPUs: with use_local=True, the first "
+                "worker lives in this process, to which Ray cannot assign a GPU."
             )
             use_gpu = False
         return dataclasses.replace(self, use_gpu=use_gpu)

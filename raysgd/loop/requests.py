@@ -1,4 +1,4 @@
-"""What the driver asks of the workers of an operator; `OperatorRunner.handle` answers."""
+"""Requests of the driver to the workers of an operator, which `OperatorRunner.handle` answers."""
 
 from __future__ import annotations
 
@@ -31,14 +31,11 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class _EpochRequest(Request):
-    """What training and validation have in common."""
-
     call: int
     """Number of the call; a repeated request has the same number."""
     limit: float | None = None
-    """Steps of an epoch or a validation, or their share of it as a float; None for all."""
+    """Number (int) or fraction (float) of the steps of an epoch; None for all."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Info for the operator."""
     profile: bool = False
     """Whether to measure the stages of a step."""
 
@@ -75,10 +72,7 @@ class TrainRequest(_EpochRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateRequest(_EpochRequest):
-    """Evaluate the rest of the validation loader, or `num_steps` steps, and return metrics.
-
-    A repeated request starts at the same batch.
-    """
+    """Evaluate the rest of the validation loader, or `num_steps` steps, and return metrics."""
 
     num_steps: int | None = None
     """Batches on each worker; None for the rest of the loader."""

@@ -1,4 +1,4 @@
-"""Hosts an operator in a worker: calls, places in the data, state. What all frameworks share."""
+"""Hosts an operator in a worker, for all frameworks: requests, new generations, and state."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from raysgd.loop.requests import (
     ValidateRequest,
 )
 from raysgd.loop.signal import Signal
-from raysgd.loop.state import check_position, compare_steps
+from raysgd.loop.state import check_position, warn_of_other_steps
 from raysgd.loop.train_state import TrainState
 from raysgd.metrics import AverageMeterCollection
 
@@ -50,7 +50,7 @@ __all__ = ["LossReader", "OperatorRunner"]
 logger = logging.getLogger(__name__)
 
 _LOSS_WAIT_S = 0.02
-"""How long an answer waits for a loss; one that is in memory is there at once."""
+"""How long an answer waits for a loss on a GPU."""
 
 
 class OperatorRunner(ABC):
@@ -60,7 +60,7 @@ class OperatorRunner(ABC):
         self._options = options
         self._loop: Loop | None = None
         self.signal = Signal()
-        """What the driver and callbacks ask of the call under way."""
+        """Requests to stop or pause the current call."""
         self.generators = Generators()
         self._loss = LossReader()
 
@@ -77,7 +77,7 @@ class OperatorRunner(ABC):
     def rejoin(self, context: WorkerContext, leader: int) -> None:
         """Enter a new generation with the state of rank `leader`."""
         train_state, position = self._train_state, self._train_state.position()
-        train_state.enter(context, self._tell_share(context))
+        train_state.enter(context, self._set_share(context))
         if context.distributed:
             self._follow(leader)
         self._running.keep_iteration(moved=train_state.position() != position)
@@ -86,26 +86,22 @@ class OperatorRunner(ABC):
         self._enter_world()
 
     def _enter_world(self) -> None:
-        """Call the operator's hook for a new group, and check what depends on ranks."""
         self.operator.on_world_change()
         self._train_state.data.warn_of_stale_ranks()
-        self._train_state.data.say_what_changes()
+        self._train_state.data.warn_of_smaller_steps()
 
     def _given(self, context: WorkerContext) -> tuple[Any, dict[str, Any], int | None]:
-        """Return the operator's class, the config for ``setup``, and the global batch.
-
-        Where steps keep their size, the config is that of the full group.
-        """
+        """Return the operator's class, the config for ``setup``, and the global batch."""
         options = self._options
         keeps = options.elastic.global_batch == "keep"
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
             operator_cls, given = options.unpacked()
-        size = options.num_workers if keeps else context.world_size
+        size = options.num_workers if keeps else context.world_size  # defines a worker's share
         config = worker_config(given, size, copies=context.in_driver)
         return operator_cls, config, given.get(BATCH_SIZE)
 
-    def _tell_share(self, context: WorkerContext) -> int | None:
-        """Let the operator know, and return, its share of ``config[BATCH_SIZE]`` in a group."""
+    def _set_share(self, context: WorkerContext) -> int | None:
+        """Set the operator's share of ``config[BATCH_SIZE]``, and return it."""
         given = self._train_state.settings.global_batch
         if given is None:
             return None
@@ -113,14 +109,13 @@ class OperatorRunner(ABC):
         return share
 
     def _follow(self, leader: int) -> None:
-        """Take over the state of rank `leader`. Every rank calls it."""
         train_state, rank = self._train_state, self._train_state.context.world_rank
         state = train_state.from_rank(self._shared_state, leader)
         if rank != leader:
             train_state.data.check_like(state["fingerprint"])
             train_state.data.set_batch_size(state["batching"])
             train_state.parts.why_not = train_state.parts.why_not or state["indivisible"]
-        # what is not replicated stays as each worker has it, and a replacement has nothing
+        # without replication each worker keeps its own models, unless it is new
         follows = rank != leader and (train_state.replicated or train_state.global_step == 0)
         train_state.share_training_state(leader, follows)
         if follows:
@@ -131,12 +126,12 @@ class OperatorRunner(ABC):
             self._running.join_call(state["call"])
 
     def host(self, operator: Any) -> None:
-        """Take over an operator that is set up, and begin with the data and the state of rank 0."""
+        """Take over an operator that is set up, with the data and the state of rank 0."""
         self._loop = Loop(operator, self.signal)
         train_state = self._train_state
-        train_state.settings.batch_share = self._tell_share(train_state.context)
+        train_state.settings.batch_share = self._set_share(train_state.context)
         if train_state.context.world_size > 1:
-            # the order of the epochs must be one; each process may have drawn a seed of its own
+            # each process may have drawn its own seed
             sources = train_state.data
             seed, data, batching = train_state.from_rank(
                 lambda: (train_state.seed, sources.fingerprint(), sources.batching()), 0
@@ -150,20 +145,20 @@ class OperatorRunner(ABC):
             self._enter_world()
 
     def teardown(self) -> None:
-        """Let go of the operator and of the processes of its loaders."""
+        """Release the operator and the processes of its loaders."""
         if self._loop is not None:
             self._loop.forget_iteration()
             self._train_state.data.release()
         self._loop = None
 
     def unpicklable_part(self) -> str:
-        """Say which argument of the trainer cannot be pickled, where one cannot."""
+        """Return the argument of the trainer that cannot be pickled."""
         key = unpicklable_key(self._options.config)
         return "training_operator_cls" if key is None else f"config[{key!r}]"
 
     @property
     def operator(self) -> Any:
-        """The operator."""
+        """The hosted operator."""
         return self._running.operator
 
     @property
@@ -180,21 +175,20 @@ class OperatorRunner(ABC):
     # ---- read and set from another thread
 
     def progress(self) -> Progress:
-        """Say how far training is."""
+        """Return the progress of training."""
         if self._loop is None:
             return Progress()
         train_state, segment = self._train_state, self._loop.segment
         sharded = train_state.sharded
         is_measuring = segment is not None or self._loop.evaluation.total is not None
         meters = train_state.meters if is_measuring else None
-        latest = {} if meters is None else self._loss.read(meters)  # first, since it may wait
+        latest = {} if meters is None else self._loss.read(meters)
         return Progress(
             epoch=train_state.epoch,
             in_epoch=train_state.offset > 0 or (segment is not None and segment.num_batches > 0),
             global_step=train_state.global_step,
             num_batches=self._loop.num_batches,
             total_batches=self._loop.evaluation.total if segment is None else segment.total_batches,
-            num_covered=self._loop.num_covered,
             num_samples=0 if meters is None else int(meters.num_samples),
             step_s=0.0 if segment is None else segment.step_s,
             snapshot=self._loop.snapshots.step,
@@ -208,16 +202,16 @@ class OperatorRunner(ABC):
         )
 
     def request_stop(self, requested: bool) -> None:
-        """Let the call under way raise at its next batch."""
+        """Make the current call raise before its next batch."""
         self.signal.stop = requested
 
     def pause_at(self, step: int | None) -> int:
-        """Let the call under way pause at a step; returns the step that it is at."""
+        """Make the current call pause at `step`, and return its current step."""
         self.signal.driver_pause = step
         return 0 if self._loop is None else self._train_state.global_step
 
     def announce(self, preemption: Preemption | None) -> None:
-        """Let the operator know that workers are going to be taken away."""
+        """Store the announcement of a preemption for the operator."""
         if self._loop is not None:
             self._train_state.preemption = preemption
 
@@ -228,7 +222,7 @@ class OperatorRunner(ABC):
     # ---- requests
 
     def handle(self, request: Request) -> Any:
-        """Do what a request of the driver asks for; defer Ctrl-C while a step is in progress."""
+        """Handle a request of the driver. Defer Ctrl-C while a step is in progress."""
         with self.signal.deferring_ctrl_c():
             match request:
                 case TrainRequest():
@@ -276,12 +270,12 @@ class OperatorRunner(ABC):
 
     def handle_own(self, request: Request) -> Any:
         """Handle a request that only one framework has."""
-        raise NotImplementedError(f"{request.name} is no request to an operator.")
+        raise NotImplementedError(f"Operators of this framework do not support {request.name}.")
 
     def warm_up(self) -> None:
-        """Compute the gradients of one batch, so that joining a group waits for no compiler.
+        """Compute the gradients of one batch, so that the group need not wait for a compiler.
 
-        Everything but caches is as before. A failure costs only time.
+        It changes only caches. A failure is logged.
         """
         if not any(feature.needs_warm_up for feature in self._train_state.features):
             return
@@ -289,20 +283,20 @@ class OperatorRunner(ABC):
             try:
                 self._running.warm_up()
             except Exception as error:
-                logger.warning("The warm-up batch of a replacement worker failed: %r", error)
+                logger.warning("The warm-up of a replacement worker failed: %r", error)
 
     # ---- other calls
 
     @abstractmethod
     def update_schedulers(self, call: int, metric: float) -> None:
-        """Step every scheduler with a metric, once for a `call` that is made again."""
+        """Step every scheduler with a metric, only once for a repeated `call`."""
 
     @abstractmethod
     def models(self) -> Any:
         """Return copies of the models."""
 
     def _apply_operator(self, function: Callable[[Any], Any]) -> Any:
-        """Call a function of the user with the operator; a snapshot has what it changed."""
+        """Call a function of the user with the operator, and renew the snapshot after a change."""
         train_state, loop = self._train_state, self._running
         before = train_state.settable()
         try:
@@ -310,29 +304,29 @@ class OperatorRunner(ABC):
         finally:
             if train_state.settable() != before:
                 has_snapshot = loop.snapshots.step is not None
-                loop.snapshots.clear()  # the next segment takes one
+                loop.snapshots.clear()  # the next segment takes a new one
                 if not has_snapshot:
                     loop.snapshots.maybe_take(loop.state_with_call)
 
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, on CPU; of a divided one, this worker's share."""
+        """Return the state, or this worker's shards of it, on the CPU."""
         self._train_state.step.check_whole(self._train_state.global_step)
         if not self._train_state.ranks_in_sync:
             self._train_state.say(
                 "ahead",
-                "The state is taken amid a step in which workers were lost, and some optimizers' "
-                "state has its update already: a trainer that loads it makes that twice.",
+                "Workers were lost within a step, and some optimizers of this state have already "
+                "made its update. A trainer that loads the state repeats that update.",
             )
         state: dict[str, Any] = self._train_state.to_cpu(self._running.state())
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state; the place in the data and the random numbers where it has them."""
+        """Load a state of `state_dict`, or a snapshot."""
         train_state = self._train_state
         if train_state.context.in_driver:
-            # not pickled on its way here, and training would change the caller's tensors
+            # training would change the caller's tensors
             state = copy.deepcopy(state)
         check_position(state)
         train_state.check_training_state(state)
@@ -346,20 +340,19 @@ class OperatorRunner(ABC):
             train_state.load_training_state(state)
         self._running.forget_iteration()
         self._running.evaluation.start = None
-        if "call" in state:  # a snapshot, not a saved state: the call goes on
-            self._running.join_call(state["call"])
         self._running.snapshots.clear()
-        if "call" not in state:
-            compare_steps(train_state, position)
+        if "call" in state:  # a snapshot, from which the call continues
+            self._running.join_call(state["call"])
+        else:
+            warn_of_other_steps(train_state, position)
         train_state.move_to(position, state.get("global_step", 0))
         if generators:
             self.generators.set(generators[context.world_rank])
 
     def restart_state(self, num_workers: int = 1) -> dict[str, Any] | None:
-        """Return the state for workers that start anew; None where there is none to go on from.
+        """Return the state from which new workers can continue, or None.
 
-        Of a divided one it is this worker's share, and there is none unless all of the group are
-        asked, which are so many.
+        A sharded state needs all workers of the group: `num_workers` of them are asked.
         """
         if self._loop is None:
             return None
@@ -371,7 +364,7 @@ class OperatorRunner(ABC):
         return state
 
     def _shared_state(self) -> dict[str, Any]:
-        """Return what is the same on every rank, beside models and optimizers."""
+        """Return what is equal on all ranks, except models and optimizers."""
         train_state = self._train_state
         return {
             "operator": self.operator.state_dict(),
@@ -388,8 +381,8 @@ class OperatorRunner(ABC):
 class LossReader:
     """Reads the newest metrics, for the thread that answers the driver.
 
-    A GPU gives a number when it has done all before it, and that may be a collective with a worker
-    that is gone. So another thread waits for it, and until then they are those before.
+    Reading from a GPU waits for its earlier work, which may be a collective with a lost worker.
+    Therefore another thread reads, and until it ends, the previous values count.
     """
 
     def __init__(self) -> None:
@@ -397,7 +390,7 @@ class LossReader:
         self._thread: threading.Thread | None = None
 
     def read(self, meters: AverageMeterCollection) -> dict[str, float]:
-        """Return the newest values that are known; none before there are some."""
+        """Return the newest known values."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._wait, args=(meters,), daemon=True)
             self._thread.start()
@@ -405,5 +398,5 @@ class LossReader:
         return self._values
 
     def _wait(self, meters: AverageMeterCollection) -> None:
-        with contextlib.suppress(Exception):  # of the GPU, which the thread that trains has too
+        with contextlib.suppress(Exception):  # an error of the GPU also reaches the training thread
             self._values = meters.latest()

@@ -1,4 +1,4 @@
-"""What others ask of a loop while it runs: to stop, or to pause at a step."""
+"""Requests to a running loop: to stop, or to pause at a step."""
 
 from __future__ import annotations
 
@@ -12,42 +12,38 @@ __all__ = ["Signal", "StepInterruptedError"]
 
 
 class StepInterruptedError(Exception):
-    """Raised inside a loop when the driver asked the worker to stop."""
+    """Raised in a loop if the driver asked the worker to stop."""
 
 
 class Signal:
-    """Set by the thread that answers the driver, and read by the one that trains.
-
-    Nothing is copied from here, so that what is asked holds from the next batch on, and what is
-    taken back is as if it had not been asked.
-    """
+    """Flags that the control thread sets, and the training thread reads before each batch."""
 
     def __init__(self) -> None:
         self.stop = False
-        """Whether the call under way is to raise at its next batch."""
+        """Whether the call must raise before its next batch."""
         self.driver_pause: int | None = None
-        """Committed steps at which the driver wants all workers to pause; None: at none."""
+        """Committed steps at which the driver wants all workers to pause."""
         self.callback_pause: int | None = None
-        """The same of a callback; each call of train sets it when it begins."""
+        """Committed steps at which a callback wants a pause. Each call of train sets it."""
         self._interrupted = False
         self._is_waiting = False
 
     @property
     def pause(self) -> int | None:
-        """Committed steps at which to pause first; None for no pause."""
+        """Committed steps at which to pause first, or None."""
         pauses = (self.driver_pause, self.callback_pause)
         return min((step for step in pauses if step is not None), default=None)
 
     def raise_stop(self) -> None:
-        """Raise StepInterruptedError if the call is to stop."""
+        """Raise StepInterruptedError if the call must stop, or deliver a deferred Ctrl-C."""
         if self._interrupted:
-            signal.raise_signal(signal.SIGINT)  # the second, which is delivered immediately
+            signal.raise_signal(signal.SIGINT)  # the second one is not deferred
         if self.stop:
             raise StepInterruptedError("The driver asked this worker to stop.")
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Return a context in which Ctrl-C is delivered immediately: no step is in progress."""
+        """Deliver Ctrl-C immediately in this context, because no step is in progress."""
         self._is_waiting = True
         try:
             yield
@@ -56,10 +52,7 @@ class Signal:
 
     @contextlib.contextmanager
     def deferring_ctrl_c(self) -> Iterator[None]:
-        """Return a context that defers Ctrl-C to `raise_stop`, or to the end of the context.
-
-        A second Ctrl-C is delivered immediately.
-        """
+        """Defer the first Ctrl-C to `raise_stop`, or to the end of the context."""
         deliver = signal.getsignal(signal.SIGINT)
         if not callable(deliver) or threading.current_thread() is not threading.main_thread():
             yield

@@ -20,21 +20,21 @@ logger = logging.getLogger(__name__)
 
 
 class DataSources(ABC):
-    """The sources of batches of one operator, by the names of their loaders."""
+    """The batch sources of one operator, by the names of their loaders."""
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
         self._sources: dict[str, BatchSource] = {}
         self._warned: set[str] = set()
         self.trains_on = "train"
-        """The name of the source whose epoch is in progress."""
+        """Name of the source whose epoch is in progress."""
 
     @abstractmethod
     def wrap(self, loader: Any, training: bool) -> BatchSource:
-        """Return the source of batches for a loader, or for a `Dataset` given with a call."""
+        """Return the source for a loader, or for a `Dataset` given with a call."""
 
     def by_name(self, loader: Any) -> Mapping[str, Any]:
-        """Return several loaders by their names; a single one by the empty name."""
+        """Return several loaders by name, or a single one by the empty name."""
         return {"": loader}
 
     def register(self, train_loader: Any, validation_loader: Any) -> None:
@@ -44,32 +44,30 @@ class DataSources(ABC):
             self._sources["train"] = self._wrapped(given, train_loader, training=True)
         if validation_loader is None:
             return
-        given_alone = "register_data(validation_loader=...)"
         for name in [*self.validation_sources()]:
-            self._sources.pop(f"validation/{name}" if name else "validation", None)
+            self._sources.pop(_key_of(name), None)
         for name, loader in self.by_name(validation_loader).items():
-            key = f"validation/{name}" if name else "validation"
-            given = f"register_data(validation_loader={{{name!r}: ...}})" if name else given_alone
-            self._sources[key] = self._wrapped(given, loader, training=False)
+            given = f"register_data(validation_loader={f'{{{name!r}: ...}}' if name else '...'})"
+            self._sources[_key_of(name)] = self._wrapped(given, loader, training=False)
 
     def _wrapped(self, given: str, loader: Any, training: bool) -> BatchSource:
-        # the protocol of sequences, which a map-style data set has, is one of iteration as well
+        # map-style data sets are iterable by __getitem__
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise TypeError(f"{given} must be iterable, but it is {loader!r}.")
         if isinstance(loader, GeneratorType):
             raise TypeError(
-                f"{given}: a generator can be read once, and has no second epoch. Register an "
-                "object whose __iter__ is the generator: a class, an IterableDataset, a list."
+                f"{given}: a generator can be read only once, so it has no second epoch. Register "
+                "an object whose __iter__ is the generator, an IterableDataset, or a list."
             )
         source = self.wrap(loader, training=training)
         if not source.partitioned_by and self._state.settings.options.num_workers > 1:
             self._state.say(
                 given,
-                "%s: raysgd cannot partition this %s, because %s. Every worker reads all that it "
-                "gives, and num_samples counts each sample once for each worker. Let it select a "
-                "part by self.world_rank and self.world_size each time it is read. If it does so "
-                "already, pass add_dist_sampler=False to the trainer, or give the loader, its data "
-                "set, or its sampler an attribute num_replicas.",
+                "%s: raysgd cannot partition this %s, because %s. Every worker reads all of it, "
+                "and num_samples counts each sample once for each worker. Let it select a part by "
+                "self.world_rank and self.world_size in each epoch. If it does so already, pass "
+                "add_dist_sampler=False to the trainer, or give the loader, its data set, or its "
+                "sampler an attribute num_replicas.",
                 given,
                 type(loader).__name__,
                 source.why_whole,
@@ -77,34 +75,34 @@ class DataSources(ABC):
         return source
 
     def has(self, name: str) -> bool:
-        """Whether there is a train or validation loader."""
+        """Return whether there is a train or validation loader."""
         return any(key.partition("/")[0] == name for key in self._sources)
 
     def source(self, name: str) -> Any:
-        """Return the registered train or validation loader; where they have names, a dict of them.
+        """Return the train or validation loader, or a dict if validation loaders have names.
 
         Raises:
-            RuntimeError: if there is none.
+            RuntimeError: If there is none.
         """
         if not self.has(name):
             raise _missing(name)
         return self._sources[name] if name in self._sources else self.validation_sources()
 
     def readable(self, name: str) -> BatchSource:
-        """Return the source, or one that raises as soon as a loop reads it."""
+        """Return the source, or one that raises when a loop reads it."""
         return self._sources[name] if name in self._sources else BatchSource(_Missing(name))
 
     def validation_sources(self) -> dict[str, BatchSource]:
-        """Return what to validate on by name; a single loader has the empty name."""
+        """Return the validation sources by name. A single one has the empty name."""
         keys = [key for key in self._sources if key.partition("/")[0] == "validation"]
         found = {key.partition("/")[2]: self._sources[key] for key in keys}
         return found or {"": self.readable("validation")}
 
     def sources_of(self, loader: Any) -> dict[str, BatchSource]:
-        """Return a loader that was given with a call, or several by name, shared out.
+        """Return the sources of one or several loaders that are given with a call.
 
         Raises:
-            TypeError: if it is none, or one that every worker would read whole.
+            TypeError: If a loader is not iterable, or cannot be partitioned.
         """
         found = {}
         for name, each in self.by_name(loader).items():
@@ -112,24 +110,22 @@ class DataSources(ABC):
             is_partitioned = source.partitioned_by not in ("", "your code")
             if not is_partitioned and self._state.context.world_size > 1:
                 raise TypeError(
-                    f"A {type(each).__name__} was given, which cannot be shared out: every worker "
-                    "would read all of it. Give a DataLoader of a data set that has a length and "
-                    "can be indexed to a trainer with add_dist_sampler=True."
+                    f"raysgd cannot partition this {type(each).__name__}, so every worker would "
+                    "read all of it. Pass a DataLoader of a data set that has a length and can be "
+                    "indexed, to a trainer with add_dist_sampler=True."
                 )
         return found
 
     def training_source(self, dataset: Dataset | None) -> tuple[BatchSource, bool]:
-        """Return what to train on, and whether that is another source than before.
+        """Return the source to train on, and whether it has changed.
 
-        A data set given with the call takes the place of the registered loader. An epoch that is
-        part-finished on one of them is given up when the other is used.
+        A change discards the rest of the epoch in progress.
         """
         name = "train" if dataset is None else f"dataset {dataset.uid}"
         if dataset is not None and name not in self._sources:
             for old in [key for key in self._sources if key.startswith("dataset ")]:
                 del self._sources[old]
             source = self.wrap(dataset, training=True)
-            # also where it equals a share, which it may do on some of the workers only
             source.set_batch_size(dataset.batch_size, follows_share=False)
             self._sources[name] = source
         changed = name != self.trains_on
@@ -138,7 +134,7 @@ class DataSources(ABC):
         return self.readable(name), changed
 
     def describe(self) -> dict[str, str]:
-        """Say of each loader how the workers divide it."""
+        """Return how the workers divide each loader."""
         return {
             name: f"partitioned by {source.partitioned_by}: {source.describe()}"
             if source.partitioned_by
@@ -147,7 +143,7 @@ class DataSources(ABC):
         }
 
     def warn_of_stale_ranks(self) -> None:
-        """Warn of loaders that select their part by ranks of an earlier group."""
+        """Warn about loaders that select their part by ranks of an earlier group."""
         now = self._state.context.world_size, self._state.context.world_rank
         for name, source in self._sources.items():
             then = None if source.sharded else own_split(source.loader)
@@ -157,8 +153,8 @@ class DataSources(ABC):
                 self._warned.add(name)
                 logger.warning(
                     "The %s loader selects its part by rank %s of %d workers, but this worker is "
-                    "rank %d of %d now: samples are repeated and left out. Make the loader in "
-                    "on_world_change(self) of the operator, and register it there.",
+                    "rank %d of %d now, so samples are repeated or missing. Create the loader in "
+                    "on_world_change(self), and register it there.",
                     name,
                     then[1],
                     then[0],
@@ -166,78 +162,91 @@ class DataSources(ABC):
                     now[0],
                 )
 
+    def warn_of_smaller_steps(self) -> None:
+        """Warn once if a smaller group makes smaller steps."""
+        source, size = self._sources.get("train"), self._state.context.world_size
+        full_size = self._state.settings.full_size or size
+        if source is not None and size < full_size and not source.keeps_step:
+            self._state.say(
+                "smaller",
+                "With %d of %d workers, steps are smaller and an epoch has more of them, because "
+                "raysgd does not create the batches of the train loader (%s). To keep the size of "
+                "steps, register a map-style loader with a batch size.",
+                size,
+                full_size,
+                type(source.loader).__name__,
+            )
+
+    # ---- agreement between the workers
+
     def fingerprint(self) -> dict[str, str]:
-        """Return what the loaders that are shared out must have in common on all workers."""
+        """Return a text for each partitioned loader that must be equal on all workers."""
         found = {name: source.fingerprint() for name, source in self._sources.items()}
         return {name: text for name, text in found.items() if text}
 
     def batching(self) -> dict[str, tuple[int, bool]]:
-        """Return by what batches the loaders are shared out that raysgd makes the batches of."""
+        """Return the `BatchSource.batching` of each loader whose batches raysgd creates."""
         batching = {name: source.batching() for name, source in self._sources.items()}
         return {name: each for name, each in batching.items() if each is not None}
 
     def check_like(self, expected: dict[str, str]) -> None:
-        """Check that this worker shares out the same data as the others."""
+        """Check that this worker registered the same data as another one."""
         own, rank = self.fingerprint(), self._state.context.world_rank
         for name in expected.keys() & own.keys():
             if own[name] != expected[name]:
                 raise ValueError(
                     f"The workers registered different data as {name}_loader: {own[name]} on "
-                    f"worker {rank}, and {expected[name]} on another. A loader "
-                    "that is shared out needs the same data set on every worker. Seed what is "
-                    "random in setup, alike on all of them: random_split(..., generator="
-                    "torch.Generator().manual_seed(0)), train_test_split(..., random_state=0), "
-                    "torch.manual_seed(0). (add_dist_sampler=False would let each worker train on "
-                    "all that it has registered: pass it only where that is a part of its own.)"
+                    f"worker {rank}, and {expected[name]} on another. Register the same data set "
+                    "on every worker, and seed what is random in setup: random_split(..., "
+                    "generator=torch.Generator().manual_seed(0)). If each worker reads its own "
+                    "part, pass add_dist_sampler=False to the trainer."
                 )
 
     def check_batch_sizes(self, expected: dict[str, tuple[int, bool]]) -> None:
-        """Check that this worker, at the start, has the batch sizes of rank 0.
+        """Check that this worker has the batch sizes of rank 0.
 
-        A replacement worker is not checked: it sets up for a group whose size is a guess, and with
-        that its share of ``config[BATCH_SIZE]``.
+        Not for replacement workers, whose share of ``config[BATCH_SIZE]`` may differ in setup.
         """
         own, rank = self.batching(), self._state.context.world_rank
         for name in expected.keys() & own.keys():
-            (size, _), (other, _) = own[name], expected[name]
+            size, other = own[name][0], expected[name][0]
             if size != other:
                 raise ValueError(
                     f"The workers registered different batch sizes with {name}_loader: {size} on "
-                    f"worker {rank}, and {other} on worker 0. A loader that "
-                    "is shared out needs the same on every worker: config[BATCH_SIZE], or a "
-                    "number that does not depend on the worker. Where each worker reads a part "
-                    "of its own, pass add_dist_sampler=False to the trainer."
+                    f"worker {rank}, and {other} on worker 0. Use config[BATCH_SIZE], or the same "
+                    "number on all workers. If each worker reads its own part, pass "
+                    "add_dist_sampler=False to the trainer."
                 )
 
     def set_batch_size(self, batching: dict[str, tuple[int, bool]]) -> None:
-        """Share the loaders out by the batches of another worker."""
+        """Adopt the batch sizes of another worker."""
         for name in batching.keys() & self._sources.keys():
             self._sources[name].set_batch_size(*batching[name])
 
     @property
     def global_batch(self) -> int | None:
-        """Samples of a step of training; None where the loader is not shared out by samples."""
+        """Samples per training step, or None if raysgd does not partition by samples."""
         source = self._sources.get(self.trains_on)
         return None if source is None else source.global_batch
 
     @property
     def keeps_global_batch(self) -> bool:
-        """Whether ``config[BATCH_SIZE]`` is the size of a step to the sample."""
+        """Whether each step has exactly ``config[BATCH_SIZE]`` samples."""
         source, given = self._sources.get("train"), self._state.settings.global_batch
         return source is not None and source.keeps_step and source.global_batch == given
 
     def release(self) -> None:
-        """End the worker processes of the loaders."""
+        """Stop the worker processes of the loaders."""
         for source in self._sources.values():
             source.close_workers()
 
     def own_seeds(self) -> dict[str, int]:
-        """Return the seeds that loaders have of their own."""
+        """Return the seeds of the generators that users gave to loaders."""
         seeds = {name: source.own_seed for name, source in self._sources.items()}
         return {name: seed for name, seed in seeds.items() if seed is not None}
 
     def reseed(self, seed: int, loader_seeds: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Let the order of the epochs follow from `seed`, or from what loaders had of their own."""
+        """Derive the order of the epochs from `seed`, or from the loader's own seed."""
         for name, source in self._sources.items():
             source.reseed(seed, loader_seeds.get(name))
 
@@ -247,32 +256,20 @@ class DataSources(ABC):
         for source in self._sources.values():
             source.reshard(context.world_size, context.world_rank, share)
 
-    def say_what_changes(self) -> None:
-        """Say, when the group is smaller for the first time, where its steps become smaller."""
-        source, size = self._sources.get("train"), self._state.context.world_size
-        full_size = self._state.settings.full_size or size
-        if source is not None and size < full_size and not source.keeps_step:
-            self._state.say(
-                "smaller",
-                "The steps become smaller with the group, which has %d of %d workers: raysgd does "
-                "not make the batches of the train loader (%s), and cannot keep the global batch "
-                "and the number of steps of an epoch. It can where it shares out a map-style "
-                "loader that has a batch size.",
-                size,
-                full_size,
-                type(source.loader).__name__,
-            )
+
+def _key_of(validation_name: str) -> str:
+    return f"validation/{validation_name}" if validation_name else "validation"
 
 
 class _Missing:
-    """Stands for a loader that was not registered, for loops that have batches of their own."""
+    """Stands for an unregistered loader, because loops may have batches of their own."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __iter__(self) -> Iterator[Any]:
         raise _missing(self._name)
-        yield  # makes it a generator, so that it raises when it is read
+        yield  # makes it a generator
 
 
 def _missing(name: str) -> RuntimeError:

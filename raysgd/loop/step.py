@@ -13,11 +13,11 @@ __all__ = ["Step", "StepState", "WarmedUp"]
 
 
 class WarmedUp(BaseException):
-    """Raised when a warm-up has computed its gradients; it passes through user code."""
+    """Raised when a warm-up has computed its gradients. User code does not catch it."""
 
 
 class StepState(enum.Enum):
-    """Where a step is; the docstring of `raysgd.loop.loop` shows its life."""
+    """State of a step. The docstring of `raysgd.loop.loop` shows its life."""
 
     DRAWN = "the loader has given its batch"
     RUNNING = "the loop trains on the batch"
@@ -27,11 +27,7 @@ class StepState(enum.Enum):
 
 
 class Step:
-    """The step in progress on this worker, or the last one if there is none.
-
-    If the loop raises, the step counts if its state is UPDATED. Otherwise it is discarded, and
-    every feature restores what it copied before the step.
-    """
+    """The step in progress on this worker, or the last one."""
 
     def __init__(self) -> None:
         self.state = StepState.COMMITTED
@@ -39,14 +35,13 @@ class Step:
         self.batches: list[Any] = []
         """Its batches so far: several with gradient accumulation."""
         self.place = MicroBatch()
-        """MicroBatch of the current batch, or part of one, in the step."""
+        """Role of the current batch, or part of one, in the step."""
         self.updating: Any = None
         """The optimizer whose update has begun and not ended."""
         self.is_warm_up = False
-        """Whether it ends when an optimizer is about to step."""
+        """Whether it ends before an optimizer steps."""
         self.is_partial = False
-        """Whether a discarded step left changes that could not be restored. Then the state must
-        come from another worker, the snapshot, or a checkpoint."""
+        """Whether a discarded step left changes that no feature could restore."""
         self._updates: Counter[int] = Counter()
         self._most_updates: Counter[int] = Counter()
 
@@ -70,23 +65,23 @@ class Step:
         return self._updates[id(optimizer)]
 
     def draw(self, batch: Any) -> None:
-        """Add a batch, to a new step if none is open."""
+        """Add a batch, and open a new step if none is open."""
         if not self.is_open:
             self.state = StepState.DRAWN
             self._updates.clear()
         self.batches.append(batch)
 
     def run(self, place: MicroBatch) -> None:
-        """Note that the loop gets a batch, or a part of one."""
+        """Record that the loop gets a batch or a part of one."""
         self.place = place
         if self.state is not StepState.UPDATED:
             self.state = StepState.RUNNING
 
     def begin_update(self, optimizer: Any) -> None:
-        """Note that an optimizer is about to change parameters.
+        """Record that an optimizer is about to change parameters.
 
         Raises:
-            WarmedUp: if this is a warm-up.
+            WarmedUp: In a warm-up.
         """
         self.check_warm_up()
         self.updating = optimizer
@@ -99,7 +94,7 @@ class Step:
             raise WarmedUp
 
     def end_update(self, optimizer: Any) -> None:
-        """Note that an optimizer has made an update."""
+        """Record that an optimizer has made an update."""
         self.updating = None
         if not self.is_open:
             return
@@ -109,11 +104,7 @@ class Step:
             self.state = StepState.UPDATED
 
     def check_whole(self, global_step: int) -> None:
-        """Check that the state is that of a completed step.
-
-        Raises:
-            RuntimeError: if it is not, and no other worker had such a state.
-        """
+        """Raise RuntimeError if a failed step left a partial state that nothing replaced."""
         if self.is_partial:
             raise RuntimeError(
                 f"The step after step {global_step} failed when it had changed some "

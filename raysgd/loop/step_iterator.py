@@ -1,4 +1,4 @@
-"""A segment of training: the iterator that a loop draws batches from, and that counts steps."""
+"""A segment of training: the iterator from which a loop draws batches, and which counts steps."""
 
 from __future__ import annotations
 
@@ -19,23 +19,21 @@ _NOTHING = object()
 
 
 class StepIterator:
-    """Yields the batches of one segment of training, and commits each step as the next begins.
+    """Yields the batches of a segment, and commits each step when the next one begins.
 
-    Asking for the next batch is what says that the step before is done; so loops that users
-    write themselves are counted like the default one. With gradient accumulation batches come
-    in groups, the update follows the last one of a group, and they are committed together. Where
-    workers are missing, so that a worker's batch is larger, the default loop takes it in parts that
-    make one update as well; and so it does where batches are split since memory ran out.
+    The request for the next batch shows that the previous step is done. Therefore loops of users
+    count like the default one. With gradient accumulation, the batches of a group are committed
+    together. A batch can come in parts, which make one update.
 
     Args:
-        train_state: where the steps are counted.
-        source: where the batches come from.
-        batches: its batches from ``train_state.offset`` on.
-        limit: the most batches of this segment; None for the rest of the epoch.
-        steps_left: steps from ``train_state.offset`` to the end of the epoch; None where unknown.
-        go_on: asks all ranks whether each of them has a batch; None where that is certain.
-        signal: asks it to stop or to pause.
-        on_commit: called after each update.
+        train_state: Counts the steps.
+        source: Source of the batches.
+        batches: Its batches from ``train_state.offset`` on.
+        limit: Maximal number of batches. None for the rest of the epoch.
+        steps_left: Steps from ``train_state.offset`` to the end of the epoch. None if unknown.
+        go_on: Returns whether all ranks have a batch. None if that is certain.
+        signal: Requests to stop or to pause.
+        on_commit: Called after each committed step.
     """
 
     def __init__(
@@ -55,18 +53,17 @@ class StepIterator:
         self._steps_left = steps_left
         self._is_limited = limit is not None
         self.total_batches = min((n for n in (limit, steps_left) if n is not None), default=None)
-        """Batches that this segment will have; None where that is unknown."""
+        """Number of batches in this segment, or None if unknown."""
         self._go_on = go_on
         self._on_commit = on_commit
         self.start_step = train_state.global_step
-        """Committed steps as it begins."""
+        """Committed steps at the start."""
         self._started = time.perf_counter()
         self._signal = signal
         self._step = train_state.step
-        # of the batch under way, where it is split
         self._parts: deque[tuple[Any, MicroBatch]] = deque()
         self.batch: Any = None
-        """The batch under way, all parts of it."""
+        """The current batch, as a whole."""
         self._places: Sequence[MicroBatch] | None = None
         train_state.parts.in_use = False
         self._next_batch = _NOTHING
@@ -74,19 +71,19 @@ class StepIterator:
         self._ended = False
         self._timers = train_state.timers if train_state.timers.enabled else None
         self.start = train_state.offset
-        """Offset at which it begins."""
+        """Offset at the start."""
         self.paused = False
-        """Whether it has ended for a pause."""
+        """Whether it ended for a pause."""
         self.num_batches = 0
-        """Batches that are committed."""
+        """Number of committed batches."""
         self.drawn_from = False
         """Whether a loop has asked for a batch."""
         self.loader_failed = False
-        """Whether it was the loader that raised; it cannot be asked again then."""
+        """Whether the loader raised. It cannot continue then."""
 
     @property
     def step_s(self) -> float:
-        """Mean seconds of a batch so far; 0 before the first is done."""
+        """Mean seconds per batch so far, or 0 before the first is done."""
         num_finished = self.num_finished
         if not num_finished:
             return 0.0
@@ -94,19 +91,13 @@ class StepIterator:
 
     @property
     def num_finished(self) -> int:
-        """Batches that are finished, also those whose update is still to come."""
+        """Number of finished batches, including those that wait for their update."""
         return self.num_batches + self._step.place.step
 
     @property
     def in_step(self) -> bool:
-        """Whether a step is under way, and has not come to its end by what the loader raised."""
+        """Whether a step is in progress that the loader did not interrupt."""
         return bool(self._step.batches) and not self.loader_failed
-
-    @property
-    def num_taken(self) -> int | None:
-        """Samples of this worker in the batches that are committed; None where unknown."""
-        in_parts = self._train_state.parts.in_use
-        return self._source.num_taken(self.start, self.num_batches, in_parts)
 
     @property
     def epoch_is_over(self) -> bool:
@@ -115,21 +106,21 @@ class StepIterator:
 
     @property
     def loop_ends_epoch(self) -> bool:
-        """Whether the epoch is over, if the loop asks for no further batch.
+        """Whether the epoch is over if the loop asks for no further batch.
 
-        One that stops of its own will, where no number of steps was asked for, ends it.
+        A loop without a limit that stops early ends the epoch.
         """
         if not self._ended and not self._is_limited:
             return True
         place = self._step.place
-        under_way = place.step + place.ends_step if self._step.batches else 0
-        return self.epoch_is_over or self.num_batches + under_way == self._steps_left
+        pending = place.step + place.ends_step if self._step.batches else 0
+        return self.epoch_is_over or self.num_batches + pending == self._steps_left
 
     def __iter__(self) -> StepIterator:
         return self
 
     def in_parts(self) -> StepIterator:
-        """Let large batches come in parts, for a loop that does not care how many there are."""
+        """Allow large batches to come in parts."""
         if not self.drawn_from:
             self._train_state.parts.in_use = self._train_state.parts.why_not is None
         return self
@@ -150,7 +141,7 @@ class StepIterator:
         if batch is _NOTHING:
             self._ended = True
             raise StopIteration
-        # what is shared out is read again by its offset
+        # a partitioned source can read the batch again by its offset
         self._step.draw(None if self._source.sharded else batch)
         place = self._next_place()
         self.batch = batch
@@ -165,38 +156,39 @@ class StepIterator:
     def _is_at_end(self) -> bool:
         if self._exhausted or self.num_batches == self.total_batches:
             return True
-        pause = self._signal.pause  # which may be taken back at any moment
+        pause = self._signal.pause  # another thread may change it
         self.paused = pause is not None and self.start_step + self.num_batches >= pause
         return self.paused
 
     def finish(self) -> list[Any]:
-        """Settle the last step, when the loop has returned, and note where the epoch stands.
+        """Commit the last step after the loop has returned, and update the offset.
 
         Returns:
-            Batches to train again: those of a group that the loop left before its end.
+            Batches of an incomplete group, to train again.
         """
         step = self._step
-        lost = self._give_up() if step.batches and not step.place.is_last else []
+        lost = self._discard_group() if step.batches and not step.place.is_last else []
         try:
             if step.batches:
                 self._commit()
         finally:
-            self._note_offset()
+            self._update_offset()
             self._train_state.end_segment()
         return lost
 
     def fail(self) -> list[Any]:
-        """Settle the step in flight when the loop has raised; return batches to train again.
+        """Commit or discard the current step after the loop has raised.
 
-        The step counts if every optimizer has made its updates.
+        Returns:
+            Batches to train again.
         """
-        lost = [] if self._step.is_updated else self._give_up()
+        lost = [] if self._step.is_updated else self._discard_group()
         self.finish()
         self._train_state.roll_back()
         return lost
 
-    def _give_up(self) -> list[Any]:
-        """Give up the group in flight; return its batches, and one that was taken ahead."""
+    def _discard_group(self) -> list[Any]:
+        """Discard the current step, and return its batches and one that was read ahead."""
         lost = self._step.batches + ([] if self._next_batch is _NOTHING else [self._next_batch])
         self._next_batch = _NOTHING
         self._forget_batch()
@@ -220,13 +212,13 @@ class StepIterator:
             return self._places[position]
         is_last = position + 1 == self._planned
         if not is_last and not self._source.sharded:
-            # the end of such a loader is known when it is met, whatever length it claims
+            # the loader may end before its claimed length
             self._next_batch = self._take()
             is_last = self._next_batch is _NOTHING
         return MicroBatch(position, self._planned, is_last, step=position)
 
     def _take(self) -> Any:
-        """Return the next batch, or nothing where this rank or another has none left."""
+        """Return the next batch, or _NOTHING if any rank has none."""
         try:
             timer = (
                 contextlib.nullcontext() if self._timers is None else self._timers.record("data")
@@ -237,7 +229,7 @@ class StepIterator:
             self.loader_failed = True
             raise
         if self._go_on is not None:
-            self._next_batch = batch  # it is there again where a worker is lost as all are asked
+            self._next_batch = batch  # keep it if a worker is lost during the collective
             if not self._go_on(batch is not _NOTHING):
                 batch = _NOTHING
             self._next_batch = _NOTHING
@@ -247,7 +239,7 @@ class StepIterator:
         return batch
 
     def _check_length(self) -> None:
-        """Refuse a loader that ends early if the other workers rely on its length."""
+        """Reject a loader that ends early if the other workers rely on its length."""
         train_state = self._train_state
         if self._steps_left is None or train_state.context.world_size == 1:
             return
@@ -255,13 +247,13 @@ class StepIterator:
         raise RuntimeError(
             f"The train loader of worker {train_state.context.world_rank} ended after {taken} "
             f"of {self._steps_left} batches, and the other workers would wait for it. Correct its "
-            "__len__, or leave that out. If its data set raises StopIteration, raise another error."
+            "__len__, or remove that. If its data set raises StopIteration, raise another error."
         )
 
     def _offset(self) -> int:
         return self._source.offset_after(self.start, self.num_batches)
 
-    def _note_offset(self) -> None:
+    def _update_offset(self) -> None:
         self._train_state.offset = self._offset()
 
     def _commit(self) -> None:
@@ -269,9 +261,9 @@ class StepIterator:
         try:
             self._train_state.commit(num_steps)
         finally:
-            if not self._step.is_open:  # else it is no update
+            if not self._step.is_open:
                 self._forget_batch()
                 self.num_batches += num_steps
         if self._on_commit is not None:
-            self._note_offset()
+            self._update_offset()
             self._on_commit()

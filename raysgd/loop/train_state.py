@@ -35,20 +35,19 @@ class Settings:
     options: Options
     context: WorkerContext = field(default_factory=WorkerContext)
     batch_share: int | None = None
-    """What the operator's ``config[BATCH_SIZE]`` is now, a worker's share of the global batch. In
-    ``setup`` it is that of the full group, where steps keep their size."""
+    """The operator's current ``config[BATCH_SIZE]``: a worker's share of the global batch."""
     global_batch: int | None = None
     """``config[BATCH_SIZE]``."""
 
     @property
     def full_size(self) -> int | None:
-        """Workers of the full group, whose steps those of any other keep; None: they do not."""
+        """Workers of the full group, if smaller groups keep its size of steps, else None."""
         keeps = self.options.elastic.global_batch == "keep"
         return self.options.num_workers if keeps else None
 
     @property
     def placing(self) -> dict[str, Any]:
-        """What a source has to know of the group to share data out."""
+        """Arguments with which a source partitions data for the group."""
         full_size = self.full_size
         return {
             "world_size": self.context.world_size,
@@ -75,7 +74,7 @@ class TrainState(ABC):
         self.timers.disable()
         self.models: list[Any] = []
         self.num_criteria = 0
-        """Number of criteria with trained parameters: the last of `models`."""
+        """Number of criteria with trained parameters, which are the last of `models`."""
         self.optimizers: list[Any] = []
         self.registered = False
         self.epoch = 0
@@ -83,7 +82,7 @@ class TrainState(ABC):
         self.validation_offset = 0
         self.global_step = 0
         self.counted: dict[int, int] = {}
-        """The global step that user code has set, by the step at which it did so."""
+        """The global step that user code set, by the committed step at that time."""
         self.seed = seed
         self.step = Step()
         """The step in progress."""
@@ -92,7 +91,7 @@ class TrainState(ABC):
         self._said: set[str] = set()
         self.meters: AverageMeterCollection | None = None
         self.logged: dict[str, Any] | None = None
-        """Metrics that user code has logged of the current batch. None: they are not collected."""
+        """Metrics that user code logged for the current batch, or None outside of a batch."""
         self.preemption: Preemption | None = None
         """The workers of the group that will be preempted."""
         self.segment: StepIterator | None = None
@@ -114,7 +113,7 @@ class TrainState(ABC):
         return next(found, None)
 
     def say(self, key: str, message: str, *values: Any) -> None:
-        """Log something, once, on one worker."""
+        """Log a warning, once for each `key`, on rank 0."""
         if self.context.world_rank == 0 and key not in self._said:
             self._said.add(key)
             logger.warning(message, *values)
@@ -137,7 +136,7 @@ class TrainState(ABC):
         if self.parts.split > 1:
             position["split"] = self.parts.split
         if self.data.trains_on != "train":
-            # the offset is one in the data set that was given with the newest call
+            # the offset is in the data set of the newest call
             position["trains_on"] = self.data.trains_on
         return position
 
@@ -151,28 +150,20 @@ class TrainState(ABC):
         self.reseed(position.get("seed", self.seed), position.get("loader_seeds", {}))
 
     def reseed(self, seed: int, loader_seeds: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Derive the order of the epochs from `seed`, or from seeds that loaders have."""
+        """Derive the order of the epochs from `seed`, or from the seeds of loaders."""
         self.seed = seed
         self.data.reseed(seed, loader_seeds)
 
     # ---- steps
 
     def begin_batch(self, place: MicroBatch) -> None:
-        """Begin a batch, or a part of one.
-
-        Raises:
-            IndivisibleError: if batches turn out to be indivisible.
-        """
+        """Begin a batch, or a part of one."""
         self.step.run(place)
         for feature in self.features:
             feature.begin_batch(place)
 
     def commit(self, num_batches: int = 1) -> None:
-        """Count batches whose update is done.
-
-        Raises:
-            RuntimeError: if gradients wait for an update that was left out.
-        """
+        """Count batches whose update is done."""
         for feature in self.features:
             feature.before_commit()
         self.step.commit()
@@ -192,13 +183,13 @@ class TrainState(ABC):
             feature.check_trained()
 
     def end_segment(self) -> None:
-        """Report what was found, at the end of a segment or of a validation."""
+        """Report findings at the end of a segment or a validation."""
         for feature in self.features:
             feature.end_segment()
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Return a context in which ranks may evaluate different numbers of batches."""
+        """Return a context for evaluation, where ranks can have different numbers of batches."""
         with contextlib.ExitStack() as stack:
             for feature in self.features:
                 stack.enter_context(feature.evaluating())
@@ -206,12 +197,12 @@ class TrainState(ABC):
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Return a context after which the models are as they were before it."""
+        """Return a context that restores the models at its end."""
         yield
 
     @property
     def num_skipped(self) -> int | None:
-        """Number of updates skipped so far, because gradients overflowed. None: none is skipped."""
+        """Number of updates skipped because gradients overflowed. None if none can be skipped."""
         counts = (feature.num_skipped for feature in self.features)
         return next((count for count in counts if count is not None), None)
 
@@ -223,7 +214,7 @@ class TrainState(ABC):
 
     @abstractmethod
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
-        """Return what `make` returns on one rank, on all ranks. Every rank must call it."""
+        """Return the result of `make` on `rank`, on all ranks. Every rank must call it."""
 
     def enter(self, context: WorkerContext, batch_share: int | None) -> None:
         """Enter a new generation, and partition the data for it."""
@@ -244,7 +235,7 @@ class TrainState(ABC):
 
     @property
     def sharded(self) -> list[ShardedFeature]:
-        """Features that divide the state. If there are some, no worker has all of it."""
+        """Features that shard the state. With any, no worker has all of it."""
         return [each for each in self.features if isinstance(each, ShardedFeature)]
 
     @property
@@ -253,7 +244,7 @@ class TrainState(ABC):
         return all(feature.ranks_in_sync for feature in self.sharded)
 
     def shards(self) -> list[Any]:
-        """Return this worker's shards: of each optimizer, then of each divided model."""
+        """Return this worker's shards of each optimizer, and then of each sharded model."""
         parts = {id(feature.optimizer): feature.shards() for feature in self.sharded}
         found = [parts.get(id(optimizer), []) for optimizer in self.optimizers]
         return [*found, *(shard for feature in self.sharded for shard in feature.model_shards())]
@@ -262,7 +253,7 @@ class TrainState(ABC):
 
     @abstractmethod
     def settable(self) -> Any:
-        """Return what user code may set between steps, such as learning rates, to compare it."""
+        """Return values that user code may set between steps, such as learning rates."""
 
     @abstractmethod
     def training_state(self) -> dict[str, Any]:
@@ -270,32 +261,28 @@ class TrainState(ABC):
 
     @abstractmethod
     def check_training_state(self, state: dict[str, Any]) -> None:
-        """Check that a state fits what is registered.
-
-        Raises:
-            CheckpointError: if it does not.
-        """
+        """Raise CheckpointError if a state does not fit the registered objects."""
 
     @abstractmethod
     def load_training_state(self, state: dict[str, Any]) -> None:
-        """Load what `training_state` returned."""
+        """Load the result of `training_state`."""
 
     @abstractmethod
     def copy_leaf(self, leaf: Any) -> Any:
-        """Return a copy of a leaf of a state on its device, at a step boundary."""
+        """Return a copy of a leaf of a state, on its device."""
 
     @abstractmethod
     def to_cpu(self, state: Any) -> Any:
-        """Return a state on CPU that stays as it is until it is sent to the driver."""
+        """Return a state on the CPU that does not change until the driver has it."""
 
 
 def listed(given: Any) -> list[Any]:
-    """Return what was registered as a list of its own."""
+    """Return registered objects as a new list."""
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def shaped_like(given: Any, members: list[Any]) -> Any:
-    """Return `members` in the shape of `given`: a single one, a list or a tuple."""
+    """Return `members` in the shape of `given`: a single one, a list, or a tuple."""
     if isinstance(given, tuple):
         return tuple(members)
     return members if isinstance(given, list) else members[0]

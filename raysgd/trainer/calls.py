@@ -19,7 +19,7 @@ from raysgd.elastic.controller import Controller
 from raysgd.elastic.machine import Closed
 from raysgd.elastic.requests import LoadRequest
 from raysgd.loop.requests import MeasuredRequest, TrainRequest, ValidateRequest
-from raysgd.metrics import NUM_SAMPLES, merge_workers
+from raysgd.metrics import merge_workers
 from raysgd.trainer.fit_options import FitOptions, Limits
 
 __all__ = ["CallResult", "Calls", "TrainCall"]
@@ -172,7 +172,7 @@ class Calls:
         )
         controller = self.controller
         self._newest = call
-        num_events, ended = len(controller.events), 0.0
+        ended = 0.0
         results: list[Any] = [None]
         while results[0] is None:
             call.request = replace(call.request, info=dict(info or {}))
@@ -187,8 +187,7 @@ class Calls:
         assert call.start is not None
         completed = controller.progress.epoch > call.start.epoch
         results += [outcome.value() for outcome in call.departed_results]
-        kinds = {event.kind for event in controller.events[num_events:]}
-        merged = self._merge(results, lost=not kinds.isdisjoint(_LOSES_METRICS))
+        merged = merge_workers(results)
         return CallResult(results, merged, completed, LastCall("train", ended, call.seconds))
 
     def _log(self, trainer: Trainer, call: TrainCall) -> None:
@@ -260,16 +259,8 @@ class Calls:
         seconds = time.perf_counter() - started
         if loader is None:
             self._failed_validation = None
-        merged = self._merge(results, call.num_losses > 0)
-        return CallResult(results, merged, False, LastCall("validate", time.time(), seconds))
-
-    def _merge(self, results: Sequence[Mapping[str, Any]], lost: bool) -> dict[str, Any]:
         merged = merge_workers(results)
-        covered = self.controller.progress.num_covered
-        if lost and covered is not None and NUM_SAMPLES in merged:
-            # the steps are done, but the metrics of a lost worker are missing
-            merged[NUM_SAMPLES] = covered
-        return merged
+        return CallResult(results, merged, False, LastCall("validate", time.time(), seconds))
 
 
 def _next_multiple(number: int, step: int) -> int:

@@ -195,7 +195,7 @@ WRONG_ARGUMENTS = {
     "resources_of_a_local_worker": (
         {**OPERATOR, "use_local": True, "resources_per_worker": {"GPU": 0.5}},
         ValueError,
-        ["use_local=True", "{'GPU': 0.5}", "one GPU", "Leave GPU out"],
+        ["use_local=True", "{'GPU': 0.5}", "one GPU", "Remove GPU"],
     ),
     "resources_with_gpus_that_are_refused": (
         {**TWO, "resources_per_worker": {"GPU": 1}},
@@ -612,7 +612,7 @@ WRONG_RESULTS = {
     "metric_named_by_a_number": (
         "number as name",
         TypeError,
-        ["Moody.train_batch", "5", "names must be texts"],
+        ["Moody.train_batch", "5", "use a string"],
     ),
 }
 

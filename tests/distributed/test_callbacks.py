@@ -57,9 +57,8 @@ def test_events_reach_callbacks_and_the_run_folder_during_the_call(two, tmp_path
     saving = CheckpointCallback(tmp_path / "checkpoints", every=5, keep=None)
     (two.folder / "until_size").write_text("2")
     order(two.folder, "train", 1, 7, "die")
-    (metrics,) = trainer.fit(1, None, callbacks=[spy, saving])
+    trainer.fit(1, None, callbacks=[spy, saving])
     check_epoch(trainer)
-    assert metrics["num_samples"] == NUM_SAMPLES
     assert two.kinds == told(spy) == ["lost", "resumed", "grown"]
     # what the lost worker measured before the pauses is gone as well
     assert two.events[0].num_batches == two.events[0].step == 7
@@ -73,7 +72,6 @@ def test_events_reach_callbacks_and_the_run_folder_during_the_call(two, tmp_path
     assert began < written[0]["time"] <= written[1]["time"] < written[2]["time"] < time.time()
     run, *_, trained = lines(trainer.logdir / "metrics.jsonl")
     assert (run["num_workers"], trained["num_workers"], trained["kind"]) == (2, 2, "train")
-    assert trained["metrics"]["num_samples"] == NUM_SAMPLES
 
 
 def test_pauses_do_not_change_results_and_a_checkpoint_resumes_them(two):
@@ -124,9 +122,8 @@ def test_a_worker_that_is_lost_in_a_pause_costs_no_sample(two, tmp_path):
 
     spy, pids = Killing(pause_every=10), pids_of(two.trainer)
     (two.folder / "until_size").write_text("2")
-    (metrics,) = two.trainer.fit(1, None, callbacks=[spy])
+    two.trainer.fit(1, None, callbacks=[spy])
     check_epoch(two.trainer)
-    assert metrics["num_samples"] == NUM_SAMPLES
     assert told(spy) == ["lost", "resumed", "grown"]
     assert two.events[0].num_batches == two.events[0].step == 10
 

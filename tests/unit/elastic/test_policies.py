@@ -81,17 +81,10 @@ def test_a_partial_state_leads_only_if_all_are_partial():
 # ---- whose state counts
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.none() | st.integers(0, 99)), min_size=1))
-def test_the_progress_of_a_group_is_that_of_its_leader_with_all_covered_samples(workers):
-    progress = [
-        Progress(global_step=step, num_covered=covered, latest={"loss": float(rank)})
-        for rank, (step, covered) in enumerate(workers)
-    ]
-    group = furthest(progress)
-    leader = choose_leader(progress)
-    assert (group.global_step, group.latest["loss"]) == (max(s for s, _ in workers), float(leader))
-    known = [covered for _, covered in workers if covered is not None]
-    assert group.num_covered == (max(known) if known else None)
+@given(st.lists(st.integers(0, 5), min_size=1))
+def test_the_group_is_as_far_as_its_leader(steps):
+    progress = [Progress(global_step=step) for step in steps]
+    assert furthest(progress).global_step == max(steps)
 
 
 # ---- waiting

@@ -28,11 +28,11 @@ class Careful(Recorder):
     ("operator_cls", "said"),
     [
         (Forgetful, r"Forgetful.__init__ does not call super\(\).__init__\(\)"),
-        (Selfish, r"Selfish.__init__ does not take what raysgd makes operators with"),
+        (Selfish, r"Selfish.__init__ does not accept the arguments of raysgd"),
     ],
 )
 def test_an_init_that_does_not_fit_is_told_what_to_do(operator_cls, said):
-    with pytest.raises(TypeError, match=said + r".*create what the operator needs in setup"):
+    with pytest.raises(TypeError, match=said + r".*Remove __init__, and use setup"):
         run_operator(operator_cls, config={"num_samples": 8, "batch_size": 4})
 
 
@@ -62,8 +62,8 @@ def test_a_method_with_nearly_the_name_of_another_is_warned_of(caplog):
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
     assert "Typos.train_bach" in said[0]
-    assert "Is train_batch meant" in said[0]
-    assert "Is validate_batch meant" in said[1]
+    assert "Did you mean train_batch?" in said[0]
+    assert "Did you mean validate_batch?" in said[1]
 
 
 def test_so_is_one_that_lightning_would_call(caplog):
@@ -80,8 +80,8 @@ def test_so_is_one_that_lightning_would_call(caplog):
 
     warn_of_misspelling(Moved, TrainingOperator)
     said = [record.getMessage() for record in caplog.records]
-    assert "Moved.training_step is called by nobody but yourself. Is train_batch meant" in said[0]
-    assert "Is validate_batch meant" in said[1]
+    assert "raysgd never calls Moved.training_step. Did you mean train_batch?" in said[0]
+    assert "Did you mean validate_batch?" in said[1]
     caplog.clear()
     warn_of_misspelling(Helped, TrainingOperator)
     assert ["validate_batch" in record.getMessage() for record in caplog.records] == [True]

@@ -25,7 +25,7 @@ def test_only_a_request_to_train_can_split_its_batches():
 
 def test_a_runner_refuses_requests_of_the_other_family():
     operators = TorchRunner(TorchOptions(training_operator_cls=Classifier))
-    with pytest.raises(NotImplementedError, match="next is no request to an operator"):
+    with pytest.raises(NotImplementedError, match="do not support next"):
         operators.handle(NextRequest(reported=None))
     with pytest.raises(NotImplementedError, match="train is no request to a training function"):
         FunctionRunner(False).handle(TrainRequest(call=0))

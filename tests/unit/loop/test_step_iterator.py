@@ -58,25 +58,6 @@ def test_the_end_of_an_epoch_of_unknown_length_is_known_when_it_was_met():
     assert steps.epoch_is_over
 
 
-def test_the_epoch_is_known_to_be_over_when_the_loop_has_ended():
-    """The default loop asks there whether to step schedulers that step once an epoch."""
-    train_state = make_registration()
-    train_state.offset = 1
-    steps = make_steps(train_state, range(3))
-    for _ in steps:
-        pass
-    assert steps.epoch_is_over
-
-
-def test_an_exhausted_iterator_stays_exhausted():
-    steps = make_steps(make_registration(), range(1))
-    assert next(steps) == 0
-    for _ in range(3):
-        with pytest.raises(StopIteration):
-            next(steps)
-    assert steps.num_batches == 1
-
-
 def test_no_batch_is_fetched_beyond_the_limit():
     fetched = []
 
@@ -88,14 +69,6 @@ def test_no_batch_is_fetched_beyond_the_limit():
     steps = StepIterator(make_registration(), BatchSource([]), batches(), 2, None, None, Signal())
     assert list(steps) == [0, 1]
     assert fetched == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("limit", "left", "total"),
-    [(None, None, None), (3, None, 3), (None, 4, 4), (3, 4, 3), (5, 4, 4)],
-)
-def test_how_many_batches_there_will_be(limit, left, total):
-    assert make_steps(make_registration(), range(4), limit, left).total_batches == total
 
 
 def test_a_step_that_failed_before_the_update_is_not_counted_and_comes_back():
@@ -130,16 +103,6 @@ def test_a_step_is_done_only_when_every_optimizer_has_stepped():
     for optimizer in train_state.optimizers:
         optimizer.step()
     assert steps.fail() == []
-
-
-def test_an_update_of_the_step_before_does_not_count_for_this_one():
-    train_state = make_registration()
-    steps = make_steps(train_state, "abc")
-    next(steps)
-    train_state.optimizers[0].step()
-    next(steps)
-    assert steps.fail() == ["b"]
-    assert train_state.global_step == 1
 
 
 def test_a_failure_between_two_steps_takes_nothing_back():
@@ -204,17 +167,6 @@ def test_all_ranks_end_when_one_has_no_batch_left():
     assert list(steps) == []
 
 
-def test_waiting_for_data_is_timed_only_where_it_was_asked_for():
-    train_state = make_registration()
-    train_state.timers.enable()
-    list(make_steps(train_state, range(3)))
-    assert train_state.timers.stats().keys() == {"mean_data_s"}
-    train_state.timers.reset()
-    train_state.timers.disable()
-    list(make_steps(train_state, range(3)))
-    assert train_state.timers.stats() == {}
-
-
 # ---- pauses
 
 
@@ -254,29 +206,6 @@ def test_a_segment_ends_exactly_where_it_shall_pause(before, size, limit, length
         assert steps.epoch_is_over == (expected == size)
 
 
-def test_the_pause_is_no_end_of_the_epoch():
-    train_state = make_registration()
-    steps = make_steps(train_state, range(5))
-    assert drawn(steps, pause=3, after=1) == [0, 1, 2]
-    assert not steps.epoch_is_over
-    assert (train_state.global_step, train_state.offset) == (3, 3)
-
-
-def test_the_batches_that_follow_a_pause_are_not_fetched():
-    fetched = []
-
-    def batches():
-        for index in range(5):
-            fetched.append(index)
-            yield index
-
-    steps = StepIterator(
-        make_registration(), BatchSource([]), batches(), None, None, None, Signal()
-    )
-    assert drawn(steps, pause=2, after=1) == [0, 1]
-    assert fetched == [0, 1]
-
-
 def test_at_a_pause_the_ranks_are_not_asked_for_batches():
     """All of them stop there; one that asked would wait for the others for ever."""
     asked = []
@@ -288,29 +217,6 @@ def test_at_a_pause_the_ranks_are_not_asked_for_batches():
     steps = make_steps(make_registration(), range(5), steps_left=None, go_on=go_on)
     assert drawn(steps, pause=2, after=1) == [0, 1]
     assert asked == [True, True]
-
-
-def test_the_newest_request_to_pause_counts():
-    steps = make_steps(make_registration(), range(9))
-    steps._signal.driver_pause = 2
-    steps._signal.driver_pause = 4
-    steps._signal.callback_pause = 3
-    assert list(steps) == [0, 1, 2]
-    steps = make_steps(make_registration(), range(9), limit=7)
-    steps._signal.driver_pause = 6
-    steps._signal.driver_pause = None
-    assert list(steps) == list(range(7))
-
-
-@pytest.mark.parametrize("passed", [0, 1, 2])
-@pytest.mark.parametrize("length_known", [True, False])
-def test_a_pause_at_a_step_that_has_passed_lifts_no_limit(passed, length_known):
-    """Whoever asked is told that it was too late; more steps than were wanted are never done."""
-    train_state = make_registration()
-    steps = make_steps(train_state, range(9), limit=5, steps_left=9 if length_known else None)
-    batches = drawn(steps, pause=passed, after=4)
-    assert 4 <= len(batches) <= 5
-    assert train_state.global_step <= 5
 
 
 def test_the_mean_time_of_a_step_is_known_after_the_first(monkeypatch):
@@ -431,19 +337,6 @@ def test_a_group_is_committed_as_one_when_its_last_batch_is_done():
     assert train_state.global_step == 7
 
 
-def test_progress_is_seen_within_a_group(monkeypatch):
-    """A group may take longer than the time after which no progress counts as a hang."""
-    now = [0.0]
-    monkeypatch.setattr("raysgd.loop.step_iterator.time.perf_counter", lambda: now[0])
-    _, steps = grouped(100, range(100))
-    next(steps)
-    assert (steps.num_finished, steps.step_s) == (0, 0.0)
-    for count in range(1, 50):
-        now[0] += 2.0
-        next(steps)
-        assert (steps.num_finished, steps.step_s) == (count, 2.0)
-
-
 def test_a_loader_of_unknown_length_is_looked_into_one_batch_ahead_within_a_group_alone():
     fetched = []
 
@@ -456,20 +349,6 @@ def test_a_loader_of_unknown_length_is_looked_into_one_batch_ahead_within_a_grou
     steps = StepIterator(train_state, BatchSource([]), batches(), None, None, None, Signal())
     seen = [(batch, len(fetched)) for batch in steps]
     assert seen == [(0, 2), (1, 3), (2, 3), (3, 5), (4, 6), (5, 6), (6, 8), (7, 8)]
-
-
-def test_without_accumulation_no_loader_is_looked_into():
-    fetched = []
-
-    def batches():
-        for index in range(3):
-            fetched.append(index)
-            yield index
-
-    steps = StepIterator(
-        make_registration(), BatchSource([]), batches(), None, None, None, Signal()
-    )
-    assert [(batch, len(fetched)) for batch in steps] == [(0, 1), (1, 2), (2, 3)]
 
 
 def test_a_loader_that_is_shorter_than_it_says_ends_its_last_group():
@@ -533,13 +412,6 @@ def test_a_loop_that_leaves_a_group_gets_its_batches_back_and_no_gradient_stays(
     assert (train_state.global_step, train_state.offset) == (3, 3)
     assert train_state.models[0].weight.grad is None
     assert train_state.models[0].num_batches_tracked == 3
-
-
-def test_all_ranks_end_a_group_when_one_has_no_batch_left():
-    answers = iter([True, True, True, True, False])
-    train_state, steps = grouped(3, range(9), None, None, lambda has_batch: next(answers))
-    assert groups_of(train_state, steps) == [[0, 1, 2], [3]]
-    assert steps.epoch_is_over
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

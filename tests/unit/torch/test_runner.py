@@ -291,7 +291,7 @@ def test_progress_of_a_call():
     assert seen[0].latest == {}
     assert isinstance(seen[-1].latest["train_loss"], float)
     done = runner.progress()
-    assert (done.epoch, done.in_epoch, done.global_step, done.num_covered) == (0, True, 4, 32)
+    assert (done.epoch, done.in_epoch, done.global_step) == (0, True, 4)
     runner.handle(TrainRequest(call=1, until_epoch=1))
     assert (runner.progress().epoch, runner.progress().in_epoch) == (1, False)
 
@@ -600,7 +600,7 @@ def test_error_names_data_that_differ_between_workers():
         runner._train_state.data.check_like({"train": "39 samples, drop_last False, Named"})
     said = str(caught.value)
     assert "40 samples, drop_last False, Named on worker 0, and 39 samples" in said
-    assert said.index("Seed what is random") < said.index("add_dist_sampler=False")
+    assert said.index("seed what is random") < said.index("add_dist_sampler=False")
 
 
 def test_new_generation_partitions_a_given_data_set():

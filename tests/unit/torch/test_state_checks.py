@@ -43,14 +43,14 @@ def test_state_fits_if_the_model_can_load_it(mine, others):
         copy.deepcopy(model).load_state_dict(state)
     except RuntimeError:
         said = problem("models", [model], [state])
-        assert "of another trainer: its models[0] does not fit the registered Sequential: " in said
+        assert "models[0] does not fit the registered Sequential: " in said
     else:
         check_fits("models", [model], [state])
 
 
 def test_number_of_states_must_match():
     assert problem("models", [linear()], []) == (
-        "The state has 0 models, and the operator registered 1."
+        "The state has 0 models, but the operator registered 1."
     )
     for saved in (None, 3, "text", [1], {"a": 1}):
         assert problem("models", [linear()], saved) == (

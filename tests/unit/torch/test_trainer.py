@@ -91,7 +91,7 @@ def test_several_workers_with_use_local_train_on_cpus(options_cls, caplog, monke
     decided = options_cls(**two).decided()
     assert (decided.use_gpu, decided.backend) == (False, "gloo")
     assert "Training on CPUs, although the cluster has GPUs" in caplog.text
-    with pytest.raises(ValueError, match="can be assigned no GPU"):
+    with pytest.raises(ValueError, match="cannot assign a GPU"):
         options_cls(**two, resources_per_worker={"GPU": 0.5}).decided()
 
 
