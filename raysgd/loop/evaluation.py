@@ -84,9 +84,7 @@ class Evaluation:
             # with a known length, the steps of the group count, and not this rank's batches
             taken = batches.count if num_left is None or limit is None else limit
             if offset == 0 and (num_left == 0 or (batches.exhausted and taken == 0)):
-                context = train_state.context
-                own = not source.sharded and context.world_size > 1
-                raise no_batch("validation", source, context.world_rank if own else None)
+                raise no_batch("validation", source)
             is_end = limit is None or taken < limit or taken == num_left
             offset = 0 if is_end else source.offset_after(offset, taken)
             if left is None or (taken == 0 and not batches.exhausted):
@@ -95,7 +93,6 @@ class Evaluation:
         return offset
 
     def _sources_of(self, loader: Any) -> dict[str, BatchSource]:
-        """Return the sources of a loader that is given with a call, or of its creator function."""
         if callable(loader) and not isinstance(loader, Iterable):
             loader = loader(self._loop.operator.config)
         return self._loop.train_state.data.sources_of(loader)
@@ -195,16 +192,15 @@ def weighted(metrics: Mapping[str, Any], num_batches: float) -> Mapping[str, Any
     return Summary(metrics, dict.fromkeys(metrics, num_batches))
 
 
-def no_batch(name: str, source: BatchSource, rank: int | None = None) -> RuntimeError:
-    """Return the error for a loader without batches; of worker `rank`, if given."""
-    name = f"{name} loader" if rank is None else f"{name} loader of worker {rank}"
+def no_batch(name: str, source: BatchSource) -> RuntimeError:
     if isinstance(source.loader, Iterator):
         return RuntimeError(
-            f"The {name} gives no more batch: {source.describe()}. An iterator can be read only "
-            "once. Register an object that iter() can start again, such as a DataLoader, a list, "
-            "or an object whose __iter__ is the generator."
+            f"The {name} loader gives no more batch: {source.describe()}. An iterator can be read "
+            "only once. Register an object that iter() can start again, such as a DataLoader, a "
+            "list, or an object whose __iter__ is the generator."
         )
+    own = "" if source.sharded else " Each worker needs a batch of its own loader."
     return RuntimeError(
-        f"The {name} gives no batch: {source.describe()}. Use more data, a smaller batch "
-        "size, or drop_last=False."
+        f"The {name} loader gives no batch: {source.describe()}. Use more data, a smaller batch "
+        f"size, or drop_last=False.{own}"
     )

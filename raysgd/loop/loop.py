@@ -73,8 +73,6 @@ class Loop:
         self._batches: Iterator[Any] | None = None
         self._in_parts = False
         self._repeats = False
-        # whether this worker's own loader has a batch for the next step
-        self._has_batch = True
         self._source: BatchSource | None = None
         self._call = -1
         self.scheduled = -1
@@ -91,7 +89,6 @@ class Loop:
 
     @property
     def segment(self) -> StepIterator | None:
-        """The segment in progress."""
         return self.train_state.segment
 
     def forget_iteration(self) -> None:
@@ -232,7 +229,6 @@ class Loop:
         return Summary({**found, **of_step}, found.weights)
 
     def _left(self, until_epoch: int | None, until_step: int | None) -> int | None:
-        """Return the number of steps to the goal; None for the rest of the epoch."""
         train_state = self.train_state
         if until_epoch is not None and train_state.epoch >= until_epoch + self._more_epochs:
             return 0
@@ -245,7 +241,7 @@ class Loop:
         positional, named = _arguments_of(operator, info or {}, limit, train_state.epoch)
         segment = train_state.segment = self._new_segment(source, limit)
         if segment.total_batches == 0 and segment.start == 0:
-            raise no_batch("train", source, self._first_without_batch(source))
+            raise no_batch("train", source)
         train_state.meters = None
         try:
             with train_state.timers.record("train_epoch"):
@@ -290,7 +286,6 @@ class Loop:
         if not source.sharded and train_state.context.world_size > 1:
             # the workers' own loaders can differ in length; the first end is the end for all
             if left is not None:
-                self._has_batch = left > 0
                 left = train_state.minimum(left)
             else:
                 go_on = self._every_rank
@@ -319,19 +314,9 @@ class Loop:
             yield batch
 
     def _every_rank(self, has_batch: bool) -> bool:
-        self._has_batch = has_batch
         return bool(self.train_state.minimum(int(has_batch)))
 
-    def _first_without_batch(self, source: BatchSource) -> int | None:
-        """Return the first worker whose own loader is empty; None if the workers share one."""
-        context = self.train_state.context
-        if source.sharded or context.world_size == 1:
-            return None
-        own = context.world_size if self._has_batch else context.world_rank
-        return int(self.train_state.minimum(own))
-
     def _drop_rest(self, source: BatchSource, left: list[Any]) -> None:
-        """Drop the gradients of a group that the loop left before its end."""
         warnings.warn(
             f"{type(self.operator).__name__}.train_epoch ended within an accumulation group, so "
             f"the gradients of its last {len(left)} batches are dropped. Draw whole groups of "
@@ -363,7 +348,7 @@ class Loop:
         """
         name = f"{type(self.operator).__name__}.train_epoch"
         if segment.epoch_is_over and segment.start == 0:
-            raise no_batch("train", source, self._first_without_batch(source))
+            raise no_batch("train", source)
         if segment.epoch_is_over:
             train_state = self.train_state
             is_last = train_state.epoch + 1 >= (self._until_epoch or 0) + self._more_epochs
@@ -413,7 +398,6 @@ class Loop:
     # ---- results
 
     def begin(self, call: int) -> None:
-        """Begin a new call."""
         self._call, self.results = call, []
         self._more_epochs = 0
         self._began_at = self.train_state.global_step
@@ -421,12 +405,10 @@ class Loop:
         self.train_state.timers.reset()
 
     def profile(self, profile: bool) -> None:
-        """Switch the timers on or off."""
         timers = self.train_state.timers
         (timers.enable if profile else timers.disable)()
 
     def result(self) -> Summary:
-        """Return the merged metrics of the call."""
         result = merge_segments([metrics for _, metrics in self.results])
         timers = self.train_state.timers
         profile = {"profile": timers.stats()} if timers.enabled else {}

@@ -30,16 +30,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_LIGHTNING = {
-    "training_step": "train_batch",
-    "validation_step": "validate_batch",
-    "test_step": "validate_batch",
-    "predict_step": "predict_batch",
-    "training_epoch_end": "train_epoch",
-    "validation_epoch_end": "validate",
-}
-"""Methods of Lightning, and those that correspond to them here."""
-
 
 class OperatorBase:
     """What operators of all frameworks offer to the methods of users."""
@@ -159,7 +149,6 @@ class OperatorBase:
 
     @contextlib.contextmanager
     def _collecting_logged(self) -> Iterator[dict[str, Any]]:
-        """Collect the metrics that `log` gets for a batch."""
         train_state, logged = self._train_state, dict[str, Any]()
         train_state.logged = logged
         try:
@@ -217,7 +206,6 @@ class OperatorBase:
             meters.settle()
 
     def _check_single(self) -> None:
-        """Reject several models or optimizers, of which the default step trains only one."""
         for what, held in (
             ("models", self._train_state.given_models),
             ("optimizers", self._train_state.optimizers),
@@ -230,7 +218,6 @@ class OperatorBase:
                 )
 
     def _default(self, name: str) -> Any:
-        """Return ``self.model``, ``self.optimizer``, or ``self.criterion`` for a default step."""
         value = getattr(self, name, None)
         if value is not None and not isinstance(value, list | tuple):
             return value
@@ -326,17 +313,12 @@ def check_operator(trainer: str, operator_cls: Any, base: type[Any], shown: str)
 
 
 def warn_of_misspelling(operator_cls: type[Any], base: type[Any]) -> None:
-    """Warn about methods whose name resembles one of `base` or belongs to Lightning."""
+    """Warn about methods whose name resembles one of `base`."""
     known = [name for name in dir(base) if not name.startswith("_")]
     for name, value in inspect.getmembers(operator_cls, inspect.isfunction):
         if name.startswith("_") or name in known or value.__module__.startswith("raysgd."):
             continue
-        close = closest(name, known, cutoff=0.85)
-        if (meant := _LIGHTNING.get(name)) in known:
-            if getattr(operator_cls, meant) is not getattr(base, meant):
-                continue  # the override probably calls it
-            close = meant
-        if close:
+        if close := closest(name, known, cutoff=0.85):
             logger.warning(
                 "raysgd never calls %s.%s. Did you mean %s?", operator_cls.__name__, name, close
             )

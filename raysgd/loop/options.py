@@ -154,12 +154,10 @@ class Options(ABC):
 
     @property
     def inline(self) -> bool:
-        """Whether the only worker lives in the driver's process, without Ray."""
         return self.use_local and self.num_workers == 1
 
     @property
     def use_horovod(self) -> bool:
-        """Whether Horovod averages gradients."""
         return self.backend == "horovod"
 
     def decided(self) -> Self:

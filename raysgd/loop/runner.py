@@ -83,15 +83,9 @@ class OperatorRunner(ABC):
         self._running.keep_iteration(moved=train_state.position() != position)
         if train_state.sharded:
             self._running.snapshots.clear()
-        self._enter_world()
-
-    def _enter_world(self) -> None:
         self.operator.on_world_change()
-        self._train_state.data.warn_of_stale_ranks()
-        self._train_state.data.warn_of_smaller_steps()
 
     def _given(self, context: WorkerContext) -> tuple[Any, dict[str, Any], int | None]:
-        """Return the operator's class, the config for ``setup``, and the global batch."""
         options = self._options
         keeps = options.elastic.global_batch == "keep"
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
@@ -101,7 +95,6 @@ class OperatorRunner(ABC):
         return operator_cls, config, given.get(BATCH_SIZE)
 
     def _set_share(self, context: WorkerContext) -> int | None:
-        """Set the operator's share of ``config[BATCH_SIZE]``, and return it."""
         given = self._train_state.settings.global_batch
         if given is None:
             return None
@@ -133,32 +126,28 @@ class OperatorRunner(ABC):
         if train_state.context.world_size > 1:
             # each process may have drawn its own seed
             sources = train_state.data
-            seed, data, batching = train_state.from_rank(
-                lambda: (train_state.seed, sources.fingerprint(), sources.batching()), 0
+            seed, data = train_state.from_rank(
+                lambda: (train_state.seed, sources.fingerprint(with_batches=True)), 0
             )
             train_state.reseed(seed)
-            sources.check_like(data)
-            sources.check_batch_sizes(batching)
+            sources.check_like(data, with_batches=True)
             for feature in train_state.features:
                 feature.start_together()
         if not train_state.context.alone:
-            self._enter_world()
+            self.operator.on_world_change()
 
     def teardown(self) -> None:
-        """Release the operator and the processes of its loaders."""
         if self._loop is not None:
             self._loop.forget_iteration()
             self._train_state.data.release()
         self._loop = None
 
     def unpicklable_part(self) -> str:
-        """Return the argument of the trainer that cannot be pickled."""
         key = unpicklable_key(self._options.config)
         return "training_operator_cls" if key is None else f"config[{key!r}]"
 
     @property
     def operator(self) -> Any:
-        """The hosted operator."""
         return self._running.operator
 
     @property
@@ -175,7 +164,6 @@ class OperatorRunner(ABC):
     # ---- read and set from another thread
 
     def progress(self) -> Progress:
-        """Return the progress of training."""
         if self._loop is None:
             return Progress()
         train_state, segment = self._train_state, self._loop.segment
@@ -211,12 +199,10 @@ class OperatorRunner(ABC):
         return 0 if self._loop is None else self._train_state.global_step
 
     def announce(self, preemption: Preemption | None) -> None:
-        """Store the announcement of a preemption for the operator."""
         if self._loop is not None:
             self._train_state.preemption = preemption
 
     def snapshot(self) -> dict[str, Any] | None:
-        """Return the newest snapshot, on CPU."""
         return None if self._loop is None else self._loop.snapshots.get()
 
     # ---- requests
@@ -323,7 +309,6 @@ class OperatorRunner(ABC):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state of `state_dict`, or a snapshot."""
         train_state = self._train_state
         if train_state.context.in_driver:
             # training would change the caller's tensors
@@ -364,7 +349,6 @@ class OperatorRunner(ABC):
         return state
 
     def _shared_state(self) -> dict[str, Any]:
-        """Return what is equal on all ranks, except models and optimizers."""
         train_state = self._train_state
         return {
             "operator": self.operator.state_dict(),
@@ -390,7 +374,6 @@ class LossReader:
         self._thread: threading.Thread | None = None
 
     def read(self, meters: AverageMeterCollection) -> dict[str, float]:
-        """Return the newest known values."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._wait, args=(meters,), daemon=True)
             self._thread.start()

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from types import GeneratorType, MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from raysgd.data import Dataset
-from raysgd.data.source import BatchSource, own_split
+from raysgd.data.source import BatchSource
 
 if TYPE_CHECKING:
     from raysgd.loop.train_state import TrainState
 
 __all__ = ["DataSources"]
-
-logger = logging.getLogger(__name__)
 
 
 class DataSources(ABC):
@@ -25,7 +22,6 @@ class DataSources(ABC):
     def __init__(self, state: TrainState) -> None:
         self._state = state
         self._sources: dict[str, BatchSource] = {}
-        self._warned: set[str] = set()
         self.trains_on = "train"
         """Name of the source whose epoch is in progress."""
 
@@ -38,7 +34,6 @@ class DataSources(ABC):
         return {"": loader}
 
     def register(self, train_loader: Any, validation_loader: Any) -> None:
-        """See ``register_data`` of the operator."""
         if train_loader is not None:
             given = "register_data(train_loader=...)"
             self._sources["train"] = self._wrapped(given, train_loader, training=True)
@@ -75,7 +70,6 @@ class DataSources(ABC):
         return source
 
     def has(self, name: str) -> bool:
-        """Return whether there is a train or validation loader."""
         return any(key.partition("/")[0] == name for key in self._sources)
 
     def source(self, name: str) -> Any:
@@ -134,7 +128,6 @@ class DataSources(ABC):
         return self.readable(name), changed
 
     def describe(self) -> dict[str, str]:
-        """Return how the workers divide each loader."""
         return {
             name: f"partitioned by {source.partitioned_by}: {source.describe()}"
             if source.partitioned_by
@@ -142,46 +135,17 @@ class DataSources(ABC):
             for name, source in self._sources.items()
         }
 
-    def warn_of_stale_ranks(self) -> None:
-        """Warn about loaders that select their part by ranks of an earlier group."""
-        now = self._state.context.world_size, self._state.context.world_rank
-        for name, source in self._sources.items():
-            then = None if source.sharded else own_split(source.loader)
-            if then is None or not isinstance(then[0], int) or name in self._warned:
-                continue
-            if then[0] != now[0] or then[1] not in (None, now[1]):
-                self._warned.add(name)
-                logger.warning(
-                    "The %s loader selects its part by rank %s of %d workers, but this worker is "
-                    "rank %d of %d now, so samples are repeated or missing. Create the loader in "
-                    "on_world_change(self), and register it there.",
-                    name,
-                    then[1],
-                    then[0],
-                    now[1],
-                    now[0],
-                )
-
-    def warn_of_smaller_steps(self) -> None:
-        """Warn once if a smaller group makes smaller steps."""
-        source, size = self._sources.get("train"), self._state.context.world_size
-        full_size = self._state.settings.full_size or size
-        if source is not None and size < full_size and not source.keeps_step:
-            self._state.say(
-                "smaller",
-                "With %d of %d workers, steps are smaller and an epoch has more of them, because "
-                "raysgd does not create the batches of the train loader (%s). To keep the size of "
-                "steps, register a map-style loader with a batch size.",
-                size,
-                full_size,
-                type(source.loader).__name__,
-            )
-
     # ---- agreement between the workers
 
-    def fingerprint(self) -> dict[str, str]:
-        """Return a text for each partitioned loader that must be equal on all workers."""
+    def fingerprint(self, with_batches: bool = False) -> dict[str, str]:
+        """Return a text for each partitioned loader that must be equal on all workers.
+
+        Replacement workers leave out batch sizes, which may differ in setup.
+        """
         found = {name: source.fingerprint() for name, source in self._sources.items()}
+        if with_batches:
+            for name, (size, _) in self.batching().items():
+                found[name] += f", batch size {size}"
         return {name: text for name, text in found.items() if text}
 
     def batching(self) -> dict[str, tuple[int, bool]]:
@@ -189,9 +153,8 @@ class DataSources(ABC):
         batching = {name: source.batching() for name, source in self._sources.items()}
         return {name: each for name, each in batching.items() if each is not None}
 
-    def check_like(self, expected: dict[str, str]) -> None:
-        """Check that this worker registered the same data as another one."""
-        own, rank = self.fingerprint(), self._state.context.world_rank
+    def check_like(self, expected: dict[str, str], with_batches: bool = False) -> None:
+        own, rank = self.fingerprint(with_batches), self._state.context.world_rank
         for name in expected.keys() & own.keys():
             if own[name] != expected[name]:
                 raise ValueError(
@@ -202,24 +165,7 @@ class DataSources(ABC):
                     "part, pass add_dist_sampler=False to the trainer."
                 )
 
-    def check_batch_sizes(self, expected: dict[str, tuple[int, bool]]) -> None:
-        """Check that this worker has the batch sizes of rank 0.
-
-        Not for replacement workers, whose share of ``config[BATCH_SIZE]`` may differ in setup.
-        """
-        own, rank = self.batching(), self._state.context.world_rank
-        for name in expected.keys() & own.keys():
-            size, other = own[name][0], expected[name][0]
-            if size != other:
-                raise ValueError(
-                    f"The workers registered different batch sizes with {name}_loader: {size} on "
-                    f"worker {rank}, and {other} on worker 0. Use config[BATCH_SIZE], or the same "
-                    "number on all workers. If each worker reads its own part, pass "
-                    "add_dist_sampler=False to the trainer."
-                )
-
     def set_batch_size(self, batching: dict[str, tuple[int, bool]]) -> None:
-        """Adopt the batch sizes of another worker."""
         for name in batching.keys() & self._sources.keys():
             self._sources[name].set_batch_size(*batching[name])
 
@@ -236,22 +182,18 @@ class DataSources(ABC):
         return source is not None and source.keeps_step and source.global_batch == given
 
     def release(self) -> None:
-        """Stop the worker processes of the loaders."""
         for source in self._sources.values():
             source.close_workers()
 
     def own_seeds(self) -> dict[str, int]:
-        """Return the seeds of the generators that users gave to loaders."""
         seeds = {name: source.own_seed for name, source in self._sources.items()}
         return {name: seed for name, seed in seeds.items() if seed is not None}
 
     def reseed(self, seed: int, loader_seeds: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Derive the order of the epochs from `seed`, or from the loader's own seed."""
         for name, source in self._sources.items():
             source.reseed(seed, loader_seeds.get(name))
 
     def enter(self) -> None:
-        """Partition the data for a new generation."""
         context, share = self._state.context, self._state.settings.batch_share
         for source in self._sources.values():
             source.reshard(context.world_size, context.world_rank, share)

@@ -35,7 +35,6 @@ class Snapshots:
 
     @property
     def step(self) -> int | None:
-        """Committed steps of the newest copy, or None."""
         held = self._held
         return None if held is None else held[1]
 
@@ -98,7 +97,6 @@ def check_position(state: Mapping[str, Any]) -> None:
 
 
 def warn_of_other_steps(state: TrainState, position: Mapping[str, Any]) -> None:
-    """Warn if the steps of a loaded state had another number of samples."""
     now, then = state.data.global_batch, position.get("global_batch")
     if None in (now, then, state.settings.full_size) or then == now:
         return

@@ -47,7 +47,6 @@ class Step:
 
     @property
     def is_open(self) -> bool:
-        """Whether the step is neither committed nor discarded."""
         return self.state not in (StepState.COMMITTED, StepState.DISCARDED)
 
     @property
@@ -61,7 +60,6 @@ class Step:
         return len(self.optimizers) > 1 or any(n > 1 for n in self._most_updates.values())
 
     def num_updates(self, optimizer: Any) -> int:
-        """Return how many updates an optimizer has made in the step."""
         return self._updates[id(optimizer)]
 
     def draw(self, batch: Any) -> None:
@@ -89,12 +87,10 @@ class Step:
             self.state = StepState.RUNNING
 
     def check_warm_up(self) -> None:
-        """Raise WarmedUp in a warm-up."""
         if self.is_warm_up:
             raise WarmedUp
 
     def end_update(self, optimizer: Any) -> None:
-        """Record that an optimizer has made an update."""
         self.updating = None
         if not self.is_open:
             return
@@ -114,12 +110,10 @@ class Step:
             )
 
     def commit(self) -> None:
-        """Let the step count."""
         self._most_updates |= self._updates
         self._end(StepState.COMMITTED)
 
     def discard(self) -> None:
-        """End a step that does not count."""
         if self.is_open:
             self._end(StepState.DISCARDED)
         self.updating = None

@@ -101,7 +101,6 @@ class StepIterator:
 
     @property
     def epoch_is_over(self) -> bool:
-        """Whether no batch of this epoch is left."""
         return self._exhausted or self.num_batches == self._steps_left
 
     @property
@@ -239,7 +238,6 @@ class StepIterator:
         return batch
 
     def _check_length(self) -> None:
-        """Reject a loader that ends early if the other workers rely on its length."""
         train_state = self._train_state
         if self._steps_left is None or train_state.context.world_size == 1:
             return

@@ -99,7 +99,6 @@ class TrainState(ABC):
 
     @property
     def context(self) -> WorkerContext:
-        """This worker's ranks in the group."""
         return self.settings.context
 
     @property
@@ -121,7 +120,6 @@ class TrainState(ABC):
     # ---- position
 
     def position(self) -> dict[str, Any]:
-        """Return the position in the data."""
         position: dict[str, Any] = {
             "epoch": self.epoch,
             "offset": self.offset,
@@ -141,7 +139,6 @@ class TrainState(ABC):
         return position
 
     def move_to(self, position: dict[str, Any], global_step: int) -> None:
-        """Go to a position in the data."""
         self.epoch, self.offset = position["epoch"], position["offset"]
         self.validation_offset = position.get("validation_offset", 0)
         self.data.trains_on = position.get("trains_on", "train")
@@ -150,20 +147,17 @@ class TrainState(ABC):
         self.reseed(position.get("seed", self.seed), position.get("loader_seeds", {}))
 
     def reseed(self, seed: int, loader_seeds: Mapping[str, int] = MappingProxyType({})) -> None:
-        """Derive the order of the epochs from `seed`, or from the seeds of loaders."""
         self.seed = seed
         self.data.reseed(seed, loader_seeds)
 
     # ---- steps
 
     def begin_batch(self, place: MicroBatch) -> None:
-        """Begin a batch, or a part of one."""
         self.step.run(place)
         for feature in self.features:
             feature.begin_batch(place)
 
     def commit(self, num_batches: int = 1) -> None:
-        """Count batches whose update is done."""
         for feature in self.features:
             feature.before_commit()
         self.step.commit()
@@ -172,18 +166,15 @@ class TrainState(ABC):
             feature.commit()
 
     def roll_back(self) -> None:
-        """Discard the step in progress, if there is one, and restore what it changed."""
         for feature in self.features:
             feature.roll_back()
         self.step.discard()
 
     def check_trained(self) -> None:
-        """Raise an error if user code trains parameters that the workers do not keep equal."""
         for feature in self.features:
             feature.check_trained()
 
     def end_segment(self) -> None:
-        """Report findings at the end of a segment or a validation."""
         for feature in self.features:
             feature.end_segment()
 
@@ -202,7 +193,6 @@ class TrainState(ABC):
 
     @property
     def num_skipped(self) -> int | None:
-        """Number of updates skipped because gradients overflowed. None if none can be skipped."""
         counts = (feature.num_skipped for feature in self.features)
         return next((count for count in counts if count is not None), None)
 
@@ -217,7 +207,6 @@ class TrainState(ABC):
         """Return the result of `make` on `rank`, on all ranks. Every rank must call it."""
 
     def enter(self, context: WorkerContext, batch_share: int | None) -> None:
-        """Enter a new generation, and partition the data for it."""
         self.settings.context = context
         self.settings.batch_share = batch_share
         self.data.enter()
@@ -230,7 +219,6 @@ class TrainState(ABC):
 
     @property
     def replicated(self) -> bool:
-        """Whether the models are the same on every rank."""
         return any(feature.replicates for feature in self.features)
 
     @property

@@ -25,11 +25,6 @@ def test_download_comes_before_transform():
     assert dataset.fetch([0, 1]) == ["td1", "td2"]
 
 
-def test_an_iterable_is_listed_once():
-    dataset = Dataset(iter([1, 2, 3]))
-    assert dataset.fetch([0, 2]) == dataset.fetch([0, 2]) == [1, 3]
-
-
 class Parallel:
     """As much of Ray's ParallelIterator as counts: it has no iteration of its own."""
 
@@ -68,14 +63,6 @@ def test_concurrent_downloads_happen_at_the_same_time_and_keep_their_order():
         0,
         10,
     ]
-
-
-@pytest.mark.parametrize("concurrency", [0, 1])
-def test_without_concurrency_downloads_happen_in_the_calling_thread(concurrency):
-    dataset = Dataset(
-        range(3), download_func=lambda _: threading.get_ident(), max_concurrency=concurrency
-    )
-    assert set(dataset.fetch([0, 1, 2])) == {threading.get_ident()}
 
 
 @pytest.mark.parametrize("concurrency", [0, 4])

@@ -62,13 +62,6 @@ def test_training_sees_every_sample_and_repeats_only_in_the_last_step(
 
 
 @given(courses, world_sizes, totals, batch_sizes)
-def test_validation_counts_no_sample_twice(course, last_world_size, total, batch_size):
-    steps, end = run(course, last_world_size, total, batch_size, even=False)
-    assert samples(steps) == Counter(range(total))
-    assert end in (0, total)
-
-
-@given(courses, world_sizes, totals, batch_sizes)
 def test_every_worker_has_a_batch_at_every_training_step(
     course, last_world_size, total, batch_size
 ):
@@ -78,12 +71,6 @@ def test_every_worker_has_a_batch_at_every_training_step(
         sizes = [stop - start for start, stop in step]
         assert all(1 <= size <= batch_size for size in sizes)
         assert max(sizes) - min(sizes) <= 1
-
-
-@given(courses, world_sizes, totals, batch_sizes)
-def test_all_training_steps_but_the_last_are_full(course, last_world_size, total, batch_size):
-    steps, _ = run(course, last_world_size, total, batch_size)
-    assert all(stop - start == batch_size for step in steps[:-1] for start, stop in step)
 
 
 @given(world_sizes, totals, batch_sizes, st.booleans(), st.booleans())
@@ -115,16 +102,6 @@ def test_validation_batches_are_those_of_one_process_dealt_out_in_turn(
     )
     for rank, shard in enumerate(shards):
         assert list(shard.batches()) == single[rank::world_size]
-
-
-@given(world_sizes, totals, batch_sizes, st.booleans())
-def test_drop_last_leaves_out_only_what_does_not_fill_a_step(world_size, total, batch_size, even):
-    shards = group(total, batch_size, world_size, even=even, drop_last=True)
-    spans = [span for shard in shards for span in shard.batches()]
-    assert all(stop - start == batch_size for start, stop in spans)
-    used = sorted(sample for span in spans for sample in range(*span))
-    assert used == list(range(len(used)))
-    assert total - len(used) < (batch_size * world_size if even else batch_size)
 
 
 @given(courses, world_sizes, totals, batch_sizes, st.booleans())

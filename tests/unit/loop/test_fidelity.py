@@ -24,7 +24,7 @@ from raysgd.torch.runner import TorchRunner
 from raysgd.utils import BATCH_SIZE
 from tests.conftest import examples
 from tests.fidelity import Exact, Meeting, flat, plain_run
-from tests.unit.recorder import Recorder, Streaming
+from tests.unit.recorder import Recorder
 
 
 class DiedError(Exception):
@@ -234,7 +234,7 @@ YES, NO = (True, True), (False, True)
     3, 3, 5, True, 53, 2, False, YES, [("run out", 1, 1, "after"), ("run out", 0, 2, "between")]
 )
 @example(4, 3, 4, False, 50, 1, False, NO, [("run out", 1, 1, "before"), ("lose", 0, 2, "after")])
-def test_whatever_happens_steps_are_the_same_and_parameters_end_the_same(
+def test_failures_joins_and_loads_change_neither_steps_nor_parameters(
     full, first, batch_size, given_global, num_samples, accumulated, drop_last, says, course
 ):
     """`says`: whether a step says how many samples it had, and tells others something after it."""
@@ -287,7 +287,7 @@ def test_whatever_happens_steps_are_the_same_and_parameters_end_the_same(
 
 
 @pytest.mark.parametrize("split", [None, 2])
-def test_a_sample_that_is_given_to_several_workers_counts_once(split):
+def test_a_repeated_sample_counts_once(split):
     """The last step has one, for three."""
     workers = Workers(3, {"num_samples": 25, "num_epochs": 1, "batch_size": 4}, 3)
     found = merge_workers(
@@ -384,9 +384,7 @@ WHOLE = {
 @pytest.mark.filterwarnings("ignore:Detected call of")  # in a part, and taken back
 @pytest.mark.parametrize("first", [1, 2], ids=["starts smaller", "becomes smaller"])
 @pytest.mark.parametrize("operator_cls", WHOLE)
-def test_what_parts_would_change_gets_whole_batches_and_is_told_so_once(
-    operator_cls, first, caplog
-):
+def test_batches_that_cannot_be_split_stay_whole_with_one_warning(operator_cls, first, caplog):
     """Also where that is seen only when the first part is trained."""
     config = {"num_samples": 36, "num_epochs": 2, "batch_size": 3}
     undisturbed = Workers(2, config, 2, operator_cls)
@@ -414,7 +412,7 @@ class Plateau(Exact):
         return model, optimizers, []
 
 
-def test_a_loss_lets_no_schedule_miss_a_metric_nor_be_told_it_twice():
+def test_schedulers_get_each_metric_once_despite_a_worker_failure():
     """Some have been told when another is lost, and the state of either may be the one to keep."""
     config = {"num_samples": 36, "num_epochs": 2, "batch_size": 3}
     workers = Workers(4, config, 4, Plateau, frequency="manual")
@@ -445,7 +443,7 @@ class Mixed(Mortal):
         return super().train_batch(batch[:3], batch_info)
 
 
-def test_a_worker_whose_batch_cannot_be_split_has_as_many_parts_as_the_others():
+def test_all_workers_have_the_same_number_of_parts():
     config = {"num_samples": 36, "num_epochs": 2, "batch_size": 3, "tells": True}
     workers = Workers(2, config, 2, Mixed)
     dying = workers.members[0].operator
@@ -453,14 +451,6 @@ def test_a_worker_whose_batch_cannot_be_split_has_as_many_parts_as_the_others():
     workers.train(12)
     assert workers.members[1].registration.parts.split == 2
     workers.check(*plain_run(config, 6))
-
-
-def test_scale_makes_steps_follow_the_number_of_workers():
-    config = {"num_samples": 36, "num_epochs": 8, "batch_size": 3}
-    workers = Workers(2, config, 3, global_batch="scale")
-    assert [member.operator.steps_per_epoch for member in workers.members] == [6, 6]
-    workers.train(6)
-    assert workers.members[0].registration.epoch == 1
 
 
 def test_a_state_of_steps_of_another_size_is_loaded_with_a_warning(make_trainer, caplog):
@@ -473,21 +463,7 @@ def test_a_state_of_steps_of_another_size_is_loaded_with_a_warning(make_trainer,
     assert other.global_step == 10
 
 
-def test_where_steps_cannot_keep_their_size_the_log_says_so_once(caplog):
-    config = {"num_samples": 16, "batch_size": 4}
-    runner = TorchRunner(
-        TorchOptions(training_operator_cls=Streaming, config=config, num_workers=3)
-    )
-    runner.setup(WorkerContext(in_driver=True, world_size=1))
-    for _ in range(2):
-        runner.rejoin(WorkerContext(in_driver=True, world_size=1), leader=0)
-    told = [r.message for r in caplog.records if "steps are smaller" in r.message]
-    assert len(told) == 1
-    assert "With 1 of 3 workers" in told[0]
-    assert "the batches of the train loader (Unsized)" in told[0]
-
-
-def test_what_follows_an_update_can_tell_parts_from_the_last():
+def test_optimizer_step_returns_whether_it_made_the_update():
     """As a running average of the model has to."""
     updates = []
 

@@ -92,7 +92,7 @@ def test_places_put_what_workers_read_in_the_loaders_order(world_size, total, si
     ],
     ids=["shuffled", "empty", "several", "nameless", "none"],
 )
-def test_what_has_no_order_to_predict_in_is_refused(make_trainer, loader, error, text):
+def test_predict_refuses_loaders_without_an_order(make_trainer, loader, error, text):
     trainer = make_trainer(Recorder)
     with pytest.raises(error, match=text):
         trainer.predict(loader)
@@ -118,7 +118,7 @@ class Endless(IterableDataset):
         return iter(())
 
 
-def test_what_every_worker_would_read_whole_is_refused():
+def test_a_given_loader_that_cannot_be_partitioned_is_refused():
     operator = run_operator(Classifier, {"num_samples": 8})
     settings = operator._train_state.settings
     settings.context = dataclasses.replace(settings.context, world_size=2)

@@ -45,24 +45,8 @@ def taken(runner, until_step):
     return [*steps, runner.progress().snapshot]
 
 
-def test_there_is_none_before_training():
-    runner = make_runner("epoch")
-    assert runner.snapshot() is None
-    assert runner.progress().snapshot is None
-    assert TorchRunner(runner._options).snapshot() is None
-
-
-def test_one_is_taken_at_the_start_of_each_epoch():
+def test_a_snapshot_is_taken_at_the_start_of_each_epoch():
     assert taken(make_runner("epoch"), 11) == [0] * 5 + [5] * 5 + [10] * 2
-
-
-def test_what_was_taken_before_a_state_is_loaded_is_forgotten():
-    runner = make_runner("epoch")
-    state = runner.state_dict()
-    taken(runner, 6)
-    runner.load_state_dict(state)
-    assert runner.progress().snapshot is None
-    assert taken(runner, 1) == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -74,25 +58,25 @@ def test_what_was_taken_before_a_state_is_loaded_is_forgotten():
         (100, [0] * 13),
     ],
 )
-def test_one_is_taken_every_so_many_steps(every, expected):
+def test_a_snapshot_is_taken_every_n_steps(every, expected):
     assert taken(make_runner(every), 12) == expected
 
 
-def test_none_is_taken_where_none_is_wanted():
+def test_snapshots_can_be_disabled():
     runner = make_runner(None)
     assert taken(runner, 12) == [None] * 13
     assert runner.snapshot() is None
 
 
 @pytest.mark.parametrize("every", ["epoch", 1])
-def test_only_the_first_rank_takes_any(every):
+def test_only_rank_0_takes_snapshots(every):
     runner = make_runner(every)
     runner.operator._train_state.settings.context = WorkerContext(world_rank=1)
     assert taken(runner, 3) == [None] * 4
     assert runner.snapshot() is None
 
 
-def test_a_worker_that_becomes_the_first_takes_one_at_once():
+def test_a_worker_that_becomes_rank_0_takes_a_snapshot():
     runner = make_runner("epoch")
     train_state = runner.operator._train_state
     train_state.settings.context = WorkerContext(world_rank=1)
@@ -147,8 +131,8 @@ def test_the_operators_own_state_is_in_it_and_stays():
     assert (own["seen"].item(), own["nested"][0].item()) == (3.0, 3.0)
 
 
-@pytest.mark.parametrize("every", ["epoch", 1, 3, 4])
-@pytest.mark.parametrize("stop", [1, 3, 4, 6, 8])
+@pytest.mark.parametrize("every", ["epoch", 3])
+@pytest.mark.parametrize("stop", [1, 4, 8])
 def test_from_a_snapshot_the_epoch_goes_on_where_it_was_taken(every, stop):
     first = make_runner(every)
     first.handle(TrainRequest(call=0, until_step=stop))
@@ -169,7 +153,7 @@ def test_from_a_snapshot_the_epoch_goes_on_where_it_was_taken(every, stop):
     )
 
 
-def test_what_is_done_again_of_the_call_before_is_not_measured():
+def test_replayed_steps_of_earlier_calls_do_not_count():
     """Nor does an epoch of this one end with it."""
     first = make_runner(3)
     first.handle(TrainRequest(call=0, until_epoch=1))

@@ -190,7 +190,7 @@ def drawn(steps, pause=None, after=None):
     length_known=st.booleans(),
     data=st.data(),
 )
-def test_a_segment_ends_exactly_where_it_shall_pause(before, size, limit, length_known, data):
+def test_a_segment_ends_exactly_at_its_pause(before, size, limit, length_known, data):
     train_state = make_registration()
     train_state.global_step = before
     steps = make_steps(train_state, range(size), limit, size if length_known else None)
@@ -232,27 +232,6 @@ def test_the_mean_time_of_a_step_is_known_after_the_first(monkeypatch):
     now[0] += 4.0
     next(steps)
     assert steps.step_s == 3.0
-
-
-def test_after_each_step_whoever_wants_it_is_told_with_the_place_noted():
-    train_state, told = make_registration(), []
-    steps = StepIterator(
-        train_state,
-        BatchSource([1, 2, 3]),
-        iter([1, 2, 3]),
-        None,
-        3,
-        None,
-        Signal(),
-        on_commit=lambda: told.append((train_state.global_step, train_state.offset)),
-    )
-    next(steps)
-    assert told == []
-    next(steps)
-    assert told == [(1, 1)]
-    list(steps)
-    steps.finish()
-    assert told == [(1, 1), (2, 2), (3, 3)]
 
 
 # ---- groups of batches that make one update
@@ -312,7 +291,7 @@ def test_batches_come_in_groups_and_a_smaller_one_at_the_end(
 
 
 @given(size=st.integers(1, 4), count=st.integers(1, 14), fails_at=st.integers(0, 15))
-def test_no_batch_is_left_out_where_a_rank_is_lost_as_all_are_asked(size, count, fails_at):
+def test_no_batch_is_lost_if_a_worker_fails_while_ranks_agree(size, count, fails_at):
     answers = iter([True] * fails_at)
 
     def go_on(has_batch):
@@ -351,11 +330,6 @@ def test_a_loader_of_unknown_length_is_looked_into_one_batch_ahead_within_a_grou
     assert seen == [(0, 2), (1, 3), (2, 3), (3, 5), (4, 6), (5, 6), (6, 8), (7, 8)]
 
 
-def test_a_loader_that_is_shorter_than_it_says_ends_its_last_group():
-    train_state, steps = grouped(3, range(4), steps_left=9)
-    assert groups_of(train_state, steps) == [[0, 1, 2], [3]]
-
-
 @given(st.integers(1, 4), st.integers(1, 12), st.integers(1, 14), st.data())
 def test_a_pause_is_made_at_the_end_of_the_group_that_reaches_it(size, count, pause, data):
     """Of the group under way, where the request comes too late."""
@@ -367,7 +341,7 @@ def test_a_pause_is_made_at_the_end_of_the_group_that_reaches_it(size, count, pa
 
 @pytest.mark.parametrize("length_known", [True, False])
 @pytest.mark.parametrize("at", range(5))
-def test_a_failure_gives_the_whole_group_up_and_its_batches_back(at, length_known):
+def test_a_failure_discards_the_group_and_returns_its_batches(at, length_known):
     batches = list("abcde")
     iterator = iter(batches)
     train_state, _ = grouped(3, [])

@@ -103,10 +103,12 @@ def test_worker_sees_all_gpus_of_its_node(monkeypatch):
 
 
 def test_error_names_different_batch_sizes():
-    runner = make_runner()
-    runner._train_state.data.check_batch_sizes({"train": (8, True), "another": (3, False)})
-    with pytest.raises(ValueError, match=r"with validation_loader: 8 on worker 0, and 16 on work"):
-        runner._train_state.data.check_batch_sizes({"train": (8, False), "validation": (16, False)})
+    data = make_runner()._train_state.data
+    found = data.fingerprint(with_batches=True)
+    data.check_like(found, with_batches=True)
+    other = {name: text.replace("batch size 8", "batch size 16") for name, text in found.items()}
+    with pytest.raises(ValueError, match=r"batch size 8 on worker 0, and .* batch size 16 on"):
+        data.check_like(other, with_batches=True)
 
 
 # ---- models that are frozen, on two workers
@@ -668,28 +670,6 @@ def test_loader_of_on_world_change_is_used_from_the_next_step(kind):
     runner.handle(TrainRequest(call=0, until_step=3))
     offset = 2 if kind == "list" else 8  # batches that were read, or samples
     assert runner.operator.trained[8:] == list(range(2 * offset, 2 * offset + 2))
-
-
-def by_rank(operator):
-    sampler = torch.utils.data.SequentialSampler(range(40))
-    sampler.num_replicas, sampler.rank = operator.world_size, operator.world_rank
-    return DataLoader(operator.train_loader.dataset, batch_size=4, sampler=sampler)
-
-
-@pytest.mark.parametrize("in_hook", [False, True])
-def test_warning_about_a_loader_for_an_earlier_rank(caplog, in_hook):
-    class Selecting(Following):
-        def setup(self, config):
-            super().setup(config)
-            self.register_data(train_loader=by_rank(self))
-
-    runner = make_runner(Selecting, {"register": by_rank} if in_hook else {})
-    for generation in (2, 3):
-        context = WorkerContext(world_rank=1, world_size=2, generation=generation)
-        runner.rejoin(context, leader=0)
-    told = [record.message for record in caplog.records if "on_world_change" in record.message]
-    assert len(told) == (not in_hook)
-    assert in_hook or "by rank 0 of 1 workers, but this worker is rank 1 of 2 now" in told[0]
 
 
 @pytest.mark.parametrize(
