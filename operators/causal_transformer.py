@@ -58,8 +58,8 @@ class CausalTransformer(nn.Module):
         """
         if tokens.shape[1] > self.max_length:
             raise ValueError(
-                f"A sequence of {tokens.shape[1]} tokens is longer than the {self.max_length} that "
-                "the model was made for: config['sequence_length']."
+                f"A sequence has {tokens.shape[1]} tokens, but the model takes at most "
+                f"{self.max_length}: config['sequence_length']."
             )
         places = torch.arange(tokens.shape[1], device=tokens.device)
         hidden = self.tokens(tokens) + self.positions(places)

@@ -99,7 +99,6 @@ class ConfiguredOperator(TrainingOperator):
     """Value of each option, available from `setup` on."""
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Read the options, and register models and loaders."""
         self.options = read_options(
             type(self).__name__, self.OPTIONS, config, warns=self.world_rank == 0
         )
@@ -109,7 +108,6 @@ class ConfiguredOperator(TrainingOperator):
                 f"{config['batch_size']} (of each worker) and BATCH_SIZE (of all workers). "
                 "Give one of them."
             )
-        self.check_options()
         if self.options["seed"] is not None:
             torch.manual_seed(self.options["seed"])
         # Before the models, because schedulers can ask for the steps of an epoch.
@@ -126,13 +124,6 @@ class ConfiguredOperator(TrainingOperator):
             torch.manual_seed((self.options["seed"] + self.world_rank * 65_537) % 2**63)
 
     # ---- methods to override
-
-    def check_options(self) -> None:
-        """Check options in ``self.options`` that depend on each other.
-
-        Raises:
-            ValueError: If they do not fit together.
-        """
 
     def setup_models(self, config: dict[str, Any]) -> None:
         """Build models and optimizers, and register them with ``**self.register_options``."""
@@ -210,8 +201,8 @@ class ConfiguredOperator(TrainingOperator):
             kind = type(self).__name__
             source = f"config[{key!r}]" if given is None else f"the function config[{key!r}]"
             raise ValueError(
-                f"{kind}: {source} gave {module!r}, and a torch.nn.Module is needed. Give one, or "
-                f"a function of the config that returns one, or override build_{key} in {kind}."
+                f"{kind}: {source} gave {module!r}, not a torch.nn.Module. Give a module or a "
+                f"function of the config that returns one, or override build_{key} in {kind}."
             )
         return module
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["accuracy", "confusion_matrix", "macro_f1", "mean_iou"]
+__all__ = ["accuracy", "check_classes", "confusion_matrix", "macro_f1", "mean_iou"]
+
+
+def check_classes(owner: str, scores: torch.Tensor, num_classes: int) -> None:
+    """Check that a model gives one score per class."""
+    if scores.shape[1] != num_classes:
+        raise ValueError(
+            f"{owner}: the model gives scores for {scores.shape[1]} classes, but "
+            f"config['num_classes'] is {num_classes}."
+        )
 
 
 def confusion_matrix(

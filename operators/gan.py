@@ -81,11 +81,9 @@ class GAN(ConfiguredOperator):
     # ---- methods to override
 
     def build_generator(self, config: dict[str, Any]) -> torch.nn.Module:
-        """Return the generator."""
         return self.build_module("generator", config)
 
     def build_discriminator(self, config: dict[str, Any]) -> torch.nn.Module:
-        """Return the discriminator."""
         return self.build_module("discriminator", config)
 
     def real_samples(self, batch: Any) -> torch.Tensor:
@@ -103,7 +101,6 @@ class GAN(ConfiguredOperator):
     # ---- the steps
 
     def setup_models(self, config: dict[str, Any]) -> None:
-        """Register both models and their optimizers."""
         models = self.build_generator(config), self.build_discriminator(config)
         optimizers = []
         for model, key in zip(models, ("generator_lr", "discriminator_lr"), strict=True):
@@ -124,7 +121,6 @@ class GAN(ConfiguredOperator):
         self.generator_optimizer, self.discriminator_optimizer = optimizers
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Train the discriminator and then the generator on a batch."""
         real = self.real_samples(self.to_device(batch))
         smoothing, count = self.options["label_smoothing"], len(real)
         with self.timers.record("fwd"), self.autocast():
@@ -156,7 +152,6 @@ class GAN(ConfiguredOperator):
         }
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate real samples and the same number of generated ones."""
         real = self.real_samples(self.to_device(batch))
         noise = self.noise(len(real), self._validation_generator(batch_info["batch_idx"]))
         with self.timers.record("eval_fwd"), self.autocast():

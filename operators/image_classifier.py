@@ -54,28 +54,18 @@ class ImageClassifier(SupervisedOperator):
     def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores (batch, classes) and classes (batch)."""
         output, target = super().predict(batch)
-        scores = getattr(output, "logits", output)
-        k = self.options["top_k"]
-        if k is not None and k > scores.shape[1]:
-            raise ValueError(
-                f"{type(self).__name__}: config['top_k']={k} must be at most the number of "
-                f"classes, and the model gives scores for {scores.shape[1]}."
-            )
-        return scores, target
+        return getattr(output, "logits", output), target
 
     def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the smoothed cross-entropy of each sample."""
         smoothing = self.options["label_smoothing"]
         return functional.cross_entropy(
             output, target.long(), label_smoothing=smoothing, reduction="none"
         )
 
     def validation_losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the cross-entropy of each sample."""
         return functional.cross_entropy(output, target.long(), reduction="none")
 
     def training_pass(self, batch: Any) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """Return output, target, and losses, with mixup if configured."""
         alpha = self.options["mixup_alpha"]
         if not alpha:
             return super().training_pass(batch)
@@ -90,7 +80,6 @@ class ImageClassifier(SupervisedOperator):
         return None, target, losses
 
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
-        """Return the accuracies."""
         found = {"accuracy": (output.argmax(dim=1) == target).double().mean()}
         k = self.options["top_k"]
         if k is not None:

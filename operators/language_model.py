@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from raysgd.metrics import Sums, ratio
 from raysgd.operators.causal_transformer import CausalTransformer
-from raysgd.operators.options import Option, any_of, flag, integer, number
+from raysgd.operators.options import Option, any_of, choice, integer, number
 from raysgd.operators.supervised import SupervisedOperator, in_full_precision
 from raysgd.operators.token_windows import TokenWindows
 
@@ -60,28 +60,17 @@ class LanguageModel(SupervisedOperator):
         "num_layers": integer(2, 1),
         "num_heads": integer(4, 1),
         "dropout": any_of(0.0, number(0.0, 0.0, 0.999).fits, "a number from 0 to below 1"),
-        "tie_weights": flag(True),
+        "tie_weights": choice(True, True, False),
         "ignore_index": integer(-100),
     }
 
-    def check_options(self) -> None:
-        """Check that ``num_heads`` divides ``hidden_size``."""
-        super().check_options()
-        size, heads = self.options["hidden_size"], self.options["num_heads"]
-        if self.options["model"] is None and size % heads:
-            raise ValueError(
-                f"{type(self).__name__}: config['num_heads']={heads} must divide "
-                f"config['hidden_size']={size}."
-            )
-
     def build_model(self, config: dict[str, Any]) -> torch.nn.Module:
-        """Return the configured model, or a :class:`CausalTransformer`."""
         if self.options["model"] is not None:
             return super().build_model(config)
         if self.options["vocab_size"] is None:
             raise ValueError(
-                f"{type(self).__name__}: config['vocab_size'] is missing; without a "
-                "config['model'] it must be the number of tokens."
+                f"{type(self).__name__}: config['vocab_size'] is missing. Give the number of "
+                "tokens, or a config['model']."
             )
         names = ("hidden_size", "num_layers", "num_heads", "dropout", "tie_weights")
         return CausalTransformer(
@@ -93,14 +82,7 @@ class LanguageModel(SupervisedOperator):
     def as_dataset(self, data: Any) -> Any:
         """Cut one long tensor of tokens into sequences. Return other data unchanged."""
         if isinstance(data, torch.Tensor) and data.dim() == 1:
-            length, ignored = self.options["sequence_length"], self.options["ignore_index"]
-            vocab_size = self.options["vocab_size"]
-            if vocab_size is not None and len(data) and data.max() >= vocab_size:
-                raise ValueError(
-                    f"{type(self).__name__}: the text has the token {int(data.max())}, and with "
-                    f"config['vocab_size']={vocab_size} tokens go up to {vocab_size - 1}."
-                )
-            return TokenWindows(data, length, ignored)
+            return TokenWindows(data, self.options["sequence_length"], self.options["ignore_index"])
         return super().as_dataset(data)
 
     def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,7 +92,6 @@ class LanguageModel(SupervisedOperator):
         return getattr(output, "logits", output), target.long()
 
     def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the cross-entropy of each token."""
         return functional.cross_entropy(
             output.flatten(0, 1),
             target.flatten(),
@@ -119,18 +100,15 @@ class LanguageModel(SupervisedOperator):
         )
 
     def num_items(self, batch: Any) -> torch.Tensor:
-        """Return the number of tokens that count."""
         _, target = _tokens_and_targets(batch)
         counts: torch.Tensor = target.long() != self.options["ignore_index"]
         return counts.sum()
 
     def loss_metrics(self, total: torch.Tensor, count: float | torch.Tensor) -> dict[str, Any]:
-        """Return loss and perplexity."""
         found = super().loss_metrics(total, count)
         return {**found, "perplexity": Sums(_perplexity, total=total, weight=count)}
 
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
-        """Return the accuracy."""
         counts = target != self.options["ignore_index"]
         hits = ((output.argmax(dim=-1) == target) & counts).sum()
         return {"accuracy": Sums(ratio, total=hits, weight=counts.sum())}

@@ -17,7 +17,6 @@ __all__ = [
     "Option",
     "any_of",
     "choice",
-    "flag",
     "integer",
     "number",
     "read_options",
@@ -44,13 +43,9 @@ class Option:
 def number(
     default: Any, low: float = -math.inf, high: float = math.inf, *, above: bool = False
 ) -> Option:
-    """Return an option for a finite number from `low` to `high`.
+    """Return an option for a finite number from `low` to `high`, or above `low`.
 
-    Args:
-        default: Default value. If it is None, None is allowed too.
-        low: Minimum.
-        high: Maximum.
-        above: Whether `low` itself is excluded.
+    A default of None allows None too.
     """
     return _number("a number", numbers.Real, default, low, high, above)
 
@@ -83,16 +78,12 @@ def _number(
     return Option(default=default, fits=fits, allowed=allowed)
 
 
-def choice(default: str, *names: str) -> Option:
-    """Return an option for one of several names."""
-    listed = ", ".join(f'"{name}"' for name in names[:-1]) + f' or "{names[-1]}"'
-    return Option(default=default, fits=lambda v: isinstance(v, str) and v in names, allowed=listed)
-
-
-def flag(default: bool) -> Option:
-    """Return an option for True or False."""
+def choice(default: Any, *values: Any) -> Option:
+    """Return an option for one of several values."""
     return Option(
-        default=default, fits=lambda value: isinstance(value, bool), allowed="True or False"
+        default=default,
+        fits=lambda value: any(type(value) is type(each) and value == each for each in values),
+        allowed=" or ".join(map(repr, values)),
     )
 
 
@@ -108,11 +99,8 @@ def read_options(
 ) -> dict[str, Any]:
     """Return the value of each option, from `config` or its default.
 
-    Args:
-        owner: Name of the operator, for messages.
-        options: Options by key.
-        config: The user's config. It can have other keys.
-        warns: Whether to log a warning about a key that resembles an option.
+    `owner` is the operator's name for messages. With `warns`, it logs a warning about a key that
+    resembles an option.
 
     Raises:
         ValueError: If a value is missing or not allowed.
@@ -129,7 +117,7 @@ def read_options(
             continue
         close = closest(key, options.keys() - config.keys(), cutoff=0.85)
         if close and warns:
-            logger.warning("%s has no option %r: is %r meant?", owner, key, close)
+            logger.warning("%s has no option %r. Did you mean %r?", owner, key, close)
     return {key: _plain(config.get(key, option.default)) for key, option in options.items()}
 
 

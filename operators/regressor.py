@@ -55,8 +55,8 @@ class Regressor(SupervisedOperator):
         if output.shape != target.shape:
             # Broadcasting would compare every output with every target.
             raise ValueError(
-                f"{type(self).__name__}: the model's output has the shape {tuple(output.shape)} "
-                f"and the target {tuple(target.shape)}; they need to be the same."
+                f"{type(self).__name__}: the model's output has the shape {tuple(output.shape)}, "
+                f"but the target {tuple(target.shape)}. They must be equal."
             )
         if not target.is_floating_point():
             # At least float32, because outputs can have 16 bits in mixed precision.
@@ -64,7 +64,6 @@ class Regressor(SupervisedOperator):
         return output, target
 
     def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each number."""
         kind = self.options["loss"]
         output = output.to(torch.promote_types(output.dtype, target.dtype))
         if kind == "huber":
@@ -74,7 +73,6 @@ class Regressor(SupervisedOperator):
         return loss(output, target, reduction="none")
 
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
-        """Return MAE, RMSE, and R²."""
         output, target = output.double(), target.double()
         error = output - target
         return {
@@ -121,7 +119,6 @@ class R2(MergeableMetric):
         return cls(len(target), mean, deviations, (target - output).square().sum(dim=0))
 
     def merge(self, other: Self) -> Self:
-        """Return the metric over both parts."""
         count = self.count + other.count
         distance = other.mean - self.mean
         share = other.count / count
@@ -133,7 +130,6 @@ class R2(MergeableMetric):
         )
 
     def compute(self) -> float:
-        """Return R²."""
         if not bool((self.deviations > 0).all()):
             return float("nan")
         return float((1 - self.errors / self.deviations).mean())

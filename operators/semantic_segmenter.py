@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from raysgd.metrics import Sums
-from raysgd.operators.confusion import accuracy, confusion_matrix, mean_iou
+from raysgd.operators.confusion import accuracy, check_classes, confusion_matrix, mean_iou
 from raysgd.operators.options import REQUIRED, Option, integer
 from raysgd.operators.supervised import SupervisedOperator
 
@@ -26,7 +26,8 @@ class SemanticSegmenter(SupervisedOperator):
     key                             default     meaning
     ==============================  ==========  ================================================
     ``num_classes``                 required    number of classes
-    ``ignore_index``                255         class of the pixels to ignore
+    ``ignore_index``                255         class of the pixels to ignore; change it if there
+                                                are more than 255 classes
     ==============================  ==========  ================================================
 
     It also has the keys of :class:`SupervisedOperator`. Batches are ``(images, masks)``, with masks
@@ -44,44 +45,24 @@ class SemanticSegmenter(SupervisedOperator):
         "ignore_index": integer(255),
     }
 
-    def check_options(self) -> None:
-        """Check that ``ignore_index`` is not accidentally one of the classes."""
-        super().check_options()
-        ignored, num_classes = self.options["ignore_index"], self.options["num_classes"]
-        if num_classes > 255 and ignored == 255 and "ignore_index" not in self.config:
-            raise ValueError(
-                f"{type(self).__name__}: with config['num_classes']={num_classes} the default "
-                "config['ignore_index']=255 would ignore one of the classes. Set it, for example "
-                "to -100."
-            )
-
     def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores (batch, classes, height, width) and masks (batch, height, width)."""
         *features, target = batch
         output = self.model(*features)
         if isinstance(output, Mapping):
             output = output["out"]
-        expected = (len(target), self.options["num_classes"], *target.shape[1:])
-        if output.shape != expected:
-            raise ValueError(
-                f"{type(self).__name__}: the model gave scores of shape {tuple(output.shape)}, "
-                f"and masks of shape {tuple(target.shape)} with config['num_classes']="
-                f"{self.options['num_classes']} need {expected}."
-            )
+        check_classes(type(self).__name__, output, self.options["num_classes"])
         return output, target.long()
 
     def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the cross-entropy of each pixel."""
         ignored = self.options["ignore_index"]
         return functional.cross_entropy(output, target, ignore_index=ignored, reduction="none")
 
     def num_items(self, batch: Any) -> torch.Tensor:
-        """Return the number of pixels that count."""
         counts: torch.Tensor = batch[-1].long() != self.options["ignore_index"]
         return counts.sum()
 
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
-        """Return pixel accuracy and mean IoU as mergeable metrics."""
         num_classes, ignored = self.options["num_classes"], self.options["ignore_index"]
         counts = confusion_matrix(output.argmax(dim=1), target, num_classes, ignored)
         return {

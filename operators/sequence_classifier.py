@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from raysgd._internal.imports import import_extra
 from raysgd.metrics import Sums
-from raysgd.operators.confusion import confusion_matrix, macro_f1
+from raysgd.operators.confusion import check_classes, confusion_matrix, macro_f1
 from raysgd.operators.options import REQUIRED, Option, any_of, integer, number
 from raysgd.operators.supervised import SupervisedOperator
 
@@ -65,20 +65,11 @@ class SequenceClassifier(SupervisedOperator):
     }
 
     def build_model(self, config: dict[str, Any]) -> torch.nn.Module:
-        """Return the configured model, or build one with transformers."""
         if self.options["model"] is not None:
             return super().build_model(config)
         transformers = import_extra(type(self).__name__, "transformers", "operators")
         kind, values = self.options["model_type"], dict(self.options["model_config"] or {})
-        if (
-            values.setdefault("num_labels", self.options["num_classes"])
-            != (self.options["num_classes"])
-        ):
-            raise ValueError(
-                f"{type(self).__name__}: config['model_config'] has num_labels="
-                f"{values['num_labels']}, and config['num_classes'] is "
-                f"{self.options['num_classes']}. Leave num_labels out."
-            )
+        values["num_labels"] = self.options["num_classes"]
         try:
             made = transformers.AutoConfig.for_model(kind, **values)
             model: torch.nn.Module = transformers.AutoModelForSequenceClassification.from_config(
@@ -86,8 +77,8 @@ class SequenceClassifier(SupervisedOperator):
             )
         except Exception as error:
             raise ValueError(
-                f"{type(self).__name__}: transformers makes no sequence classifier of "
-                f"config['model_type']={kind!r} and config['model_config']={values!r}: {error}"
+                f"{type(self).__name__}: transformers rejects config['model_type']={kind!r} with "
+                f"config['model_config']={values!r}: {error}"
             ) from error
         return model
 
@@ -101,26 +92,17 @@ class SequenceClassifier(SupervisedOperator):
             inputs = dict(zip(("input_ids", "attention_mask"), values, strict=False))
         output = self.model(**inputs)
         scores = getattr(output, "logits", output)
-        expected = (len(target), self.options["num_classes"])
-        if scores.shape != expected:
-            raise ValueError(
-                f"{type(self).__name__}: the model gave scores of shape {tuple(scores.shape)}, and "
-                f"{len(target)} labels with config['num_classes']={self.options['num_classes']} "
-                f"need {expected}."
-            )
+        check_classes(type(self).__name__, scores, self.options["num_classes"])
         return scores, target.long()
 
     def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the smoothed cross-entropy of each sequence."""
         smoothing = self.options["label_smoothing"]
         return functional.cross_entropy(output, target, label_smoothing=smoothing, reduction="none")
 
     def validation_losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the cross-entropy of each sequence."""
         return functional.cross_entropy(output, target, reduction="none")
 
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
-        """Return accuracy and macro F1."""
         predicted = output.argmax(dim=1)
         counts = confusion_matrix(predicted, target, self.options["num_classes"])
         return {

@@ -9,7 +9,7 @@ import torch
 
 from raysgd.metrics import NUM_SAMPLES, Sums, ratio
 from raysgd.operators.configured import ConfiguredOperator
-from raysgd.operators.options import Option, any_of, flag
+from raysgd.operators.options import Option, any_of, choice
 
 __all__ = ["SupervisedOperator", "in_full_precision"]
 
@@ -46,13 +46,12 @@ class SupervisedOperator(ConfiguredOperator):
             callable,
             "a torch.nn.Module or a function of the config that returns one",
         ),
-        "train_metrics": flag(False),
+        "train_metrics": choice(False, True, False),
     }
 
     # ---- methods to override
 
     def build_model(self, config: dict[str, Any]) -> torch.nn.Module:
-        """Return the model."""
         return self.build_module("model", config)
 
     def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +84,6 @@ class SupervisedOperator(ConfiguredOperator):
     # ---- the steps
 
     def setup_models(self, config: dict[str, Any]) -> None:
-        """Register the model, its optimizer, and its scheduler."""
         model = self.build_model(config)
         optimizer = self.build_optimizer(model.parameters(), config)
         scheduler = self.build_scheduler(optimizer, config)
@@ -146,7 +144,6 @@ class SupervisedOperator(ConfiguredOperator):
         }
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
-        """Return the output of `predict`, in float32."""
         with self.autocast():
             return in_full_precision(self.predict(self.to_device(batch))[0])
 

@@ -29,21 +29,19 @@ class TokenWindows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __init__(self, tokens: torch.Tensor, length: int, ignore_index: int = -100) -> None:
         if tokens.is_floating_point() or len(tokens) < 2:
             raise ValueError(
-                f"TokenWindows needs two tokens at least, as ints; it was given {len(tokens)} "
-                f"of {tokens.dtype}."
+                f"TokenWindows needs at least two tokens, as ints, but got {len(tokens)} of "
+                f"{tokens.dtype}."
             )
         self.tokens = tokens
         self.length = length
         self.ignore_index = ignore_index
 
     def __len__(self) -> int:
-        """Number of sequences."""
         return -(-(len(self.tokens) - 1) // self.length)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return one sequence."""
         if not 0 <= index < len(self):
-            raise IndexError(f"TokenWindows has {len(self)} sequences; there is no {index}.")
+            raise IndexError(index)
         start = index * self.length
         window = self.tokens[start : start + self.length + 1].long()
         missing = self.length + 1 - len(window)

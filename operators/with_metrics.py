@@ -57,7 +57,6 @@ class WithMetrics(TrainingOperator):
     """
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Set up the operator, and its metrics."""
         super().setup(config)
         self._prepare_metrics()
 
@@ -87,7 +86,6 @@ class WithMetrics(TrainingOperator):
     def validate(
         self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Evaluate, and add the metrics to the result."""
         metrics = self._prepare_metrics()
         for metric in metrics.values():
             metric.reset()
@@ -151,11 +149,9 @@ class MergedStates(MergeableMetric):
         return cls(empty, [part])
 
     def merge(self, other: Self) -> Self:
-        """Return the metric over the data of both."""
         return type(self)(self.metric, [*self.parts, *other.parts])
 
     def compute(self) -> Any:
-        """Return the value of the metric."""
         metric = copy.deepcopy(self.metric)
         for index, member in enumerate(_members(metric)):
             held = [part[index] for part in self.parts]

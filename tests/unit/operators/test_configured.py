@@ -1,6 +1,5 @@
 """Optimizers, schedulers and loaders by config or by subclass."""
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -37,25 +36,6 @@ def test_an_optimizer_by_function():
     assert (type(optimizer), optimizer.defaults["lr"]) == (torch.optim.RMSprop, 0.25)
 
 
-def test_a_scheduler_by_function():
-    config = {
-        "model": torch.nn.Linear(2, 1),
-        "train_data": DATA,
-        "lr": 0.5,
-        "scheduler": lambda optimizer, config: torch.optim.lr_scheduler.StepLR(optimizer, 1),
-    }
-    with TorchTrainer(
-        training_operator_cls=Regressor,
-        config=config,
-        use_local=True,
-        use_gpu=False,
-        scheduler_step_freq="epoch",
-    ) as trainer:
-        trainer.train()
-        rates = trainer.apply_all_operators(lambda op: op.optimizer.param_groups[0]["lr"])
-    assert rates == [pytest.approx(0.05)]
-
-
 def test_a_scheduler_that_counts_steps_is_told_how_many_an_epoch_has():
     def make(optimizer, config, steps_per_epoch):
         assert steps_per_epoch == 3  # of two, of six samples
@@ -81,11 +61,6 @@ def test_data_sets_get_a_loader(form):
     assert [len(batch[0]) for batch in operator.train_loader] == [4, 2]
     targets = torch.cat([target for _, target in operator.validation_loader])
     assert targets.tolist() == DATA[1].tolist()
-
-
-def test_one_tensor_is_a_data_set_of_its_rows():
-    loader = build(train_data=torch.zeros(6, 2), batch_size=4).train_loader
-    assert [[column.shape for column in batch] for batch in loader] == [[(4, 2)], [(2, 2)]]
 
 
 def test_training_data_are_shuffled_and_the_global_batch_is_heeded():
@@ -126,26 +101,6 @@ def test_each_part_can_be_overridden():
     assert len(operator.validation_loader.dataset) == 2
 
 
-def test_a_function_that_returns_no_data_is_an_error():
-    for made in ("digits.csv", np.zeros((3, 2))):
-        with pytest.raises(ValueError, match="data must be a torch Dataset, a tensor"):
-            build(train_data=lambda config, made=made: made)
-
-
-def test_no_data_is_an_error_only_where_they_are_needed():
-    operator = build(train_data=None)
-    with pytest.raises(RuntimeError, match="There is no train loader"):
-        _ = operator.train_loader
-
-
-def test_a_seed_makes_models_alike():
-    def make(config):
-        return torch.nn.Linear(2, 1)
-
-    weights = [build(model=make, seed=3).model.weight.tolist() for _ in range(2)]
-    assert weights[0] == weights[1]
-
-
 def test_what_training_draws_differs_from_worker_to_worker(monkeypatch):
     """Dropout and noise that were alike on all workers would be that of one."""
     models, draws = [], []
@@ -156,14 +111,3 @@ def test_what_training_draws_differs_from_worker_to_worker(monkeypatch):
         draws.append(torch.rand(1).item())
     assert models[0] == models[1] == models[2]
     assert draws[0] == draws[2] != draws[1]
-
-
-def test_accumulation_and_clipping_come_from_the_config():
-    state = build(gradient_accumulation_steps=3, max_grad_norm=0.5)._train_state
-    assert state.accumulation_steps == 3
-    assert state.feature("Clipping").needs_helper == "max_grad_norm=0.5"
-
-
-def test_a_base_class_says_what_to_override():
-    with pytest.raises(NotImplementedError, match="must override setup_models"):
-        run_operator(ConfiguredOperator)

@@ -29,7 +29,7 @@ def test_all_figures_are_those_of_scikit_learn(pairs):
         assert ours(counts) == pytest.approx(value)
 
 
-def test_what_is_ignored_counts_for_nothing():
+def test_ignored_positions_do_not_count():
     target = torch.tensor([[0, 255], [255, 1]])
     counts = confusion_matrix(torch.tensor([[0, 1], [1, 0]]), target, 2, ignore_index=255)
     assert counts.tolist() == [[1, 0], [1, 0]]

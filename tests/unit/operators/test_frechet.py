@@ -52,10 +52,3 @@ def test_features_that_are_not_finite_give_nan():
     assert math.isnan(moments(cloud(0), fake).compute())
     fake[3, 2] = math.inf
     assert math.isnan(moments(cloud(0), fake).compute())
-
-
-def test_features_of_any_shape_are_taken_as_rows():
-    real, fake = cloud(0, features=6), cloud(1, features=6)
-    expected = moments(real, fake).compute()
-    assert moments(real.reshape(-1, 2, 3), fake.reshape(-1, 2, 3)).compute() == expected
-    assert moments(real[:, 0], fake[:, 0]).compute() == moments(real[:, :1], fake[:, :1]).compute()

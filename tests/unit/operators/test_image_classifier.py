@@ -95,18 +95,6 @@ def test_mixup_mixes_images_and_losses_with_one_share():
     assert losses.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
 
 
-def test_top_k_above_the_number_of_classes_is_refused():
-    operator = run_operator(ImageClassifier, {"model": Fixed(), "top_k": 5})
-    with pytest.raises(ValueError, match=r"config\['top_k'\]=5 must be at most .* 3"):
-        operator.validate(iter([(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long))]))
-
-
-def test_top_k_above_the_number_of_classes_is_refused_before_an_epoch_is_trained():
-    operator = run_operator(ImageClassifier, {"model": Fixed(), "top_k": 5})
-    with pytest.raises(ValueError, match=r"config\['top_k'\]=5 must be at most .* 3"):
-        operator.train_batch((torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)), {})
-
-
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_models_may_take_several_features_and_give_an_object_with_logits(alpha):
     class Two(Fixed):

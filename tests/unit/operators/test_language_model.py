@@ -154,10 +154,8 @@ def test_batches_are_weighted_by_their_tokens_where_several_make_one_update():
     ("config", "message"),
     [
         ({}, r"config\['vocab_size'\] is missing"),
-        ({**SMALL, "num_heads": 3}, r"config\['num_heads'\]=3 must divide .*=32"),
-        ({**SMALL, "train_data": torch.zeros(1, dtype=torch.long)}, "two tokens at least"),
+        ({**SMALL, "train_data": torch.zeros(1, dtype=torch.long)}, "at least two tokens"),
         ({**SMALL, "train_data": torch.zeros(9)}, r"of torch\.float32"),
-        ({**SMALL, "train_data": torch.arange(129)}, "the token 128, and .*=128 .* up to 127"),
     ],
 )
 def test_wrong_configs_are_refused(config, message):
@@ -167,7 +165,7 @@ def test_wrong_configs_are_refused(config, message):
 
 def test_sequences_that_the_model_is_not_made_for_are_refused():
     operator = run_operator(LanguageModel, SMALL)
-    with pytest.raises(ValueError, match=r"40 tokens is longer than the 32 .*sequence_length"):
+    with pytest.raises(ValueError, match=r"40 tokens, but .* at most 32: .*sequence_length"):
         operator.train_batch((torch.zeros(2, 41, dtype=torch.long),), {})
 
 
@@ -177,11 +175,3 @@ def test_a_perplexity_of_a_loss_that_is_not_finite():
     ]
     assert math.isnan(perplexity[0])
     assert perplexity[1:] == [math.inf, math.inf]
-
-
-def test_an_error_while_text_is_made_leaves_the_model_in_training():
-    config = {**SMALL, "vocab_size": 10, "train_data": torch.arange(40) % 9}
-    operator = run_operator(LanguageModel, config)
-    with pytest.raises(IndexError):
-        operator.generate([99], 1)
-    assert operator.model.training

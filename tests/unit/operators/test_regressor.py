@@ -14,7 +14,7 @@ from raysgd.testing import run_operator
 from tests.unit.operators.samples import diabetes
 
 
-@pytest.mark.parametrize("options", [{}, {"loss": "l1"}, {"loss": "huber", "huber_delta": 0.5}])
+@pytest.mark.parametrize("options", [{}, {"loss": "huber", "huber_delta": 0.5}])
 def test_learns_the_progress_of_a_disease_as_well_as_least_squares(trained, options):
     (features, target), (held_features, held_target) = diabetes()
     best = LinearRegression().fit(features, target).score(held_features, held_target)
@@ -46,14 +46,8 @@ def test_losses_and_metrics_are_as_defined():
 
 def test_shapes_that_would_be_broadcast_are_refused():
     operator = run_operator(Regressor, {"model": torch.nn.Linear(2, 3)})
-    with pytest.raises(ValueError, match=r"shape \(4, 3\) and the target \(4,\)"):
+    with pytest.raises(ValueError, match=r"shape \(4, 3\), but the target \(4,\)"):
         operator.train_batch((torch.zeros(4, 2), torch.zeros(4)), {})
-
-
-def test_targets_may_be_ints():
-    operator = run_operator(Regressor, {"model": torch.nn.Linear(2, 1)})
-    batch = (torch.zeros(4, 2), torch.arange(4))
-    assert operator.train_batch(batch, {})["train_loss"].compute() > 0
 
 
 @pytest.mark.parametrize("loss", ["mse", "l1", "huber"])
