@@ -1,10 +1,8 @@
 """Exact metrics over batches and workers: means, and other values that can be merged.
 
-``train_batch`` returns a number or tensor. The worker adds it to an `AverageMeter` (total, weight,
-last value). The `Summary` of a segment and of a call holds the mean and its weight. `merge_workers`
-reduces the summaries of all workers to one dict of numbers. Therefore a mean over uneven batches
-and shards equals the mean that a single process would compute. A metric that is not a mean, such as
-a perplexity, remains a :class:`MergeableMetric` until the workers are merged. Sums are float64. The
+A worker adds what batches return to meters. The `Summary` of a segment and of a call has each mean
+and its weight, and `merge_workers` reduces the summaries of all workers to one dict of numbers. A
+metric that is not a mean, such as a perplexity, remains a :class:`MergeableMetric` until then. The
 idea to merge first and divide last comes from ``clu.metrics`` and TorchMetrics.
 """
 
@@ -53,7 +51,6 @@ def is_number(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a Python number for one element, else a float64 tensor or array."""
     if hasattr(value, "detach"):
         value = value.detach()
         return value.item() if value.numel() == 1 else value.cpu().double()
@@ -63,11 +60,7 @@ def _plain(value: Any) -> Any:
 
 
 def _summable(value: Any) -> Any:
-    """Convert `value` for float64 sums, without waiting for a device.
-
-    CPU tensors become numbers immediately. Tensors on an accelerator stay there, because reading
-    them would stop the device at each step.
-    """
+    """Convert `value` for float64 sums. Tensors on an accelerator stay there, to avoid waiting."""
     device = getattr(value, "device", None)
     if hasattr(value, "detach") and getattr(device, "type", "cpu") not in ("cpu", "mps"):
         return value.detach().double()
@@ -191,12 +184,7 @@ def ratio(total: Any, weight: Any) -> Any:
 class Computed(float):
     """A number that remembers its metric, so that it can be merged.
 
-    Arithmetic with it returns plain numbers.
-
-    Args:
-        value: The number.
-        metric: The metric that computed it.
-        end: Suffix of its name, if the metric computes several numbers.
+    `end` is the suffix of its name, if the metric computes several numbers.
     """
 
     metric: MergeableMetric
@@ -213,20 +201,12 @@ class Computed(float):
 
 
 class ComputedArray(np.ndarray[Any, Any]):
-    """An array that remembers its metric, like `Computed`.
+    """An array that remembers its metric, like `Computed`. Slices of it have no metric."""
 
-    Args:
-        value: An array or tensor.
-        metric: The metric that computed it.
-        end: Suffix of its name, if the metric computes several values.
-    """
-
-    # Arrays derived from it, such as slices, have no metric.
     metric: MergeableMetric | None = None
     end: str = ""
 
     def __new__(cls, value: Any, metric: MergeableMetric | None, end: str = "") -> Self:
-        """Create the array."""
         array = np.asarray(value).astype(np.float64).view(cls)
         array.metric, array.end = metric, end
         return array
@@ -236,7 +216,6 @@ class ComputedArray(np.ndarray[Any, Any]):
 
 
 def _value(value: Any) -> Any:
-    """Return the value of a metric as a float, or as a float64 array or tensor."""
     plain = _plain(value if is_number(value) else np.asarray(value, dtype=np.float64))
     return float(plain) if isinstance(plain, numbers.Real) else plain
 
@@ -388,7 +367,6 @@ class AverageMeterCollection:
 
 
 def _weight(part: Mapping[str, Any], name: str) -> float:
-    """Return the weight of a part's mean: its own, else its number of samples, else 1."""
     if isinstance(part, Summary) and name in part.weights:
         return part.weights[name]
     samples = part.get(NUM_SAMPLES, 1)
@@ -414,7 +392,6 @@ def _by_name(parts: Iterable[Mapping[str, Any]]) -> dict[str, tuple[list[Any], l
 
 
 def _merged_metrics(parts: Iterable[Mapping[str, Any]]) -> dict[str, MergeableMetric]:
-    """Merge the mergeable metrics of several results, by name."""
     merged: dict[str, MergeableMetric] = {}
     for part in parts:
         # All numbers of a metric refer to the same one, even if a part computed only NaN.
