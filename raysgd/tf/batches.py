@@ -1,8 +1,7 @@
-"""What the parts of a batch are, as ``fit()`` of Keras reads them."""
+"""The parts of a batch, as ``fit()`` of Keras reads them."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,12 +10,9 @@ import tensorflow as tf
 
 __all__ = ["unpack", "with_class_weight"]
 
-logger = logging.getLogger(__name__)
-_warned = set[str]()
-
 
 def unpack(batch: Any, model: Any) -> tuple[Any, Any, Any]:
-    """Return the features, the target and the sample weights of a batch; None if it has none.
+    """Return the features, target, and sample weights of a batch, with None for missing parts.
 
     Three parts are ``(x, y, sample_weight)``, or ``(x1, x2, y)`` if the model has two inputs.
     """
@@ -32,17 +28,7 @@ def _has_weights(batch: Any, model: Any) -> bool:
     if tf.nest.is_nested(batch[0]):
         return True
     inputs: Any = getattr(model, "inputs", None)
-    if inputs is not None:
-        return len(tf.nest.flatten(inputs)) == 1
-    name = type(model).__name__
-    if name not in _warned and name != "Sequential":
-        _warned.add(name)
-        logger.warning(
-            "A batch for %s has three parts. They are read as (x, y, sample_weight), as fit() "
-            "reads them. If they are two features and a target, yield ((x1, x2), y).",
-            name,
-        )
-    return True
+    return inputs is None or len(tf.nest.flatten(inputs)) == 1
 
 
 def with_class_weight(class_weight: Mapping[int, float], target: Any, sample_weight: Any) -> Any:

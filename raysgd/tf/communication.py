@@ -1,4 +1,4 @@
-"""How workers average gradients and agree on numbers: with gloo, Horovod, or not at all."""
+"""How workers average gradients and agree on numbers: with gloo or Horovod."""
 
 from __future__ import annotations
 
@@ -15,12 +15,7 @@ __all__ = ["Communication", "GlooWorkers", "HorovodGroup", "communication_of"]
 
 
 class Communication:
-    """The collectives of a training step. This class is for a single worker.
-
-    Args:
-        size: number of workers.
-        rank: rank of this worker.
-    """
+    """The collectives of a training step. This class is for a single worker."""
 
     def __init__(self, size: int = 1, rank: int = 0) -> None:
         self.size, self.rank = size, rank
@@ -54,11 +49,10 @@ class Communication:
 
 
 class GlooWorkers(Communication):
-    """Workers that communicate through the process group that PyTorch operators use as well.
+    """Workers that use the process group of PyTorch.
 
-    The collectives of TensorFlow run a server without authentication, through which anyone on the
-    network could read and write files of a worker. Also, a process can join only one of their
-    groups.
+    The collectives of TensorFlow need a server without authentication, and a process can join only
+    one of their groups.
     """
 
     def mean(self, tensors: Sequence[Any]) -> list[Any]:
@@ -83,7 +77,7 @@ class GlooWorkers(Communication):
         import torch.distributed as dist
 
         parts: list[Any] = [None] * self.size
-        # each has another number of rows
+        # the numbers of rows differ
         dist.all_gather_object(parts, (slices.values.numpy(), slices.indices.numpy()))
         values = np.concatenate([values for values, _ in parts]) / self.size
         indices = np.concatenate([indices for _, indices in parts])
@@ -125,7 +119,6 @@ def _of_kind(kind: int, gradient: Any, variable: Any) -> Any:
 
 
 def _add_up(array: Any) -> None:
-    """Replace an array with the sum over all workers."""
     import torch
     import torch.distributed as dist
 
@@ -175,5 +168,5 @@ def communication_of(context: WorkerContext, use_horovod: bool = False) -> Commu
         return HorovodGroup(context.world_size, context.world_rank)
     import torch.distributed as dist
 
-    # during setup, a replacement worker's group differs from its place in the context
+    # during setup, a replacement is alone in its group, unlike its context
     return GlooWorkers(dist.get_world_size(), dist.get_rank())

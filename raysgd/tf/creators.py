@@ -26,12 +26,7 @@ class FitPlan:
 
 
 def fit_plan(config: Mapping[str, Any]) -> FitPlan:
-    """Return the plan of a config.
-
-    Raises:
-        TypeError: if ``fit_config`` or ``evaluate_config`` is not a dict, or a count is not an int.
-        ValueError: if one of them has an unknown key.
-    """
+    """Return the plan of a config, after checking it."""
     plans = {}
     for name, known in (("fit_config", _FIT), ("evaluate_config", _EVALUATE)):
         given = config.get(name) or {}
@@ -40,7 +35,7 @@ def fit_plan(config: Mapping[str, Any]) -> FitPlan:
         if unknown := [key for key in given if key not in known]:
             raise ValueError(
                 f"config[{name!r}] has {', '.join(map(repr, unknown))}; it may have "
-                f"{', '.join(map(repr, known))}. Data and its batches come from data_creator."
+                f"{', '.join(map(repr, known))}. data_creator makes the batches."
             )
         plans[name] = given
     fit, evaluate = plans["fit_config"], plans["evaluate_config"]
@@ -64,7 +59,6 @@ class CreatorOperator(TrainingOperator):
     _data_creator: Callable[..., Any] | None = None
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Call the creator functions and register their results."""
         creators = type(self)
         fit = config.get("fit_config") or {}
         self.model, self.optimizer, *_ = self.register(
@@ -80,7 +74,6 @@ class CreatorOperator(TrainingOperator):
     def train_epoch(
         self, iterator: Any, info: Any = None, num_steps: int | None = None, epoch_idx: int = 0
     ) -> dict[str, Any]:
-        """Train as the default does, and call the Keras callbacks of ``fit_config``."""
         if not self._given:
             return super().train_epoch(iterator, info, num_steps, epoch_idx)
         if self._callbacks is None:
@@ -105,7 +98,6 @@ class CreatorOperator(TrainingOperator):
         return result
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Train as the default does, and call the Keras callbacks of ``fit_config``."""
         if not self._given:
             return super().train_batch(batch, batch_info)
         place = self._train_state.step.place
@@ -120,7 +112,6 @@ class CreatorOperator(TrainingOperator):
 
 
 def creator_operator(model_creator: Any, data_creator: Any) -> type[CreatorOperator]:
-    """Return an operator class for creator functions."""
     given = {"model_creator": model_creator, "data_creator": data_creator}
     made: type[CreatorOperator] = class_from_creators(
         "TFTrainer", (CreatorOperator,), given, required=("model_creator",)
@@ -129,10 +120,7 @@ def creator_operator(model_creator: Any, data_creator: Any) -> type[CreatorOpera
 
 
 def with_old_names(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a validation with the names that older scripts use.
-
-    Those scripts read the loss of a model without metrics as ``loss``.
-    """
+    """Return the metrics of a validation with the names of older scripts, including ``loss``."""
     found = {
         f"validation_{name.removeprefix('val_')}" if name.startswith("val_") else name: value
         for name, value in metrics.items()

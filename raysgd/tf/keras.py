@@ -34,7 +34,6 @@ def kerases() -> list[Any]:
 
 
 def is_keras_model(thing: Any) -> bool:
-    """Return whether `thing` is a Keras model."""
     return any(isinstance(thing, keras.Model) for keras in kerases())
 
 
@@ -89,7 +88,7 @@ def portable(model: Any) -> dict[str, Any]:
     except (NotImplementedError, TypeError, ValueError) as error:
         raise TypeError(
             f"get_model() cannot send {type(model).__name__} to the driver: {error}. Give it a "
-            "get_config(), or make it there and take its weights from state_dict()['models']."
+            "get_config(), or create it there with the weights of state_dict()['models']."
         ) from error
     return {
         "keras": keras.__name__,
@@ -99,7 +98,6 @@ def portable(model: Any) -> dict[str, Any]:
 
 
 def assembled(portable_model: Mapping[str, Any]) -> Any:
-    """Rebuild the model from the result of `portable`."""
     keras = importlib.import_module(portable_model["keras"])
     architecture = portable_model["architecture"]
     model = keras.saving.deserialize_keras_object(architecture, safe_mode=False)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import collections
 import hashlib
 import itertools
-import sys
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,8 +28,8 @@ def check_end(loader: Any, what: str, call: str) -> None:
     endless = tf.data.INFINITE_CARDINALITY
     if isinstance(loader, tf.data.Dataset) and int(loader.cardinality()) == endless:
         raise ValueError(
-            f"The {what} data set repeats without end, and the call has no number of steps. Pass "
-            f"one, as in {call}, or register dataset.take(n)."
+            f"The {what} data set repeats without end. Pass a number of steps, {call}, or "
+            "register dataset.take(n)."
         )
 
 
@@ -45,13 +43,13 @@ class ArraySource(PartitionedSource):
     """Arrays, partitioned across the workers by sample.
 
     Args:
-        arrays: an array or a nest of arrays, all of the same length.
-        training: whether every worker gets a batch in every step.
-        batch_size: samples of a worker's batch.
-        shuffle: whether to shuffle in each epoch.
-        follows_share: whether the batch size is this worker's share of a global one.
-        full_size: number of workers of the full group, if the global batch size is constant.
-        global_batch: the global batch size, if it is constant.
+        arrays: An array or a nest of arrays, all of the same length.
+        training: Whether every worker gets a batch in every step.
+        batch_size: Samples of a worker's batch.
+        shuffle: Whether to shuffle in each epoch of training.
+        follows_share: Whether the batch size is this worker's share of a global one.
+        full_size: Number of workers of the full group, if the global batch size is constant.
+        global_batch: The global batch size, if it is constant.
     """
 
     def __init__(
@@ -71,8 +69,8 @@ class ArraySource(PartitionedSource):
         self._arrays = tf.nest.map_structure(np.asarray, arrays)
         if any(leaf.ndim == 0 for leaf in tf.nest.flatten(self._arrays)):
             raise ValueError(
-                "Arrays of a data set have their samples along the first dimension, and one has "
-                "no dimension. Register arrays of shape (samples, ...)."
+                "Samples are along the first dimension of an array, but one has no dimension. "
+                "Register arrays of shape (samples, ...)."
             )
         lengths = {len(leaf) for leaf in tf.nest.flatten(self._arrays)}
         if len(lengths) != 1:
@@ -101,7 +99,6 @@ class ArraySource(PartitionedSource):
         return tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf[rows]), self._arrays)
 
     def reads(self) -> Any:
-        """Return the ``tf.TensorSpec`` of a batch, in its structure."""
         return tf.nest.map_structure(
             lambda leaf: tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype), self._arrays
         )
@@ -111,31 +108,20 @@ class ArraySource(PartitionedSource):
         for leaf in tf.nest.flatten(self._arrays):
             digest.update(np.ascontiguousarray(leaf[[0, -1]]).tobytes() if len(leaf) else b"")
         content = digest.hexdigest()[:8]
-        return f"{self._shard.total} samples, batch size {self.batch_size}, arrays {content}"
+        return f"{self._shard.total} samples, arrays {content}"
 
 
 class ItemSource(ArraySource):
     """A :class:`raysgd.data.Dataset`, whose items each worker fetches itself."""
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        *,
-        world_size: int,
-        rank: int,
-        full_size: int | None = None,
-        global_batch: int | None = None,
-    ) -> None:
+    def __init__(self, dataset: Dataset, **placing: Any) -> None:
         super().__init__(
             np.arange(len(dataset)),
             training=True,
-            world_size=world_size,
-            rank=rank,
-            full_size=full_size,
-            global_batch=global_batch,
             batch_size=dataset.batch_size,
             shuffle=False,
             seed=0,
+            **placing,
         )
         self._dataset = dataset
 
@@ -150,7 +136,6 @@ class ItemSource(ArraySource):
         )
 
     def reads(self) -> Any:
-        """Return None, because only a fetched batch shows its structure."""
         return None
 
 
@@ -158,10 +143,10 @@ class DatasetSource(BatchSource):
     """A ``tf.data.Dataset`` of batches, partitioned across the workers.
 
     Args:
-        loader: the data set; the same on all workers.
-        training: whether every worker gets a batch in every step.
-        splits: whether a batch of the data set is for the whole group and must be split.
-        full_size: number of workers of the full group, if the global batch size is constant.
+        loader: The data set, which is the same on all workers.
+        training: Whether every worker gets a batch in every step.
+        splits: Whether a batch of the data set is for the whole group and must be split.
+        full_size: Number of workers of the full group, if the global batch size is constant.
     """
 
     sharded = True
@@ -184,7 +169,6 @@ class DatasetSource(BatchSource):
         self._world_size, self._rank = world_size, rank
         self._num_begun = 0
         self._iteration: _Iteration | None = None
-        self._sizes: dict[int, int] = {}
         total = int(loader.cardinality().numpy())
         self._total = total if total >= 0 else None
 
@@ -194,7 +178,7 @@ class DatasetSource(BatchSource):
 
     @property
     def _group(self) -> int:
-        """Number of batches of the data set in a step."""
+        """Batches of the data set in a step."""
         if self._splits:
             return 1
         # for validation data of unknown length, each worker counts its own batches
@@ -214,11 +198,10 @@ class DatasetSource(BatchSource):
         self._world_size, self._rank = world_size, rank
 
     def end_after(self, steps: int | None) -> None:
-        """Reject a limit, because TensorFlow has its own."""
         if steps is not None:
             raise NotImplementedError(
-                "Of a tf.data.Dataset the batches are limited by its own take(n): register what it "
-                "returns, in place of fit(limit_train_batches=...) and the like."
+                "A tf.data.Dataset does not support fit(limit_train_batches=...) and the like. "
+                "Register dataset.take(n) instead."
             )
 
     def places_of_batches(self) -> Iterator[int]:
@@ -230,13 +213,8 @@ class DatasetSource(BatchSource):
         return max(0, -(-(self._total - offset) // self._group))
 
     def offset_after(self, offset: int, num_steps: int) -> int:
-        """Return the offset, counted in batches of the data set."""
         after = offset + num_steps * self._group
         return after if self._total is None else min(after, self._total)
-
-    def num_samples(self, start: int, stop: int) -> int:
-        """Return the number of samples between two offsets of the last epoch that was read."""
-        return sum(self._sizes.get(index, 0) for index in range(start, stop))
 
     def agree_on_order(self, epoch: int, offset: int, train_state: Any) -> None:
         """Make all workers read one order, because some may have started more iterations."""
@@ -244,7 +222,6 @@ class DatasetSource(BatchSource):
         self._iterate(order, epoch)
 
     def places(self, offset: int, num_steps: int, in_parts: bool) -> Sequence[MicroBatch]:
-        """Return the places of this worker's batch, or its parts, in the last step read."""
         return self._places
 
     def batches(
@@ -273,7 +250,7 @@ class DatasetSource(BatchSource):
     def _iterate(self, order: int, epoch: int) -> _Iteration:
         while self._num_begun < order:
             self._num_begun += 1
-            self._iteration = _Iteration(self.loader, epoch, self._sizes)
+            self._iteration = _Iteration(self.loader, epoch)
         assert self._iteration is not None
         return self._iteration
 
@@ -323,38 +300,26 @@ class DatasetSource(BatchSource):
         return tf.nest.map_structure(lambda leaf: leaf[first:stop], rows)
 
     def reads(self) -> Any:
-        """Return the ``tf.TensorSpec`` of a batch, in its structure."""
         return self.loader.element_spec
 
     def fingerprint(self) -> str:
         return f"{self._total} batches of {self.loader.element_spec}"
 
     def describe(self) -> str:
-        return f"{self.loader!r}, shared out over {self._world_size} workers"
-
-
-_numbers = itertools.count()
+        return f"{self.loader!r}, for {self._world_size} workers"
 
 
 class _Iteration:
-    """An iteration over a data set that can repeat the batches that were taken last.
+    """An iteration over a data set that can repeat the batches that were taken last."""
 
-    Args:
-        loader: the data set.
-        epoch: number of the epoch.
-        sizes: receives the number of samples of each batch, by offset.
-    """
-
-    def __init__(self, loader: Any, epoch: int, sizes: dict[int, int]) -> None:
+    def __init__(self, loader: Any, epoch: int) -> None:
         self._epoch: int | None = epoch
         self._batches = iter(loader)
-        self._sizes = sizes
         # the batches that were taken last, and the offset of the first
         self._kept = collections.deque[Any]()
         self._first = 0
 
     def can_go_on(self, epoch: int, offset: int) -> bool:
-        """Return whether the iteration is of `epoch` and can be read from `offset` on."""
         return self._epoch == epoch and self._first <= offset
 
     def take(self, offset: int, size: int) -> list[Any]:
@@ -367,27 +332,9 @@ class _Iteration:
                 self._first += 1
             if len(kept) >= size or (batch := next(self._batches, None)) is None:
                 break
-            self._sizes[self._first + len(kept)] = _num_rows(batch)
             kept.append(batch)
         self._epoch = epoch
         return list(itertools.islice(kept, size))
-
-    def __del__(self) -> None:
-        """Let TensorFlow delete the iterator in a thread without the GIL.
-
-        Deletion waits for the thread that tunes the pipeline. TensorFlow 2.21 wakes that thread
-        shortly before telling it to end, so that it may sleep once more, for at most a minute.
-        """
-        batches = vars(self).pop("_batches", None)
-        held = getattr(batches, "_iterator_resource", None)
-        if held is None or sys.is_finalizing():
-            return
-        name = f"raysgd.ended.{next(_numbers)}"
-        with tf.init_scope(), tf.device("CPU:0"):  # outside of a graph that is being traced
-            tf.raw_ops.Stage(values=[held], shared_name=name)
-        del held, batches  # the staged value must be the last reference
-        clear = {"dtypes": [tf.resource], "shared_name": name}
-        threading.Thread(target=tf.raw_ops.StageClear, kwargs=clear, daemon=True).start()
 
 
 def _join(*columns: Any) -> Any:
@@ -395,7 +342,6 @@ def _join(*columns: Any) -> Any:
 
 
 def _num_rows(batch: Any) -> int:
-    """Return the number of samples of a batch: the length of its first part."""
     return int(tf.nest.flatten(batch)[0].shape[0])
 
 

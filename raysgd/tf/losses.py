@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import inspect
-import logging
 import re
 import weakref
 from collections.abc import Callable
@@ -27,8 +26,6 @@ __all__ = [
     "without_means",
 ]
 
-logger = logging.getLogger(__name__)
-
 
 def loss_function(
     keras: Any,
@@ -41,10 +38,10 @@ def loss_function(
 
     Args:
         keras: ``keras`` or ``tf_keras``.
-        criterion: a loss in any form that ``compile()`` takes, or any function of (target, output).
-        model: the model, which names the outputs.
-        loss_weights: as ``compile()`` takes them.
-        as_compiled: whether Keras must call the loss, even if it is a function.
+        criterion: Loss in any form that ``compile()`` takes, or a function of (target, output).
+        model: The model, which names the outputs.
+        loss_weights: Loss weights of ``compile()``.
+        as_compiled: Whether Keras must call the loss, even if it is a function.
     """
     if isinstance(criterion, type):
         criterion = criterion()
@@ -81,7 +78,7 @@ def without_means(criterion: Any) -> list[str]:
 
 
 def _compiled(keras: Any, model: Any, **arguments: Any) -> Any:
-    """Return a compiled model without layers, to compute losses and metrics like ``fit()``."""
+    """Return a compiled model without layers, which computes losses and metrics like ``fit()``."""
     shell = keras.Model(name="compiled")
     names = getattr(model, "output_names", None)
     if names:
@@ -94,9 +91,9 @@ class MeanLoss:
     """A loss as one number: a worker's mean over its batch. Other attributes are the loss's own.
 
     Args:
-        criterion: the user's loss.
-        compiled: a compiled model whose ``compute_loss`` computes it like ``fit()``.
-        uses_compiled: when to call `compiled` instead of `criterion`: "always", for "several
+        criterion: The user's loss.
+        compiled: A compiled model whose ``compute_loss`` computes it like ``fit()``.
+        uses_compiled: When to call `compiled` instead of `criterion`: "always", for "several
             outputs", or only if there are "weights".
     """
 
@@ -114,7 +111,6 @@ class MeanLoss:
         return tf.reduce_mean(tf.cast(values, tf.float32))
 
     def weighted(self, target: Any, output: Any, sample_weight: Any) -> Any:
-        """Return the mean loss of a batch, with optional sample weights."""
         if sample_weight is None:
             return self(target, output)
         return self._as_fit(target, widened(output), sample_weight)
@@ -175,16 +171,14 @@ class BatchMetrics:
 
     Args:
         keras: ``keras`` or ``tf_keras``.
-        model: the model.
-        given: the metrics; None for those of the compiled model.
+        model: The model.
+        given: The metrics. None for those of the compiled model.
     """
 
     def __init__(self, keras: Any, model: Any, given: Any = None) -> None:
         for each in tf.nest.flatten(given) if given is not None else []:
             if each is not None and not isinstance(each, str) and not callable(each):
-                raise TypeError(
-                    f"register(metrics=...) must be metrics of Keras, but got {each!r}."
-                )
+                raise TypeError(f"register(metrics=...) must be Keras metrics, but got {each!r}.")
         if given is not None:
             given = given if isinstance(given, list | tuple | dict) else [given]
             model = _compiled(keras, model, metrics=given)
@@ -196,7 +190,6 @@ class BatchMetrics:
         self._names: list[str] = []
 
     def measure(self, target: Any, output: Any, sample_weight: Any) -> dict[str, MergeableMetric]:
-        """Return the metrics of one batch, by name."""
         if self._is_empty:
             return {}
         given = [_tensors(each) for each in (target, output, sample_weight)]
@@ -227,7 +220,7 @@ def _tensors(nest: Any) -> Any:
 
 
 def _stable(names: Any, metrics: list[Any]) -> list[str]:
-    """Return names without the numbers that Keras adds to repeated objects, as in auc_7."""
+    """Remove the numbers that Keras appends to the names of repeated objects, as in auc_7."""
     stable: list[str] = []
     for name, metric in zip(names, metrics, strict=True):
         kind = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(metric).__name__).lower()
@@ -237,8 +230,8 @@ def _stable(names: Any, metrics: list[Any]) -> list[str]:
     return stable
 
 
-_adding_up = weakref.WeakKeyDictionary[Any, bool]()
-"""Whether the state of a custom metric after two batches is the sum of the states after each."""
+_checked = weakref.WeakSet[Any]()
+"""Metrics whose state is known to be a sum over batches."""
 
 
 def batch_metric(
@@ -248,27 +241,22 @@ def batch_metric(
 
     Args:
         keras: ``keras`` or ``tf_keras``.
-        metric: the metric; its state is overwritten.
-        given: arguments of its ``update_state``: target, output, and possibly sample weights.
-        update: its ``update_state``, if that attribute is replaced.
-        named: keyword arguments of its ``update_state``.
+        metric: The metric. Its state is overwritten.
+        given: Arguments of its ``update_state``: target, output, and possibly sample weights.
+        update: Its ``update_state``, if that attribute is replaced.
+        named: Keyword arguments of its ``update_state``.
     """
-    update = update or metric.update_state
-    _begin(metric)
-    update(*given, **named)
+    updated = partial(update or metric.update_state, *given, **named)
     owner = next(kind for kind in type(metric).__mro__ if "update_state" in vars(kind))
-    is_own = not owner.__module__.startswith(f"{keras.__name__}.")
-    if is_new := is_own and metric not in _adding_up:
-        _adding_up[metric] = _adds_up(metric, partial(update, *given, **named))
-    adds_up = not is_own or _adding_up[metric]
+    if metric not in _checked and not owner.__module__.startswith(f"{keras.__name__}."):
+        _check_adds_up(metric, updated)
+        _checked.add(metric)
+    _begin(metric)
+    updated()
     mean = keras.metrics.Mean
-    is_mean = isinstance(metric, mean) and type(metric).result is mean.result  # no root
-    if is_mean and adds_up:
+    if isinstance(metric, mean) and type(metric).result is mean.result:
         return Sums(ratio, total=float(metric.total.numpy()), weight=float(metric.count.numpy()))
-    found = KerasMetric(keras.__name__, metric, (given, named), adds_up)
-    if is_new:
-        _check_remade(metric, found)
-    return found
+    return KerasMetric(metric, (given, named))
 
 
 def _begin(metric: Any) -> None:
@@ -277,70 +265,41 @@ def _begin(metric: Any) -> None:
     metric.reset_state()
 
 
-def _adds_up(metric: Any, update: Callable[[], Any]) -> bool:
-    states = []
+def _check_adds_up(metric: Any, update: Callable[[], Any]) -> None:
+    """Check that the state after two batches is the sum of the states after each."""
+    update()  # the first update may create variables
     _begin(metric)
+    states = []
     for _ in range(3):
         states.append([np.array(variable.numpy(), np.float64) for variable in metric.variables])
         update()
-    _begin(metric)
-    update()
     adds_up = bool(metric.variables) and all(
         not start.any() and np.allclose(twice, 2 * once, rtol=1e-3, equal_nan=True)
         for start, once, twice in zip(*states, strict=True)
     )
     if not adds_up:
-        logger.warning(
-            "The state of the metric %r, a %s, is no sum over batches. To merge it, targets and "
-            "outputs of the whole epoch are kept in memory and sent to the driver.",
-            metric.name,
-            type(metric).__name__,
-        )
-    return adds_up
-
-
-def _check_remade(metric: Any, found: KerasMetric) -> None:
-    expected, remade = _numbers(metric.result()), None
-    with contextlib.suppress(Exception):
-        remade = _numbers(found.compute())
-    if remade is None or not np.allclose(expected, remade, rtol=1e-3, equal_nan=True):
         raise TypeError(
-            f"The metric {metric.name!r}, a {type(metric).__name__}, cannot be made again from its "
-            f"get_config(): that one gives {remade}, and not {expected}. Let get_config() return "
-            "all arguments of __init__, and keep no state but variables that add_weight() makes."
+            f"The state of the metric {metric.name!r}, a {type(metric).__name__}, is not a sum "
+            "over batches, so that raysgd cannot merge it. Keep the state in variables that add "
+            "up, or return a raysgd.metrics.MergeableMetric from validate_batch."
         )
-
-
-def _numbers(result: Any) -> list[float]:
-    """Return the result of a metric as a list of numbers."""
-    values = result.values() if isinstance(result, dict) else [result]
-    return [float(number) for value in values for number in np.ravel(np.asarray(value))]
 
 
 class KerasMetric(MergeableMetric):
     """A Keras metric that is not a mean. Its variables add up, and Keras computes the result.
 
     Args:
-        flavor: "keras" or "tf_keras".
-        metric: a metric whose variables are sums over samples, such as AUC and Precision.
-        given: arguments of its update: a tuple and a dict.
-        adds_up: whether the variables are such sums. Otherwise the arguments are kept, to repeat
-            the updates.
+        metric: A metric whose variables are sums over samples, such as AUC.
+        given: Arguments of its update: a tuple and a dict.
     """
 
-    def __init__(self, flavor: str, metric: Any, given: Any, adds_up: bool = True) -> None:
-        self._flavor, self._adds_up = flavor, adds_up
-        self._given = [tf.nest.map_structure(_spec if adds_up else _array, given)]
+    def __init__(self, metric: Any, given: Any) -> None:
+        self._specs = tf.nest.map_structure(_spec, given)
         self._config = (type(metric), metric.get_config())
         self._sums = [np.array(variable.numpy(), np.float64) for variable in metric.variables]
 
     def merge(self, other: KerasMetric) -> KerasMetric:
-        merged = KerasMetric.__new__(KerasMetric)
-        merged._flavor, merged._adds_up, merged._sums = self._flavor, self._adds_up, []
-        merged._config, merged._given = self._config, self._given
-        if not self._adds_up:
-            merged._given = self._given + other._given
-            return merged
+        merged = copy.copy(self)
         pairs = zip(self._sums, other._sums, strict=True)
         merged._sums = [left + right for left, right in pairs]
         return merged
@@ -349,12 +308,8 @@ class KerasMetric(MergeableMetric):
         """Return the result of Keras: a number, or one for each class, named ``_0``, ``_1``."""
         kind, config = self._config
         metric = kind.from_config(config)
-        if not self._adds_up:
-            for given, named in self._given:
-                metric.update_state(*given, **named)
-            return _by_place(metric.result())
         if len(metric.variables) != len(self._sums):  # the first batch creates some, as in F1Score
-            given, named = tf.nest.map_structure(_zeros, self._given[0])
+            given, named = tf.nest.map_structure(_zeros, self._specs)
             metric.update_state(*given, **named)
         for variable, value in zip(metric.variables, self._sums, strict=True):
             variable.assign(tf.cast(value, variable.dtype))
@@ -368,10 +323,6 @@ def _by_place(result: Any) -> float | dict[str, float]:
     if result.ndim == 0:
         return float(result)
     return {f"_{index}": float(value) for index, value in enumerate(result.ravel())}
-
-
-def _array(leaf: Any) -> Any:
-    return None if leaf is None else np.asarray(leaf)
 
 
 def _spec(leaf: Any) -> Any:

@@ -1,14 +1,14 @@
-"""The class that users subclass to train Keras models: one epoch and one batch of it.
+"""The class that users subclass to train Keras models.
 
-A worker runs, for each ``trainer.train()``::
+For each ``trainer.train()``, a worker runs::
 
     operator.train_epoch(iterator, info, num_steps, epoch_idx)
         for batch in iterator:                  # this worker's share of the training data
             operator.train_batch(batch, batch_info)
-                self.minimize(loss_of, batch)       # gradients are averaged over the workers
+                self.minimize(loss_of, batch)       # averages gradients over the workers
 
-and for each ``trainer.validate()`` ``operator.validate`` with ``operator.validate_batch``.
-Override any of these, or none.
+For each ``trainer.validate()``, it runs ``operator.validate`` with ``operator.validate_batch``.
+Users can override any of these methods.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["TrainingOperator"]
 
 
 class TrainingOperator(OperatorBase):
-    """Defines training for :class:`raysgd.TFTrainer`; one copy lives on each worker.
+    """Defines training for :class:`raysgd.TFTrainer`. Each worker has an instance.
 
     Only `setup` must be overridden::
 
@@ -41,7 +41,7 @@ class TrainingOperator(OperatorBase):
                     criterion=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
                 self.register_data(train_loader=..., validation_loader=...)
 
-    The models may be Keras 3's or tf_keras's, on one worker and on several.
+    Models can be of Keras 3 or tf_keras.
     """
 
     _train_state: KerasTrainState
@@ -53,10 +53,10 @@ class TrainingOperator(OperatorBase):
     # ---- what users override
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Build models, optimizers and data, and register them. Must be overridden.
+        """Create models, optimizers, and data, and register them. Must be overridden.
 
         Args:
-            config: the trainer's config; ``config[BATCH_SIZE]`` is this worker's share.
+            config: The trainer's config. ``config[BATCH_SIZE]`` is this worker's share.
         """
         raise NotImplementedError(f"{type(self).__name__} must override setup(self, config).")
 
@@ -70,10 +70,10 @@ class TrainingOperator(OperatorBase):
         """Train on every batch of `iterator` and return the metrics.
 
         Args:
-            iterator: this worker's batches. It ends after `num_steps` batches.
-            info: what the caller of ``trainer.train(info=...)`` gave; an empty dict without.
-            num_steps: number of batches that were asked for; None for a whole epoch.
-            epoch_idx: epochs that were completed before this one.
+            iterator: This worker's batches. It ends after `num_steps` batches.
+            info: The dict of ``trainer.train(info=...)``.
+            num_steps: Number of batches. None for a whole epoch.
+            epoch_idx: Number of completed epochs.
 
         Returns:
             Metrics by name. Numbers are averaged over the workers, weighted by ``num_samples``.
@@ -94,15 +94,15 @@ class TrainingOperator(OperatorBase):
         Args:
             batch: ``(*features, target)`` or ``(features, target, sample_weight)``, tensors or
                 arrays. Three parts have sample weights, unless the model has two inputs.
-            batch_info: ``batch_idx``, ``global_step``, ``epoch_idx``, ``info``, and what is in it.
+            batch_info: ``batch_idx``, ``global_step``, ``epoch_idx``, ``info``, and its keys.
 
         Returns:
-            ``train_loss``, the mean over the batch with what layers add to it, ``num_samples``, and
+            ``train_loss``, the mean over the batch including losses of layers, ``num_samples``, and
             ``train_<name>`` for each registered metric.
 
         Raises:
-            RuntimeError: if model, optimizer or criterion is missing; operators with several
-                models or optimizers need a ``train_batch`` of their own.
+            RuntimeError: If model, optimizer, or criterion is missing, or if there are several
+                models or optimizers.
         """
         self._check_single()
         self._check_own_steps("train_batch")
@@ -122,7 +122,7 @@ class TrainingOperator(OperatorBase):
     ) -> dict[str, Any]:
         """Evaluate on every batch of `val_iterator`.
 
-        The numbers of batches may differ between workers: nothing here may communicate.
+        Do not communicate here, because workers can have different numbers of batches.
         """
         meters = self._new_meters()
         for batch_idx, batch in enumerate(val_iterator):
@@ -134,15 +134,14 @@ class TrainingOperator(OperatorBase):
         return meters.summary()
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch, as in `train_batch`.
+        """Evaluate one batch, with the arguments of `train_batch`.
 
-        The model's output is in ``batch_info["output"]`` afterwards, for an override that adds
-        metrics to those of ``super().validate_batch(batch, batch_info)``.
+        It stores the model's output in ``batch_info["output"]``, for overrides that add metrics.
 
         Returns:
             ``val_loss``, ``num_samples``, ``val_<name>`` for each registered metric, and
-            ``val_accuracy`` where the output is (batch, ..., classes) and the target whole
-            numbers (batch, ...).
+            ``val_accuracy`` if the output is (batch, ..., classes) and the target has ints (batch,
+            ...).
         """
         from raysgd.tf.losses import accuracy
 
@@ -160,37 +159,33 @@ class TrainingOperator(OperatorBase):
         return metrics | self._train_state.measured("val", target, output, weights)
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
-        """Return what ``trainer.predict`` returns of a batch.
+        """Return the model's output for a batch, for ``trainer.predict``.
 
         Args:
-            batch: as in `train_batch`, of which the default takes the features, or features alone:
-                a tensor or ``(feature,)``.
-            batch_info: as in `validate_batch`.
+            batch: A batch as in `train_batch`, or features alone: a tensor or ``(feature,)``.
+            batch_info: As in `validate_batch`.
 
         Returns:
-            The model's output. It has a row for each sample: a tensor, an array or a list, or a
-            dict or tuple of them.
+            A row for each sample: a tensor, an array, or a list, or a dict or tuple of them.
         """
         self._check_own_steps("predict_batch")
         features, _, _ = self._train_state.unpacked(batch, training=False)
         return self.run(self._predicted, features)
 
     def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Yield what `predict_batch` returns for each batch, with arrays in place of tensors."""
         for batch_idx, batch in enumerate(iterator):
             batch_info = self._batch_info(None, batch_idx, self._train_state.epoch)
             output = self.predict_batch(batch, batch_info)
             yield map_leaves(output, lambda x: x.numpy() if hasattr(x, "numpy") else x)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return state of your own that is saved with the models: numbers, texts, arrays."""
+        """Return your own state to save with the models: numbers, strings, arrays."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned.
+        """Load the result of `state_dict`.
 
-        If it raises, the trainer refuses the state that is being loaded as a whole, and this is
-        called once more, with what `state_dict` returned before.
+        If it raises, the trainer loads nothing, and calls this again with the previous state.
         """
 
     # ---- what users call
@@ -204,30 +199,29 @@ class TrainingOperator(OperatorBase):
         metrics: Any = None,
         class_weight: Mapping[int, float] | None = None,
     ) -> Any:
-        """Hand over what is trained; call it once, in `setup`.
+        """Register what to train. Call it once, in `setup`.
 
         Args:
-            models: a Keras model, or a list or tuple of them; all of one Keras. Of one that is
-                compiled the optimizer, the loss and the metrics are taken.
-            optimizers: an optimizer of the same Keras, or a list or tuple, one a model. Where there
-                are more models or fewer, each is for the variables of all, unless you build it. Its
-                learning rate may be a ``LearningRateSchedule``, which counts updates.
-            criterion: the loss in any form that ``compile()`` takes: one of Keras, its name, a
-                function of (target, output), or a list or dict with one for each output.
-            metrics: metrics in any form that ``compile()`` takes; they are reset for each batch.
-                They are exact over batches and workers.
-            class_weight: weights of the classes in the training loss, as ``fit()`` takes them.
+            models: A Keras model, or a list or tuple of them. A compiled model brings its
+                optimizer, loss, and metrics.
+            optimizers: An optimizer of the same Keras, or a list or tuple with one per model. If
+                the numbers differ, each optimizer is for the variables of all models, unless you
+                build it. A ``LearningRateSchedule`` counts updates.
+            criterion: Loss in any form that ``compile()`` takes, or a function of (target, output).
+            metrics: Metrics in any form that ``compile()`` takes. They are exact over batches and
+                workers.
+            class_weight: Weights of the classes in the training loss, as in ``fit()``.
 
         Returns:
-            (models, optimizers) and then criterion and metrics where there are some, each in the
-            shape that it was given in. With ``use_fp16`` in float16 the optimizers are wrapped. The
-            criterion is called as (target, output) and gives the plain mean over the batch.
+            (models, optimizers), then criterion and metrics if given, each in its given shape. In
+            float16, optimizers are wrapped. The criterion is a function of (target, output) that
+            returns the mean over the batch.
 
         Raises:
-            TypeError: if a model is no Keras model, or an optimizer none of Keras, or Horovod's.
-            ValueError: if something is missing that the model was not compiled with.
-            NotImplementedError: if the model has a ``train_step``, ``test_step`` or
-                ``compute_metrics`` of its own, which the operator would not call.
+            TypeError: If an argument is of the wrong type, or the optimizer is one of Horovod.
+            ValueError: If an argument is missing and the model is not compiled.
+            NotImplementedError: If the model overrides ``train_step``, ``test_step``, or
+                ``compute_metrics``, which the operator would not call.
         """
         from raysgd.tf.registration import register
 
@@ -248,18 +242,19 @@ class TrainingOperator(OperatorBase):
         batch_size: int | None = None,
         shuffle: bool = True,
     ) -> None:
-        """Hand over the data, in `setup`; a later call replaces those that it is given.
+        """Register the data. A later call replaces it.
 
-        A ``tf.data.Dataset`` of batches is shared out over the workers: at each step they take its
-        next batches, one each. It must give the same on every worker; shuffles without a seed do.
-        Arrays, ``(features, target)``, are shared out sample by sample. Any other iterable is left
-        as it is: let each worker read its own part, by ``self.world_rank``.
+        The workers divide the batches of a ``tf.data.Dataset``: at each step, each worker takes the
+        next one. It must yield the same on every worker; shuffles without a seed do. Arrays are
+        divided by sample. Every worker reads all of other iterables, so select a part by
+        ``self.world_rank``.
 
         Args:
-            train_loader: what to train on; its batches are ``(*features, target)``.
-            validation_loader: what to evaluate on. No sample of it counts twice.
-            batch_size: samples of a worker's batch of arrays; None: ``config[BATCH_SIZE]``, or 32.
-            shuffle: whether to shuffle arrays anew for each epoch of training.
+            train_loader: Training data, with batches ``(*features, target)``.
+            validation_loader: Validation data. No sample counts twice.
+            batch_size: Samples of a worker's batch of arrays. None for ``config[BATCH_SIZE]``, or
+                32.
+            shuffle: Whether to shuffle arrays in each epoch of training.
         """
         data = self._train_state.data
         data.batch_size, data.shuffle = batch_size, shuffle
@@ -272,21 +267,20 @@ class TrainingOperator(OperatorBase):
         optimizer: Any = None,
         model: Any = None,
     ) -> Any:
-        """Make one update that lowers a loss: the step of a ``train_batch`` of your own.
+        """Make one update that lowers a loss, in your own ``train_batch``.
 
-        The loss is computed in a graph; gradients are averaged over the
-        workers, and applied on all of them or, where one fails, on none. Where a batch comes in
-        parts, since workers are missing, they are kept until the last part.
+        It computes gradients in a graph, averages them over the workers, and applies them on all
+        workers or on none. If a batch comes in parts, the last part makes the update.
 
         Args:
-            loss_of: function of `tensors` that returns the mean loss of the batch, or a tuple that
-                begins with it. It is traced: pass a method or a function that stays the same.
-            tensors: its arguments; nests of tensors and arrays.
-            optimizer: a registered optimizer; None: the only one.
-            model: the model, or list of models, whose variables are trained; None: the only one.
+            loss_of: Function of `tensors` that returns the mean loss of the batch, or a tuple that
+                begins with it. TensorFlow traces it, so pass the same method or function each time.
+            tensors: Its arguments, which are nests of tensors and arrays.
+            optimizer: A registered optimizer. None for the only one.
+            model: The model, or list of models, to train. None for the only one.
 
         Returns:
-            What `loss_of` returned.
+            The result of `loss_of`.
         """
         train_state, timers = self._train_state, self.timers
         optimizer = self._the_only("optimizer") if optimizer is None else optimizer
@@ -305,7 +299,7 @@ class TrainingOperator(OperatorBase):
 
     @property
     def strategy(self) -> Any:
-        """The strategy that steps run under: TensorFlow's default one."""
+        """TensorFlow's default strategy, under which steps run."""
         import tensorflow as tf
 
         return tf.distribute.get_strategy()
@@ -316,26 +310,24 @@ class TrainingOperator(OperatorBase):
         held = self._train_state.models if what == "model" else self._train_state.optimizers
         if len(held) != 1:
             raise RuntimeError(
-                f"{type(self).__name__} registered {len(held)} {what}s: pass minimize({what}=...)."
+                f"{type(self).__name__} registered {len(held)} {what}s. Pass minimize({what}=...)."
             )
         return held[0]
 
     def _check_own_steps(self, method: str) -> None:
-        """Refuse models with a step of their own, which the default `method` does not call."""
+        """Reject models that override a step, which the default `method` does not call."""
         from raysgd.tf.keras import overrides
 
         for model in self._train_state.models:
             for name in _STEPS[method]:
                 if overrides(model, name):
                     raise NotImplementedError(
-                        f"{type(model).__name__} overrides {name}(), and the default {method} of "
-                        f"{type(self).__name__} does not call it. Override {method} there and do "
-                        "the same in it; self.minimize() makes updates. A compute_loss() of the "
-                        "model is called."
+                        f"{type(model).__name__} overrides {name}(), but the default {method} of "
+                        f"{type(self).__name__} does not call it. Override {method}, with "
+                        "self.minimize() for updates, or compute_loss() of the model."
                     )
 
     def _criterion(self) -> None:
-        """See that there is a loss: one that the operator sets itself, if none was registered."""
         own = getattr(self, "criterion", None)
         if not self._train_state.needs_criterion:
             return
@@ -369,7 +361,7 @@ _STEPS = {
     "validate_batch": ("test_step", "compute_metrics"),
     "predict_batch": ("predict_step",),
 }
-"""Methods of Keras models that are not called, by the default method that takes their place."""
+"""Methods of Keras models that are not called, by the default method that replaces them."""
 
 
 def _is_default(operator: Any, *names: str) -> bool:
@@ -377,7 +369,6 @@ def _is_default(operator: Any, *names: str) -> bool:
 
 
 def _plain(metrics: Any) -> Any:
-    """Return metrics with arrays in place of tensors, which cannot be summed like them."""
     if not isinstance(metrics, Mapping):
         return metrics
     return {
@@ -387,7 +378,7 @@ def _plain(metrics: Any) -> Any:
 
 
 def _masked(output: Any, masks: Any) -> Any:
-    """Return an output with the masks that its tensors had in the graph."""
+    """Add the masks of the graph to an output."""
     import tensorflow as tf
 
     for tensor, mask in zip(tf.nest.flatten(output), tf.nest.flatten(masks), strict=True):
@@ -397,7 +388,6 @@ def _masked(output: Any, masks: Any) -> Any:
 
 
 def _length(parts: Any) -> int:
-    """Return how many samples a batch has: the length of the target, or else of the features."""
     import tensorflow as tf
 
     features, target, _ = parts

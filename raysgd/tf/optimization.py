@@ -1,4 +1,4 @@
-"""From gradients to updates: averaged over the workers, and added up over the parts of a batch."""
+"""From gradients to updates: means over the workers, and sums over the parts of a batch."""
 
 from __future__ import annotations
 
@@ -32,11 +32,7 @@ class Optimization(StepFeature):
         self._has_stepped = False
 
     def update(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
-        """Average gradients and update, on all workers or on none.
-
-        A gradient is None where this worker's batch does not depend on the variable. Those of a
-        part of a batch are kept until the last part is there.
-        """
+        """Average gradients over the workers, and update, or hold them until the last part."""
         communication, place = self._state.communication, self._state.step.place
         if self._has_stepped:
             self._state.parts.refuse("train_batch calls self.minimize() several times", place)
@@ -55,9 +51,7 @@ class Optimization(StepFeature):
         pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
         means = communication.mean([gradient for gradient, _ in pairs])
         changed = [variable for _, variable in pairs]
-        if (
-            len(self._state.optimizers) > 1
-        ):  # one may have made its update when another's step fails
+        if len(self._state.optimizers) > 1:  # a later update of the step can fail
             self._rollback.remember([*changed, *variables_of(optimizer), *loss_scale_of(optimizer)])
         self._state.step.begin_update(optimizer)
         self._state.engine.update(optimizer, means, changed)

@@ -1,4 +1,4 @@
-"""Learning rates that follow from a config: found after ``setup``, changed in a state."""
+"""Learning rates that a trial's config changes in a saved state."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["inspect", "with_options"]
 
 
 def inspect(operator: Any) -> tuple[bool, list[float | None]]:
-    """Return whether an operator has validation data, and the rates its optimizers begin with.
+    """Return whether there is validation data, and the initial learning rates.
 
-    Runs on a worker, after ``setup``. A rate that follows a schedule is None.
+    Runs on a worker, after ``setup``. The rate of a schedule is None.
     """
     train_state = operator._train_state
     return train_state.data.has("validation"), [
@@ -23,10 +23,7 @@ def inspect(operator: Any) -> tuple[bool, list[float | None]]:
 def with_options(
     state: dict[str, Any], then: list[float | None], now: list[float | None]
 ) -> dict[str, Any]:
-    """Change a state to other learning rates, in place, and return it.
-
-    A rate that has been lowered since stays in proportion to what it began with.
-    """
+    """Scale the learning rates of a state by the change of the initial rates, in place."""
     for optimizer, old, new in zip(state["optimizers"], then, now, strict=True):
         if old is None or new is None or old == new:
             continue

@@ -1,4 +1,4 @@
-"""The arguments of a TFTrainer: what they must be, and what follows from them."""
+"""The arguments of a TFTrainer."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class TFOptions(Options):
 
     backend: str = "gloo"
     splits_batches: bool = False
-    """Whether a batch of a ``tf.data.Dataset`` is one of the whole group."""
+    """Whether the group shares each batch of a ``tf.data.Dataset``."""
     seed: int = field(default_factory=lambda: secrets.randbelow(2**31))
-    """One for all workers."""
+    """Seed of all workers."""
     environment: Mapping[str, str] = field(default_factory=keras_environment)
     """The driver's choice of Keras."""
 
@@ -43,7 +43,7 @@ class TFOptions(Options):
             return HorovodBackend(self.backend, self.timeout_s, framework="tensorflow")
         if importlib.util.find_spec("torch") is None:
             raise ImportError(
-                f"TFTrainer(num_workers={self.num_workers}): several workers exchange by gloo, "
-                'which comes with torch, and that is not installed: pip install "raysgd[torch]".'
+                f"TFTrainer(num_workers={self.num_workers}): several workers communicate with "
+                'gloo of PyTorch, which is not installed: pip install "raysgd[torch]".'
             )
         return create_backend("gloo", self.timeout_s)

@@ -32,7 +32,7 @@ def register(
 ) -> Any:
     """See :meth:`TrainingOperator.register`."""
     if state.registered:
-        raise RuntimeError("register() was called twice; pass lists to register several models.")
+        raise RuntimeError("register() was called twice. Pass lists to register several models.")
     state.models = listed(models)
     for model in state.models:
         if not is_keras_model(model):
@@ -75,15 +75,13 @@ def _placed(state: KerasTrainState, optimizer: Any) -> Any:
         optimizer = state.keras.optimizers.get(optimizer)
     if not hasattr(optimizer, "apply_gradients"):
         raise TypeError(
-            "register(optimizers=...) must be one or a list of optimizers of Keras, but got "
+            "register(optimizers=...) must be one or a list of Keras optimizers, but got "
             f"{optimizer!r}."
         )
     if type(optimizer).__module__.startswith("horovod"):
         raise TypeError(
-            "register(optimizers=...) got Horovod's DistributedOptimizer. TFTrainer exchanges "
-            "gradients itself, with backend='horovod' through Horovod; with Keras 3 Horovod's "
-            "optimizer does not synchronize in fit(), and says nothing. Pass the optimizer "
-            "that you gave it."
+            "register(optimizers=...) got Horovod's DistributedOptimizer. TFTrainer averages "
+            "gradients itself, with backend='horovod' through Horovod. Pass the inner optimizer."
         )
     if not hasattr(optimizer, "build"):
         name = type(optimizer).__name__
@@ -98,18 +96,14 @@ def _compiled(state: KerasTrainState, name: str, models: Any) -> Any:
     found = getattr(state.models[0], name, None)
     if isinstance(models, list | tuple) or found is None:
         raise ValueError(
-            f"register(models=..., {name}s=None) takes one model that has been compiled: call "
+            f"register(models=..., {name}s=None) needs one compiled model. Call "
             f"model.compile({name}=..., loss=...) before, or pass {name}s."
         )
     return found
 
 
 def _complete(state: KerasTrainState) -> None:
-    """Build what was registered unbuilt, once the data is known.
-
-    Raises:
-        RuntimeError: if a model cannot be built without data.
-    """
+    """Build unbuilt models and optimizers, by the shapes of the data."""
     if any(not model.built for model in state.models) and len(state.models) == 1:
         sources = map(state.data.readable, filter(state.data.has, ("train", "validation")))
         source = next(sources, None)
@@ -121,7 +115,7 @@ def _complete(state: KerasTrainState) -> None:
         if not model.built:
             raise RuntimeError(
                 f"The model {model.name!r} has no variables yet. Give it an Input layer, call "
-                "it once in setup, or register the data that it is for."
+                "it once in setup, or register its data."
             )
     for optimizer, variables in state.trained():
         if not getattr(optimizer, "built", False):
@@ -143,12 +137,12 @@ def build_operator(
     """Create an operator and run its ``setup``.
 
     Raises:
-        RuntimeError: if its setup registered nothing, or a model that cannot be built.
+        RuntimeError: If ``setup`` registered nothing, or a model that cannot be built.
     """
     policy = policy_name(settings.options.use_fp16)
     if policy is not None:
         set_policy(policy)
-    # data sets that shuffle without a seed of their own do it alike on all workers
+    # data sets without a seed shuffle equally on all workers
     tf.random.set_seed(seed % 2**31)
     train_state = KerasTrainState(settings, communication, seed)
     operator: TrainingOperator = create_operator(operator_cls, config, train_state)

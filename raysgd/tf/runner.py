@@ -17,17 +17,14 @@ __all__ = ["TFRunner", "weights"]
 
 
 class TFRunner(OperatorRunner):
-    """Hosts one operator. `Runner` says which method runs in which thread.
-
-    TensorFlow is imported in `setup`, when everything is in the environment that it reads.
-    """
+    """Hosts one operator. `setup` imports TensorFlow, after the environment is set."""
 
     _options: TFOptions
 
     # ---- life
 
     def prepare(self, context: WorkerContext) -> None:
-        """Set what TensorFlow reads as it is imported."""
+        """Set the environment of TensorFlow."""
         check_tensorflow("TFTrainer")
         if context.in_driver:
             return
@@ -42,10 +39,9 @@ class TFRunner(OperatorRunner):
 
             postpone_dynamo()
         if self._options.use_horovod:
-            _set_threads(context)  # its group uses TensorFlow before `setup` does
+            _set_threads(context)  # Horovod uses TensorFlow before `setup`
 
     def setup(self, context: WorkerContext) -> None:
-        """Create the operator and run its ``setup``."""
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
             import tensorflow as tf
 
@@ -75,14 +71,12 @@ class TFRunner(OperatorRunner):
     # ---- other calls
 
     def update_schedulers(self, call: int, metric: float) -> None:
-        """Refuse: learning rates of Keras are schedules of the optimizer."""
         raise NotImplementedError(
             "update_scheduler(metric) is for PyTorch. Give the optimizer a LearningRateSchedule, "
             "or set operator.optimizer.learning_rate by trainer.apply_all_operators(fn)."
         )
 
     def models(self) -> Any:
-        """Return what makes the models anew in another process."""
         from raysgd.tf.keras import portable
 
         with self._train_state.evaluating():
@@ -90,7 +84,7 @@ class TFRunner(OperatorRunner):
 
 
 def weights(operator: Any) -> list[dict[str, Any]]:
-    """Return the models' weights as arrays; runs on a worker."""
+    """Return the models' weights as arrays. Runs on a worker."""
     with operator._train_state.evaluating():
         models: list[dict[str, Any]] = operator._train_state.training_state()["models"]
     return models

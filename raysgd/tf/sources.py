@@ -1,4 +1,4 @@
-"""The loaders that a Keras operator registered."""
+"""The data that a Keras operator registered."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class KerasSources(DataSources):
             )
         if isinstance(loader, tf.data.Dataset) and settings.options.add_dist_sampler:
             splits = settings.options.splits_batches
-            del placing["global_batch"]  # its batches are made already
+            del placing["global_batch"]  # its batches exist already
             return DatasetSource(loader, training=training, splits=splits, **placing)
         why_whole = "it is neither arrays nor a tf.data.Dataset"
         return BatchSource(
@@ -52,7 +52,6 @@ class KerasSources(DataSources):
         )
 
     def check_end(self) -> None:
-        """Refuse to train a whole epoch of data that have no end."""
         if self.has(self.trains_on):
             loader = self.readable(self.trains_on).loader
             check_end(loader, "training", "train(num_steps=...)")

@@ -33,9 +33,6 @@ from raysgd.tf.sources import KerasSources
 
 __all__ = ["KerasTrainState", "TFSettings", "copy_leaf_to_arrays"]
 
-_NUMBERS = "biufcV"
-"""Kinds of NumPy's types that a variable can take; the last is that of bfloat16."""
-
 
 @dataclass
 class TFSettings(Settings):
@@ -45,12 +42,12 @@ class TFSettings(Settings):
 
 
 class KerasTrainState(TrainState):
-    """What `raysgd.tf.registration.register` was given, and the position in the data."""
+    """The registered models, optimizers, and losses, and the position in the data."""
 
     settings: TFSettings
     data: KerasSources
     keras: Any
-    """The module of the Keras that the models are of."""
+    """The Keras module of the models."""
 
     def __init__(self, settings: TFSettings, communication: Communication, seed: int) -> None:
         super().__init__(settings, seed)
@@ -71,7 +68,6 @@ class KerasTrainState(TrainState):
         ]
 
     def trained(self) -> list[tuple[Any, list[Any]]]:
-        """Return each optimizer with the variables that it is for."""
         pairs = len(self.models) == len(self.optimizers)
         trained = [
             self.models[i : i + 1] if pairs else self.models for i in range(len(self.optimizers))
@@ -82,7 +78,6 @@ class KerasTrainState(TrainState):
         ]
 
     def unpacked(self, batch: Any, training: bool) -> tuple[Any, Any, Any]:
-        """Return the features, the target and the sample weights of a batch."""
         features, target, weights = unpack(batch, self.models[0])
         if training and self.class_weight is not None:
             weights = with_class_weight(self.class_weight, target, weights)
@@ -91,26 +86,26 @@ class KerasTrainState(TrainState):
     def total_loss(
         self, model: Any, features: Any, target: Any, output: Any, weights: Any, training: bool
     ) -> Any:
-        """Return the mean loss of a batch and what layers add to it, such as regularization."""
+        """Return the mean loss of a batch, including losses of layers."""
         if overrides(model, "compute_loss"):
             given = (features, target, widened(output), weights)
             takes = "training" in inspect.signature(model.compute_loss).parameters
             loss = model.compute_loss(*given, **({"training": training} if takes else {}))
             return tf.reduce_mean(tf.cast(loss, tf.float32))
-        added = _floats(model.losses)
+        added = [tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in model.losses]
         if self.criterion is None or target is None:
             return tf.add_n(added)
         return tf.add_n([self.criterion.weighted(target, output, weights), *added])
 
     @property
     def needs_criterion(self) -> bool:
-        """Whether there is no loss so far: neither given, nor compiled, nor the model's own."""
+        """Whether no loss was registered or compiled, and the model does not compute its own."""
         model = self.models[0]
         is_compiled = getattr(model, "optimizer", None) is not None
         return self.criterion is None and not (is_compiled or overrides(model, "compute_loss"))
 
     def measured(self, prefix: str, target: Any, output: Any, weights: Any) -> dict[str, Any]:
-        """Return the losses of several outputs, and the registered metrics of a batch, by name."""
+        """Return the losses of the outputs, and the registered metrics of a batch, by name."""
         assert self.metrics is not None
         parts = self.criterion.parts() if self.criterion is not None else {}
         found = {**parts, **self.metrics.measure(target, output, weights)}
@@ -167,7 +162,7 @@ class KerasTrainState(TrainState):
     def check_training_state(self, state: dict[str, Any]) -> None:
         for name, objects in (("models", self.models), ("optimizers", self.optimizers)):
             check_parts(name, objects, state.get(name), _problem)
-        if "loss_scales" in state:  # which an older file has not
+        if "loss_scales" in state:
             check_parts("loss_scales", self.optimizers, state["loss_scales"], _scale_problem)
 
     def load_training_state(self, state: dict[str, Any]) -> None:
@@ -181,12 +176,7 @@ class KerasTrainState(TrainState):
         self.step.is_partial = False
 
 
-def _floats(losses: Any) -> list[Any]:
-    return [tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in losses]
-
-
 def _scale_problem(optimizer: Any, arrays: Mapping[str, Any]) -> str:
-    """Say why a scale cannot be taken; one is left where the other side has none."""
     scale = loss_scale_of(optimizer)
     return _misfit(scale, arrays) if scale and arrays else ""
 
@@ -199,17 +189,14 @@ def _misfit(variables: list[Any], arrays: Mapping[str, Any]) -> str:
     if len(arrays) != len(variables):
         return f"{len(arrays)} variables, not {len(variables)}"
     for variable, (name, array) in zip(variables, arrays.items(), strict=True):
-        if not hasattr(array, "__array__") or np.asarray(array).dtype.kind not in _NUMBERS:
-            return f"{name} is no array of numbers, but {type(array).__name__}"
         found, expected = np.shape(array), tuple(variable.shape)
         if found != expected:
-            return f"{name} is of shape {found}, not of shape {expected}"
+            return f"{name} has the shape {found}, not {expected}"
     return ""
 
 
 def copy_leaf_to_arrays(leaf: Any) -> Any:
-    """Return a copy of what a state holds; tensors and variables become arrays."""
+    """Return a copy of a leaf of a state. Tensors and variables become arrays."""
     if hasattr(leaf, "__array__") and not isinstance(leaf, np.ndarray | np.generic):
-        # NumPy warns of what TensorFlow's variables do when it is asked for a copy
         return np.array(leaf.numpy() if hasattr(leaf, "numpy") else leaf)
     return deep_copied(leaf)

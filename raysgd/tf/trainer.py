@@ -1,4 +1,4 @@
-"""The trainer for TensorFlow operators: its arguments, and what they mean."""
+"""The trainer for TensorFlow operators."""
 
 from __future__ import annotations
 
@@ -43,38 +43,34 @@ class KerasTrainerState(TrainerState):
 class TFTrainer(OperatorTrainer):
     """Trains a Keras model on one or several workers.
 
-    Runs on the driver. It takes a :class:`raysgd.tf.TrainingOperator`::
+    It runs on the driver, and takes a :class:`raysgd.tf.TrainingOperator`::
 
         trainer = TFTrainer(training_operator_cls=Classifier, config={"lr": 0.1}, num_workers=4)
 
-    or, as older scripts do, functions of the config that return a compiled model and data::
+    Older scripts pass functions of the config that return a compiled model and data::
 
         trainer = TFTrainer(model_creator, data_creator, config=config, num_replicas=4)
 
-    Methods, metrics, events and errors are those of :class:`raysgd.TorchTrainer`. Several workers
-    average their gradients by gloo, as those of PyTorch do, or by Horovod, whose members cannot
-    change with TensorFlow: after a loss, and to grow, all of them start anew with the state that
-    those which are left have, or from the newest snapshot.
-
-    Arguments that are missing here, and errors, are those of :class:`raysgd.TorchTrainer`.
+    Methods, metrics, events, and other arguments are those of :class:`raysgd.TorchTrainer`. With
+    Horovod, all workers restart after a worker failure and to grow.
 
     Args:
-        model_creator: function of the config that returns a compiled Keras model.
-        data_creator: function of the config that returns a training and a validation data set.
-            Their batches are those of the whole group; each worker gets its share of each.
-        config: handed to the operator or the functions; may hold ``BATCH_SIZE``, and for the
+        model_creator: Function of the config that returns a compiled Keras model.
+        data_creator: Function of the config that returns a training and a validation data set. All
+            workers share each of their batches.
+        config: Config of the operator or the functions. It can have ``BATCH_SIZE``, and for the
             functions ``fit_config`` and ``evaluate_config``.
-        num_replicas: ``num_workers``, as older scripts call it.
-        verbose: show a progress bar, as older scripts call ``use_tqdm``.
-        training_operator_cls: a TrainingOperator subclass.
-        backend: "gloo" or "horovod", by which workers exchange. "tensorflow" means "gloo".
-        use_fp16: mixed precision by Keras's policies. True: float16 on GPUs, bfloat16 on CPUs; or
-            "mixed_float16", "mixed_bfloat16". With float16 the loss is scaled.
-        add_dist_sampler: whether to share a registered ``tf.data.Dataset`` out over the workers;
-            arrays always are.
+        num_replicas: Older name of ``num_workers``.
+        verbose: Older name of ``use_tqdm``.
+        training_operator_cls: A TrainingOperator subclass.
+        backend: "gloo" or "horovod". "tensorflow" means "gloo".
+        use_fp16: Mixed precision by Keras policies: "mixed_float16", "mixed_bfloat16", or True for
+            float16 on GPUs and bfloat16 on CPUs. With float16, the loss is scaled.
+        add_dist_sampler: Whether the workers divide a registered ``tf.data.Dataset``. They always
+            divide arrays.
 
     Raises:
-        ImportError: if TensorFlow, or Horovod for ``backend="horovod"``, is not installed.
+        ImportError: If TensorFlow, or Horovod for ``backend="horovod"``, is not installed.
     """
 
     _trainable = "TFTrainable"
@@ -84,16 +80,6 @@ class TFTrainer(OperatorTrainer):
     verbose = OperatorTrainer.use_tqdm
     model_creator = argument("training_operator_cls._model_creator")
     data_creator = argument("training_operator_cls._data_creator")
-    """What the constructor was given, by the names of older scripts."""
-
-    @property
-    def workers(self) -> list[Any]:
-        """Refuse: older scripts find Ray actors here."""
-        raise AttributeError(
-            "TFTrainer.workers: the workers take no calls of your own through Ray. Call a function "
-            "on each of them by apply_all_workers(fn) or apply_all_operators(fn); num_workers says "
-            "how many there are."
-        )
 
     @suggests
     def __init__(
@@ -155,9 +141,9 @@ class TFTrainer(OperatorTrainer):
         info: dict[str, Any] | None = None,
         dataset: Dataset | None = None,
     ) -> Any:
-        """Train for one epoch, or for the rest of one; see :meth:`raysgd.TorchTrainer.train`.
+        """Train for one epoch or its rest. See :meth:`raysgd.TorchTrainer.train`.
 
-        Made from functions, the trainer trains for ``fit_config["epochs"]`` epochs of
+        With creator functions, it trains ``fit_config["epochs"]`` epochs of
         ``fit_config["steps_per_epoch"]`` steps, and returns the metrics of the last one.
         """
         arguments = (profile, reduce_results, max_retries, info, dataset)
@@ -175,10 +161,10 @@ class TFTrainer(OperatorTrainer):
         reduce_results: bool = True,
         info: dict[str, Any] | None = None,
     ) -> Any:
-        """Evaluate on the validation data; see :meth:`raysgd.TorchTrainer.validate`.
+        """Evaluate on the validation data. See :meth:`raysgd.TorchTrainer.validate`.
 
-        Made from functions, the trainer calls the metrics ``validation_<name>``, and evaluates
-        ``evaluate_config["steps"]`` steps.
+        With creator functions, it evaluates ``evaluate_config["steps"]`` steps, and names metrics
+        ``validation_<name>``.
         """
         if self._plan is None:
             return super().validate(num_steps, profile, reduce_results, info)
@@ -192,11 +178,10 @@ class TFTrainer(OperatorTrainer):
         """Return a copy of the model, or of the list of models, in this process.
 
         Args:
-            to_cpu: there for scripts that train with PyTorch as well; the copy is where
-                TensorFlow puts it.
+            to_cpu: Ignored. It exists for compatibility with TorchTrainer.
 
         Raises:
-            TypeError: if Keras cannot tell how the model is made (``get_config``).
+            TypeError: If Keras cannot serialize the model (``get_config``).
         """
         del to_cpu
         from raysgd.tf.keras import assembled
@@ -205,19 +190,18 @@ class TFTrainer(OperatorTrainer):
         return models[0] if len(models) == 1 else models
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Take over the state in a file; `load`, as older scripts call it.
+        """Load a file. This is the older name of `load`.
 
         Raises:
-            CheckpointError: as `load`, and if a trainer of Ray 1.12 wrote the file.
+            CheckpointError: As `load`, and if a trainer of Ray 1.12 wrote the file.
         """
         with locate(path).open(whole=False) as file:
             is_pickle = file.read(1) == pickle.PROTO
         if is_pickle:
             raise CheckpointError(
-                f"restore({os.fspath(path)!r}): this file is a pickle, as the TFTrainer of Ray "
-                "wrote it. raysgd does not unpickle it, because that can run code. If you trust "
-                'it, call model.set_weights(pickle.load(open(path, "rb"))["weights"]) in '
-                "model_creator."
+                f"restore({os.fspath(path)!r}): the TFTrainer of Ray wrote this file as a pickle, "
+                "which can run code. If you trust it, call "
+                'model.set_weights(pickle.load(open(path, "rb"))["weights"]) in model_creator.'
             )
         self.load(path)
 
@@ -234,8 +218,8 @@ class TFTrainer(OperatorTrainer):
 def _number_of_workers(num_workers: int | None, num_replicas: int | None) -> int:
     if num_workers is not None and num_replicas is not None and num_workers != num_replicas:
         raise ValueError(
-            f"TFTrainer(num_workers={num_workers}, num_replicas={num_replicas}): two names of one "
-            "argument; pass num_workers alone."
+            f"TFTrainer(num_workers={num_workers}, num_replicas={num_replicas}): these are two "
+            "names of one argument. Pass only num_workers."
         )
     given = num_replicas if num_workers is None else num_workers
     return 1 if given is None else given

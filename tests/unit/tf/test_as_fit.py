@@ -272,7 +272,7 @@ def test_a_step_of_the_model_is_refused_unless_the_operator_has_its_own(build, k
     build(OwnSteps, {"make": make})
 
 
-def test_three_parts_are_two_features_only_for_a_model_of_two_inputs(build, caplog):
+def test_three_parts_are_two_features_only_for_a_model_of_two_inputs(build):
     keras = keras_of({})
     left, right = keras.Input((4,)), keras.Input((1,))
     output = keras.layers.Dense(1)(keras.layers.Concatenate()([left, right]))
@@ -287,43 +287,3 @@ def test_three_parts_are_two_features_only_for_a_model_of_two_inputs(build, capl
     weighted = operator.validate_batch(((FEATURES, BITS), BITS, 2 * np.ones(24)), {})
     plain = operator.validate_batch(((FEATURES, BITS), BITS), {})
     assert float(weighted["val_loss"]) == pytest.approx(2 * float(plain["val_loss"]), rel=1e-5)
-
-    class Subclassed(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.dense = keras.layers.Dense(1)
-
-        def call(self, features):
-            return self.dense(features)
-
-    def make_subclassed():
-        model = Subclassed()
-        model.compile("sgd", "mse")
-        model(FEATURES)
-        return model
-
-    operator = build(Compiled, {"make": make_subclassed})
-    operator.validate_batch((FEATURES, BITS, WEIGHTS), {})
-    assert "They are read as (x, y, sample_weight)" in caplog.text
-
-
-def test_the_state_of_training_is_not_the_averages(build):
-    keras = keras_of({})
-
-    def make():
-        model = network(keras, 1)
-        model.compile(keras.optimizers.SGD(0.5, use_ema=True), "mse")
-        return model
-
-    operator = build(Compiled, {"make": make})
-    before = named_arrays(operator.model.weights)
-    operator.train_epoch(iter(in_batches((FEATURES, BITS))), num_steps=3)
-    trained = named_arrays(operator.model.weights)
-    with operator._train_state.evaluating():
-        averages = named_arrays(operator.model.weights)
-    kernel = next(iter(before))
-    assert (
-        np.abs(averages[kernel] - before[kernel]).max()
-        < np.abs(trained[kernel] - before[kernel]).max()
-    )
-    np.testing.assert_array_equal(named_arrays(operator.model.weights)[kernel], trained[kernel])

@@ -34,22 +34,6 @@ def test_metrics_have_the_names_of_older_scripts():
     }
 
 
-def test_what_is_no_function_is_refused():
-    with pytest.raises(TypeError, match="model_creator"):
-        creator_operator(3, None)
-
-
-def test_class_weights_of_fit_config_are_registered(build):
-    def model_creator(config):
-        model = make_model(keras_of({}))
-        model.compile("sgd", "mse")
-        return model
-
-    config = {"fit_config": {"class_weight": {3: 2.0}}}
-    operator = build(creator_operator(model_creator, None), config)
-    assert operator._train_state.class_weight == {3: 2.0}
-
-
 @pytest.fixture
 def made(build):
     """An operator of functions, and what its callback of Keras is told."""

@@ -104,12 +104,6 @@ def test_a_loss_leaves_out_what_the_output_masks(keras, kind):
     assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
-@both
-def test_what_cannot_be_called_is_no_loss(keras):
-    with pytest.raises(TypeError, match=r"register\(criterion=...\) must be callable, .* 3"):
-        loss_function(keras_of({"keras": keras}), 3)
-
-
 @given(st.integers(1, 6), st.integers(2, 4), st.sampled_from([(), (1,)]), st.randoms())
 def test_accuracy_is_the_share_of_largest_entries_at_the_target(samples, classes, tail, random):
     output = np.array([[random.random() for _ in range(classes)] for _ in range(samples)])
@@ -211,85 +205,26 @@ def test_names_do_not_count_the_metrics_of_the_process(keras):
 
 
 @both
-@pytest.mark.parametrize(
-    ("target", "output", "kind"),
-    [
-        (BITS, CHANCES, "BinaryAccuracy"),
-        (CLASSES, SCORES, "SparseCategoricalAccuracy"),
-        (np.eye(3, dtype="float32")[CLASSES], SCORES, "CategoricalAccuracy"),
-    ],
-)
-def test_accuracy_by_name_is_that_of_the_shapes(keras, target, output, kind):
-    expected = getattr(keras_of({"keras": keras}).metrics, kind)()
-    expected.update_state(target, output)
-    found = measured(keras, "acc", target, output)
-    assert found["acc"].compute() == pytest.approx(float(expected.result()))
-
-
-@both
-def test_what_is_no_metric_is_shown(keras):
-    with pytest.raises(TypeError, match=r"must be metrics of Keras, but got 7"):
-        BatchMetrics(keras_of({"keras": keras}), None, [7])
-
-
-def own_metric(keras, kind):
-    """Return a metric whose state is a largest value, a set, or a sum."""
-    base = keras_of({"keras": keras}).metrics.Metric
-
-    class Largest(base):
-        def __init__(self, name="largest", **named):
+@pytest.mark.parametrize("adds_up", [True, False])
+def test_a_metric_of_users_must_have_a_state_that_adds_up(keras, adds_up):
+    class Own(keras_of({"keras": keras}).metrics.Metric):
+        def __init__(self, name="own", **named):
             super().__init__(name=name, **named)
             self.value = self.add_weight(name="value", shape=(), initializer="zeros")
 
         def update_state(self, target, output, sample_weight=None):
-            self.value.assign(tf.maximum(tf.convert_to_tensor(self.value), tf.reduce_max(output)))
+            if adds_up:
+                self.value.assign_add(tf.reduce_sum(output))
+            else:
+                self.value.assign(tf.reduce_max(output))
 
         def result(self):
             return tf.convert_to_tensor(self.value)
 
-    class Distinct(base):
-        def __init__(self, name="distinct", **named):
-            super().__init__(name=name, **named)
-            self.seen = set()
-
-        def update_state(self, target, output, sample_weight=None):
-            self.seen.update(np.ravel(target).tolist())
-
-        def result(self):
-            return float(len(self.seen))
-
-        def reset_state(self):
-            self.seen = set()
-
-    class Total(Largest):
-        def update_state(self, target, output, sample_weight=None):
-            self.value.assign_add(tf.reduce_sum(output))
-
-    class Sharp(Total):
-        def __init__(self, power, name="sharp"):
-            super().__init__(name=name)
-            self.power = power
-
-    return {"largest": Largest, "distinct": Distinct, "total": Total, "sharp": Sharp}[kind]
-
-
-@both
-@pytest.mark.parametrize(
-    ("kind", "adds_up"), [("largest", False), ("distinct", False), ("total", True)]
-)
-def test_a_metric_whose_state_is_no_sum_is_right_over_batches_and_workers(
-    keras, kind, adds_up, caplog
-):
-    metrics = BatchMetrics(keras_of({"keras": keras}), None, [own_metric(keras, kind)(name=kind)])
-    parts = [(BITS[:5], CHANCES[:5]), (BITS[5:7], CHANCES[5:7]), (BITS[7:], CHANCES[7:])]
-    found = [metrics.measure(*part, None)[kind] for part in parts]
-    merged = found[0].merge(found[1]).merge(found[2])
-    expected = {"largest": CHANCES.max(), "distinct": 2, "total": CHANCES.sum()}[kind]
-    assert merged.compute() == pytest.approx(float(expected), rel=1e-5)
-    assert ("is no sum over batches" in caplog.text) is not adds_up
-
-
-@both
-def test_a_metric_that_its_config_does_not_make_again_is_refused(keras):
-    with pytest.raises(TypeError, match=r"'sharp', a Sharp, cannot be made again from its get_con"):
-        measured(keras, [own_metric(keras, "sharp")(2)])
+    metrics = BatchMetrics(keras_of({"keras": keras}), None, [Own()])
+    if not adds_up:
+        with pytest.raises(TypeError, match=r"'own', a Own, is not a sum .*MergeableMetric"):
+            metrics.measure(BITS, CHANCES, None)
+        return
+    first, second = (metrics.measure(BITS[i], CHANCES[i], None)["own"] for i in ([0, 1], [2]))
+    assert first.merge(second).compute() == pytest.approx(float(CHANCES[:3].sum()), rel=1e-5)

@@ -1,6 +1,5 @@
 """Learning rates that follow from a trial's config."""
 
-import numpy as np
 import pytest
 
 from raysgd import TFTrainer
@@ -17,15 +16,6 @@ def test_a_rate_that_a_config_changes_is_changed_in_the_state(build):
     state = with_options(slow._train_state.training_state(), then, now)
     fast._train_state.load_training_state(state)
     assert float(fast.optimizer.learning_rate.numpy()) == pytest.approx(0.02)
-
-
-def test_rates_that_stay_leave_the_state_alone(build):
-    operator = build(Digits)
-    _, rates = inspect(operator)
-    state = operator._train_state.training_state()
-    assert with_options(state, rates, rates) is state
-    assert with_options(state, [None], rates) is state
-    assert all(isinstance(value, np.ndarray) for value in state["optimizers"][0].values())
 
 
 def test_a_trial_reserves_what_its_config_asks_for():
@@ -88,12 +78,3 @@ def test_older_scripts_give_tune_the_trainable_itself(monkeypatch, tmp_path):
         assert {"train_loss", "validation_loss"} <= result.keys()
     finally:
         trial.stop()
-
-
-def test_the_trainable_is_at_home_where_older_scripts_import_it():
-    import raysgd.tf
-    from raysgd.tune import TFTrainable
-
-    assert raysgd.tf.TFTrainable is TFTrainable
-    with pytest.raises(AttributeError, match="Nothing"):
-        _ = raysgd.tf.Nothing

@@ -58,25 +58,6 @@ def test_from_a_snapshot_training_goes_as_it_went_from_there(keras):
     assert_same(other.state_dict(), now)
 
 
-class Following(Digits):
-    """Counts the groups that it has been in."""
-
-    def setup(self, config):
-        super().setup(config)
-        self.worlds = []
-
-    def on_world_change(self):
-        self.worlds.append((self.world_rank, self.world_size))
-
-
-def test_the_hook_runs_after_setup_and_in_each_new_group():
-    config = {"keras": "keras", "data": "tf", "shuffle": False, "lr": 0.1}
-    runner = TFRunner(TFOptions(training_operator_cls=Following, config=config))
-    runner.setup(WorkerContext(in_driver=True))
-    runner.rejoin(WorkerContext(in_driver=True, generation=2), leader=0)
-    assert runner.operator.worlds == [(0, 1), (0, 1)]
-
-
 def draws():
     return random.random(), random.gauss(0, 1), np.random.rand(3).tolist(), np.random.randn(1)[0]
 

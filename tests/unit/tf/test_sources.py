@@ -3,7 +3,6 @@
 import functools
 import itertools
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -35,11 +34,6 @@ def sources(num_workers, num_samples=40, batch_size=8, training=True, shuffle=Fa
         )
         for rank in range(num_workers)
     ]
-
-
-def test_raysgd_says_that_it_partitions_data_sets():
-    (source,) = sources(1)
-    assert (source.partitioned_by, source.why_whole) == ("raysgd", "")
 
 
 def drawn(source, *where):
@@ -148,18 +142,6 @@ def test_a_shuffled_epoch_goes_on_in_its_order_whoever_is_lost_or_joins(events):
     assert [sorted(samples) for samples in expected] == [list(range(24))] * 3
     assert expected[0] != expected[1]
     assert trained(events) == expected
-
-
-def test_no_epoch_waits_until_tensorflow_has_ended_the_iterator_of_the_last():
-    """It takes up to as long again as an iterator has lived, mostly for some of a few."""
-    before = sources(16)
-    for source in before:
-        next(source.batches(0, 0))
-    time.sleep(1.5)
-    began = time.monotonic()
-    for source in before:
-        next(source.batches(1, 0))
-    assert time.monotonic() - began < 1.0
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -1,7 +1,5 @@
 """Copies of state as arrays."""
 
-import threading
-
 import numpy as np
 import pytest
 
@@ -28,8 +26,3 @@ def test_a_copy_stays_as_it_was_and_has_no_tensors():
 def test_numbers_of_numpy_keep_their_types():
     found = map_leaves([np.float32(0.5), np.array(3)], copy_leaf_to_arrays)
     assert [type(each) for each in found] == [np.float32, np.ndarray]
-
-
-def test_what_cannot_be_copied_is_left_to_the_file_to_refuse():
-    lock = threading.Lock()
-    assert map_leaves({"lock": lock}, copy_leaf_to_arrays)["lock"] is lock

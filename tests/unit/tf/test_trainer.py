@@ -59,7 +59,7 @@ def test_the_model_can_be_had(trainer):
     for given in ((images, labels), images):
         assert (trainer.predict(given).argmax(axis=1) == labels).mean() == pytest.approx(share)
     assert trainer.test((images, labels))["test_accuracy"] == pytest.approx(share)
-    with pytest.raises(NotImplementedError, match=r"limited by its own take\(n\)"):
+    with pytest.raises(NotImplementedError, match=r"take\(n\)"):
         trainer.fit(trainer.epoch + 1, limit_train_batches=1)
     with pytest.raises(CallbackError, match="Optimizers of Keras do it by themselves: use_ema"):
         trainer.fit(trainer.epoch + 1, callbacks=[EMA()])
@@ -91,8 +91,6 @@ def test_functions_work_too(tmp_path):
     with TFTrainer(model_creator, data_creator, config, num_replicas=1, use_local=True) as trainer:
         assert (trainer.model_creator, trainer.data_creator) == (model_creator, data_creator)
         assert (trainer.num_replicas, trainer.verbose) == (1, False)
-        with pytest.raises(AttributeError, match="apply_all_workers"):
-            _ = trainer.workers
         found = trainer.train()
         assert trainer.global_step == 20
         assert {"train_loss", "train_accuracy"} <= set(found)
