@@ -53,16 +53,3 @@ def test_a_backend_is_imported_only_when_it_is_used(registry):
     register_backend("missing", "no_such_module:Backend")
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         create_backend("missing", 1)
-
-
-def test_a_backend_needs_no_close():
-    assert Silent("x", 1).close() is None
-
-
-def test_a_class_that_lacks_a_method_is_no_backend():
-    class Half(Backend):
-        def prepare(self, addresses):
-            return None
-
-    with pytest.raises(TypeError, match="abstract"):
-        Half()

@@ -40,7 +40,3 @@ def test_insufficient_resources_keep_what_was_known_then():
     assert str(error) == "full"
     available["CPU"] = 9.0
     assert error.available == {"CPU": 1.0}
-
-
-def test_a_remote_traceback_begins_on_a_line_of_its_own():
-    assert str(errors.RemoteTraceback("text")) == "\ntext"

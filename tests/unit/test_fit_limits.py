@@ -118,19 +118,6 @@ def test_a_fast_run_goes_through_everything_and_leaves_no_trace(make_trainer, tm
     assert trainer.get_local_operator().trained == list(range(16, 40))
 
 
-def test_so_does_one_that_fails(make_trainer):
-    trainer = make_trainer(Recorder)
-
-    def fail(batch_info, when):
-        if when == "validate":
-            raise ValueError("bad validation")
-
-    trainer.get_local_operator().fail = fail
-    with pytest.raises(ValueError, match="bad validation"):
-        trainer.fit(fast_dev_run=True)
-    assert (trainer.global_step, trainer.epoch) == (0, 0)
-
-
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [

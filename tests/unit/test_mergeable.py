@@ -17,7 +17,6 @@ from raysgd.metrics import (
     Sums,
     merge_segments,
     merge_workers,
-    ratio,
 )
 from tests.unit.test_metrics import close, cut
 
@@ -62,13 +61,6 @@ def test_what_is_no_mean_equals_one_pass_over_batches_segments_and_workers(
     assert type(merged["perplexity"]) is float
 
 
-def test_a_mean_of_perplexities_would_be_another_number():
-    batches = [(0.0, 1), (2.0, 3)]
-    merged = merge_workers([summary_of_perplexities([batch]) for batch in batches])
-    assert merged["perplexity"] == close(math.exp(1.5))
-    assert merged["last_perplexity"] == close((1 + math.exp(2)) / 2)
-
-
 def test_a_merged_value_is_a_number_to_everyone_who_asks():
     value = summary_of_perplexities([(0.0, 1)])["perplexity"]
     assert isinstance(value, float)
@@ -98,22 +90,6 @@ def test_sums_may_be_tensors_and_arrays_and_are_float64():
 
 def total_of(a, b, c):
     return a.sum() + b + c
-
-
-def test_sums_do_not_keep_the_graph_alive():
-    loss = torch.ones(3, requires_grad=True) * 2
-    assert not Sums(total_of, a=loss, b=0, c=0).sums["a"].requires_grad
-
-
-def test_a_mean_by_another_weight_than_samples():
-    assert Sums(ratio, total=3.0, weight=4).compute() == 0.75
-    assert math.isnan(Sums(ratio, total=0.0, weight=0).compute())
-
-
-def test_merging_leaves_mergeable_metrics_as_they_are():
-    one, other = perplexity_of((0.0, 1)), perplexity_of((2.0, 3))
-    one.merge(other)
-    assert (one.sums, other.sums) == ({"total": 0, "weight": 1}, {"total": 6, "weight": 3})
 
 
 def test_last_of_a_mergeable_metric_is_the_value_of_the_newest_batch():
@@ -185,11 +161,6 @@ def test_a_part_too_small_for_any_value_counts_in_the_merged_one(merge):
         merged = merge(parts)
         assert merged["share_0"] == 0.25
         assert "share" not in merged
-
-
-def test_what_cannot_be_computed_of_all_data_is_an_error():
-    with pytest.raises(ZeroDivisionError):
-        merge_workers([shares_of([1, 0])])
 
 
 def counted(counts):
