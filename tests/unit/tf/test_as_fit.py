@@ -125,9 +125,8 @@ def compared(build, make, data, class_weight=None):
 
 
 @both
-@pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize(("num_outputs", "arguments"), CASES)
-def test_an_epoch_is_that_of_fit(build, keras, num_outputs, arguments, weights):
+def test_an_epoch_is_that_of_fit(build, keras, num_outputs, arguments):
     module = keras_of({"keras": keras})
 
     def make():
@@ -135,8 +134,7 @@ def test_an_epoch_is_that_of_fit(build, keras, num_outputs, arguments, weights):
         model.compile(**{"optimizer": module.optimizers.SGD(0.1), **arguments(module)})
         return model
 
-    data = (FEATURES, targets(num_outputs, arguments))
-    compared(build, make, (*data, WEIGHTS) if weights else data)
+    compared(build, make, (FEATURES, targets(num_outputs, arguments), WEIGHTS))
 
 
 class Given(TrainingOperator):
