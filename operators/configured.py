@@ -165,16 +165,9 @@ class ConfiguredOperator(TrainingOperator):
         if isinstance(data, torch.Tensor):
             data = (data,)
         if isinstance(data, tuple):
-            kind = type(self).__name__
             if not data or not all(isinstance(column, torch.Tensor) for column in data):
                 raise ValueError(
-                    f"{kind}: data given as a tuple must be tensors, not {shown(data)}."
-                )
-            if len({len(column) for column in data}) > 1:
-                raise ValueError(
-                    f"{kind}: the tensors of a data set have "
-                    f"{', '.join(str(len(column)) for column in data)} rows; all need the same "
-                    "number."
+                    f"{type(self).__name__}: a tuple of data must have tensors, not {shown(data)}."
                 )
             return TensorDataset(*data)
         return data

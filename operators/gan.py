@@ -14,7 +14,7 @@ from raysgd.metrics import NUM_SAMPLES
 from raysgd.operators.configured import ConfiguredOperator
 from raysgd.operators.frechet import moments
 from raysgd.operators.options import Option, any_of, integer, number
-from raysgd.operators.supervised import in_full_precision
+from raysgd.operators.supervised import evaluating, in_full_precision
 
 __all__ = ["GAN"]
 
@@ -184,13 +184,8 @@ class GAN(ConfiguredOperator):
         """
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         model = self.unwrapped(self.generator)
-        was_training = model.training
-        model.eval()
-        try:
-            with torch.no_grad(), self.autocast():
-                made: torch.Tensor = model(self.noise(num_samples, generator))
-        finally:
-            model.train(was_training)
+        with evaluating(model), self.autocast():
+            made: torch.Tensor = model(self.noise(num_samples, generator))
         return in_full_precision(made).cpu()
 
     def _validation_generator(self, batch_idx: int) -> torch.Generator:

@@ -12,7 +12,7 @@ from torch.nn import functional
 from raysgd.metrics import Sums, ratio
 from raysgd.operators.causal_transformer import CausalTransformer
 from raysgd.operators.options import Option, any_of, choice, integer, number
-from raysgd.operators.supervised import SupervisedOperator, in_full_precision
+from raysgd.operators.supervised import SupervisedOperator, evaluating, in_full_precision
 from raysgd.operators.token_windows import TokenWindows
 
 __all__ = ["LanguageModel"]
@@ -133,22 +133,16 @@ class LanguageModel(SupervisedOperator):
         """
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         model, text = self.unwrapped(self.model), list(tokens)
-        was_training = model.training
-        model.eval()
-        try:
-            with torch.no_grad():
-                for _ in range(num_tokens):
-                    seen = torch.tensor([text[-self.options["sequence_length"] :]]).to(self.device)
-                    with self.autocast():
-                        output = model(seen)
-                    scores = in_full_precision(getattr(output, "logits", output)[0, -1]).cpu()
-                    if temperature == 0:
-                        text.append(int(scores.argmax()))
-                        continue
-                    chances = torch.softmax(scores / temperature, dim=0)
-                    text.append(int(torch.multinomial(chances, 1, generator=generator)))
-        finally:
-            model.train(was_training)
+        with evaluating(model), self.autocast():
+            for _ in range(num_tokens):
+                seen = torch.tensor([text[-self.options["sequence_length"] :]]).to(self.device)
+                output = model(seen)
+                scores = in_full_precision(getattr(output, "logits", output)[0, -1]).cpu()
+                if temperature == 0:
+                    text.append(int(scores.argmax()))
+                    continue
+                chances = torch.softmax(scores / temperature, dim=0)
+                text.append(int(torch.multinomial(chances, 1, generator=generator)))
         return text[len(tokens) :]
 
 

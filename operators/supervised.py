@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -11,12 +12,24 @@ from raysgd.metrics import NUM_SAMPLES, Sums, ratio
 from raysgd.operators.configured import ConfiguredOperator
 from raysgd.operators.options import Option, any_of, choice
 
-__all__ = ["SupervisedOperator", "in_full_precision"]
+__all__ = ["SupervisedOperator", "evaluating", "in_full_precision"]
 
 
 def in_full_precision(tensor: torch.Tensor) -> torch.Tensor:
     """Convert 16-bit floats to float32. Return other tensors unchanged."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+@contextlib.contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluate a model without gradients, and restore its mode."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
 
 
 class SupervisedOperator(ConfiguredOperator):

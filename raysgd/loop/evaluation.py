@@ -24,9 +24,7 @@ class Evaluation:
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self.batches: _Counted | None = None
-        """Iterator of the evaluation in progress."""
         self.total: int | None = None
-        """Number of its batches, or None if unknown."""
         self.start: tuple[int, int] | None = None
         """The newest call of ``validate``, and the offset at which it began."""
 

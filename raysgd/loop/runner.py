@@ -60,7 +60,6 @@ class OperatorRunner(ABC):
         self._options = options
         self._loop: Loop | None = None
         self.signal = Signal()
-        """Requests to stop or pause the current call."""
         self.generators = Generators()
         self._loss = LossReader()
 

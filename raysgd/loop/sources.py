@@ -23,7 +23,6 @@ class DataSources(ABC):
         self._state = state
         self._sources: dict[str, BatchSource] = {}
         self.trains_on = "train"
-        """Name of the source whose epoch is in progress."""
 
     @abstractmethod
     def wrap(self, loader: Any, training: bool) -> BatchSource:

@@ -33,11 +33,9 @@ class Step:
         self.state = StepState.COMMITTED
         self.optimizers: Sequence[Any] = ()
         self.batches: list[Any] = []
-        """Its batches so far: several with gradient accumulation."""
         self.place = MicroBatch()
         """Role of the current batch, or part of one, in the step."""
         self.updating: Any = None
-        """The optimizer whose update has begun and not ended."""
         self.is_warm_up = False
         """Whether it ends before an optimizer steps."""
         self.is_partial = False

@@ -57,13 +57,11 @@ class StepIterator:
         self._go_on = go_on
         self._on_commit = on_commit
         self.start_step = train_state.global_step
-        """Committed steps at the start."""
         self._started = time.perf_counter()
         self._signal = signal
         self._step = train_state.step
         self._parts: deque[tuple[Any, MicroBatch]] = deque()
         self.batch: Any = None
-        """The current batch, as a whole."""
         self._places: Sequence[MicroBatch] | None = None
         train_state.parts.in_use = False
         self._next_batch = _NOTHING
@@ -71,13 +69,9 @@ class StepIterator:
         self._ended = False
         self._timers = train_state.timers if train_state.timers.enabled else None
         self.start = train_state.offset
-        """Offset at the start."""
         self.paused = False
-        """Whether it ended for a pause."""
         self.num_batches = 0
-        """Number of committed batches."""
         self.drawn_from = False
-        """Whether a loop has asked for a batch."""
         self.loader_failed = False
         """Whether the loader raised. It cannot continue then."""
 

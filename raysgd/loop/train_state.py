@@ -66,7 +66,6 @@ class TrainState(ABC):
     data: DataSources
     sharding: str | None = None
     accumulation_steps = 1
-    """Batches that make one update."""
 
     def __init__(self, settings: Settings, seed: int) -> None:
         self.settings = settings
@@ -85,7 +84,6 @@ class TrainState(ABC):
         """The global step that user code set, by the committed step at that time."""
         self.seed = seed
         self.step = Step()
-        """The step in progress."""
         self.parts = MicroBatches(self)
         self.features: list[StepFeature] = [self.parts]
         self._said: set[str] = set()
@@ -93,9 +91,7 @@ class TrainState(ABC):
         self.logged: dict[str, Any] | None = None
         """Metrics that user code logged for the current batch, or None outside of a batch."""
         self.preemption: Preemption | None = None
-        """The workers of the group that will be preempted."""
         self.segment: StepIterator | None = None
-        """The segment of training in progress."""
 
     @property
     def context(self) -> WorkerContext:

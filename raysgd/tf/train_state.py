@@ -47,7 +47,6 @@ class KerasTrainState(TrainState):
     settings: TFSettings
     data: KerasSources
     keras: Any
-    """The Keras module of the models."""
 
     def __init__(self, settings: TFSettings, communication: Communication, seed: int) -> None:
         super().__init__(settings, seed)

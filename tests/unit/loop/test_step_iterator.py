@@ -49,15 +49,6 @@ def test_steps_are_counted_as_the_loop_draws(size, limit, length_known, stop_aft
         assert steps.epoch_is_over == (expected == size)
 
 
-def test_the_end_of_an_epoch_of_unknown_length_is_known_when_it_was_met():
-    steps = make_steps(make_registration(), range(2), limit=2, steps_left=None)
-    assert list(steps) == [0, 1]
-    assert not steps.epoch_is_over
-    steps = make_steps(make_registration(), range(2), limit=3, steps_left=None)
-    assert list(steps) == [0, 1]
-    assert steps.epoch_is_over
-
-
 def test_no_batch_is_fetched_beyond_the_limit():
     fetched = []
 

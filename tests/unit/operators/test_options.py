@@ -110,10 +110,8 @@ def test_a_missing_model_is_asked_for():
 def test_unsuitable_data_is_named():
     with pytest.raises(ValueError, match=r"data must be a torch Dataset.*not 3"):
         run_operator(Regressor, {**CONFIG, "train_data": lambda config: 3})
-    with pytest.raises(ValueError, match="must be tensors, not"):
+    with pytest.raises(ValueError, match="must have tensors, not"):
         run_operator(Regressor, {**CONFIG, "train_data": (np.zeros(3), np.zeros(3))})
-    with pytest.raises(ValueError, match="have 3, 2 rows"):
-        run_operator(Regressor, {**CONFIG, "train_data": (torch.zeros(3), torch.zeros(2))})
 
 
 @pytest.mark.parametrize("operator_cls", OPERATORS, ids=lambda cls: cls.__name__)
