@@ -44,7 +44,7 @@ def test_a_limit_may_be_a_share(make_trainer):
         make_trainer(Streaming).fit(1, limit_train_batches=0.5)
 
 
-def test_what_is_limited_is_new_in_each_epoch_unless_it_is_to_be_learnt_by_heart(make_trainer):
+def test_limited_epochs_differ_unless_overfit_batches_is_set(make_trainer):
     trainer = make_trainer(Recorder, {"shuffle": True})
     trained = trainer.get_local_operator().trained
     trainer.fit(3, limit_train_batches=1)
@@ -56,7 +56,7 @@ def test_what_is_limited_is_new_in_each_epoch_unless_it_is_to_be_learnt_by_heart
     assert history[-1]["num_samples"] == 16
 
 
-def test_a_run_that_ends_in_an_epoch_goes_on_there(make_trainer, caplog):
+def test_fit_continues_within_an_epoch_after_max_steps(make_trainer, caplog):
     spy = Spy()
     trainer = make_trainer(Recorder, callbacks=[spy])
     history = trainer.fit(9, max_steps=7)
@@ -73,7 +73,7 @@ def test_a_run_that_ends_in_an_epoch_goes_on_there(make_trainer, caplog):
     assert trainer.epoch == 4
 
 
-def test_it_ends_when_the_time_is_over(make_trainer, tmp_path):
+def test_fit_ends_after_max_time_s(make_trainer, tmp_path):
     trainer = make_trainer(Recorder, callbacks=[CheckpointCallback(tmp_path, every=2)])
     history = trainer.fit(max_time_s=1e-9)
     assert history == []
@@ -89,7 +89,7 @@ class Endless(Unsized):
         return itertools.cycle(self._batches)
 
 
-def test_it_ends_also_in_an_epoch_without_an_end(make_trainer):
+def test_max_time_s_ends_an_endless_epoch(make_trainer):
     trainer = make_trainer(Streaming, {"wrap": Endless})
     history = trainer.fit(max_time_s=0.3)
     assert history.stop_reason == "max_time_s=0.3 is over"
@@ -98,7 +98,7 @@ def test_it_ends_also_in_an_epoch_without_an_end(make_trainer):
     assert trainer.train(num_steps=2)["num_samples"] == 16
 
 
-def test_a_fast_run_goes_through_everything_and_leaves_no_trace(make_trainer, tmp_path):
+def test_fast_dev_run_runs_everything_and_restores_the_trainer(make_trainer, tmp_path):
     spy = Spy()
     trainer = make_trainer(Recorder, {"dropout": 0.5}, callbacks=[spy], logdir=tmp_path)
     trainer.train(num_steps=2)
@@ -131,7 +131,7 @@ def test_a_fast_run_goes_through_everything_and_leaves_no_trace(make_trainer, tm
         ({"overfit_batches": 2, "limit_val_batches": 1}, ValueError, "not both"),
     ],
 )
-def test_limits_that_make_no_sense_are_refused(make_trainer, given, error, text):
+def test_wrong_limits_are_errors(make_trainer, given, error, text):
     with pytest.raises(error, match=text):
         make_trainer(Recorder).fit(1 if given else None, **given)
 

@@ -46,9 +46,7 @@ token_batches = st.lists(st.tuples(st.floats(0, 10), st.integers(1, 64)), min_si
     st.lists(st.integers(0, 30), max_size=3),
     st.booleans(),
 )
-def test_what_is_no_mean_equals_one_pass_over_batches_segments_and_workers(
-    batches, workers, segments, copied
-):
+def test_mergeable_metrics_equal_one_pass(batches, workers, segments, copied):
     """Also where user code copies a result into another dict."""
     parts = [
         merge_segments([summary_of_perplexities(part) for part in cut(share, segments)])
@@ -99,13 +97,13 @@ def test_last_of_a_mergeable_metric_is_the_value_of_the_newest_batch():
     assert meters.last("perplexity") == meters.summary()["last_perplexity"] == close(math.e)
 
 
-def test_where_one_worker_gives_a_plain_number_the_means_are_merged():
+def test_a_plain_number_of_one_worker_makes_it_a_mean():
     parts = [summary_of_perplexities([(0.0, 1)]), {"num_samples": 1, "perplexity": 3.0}]
     assert merge_workers(parts)["perplexity"] == 2.0
     assert merge_segments(parts)["perplexity"] == 2.0
 
 
-def test_a_metric_of_ones_own_is_merged_by_its_own_rule():
+def test_a_custom_metric_is_merged_by_its_rule():
     class Largest(MergeableMetric):
         def __init__(self, value):
             self.value = value

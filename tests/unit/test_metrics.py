@@ -86,7 +86,7 @@ def test_a_key_that_only_some_batches_have_is_weighted_by_those(keys, num_worker
 
 
 @given(batches, st.integers(0, 29))
-def test_nan_in_one_batch_makes_the_mean_nan_and_last_what_came_last(batches, index):
+def test_nan_in_one_batch_makes_the_mean_nan(batches, index):
     index %= len(batches)
     batches[index] = (float("nan"), batches[index][1])
     result = summary_of(batches)
@@ -95,12 +95,12 @@ def test_nan_in_one_batch_makes_the_mean_nan_and_last_what_came_last(batches, in
     assert result["num_samples"] == sum(n for _, n in batches)
 
 
-def test_values_that_are_no_numbers_come_from_the_lowest_rank_that_has_them():
+def test_texts_come_from_the_lowest_rank():
     merged = merge_workers([{"loss": 1.0}, {"note": "one"}, {"note": "two"}])
     assert merged == {"loss": 1.0, "note": "one"}
 
 
-def test_of_values_that_are_no_numbers_the_newest_of_a_worker_counts():
+def test_the_newest_text_of_a_worker_counts():
     meters = AverageMeterCollection()
     meters.update({"note": "first"})
     meters.update({"note": "second"})
@@ -203,7 +203,7 @@ def test_numbers_in_dicts_are_averaged_as_others_are():
 
 
 @pytest.mark.parametrize("value", [[1.0], (1, 2), {3}], ids=str)
-def test_what_cannot_be_averaged_is_refused_by_its_name(value):
+def test_lists_are_refused_by_name(value):
     with pytest.raises(TypeError, match=r"The metric 'parts' is .*cannot be averaged"):
         AverageMeterCollection().update({"parts": value})
 
@@ -250,7 +250,7 @@ def test_nothing_merges_to_nothing():
     assert merge_segments([]) == merge_workers([]) == {}
 
 
-def test_what_workers_skip_together_is_counted_once():
+def test_skipped_steps_are_the_maximum_over_workers():
     """Also over segments of a call; a replacement worker may know of fewer."""
     parts = [{"num_samples": n, "num_skipped_steps": s} for n, s in ((3, 2), (1, 0), (5, 2))]
     assert merge_workers(parts) == {"num_samples": 9, "num_skipped_steps": 2}

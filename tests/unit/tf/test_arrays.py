@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 tf = pytest.importorskip("tensorflow")
 
-from raysgd.data import Dataset  # noqa: E402
-from raysgd.tf.loading import ArraySource, ItemSource  # noqa: E402
+from raysgd.tf.loading import ArraySource  # noqa: E402
 
 
 def source(arrays, **arguments):
@@ -43,18 +42,6 @@ def test_arrays_are_shared_out_sample_by_sample(workers, samples, size, training
     assert training or len(everything) == samples
 
 
-def test_items_are_fetched_by_the_worker_that_trains_on_them():
-    data = Dataset(
-        range(6), batch_size=2, download_func=float, transform=lambda x: (np.float32(x), int(x))
-    )
-    found = [
-        batch[1].numpy().tolist()
-        for rank in range(2)
-        for batch in ItemSource(data, world_size=2, rank=rank).batches(0, 0)
-    ]
-    assert found == [[0, 1], [4], [2, 3], [5]]
-
-
 def test_arrays_of_different_lengths_are_refused():
     with pytest.raises(ValueError, match=r"must have one length, not \[3, 4\]"):
         source((np.ones(3), {"x": np.ones(4)}))
@@ -83,7 +70,7 @@ def test_each_epoch_and_each_seed_has_an_order_of_its_own():
     assert drawn(kept, 3) == [[n, n + 1] for n in range(0, 40, 2)], "validation is not shuffled"
 
 
-def test_a_share_of_a_global_batch_follows_the_number_of_workers():
+def test_a_worker_s_share_follows_the_number_of_workers():
     for follows, sizes in ((True, [4, 4]), (False, [2, 2, 2, 2])):
         resized = source(np.arange(16), batch_size=2, follows_share=follows)
         assert len(resized) == 8
@@ -92,7 +79,7 @@ def test_a_share_of_a_global_batch_follows_the_number_of_workers():
         assert f"batch size {sizes[0]} on each of 2 workers" in resized.describe()
 
 
-def test_workers_with_other_data_are_told_apart():
+def test_different_data_have_different_fingerprints():
     mine = source((np.arange(8.0), np.arange(8)))
     assert mine.fingerprint() == source((np.arange(8.0), np.arange(8)), rank=0).fingerprint()
     others = [

@@ -13,7 +13,7 @@ from tests.tf_operators import Digits, weights  # noqa: E402
 PLACE = WorkerContext(world_rank=1, world_size=2, distributed=True)
 
 
-def test_a_setup_that_registers_nothing_is_told_so(build):
+def test_a_setup_without_register_is_an_error(build):
     class Empty(TrainingOperator):
         def setup(self, config):
             pass

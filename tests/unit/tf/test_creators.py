@@ -20,7 +20,7 @@ def test_a_config_says_how_much_a_call_trains():
         ({"fit_config": {"batch_size": 3}}, ValueError, r"'batch_size'; it may have 'epochs'"),
     ],
 )
-def test_what_cannot_be_is_refused(config, error, text):
+def test_wrong_fit_configs_are_errors(config, error, text):
     with pytest.raises(error, match=text):
         fit_plan(config)
 

@@ -85,7 +85,7 @@ def test_fewer_workers_make_the_updates_of_one_process_in_parts(data, size):
     assert max(max(each) for each in sizes) <= 11
 
 
-def test_a_step_of_two_updates_gets_whole_batches(caplog):
+def test_two_updates_per_step_need_whole_batches(caplog):
     expected, _, _ = trained(1, 1, 33, data="arrays", updates=2)
     found, _, sizes = trained(3, 1, 11, data="arrays", updates=2)
     for array, other in zip(found, expected, strict=True):

@@ -6,7 +6,6 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 
 from raysgd.errors import CheckpointError  # noqa: E402
-from raysgd.metrics import merge_workers  # noqa: E402
 from raysgd.tf import TrainingOperator  # noqa: E402
 from raysgd.tf.keras import named_arrays  # noqa: E402
 from tests.conftest import import_horovod  # noqa: E402
@@ -32,47 +31,7 @@ def test_it_learns(build, keras, data):
 
 
 @both
-def test_metrics_are_those_of_the_whole_data_whatever_its_shares(build, keras):
-    operator = build(Digits, {"keras": keras})
-    (_, _), (images, labels) = digits()
-    parts = [(images[:100], labels[:100]), (images[100:], labels[100:])]
-    found = merge_workers([operator.validate(iter([part])) for part in parts])
-    output = operator.model(images).numpy()
-    loss = tf.keras.losses.sparse_categorical_crossentropy(labels, output, from_logits=True)
-    assert found["val_loss"] == pytest.approx(float(tf.reduce_mean(loss)), rel=1e-5)
-    assert found["val_accuracy"] == pytest.approx((output.argmax(1) == labels).mean())
-
-
-class Binary(TrainingOperator):
-    def setup(self, config):
-        keras = keras_of(config)
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, activation="sigmoid")])
-        self.model, self.optimizer, self.criterion, _ = self.register(
-            model, "sgd", "binary_crossentropy", [keras.metrics.AUC(), "accuracy"]
-        )
-
-    def validate_batch(self, batch, batch_info):
-        metrics = super().validate_batch(batch, batch_info)
-        assert batch_info["output"].shape == batch[1].shape
-        return metrics
-
-
-@both
-def test_a_metric_that_is_no_mean_is_merged_exactly(build, keras):
-    operator = build(Binary, {"keras": keras})
-    rng = np.random.default_rng(0)
-    features = rng.normal(size=(60, 4)).astype("float32")
-    target = (features.sum(1, keepdims=True) > 0).astype("float32")
-    parts = [(features[:20], target[:20]), (features[20:], target[20:])]
-    merged = merge_workers([operator.validate(iter([part])) for part in parts])
-    whole = operator.validate(iter([(features, target)]))
-    auc = next(name for name in whole if name.startswith("val_auc"))
-    assert merged[auc] == pytest.approx(float(whole[auc]))
-    assert merged["val_accuracy"] == pytest.approx(whole["val_accuracy"])
-
-
-@both
-def test_the_state_has_all_that_the_next_step_depends_on(build, keras):
+def test_the_state_determines_the_next_step(build, keras):
     first, second = (build(Digits, {"keras": keras, "batch_norm": True}) for _ in range(2))
     stream = list(batches(first))
     for batch in stream[:5]:
@@ -102,7 +61,7 @@ class Scheduled(Digits):
 
 
 @both
-def test_a_schedule_counts_updates_and_goes_on_where_it_was(build, keras):
+def test_a_loaded_schedule_continues(build, keras):
     first, second = build(Scheduled, {"keras": keras}), build(Scheduled, {"keras": keras})
     stream = list(batches(first))
     for batch in stream[:3]:
@@ -234,7 +193,7 @@ def loss_scale(operator):
 
 
 @both
-def test_after_an_overflow_updates_have_the_size_that_they_had(build, keras):
+def test_an_overflow_does_not_change_the_size_of_updates(build, keras):
     config = {"keras": keras, "optimizer": "SGD"}
     (images, labels), _ = digits()
     try:
@@ -252,24 +211,6 @@ def test_after_an_overflow_updates_have_the_size_that_they_had(build, keras):
     assert loss_scale(joined) == loss_scale(second) == loss_scale(first) / 2
 
 
-class Compiled(Digits):
-    def setup(self, config):
-        keras = keras_of(config)
-        model = make_model(keras)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer="adam", loss=loss, metrics=["accuracy"])
-        self.model, *_ = self.register(model)
-        self.register_data(train_loader=digits()[0], validation_loader=digits()[1])
-
-
-@both
-def test_a_compiled_model_brings_all_with_it(build, keras):
-    operator = build(Compiled, {"keras": keras})
-    found = operator.train_epoch(batches(operator))
-    assert found["train_accuracy"] > 0.15
-    assert "val_accuracy" in operator.validate(batches(operator, "validation"))
-
-
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
@@ -279,7 +220,7 @@ def test_a_compiled_model_brings_all_with_it(build, keras):
         ({"criterion": 3}, TypeError, "must be callable"),
     ],
 )
-def test_what_is_no_part_of_keras_is_refused(build, given, error, text):
+def test_register_refuses_objects_of_other_libraries(build, given, error, text):
     class Wrong(TrainingOperator):
         def setup(self, config):
             parts = {
@@ -294,7 +235,7 @@ def test_what_is_no_part_of_keras_is_refused(build, given, error, text):
 
 
 @pytest.mark.parametrize("keras", ["keras", "tf_keras"])
-def test_horovods_optimizer_is_refused_with_the_reason(build, keras):
+def test_register_refuses_optimizers_of_horovod(build, keras):
     horovod = import_horovod("horovod.tensorflow.keras")
     chosen = {"keras": keras}
     horovod.init()

@@ -42,7 +42,7 @@ def assert_same(state, other):
 
 
 @pytest.mark.parametrize("keras", ["keras", "tf_keras"])
-def test_from_a_snapshot_training_goes_as_it_went_from_there(keras):
+def test_training_continues_equally_from_a_snapshot(keras):
     runner = make_runner(keras)
     runner.handle(TrainRequest(call=0, until_step=45))
     then = runner.state_dict()
@@ -62,7 +62,7 @@ def draws():
     return random.random(), random.gauss(0, 1), np.random.rand(3).tolist(), np.random.randn(1)[0]
 
 
-def test_random_states_may_have_become_lists_and_arrays_on_their_way():
+def test_generators_load_states_of_lists():
     state = RUNNER.generators.state()
     expected = draws()
     kind, keys, *rest = state["numpy"]
@@ -98,7 +98,7 @@ class TwoOptimizers(TrainingOperator):
 
 
 @pytest.mark.parametrize("keras", ["keras", "tf_keras"])
-def test_what_one_of_two_optimizers_did_in_a_step_that_failed_is_taken_back(keras):
+def test_a_failed_step_restores_the_first_of_two_optimizers(keras):
     runners = []
     for config in ({"keras": keras}, {"keras": keras, "fail_at": 2}):
         options = TFOptions(training_operator_cls=TwoOptimizers, config=config, seed=3)

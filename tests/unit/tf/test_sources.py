@@ -137,7 +137,7 @@ EVENTS = ["raised", "ahead", "replaced", "smaller", "larger"]
 
 
 @given(st.dictionaries(st.integers(0, 15), st.sampled_from(EVENTS)))
-def test_a_shuffled_epoch_goes_on_in_its_order_whoever_is_lost_or_joins(events):
+def test_a_shuffled_epoch_keeps_its_order_after_losses_and_joins(events):
     expected = undisturbed()
     assert [sorted(samples) for samples in expected] == [list(range(24))] * 3
     assert expected[0] != expected[1]
@@ -145,7 +145,7 @@ def test_a_shuffled_epoch_goes_on_in_its_order_whoever_is_lost_or_joins(events):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_workers_share_one_order_where_one_has_begun_more_iterations(training):
+def test_workers_share_one_order_despite_additional_iterations(training):
     group = sources(2, shuffle=True, training=training)
     for _ in range(3):
         next(iter(group[0]))

@@ -30,7 +30,7 @@ def test_it_trains_in_steps_and_epochs(trainer):
     assert trainer.validate()["num_samples"] == 357 - 96
 
 
-def test_saved_and_loaded_it_is_where_it_was(trainer, tmp_path):
+def test_a_loaded_file_restores_the_state(trainer, tmp_path):
     path = trainer.save(tmp_path / "state")
     step, held = trainer.global_step, trainer.state_dict()["models"]
     trainer.train(num_steps=2)
@@ -49,7 +49,7 @@ def test_a_state_of_the_old_library_is_refused_with_the_way_to_its_weights(train
     trainer.restore(trainer.save(tmp_path / "new"))
 
 
-def test_the_model_can_be_had(trainer):
+def test_get_model_predict_and_test_agree(trainer):
     trainer.train(num_steps=40)
     model = trainer.get_model()
     (_, _), (images, labels) = digits()
@@ -86,7 +86,7 @@ def data_creator(config):
     return train.repeat().shuffle(100).batch(32), validation.batch(32)
 
 
-def test_functions_work_too(tmp_path):
+def test_creator_functions_train_and_validate(tmp_path):
     config = {"fit_config": {"epochs": 2, "steps_per_epoch": 10}, "evaluate_config": {"steps": 4}}
     with TFTrainer(model_creator, data_creator, config, num_replicas=1, use_local=True) as trainer:
         assert (trainer.model_creator, trainer.data_creator) == (model_creator, data_creator)
@@ -116,7 +116,7 @@ def test_functions_work_too(tmp_path):
         ({"config": 3}, TypeError, "config"),
     ],
 )
-def test_arguments_that_cannot_be_are_refused(arguments, error, text):
+def test_wrong_arguments_are_errors(arguments, error, text):
     with pytest.raises(error, match=text):
         TFTrainer(**{"training_operator_cls": Digits, **arguments})
 
@@ -128,7 +128,7 @@ class Endless(Digits):
         self.register_data(train_loader=streams[0].repeat(), validation_loader=streams[1].repeat())
 
 
-def test_data_without_an_end_ask_for_the_number_of_steps():
+def test_endless_data_need_a_number_of_steps():
     with TFTrainer(training_operator_cls=Endless, use_local=True) as trainer:
         with pytest.raises(ValueError, match=r"training data set repeats.* train\(num_steps="):
             trainer.train()
