@@ -206,9 +206,9 @@ class Loop:
 
     def _choose_source(self, request: TrainRequest) -> BatchSource:
         source, changed = self.train_state.data.training_source(request.dataset)
-        is_limited_anew = source.limit(request.limit) or request.repeats != self._repeats
+        limit_changed = source.limit(request.limit) or request.repeats != self._repeats
         self._repeats = request.repeats
-        if changed or is_limited_anew or source is not self._source:
+        if changed or limit_changed or source is not self._source:
             self.forget_iteration()
         self._source = source
         return source

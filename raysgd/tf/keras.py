@@ -42,7 +42,7 @@ def flavor_of(model: Any) -> Any:
     for keras in kerases():
         if isinstance(model, keras.Model):
             return keras
-    raise TypeError(f"{model!r} is no Keras model.")
+    raise TypeError(f"{model!r} is not a Keras model.")
 
 
 def overrides(model: Any, name: str) -> bool:
