@@ -87,7 +87,7 @@ def test_places_put_what_workers_read_in_the_loaders_order(world_size, total, si
         (numbers(0, 40, shuffle=True), ValueError, "the loader shuffles.*shuffle=False"),
         (numbers(0, 0), RuntimeError, "The given loader gives no batch: 0 samples"),
         ({"a": numbers(0, 9), "b": numbers(0, 9)}, TypeError, "one loader, not 2"),
-        ({1: numbers(0, 9)}, TypeError, "a dict of them by name"),
+        ({1: numbers(0, 9)}, TypeError, "a dict by name"),
         (3, TypeError, "The loader must be iterable, but it is 3"),
     ],
     ids=["shuffled", "empty", "several", "nameless", "none"],
@@ -104,7 +104,7 @@ def test_a_prediction_without_a_row_for_each_sample_is_refused(make_trainer):
         def predict_batch(self, batch, batch_info):
             return batch[0].mean()
 
-    with pytest.raises(TypeError, match=r"predict_batch returned tensor.* a row for each sample"):
+    with pytest.raises(TypeError, match=r"predict_batch returned tensor.* one row per sample"):
         make_trainer(Mean).predict(numbers(0, 9))
 
 
