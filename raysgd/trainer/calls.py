@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -24,7 +24,6 @@ from raysgd.trainer.fit_options import FitOptions, Limits
 
 __all__ = ["CallResult", "Calls", "TrainCall"]
 
-_LOSES_METRICS = ("lost", "split", "resumed", "restarted", "moved")
 """Events after which metrics of committed steps may be missing."""
 
 
