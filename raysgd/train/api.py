@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any
 from raysgd._internal.context import WorkerContext
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.preemption import PreemptionInfo, agreed
-from raysgd.train.session import Session, announced_preemption, current, worker_context
+from raysgd.train.session import Session, current, here, worker_context
 from raysgd.train.uploads import ReportOptions
 from raysgd.train.validation import CheckpointConsistencyMode, ReportedCheckpoint
 
@@ -34,24 +33,12 @@ _WARNED: set[str] = set()
 
 
 def _within_run(name: str) -> Session | None:
-    """Return the session. Outside of a run, warn once per function and return None.
-
-    Raises:
-        RuntimeError: if the calling thread is older than the run.
-    """
+    """Return the session. Outside of a run, warn once per function and return None."""
     session = current()
     if session is None and name not in _WARNED:
         _WARNED.add(name)
         warnings.warn(
-            f"raysgd.train.{name}() does nothing here: it is meant for a training function, which "
-            "a Trainer runs on its workers.",
-            stacklevel=3,
-        )
-    if session is not None and session.is_foreign_thread:
-        raise RuntimeError(
-            f"raysgd.train.{name}() was called in a thread, {threading.current_thread().name!r}, "
-            "that was started before this training function, as by a run before it. Start the "
-            "threads that report in the function, and join them before it returns."
+            f"raysgd.train.{name}() does nothing outside of a training function.", stacklevel=3
         )
     return session
 
@@ -94,31 +81,23 @@ def report(
         and named.keys() <= {"metrics", *known}
     ):
         metrics = named.pop("metrics")
-        if checkpoint is None and not named and "metrics" not in _WARNED and world_rank() == 0:
-            _WARNED.add("metrics")
-            warnings.warn(
-                "report(metrics={...}) reports each entry of the dict as a metric. Ray 1.13 "
-                "reported one metric called 'metrics'. For that, write report({'metrics': {...}}); "
-                "to get no warning, write report({...}).",
-                stacklevel=2,
-            )
-    if metrics is not None and not isinstance(metrics, Mapping):
-        raise TypeError(f"report({metrics!r}): takes a dict, or metrics by name: report(loss=0.1).")
-    if checkpoint is not None and not hasattr(checkpoint, "to_directory"):
-        if metrics is not None:
-            raise TypeError(
-                f"report(..., checkpoint={checkpoint!r}): must be a Checkpoint, such as "
-                "Checkpoint.from_dict({...}). To save values, call save_checkpoint(name=value)."
-            )
-        # without a dict of metrics, `checkpoint` is a metric like any other
-        checkpoint, named = None, {"checkpoint": checkpoint, **named}
-    options: dict[str, Any] = {}
-    if metrics is not None:  # otherwise every keyword is a metric
-        options = {name: named.pop(name) for name in known & named.keys()}
-    given = ReportOptions(**options)
+    is_checkpoint = checkpoint is None or hasattr(checkpoint, "to_directory")
+    options = ReportOptions()
+    if metrics is None:  # every keyword is a metric, also `checkpoint`
+        if not is_checkpoint:
+            checkpoint, named = None, {"checkpoint": checkpoint, **named}
+    elif not isinstance(metrics, Mapping):
+        raise TypeError(f"report({metrics!r}): must be a dict. Or pass metrics by name.")
+    elif not is_checkpoint:
+        raise TypeError(
+            f"report(checkpoint={checkpoint!r}): must be a Checkpoint, such as "
+            "Checkpoint.from_dict({...}). To save values, call save_checkpoint(name=value)."
+        )
+    else:
+        options = ReportOptions(**{name: named.pop(name) for name in known & named.keys()})
     session = _within_run("report")
     if session is not None:
-        session.report({**(metrics or {}), **named}, checkpoint, given)
+        session.report({**(metrics or {}), **named}, checkpoint, options)
 
 
 def save_checkpoint(**state: Any) -> None:
@@ -216,7 +195,7 @@ def get_dataset_shard(dataset_name: str | None = None) -> Any:
     shards = session.shards
     if shards is None:
         warnings.warn(
-            "get_dataset_shard() returns None, because the trainer was given no data set.",
+            "get_dataset_shard() returns None, because the trainer has no data set.",
             stacklevel=2,
         )
     if not isinstance(shards, dict):
@@ -224,11 +203,10 @@ def get_dataset_shard(dataset_name: str | None = None) -> Any:
     names = ", ".join(map(repr, shards))
     if dataset_name is None:
         raise RuntimeError(
-            "get_dataset_shard() needs the name of one of the data sets that the trainer was "
-            f"given: {names}."
+            f"get_dataset_shard() needs a name, because the trainer has several data sets: {names}."
         )
     if dataset_name not in shards:
-        raise KeyError(f"get_dataset_shard({dataset_name!r}): the trainer was given {names}.")
+        raise KeyError(f"get_dataset_shard({dataset_name!r}): the trainer has {names}.")
     return shards[dataset_name]
 
 
@@ -240,7 +218,7 @@ def get_preemption_info() -> PreemptionInfo | None:
     `report` with a checkpoint then: the function restarts elsewhere from its newest checkpoint.
     Outside of a run, it warns once and returns None.
     """
-    return None if _within_run("get_preemption_info") is None else agreed(announced_preemption())
+    return None if _within_run("get_preemption_info") is None else agreed(here.preemption)
 
 
 @dataclass(frozen=True)

@@ -43,21 +43,21 @@ class BackendExecutor:
     """Starts workers and a backend, and runs training functions on them.
 
     Methods that need the workers raise InactiveWorkerGroupError before `start` and after
-    `shutdown`, and TrainBackendError if no function is being trained, or another one is.
+    `shutdown`. Methods of training raise TrainBackendError if they are called out of order.
 
     Args:
         backend_config: the backend.
-        num_workers: how many workers; ``(min, max)`` for as many as there is room for.
-        num_cpus_per_worker: CPUs that each worker reserves.
-        num_gpus_per_worker: GPUs that each worker reserves.
-        additional_resources_per_worker: other Ray resources that each worker reserves.
-        max_retries: how often workers may be lost in one run; -1 for no limit.
-        elastic: how to wait for room. Its ``in_place`` and ``snapshot_every`` are ignored.
-        placement_strategy: how Ray places the workers; None for the choice of the environment.
-        label_selector: the labels that their nodes must have.
+        num_workers: number of workers; ``(min, max)`` uses as many of them as fit.
+        num_cpus_per_worker: CPUs of each worker.
+        num_gpus_per_worker: GPUs of each worker.
+        additional_resources_per_worker: further Ray resources of each worker.
+        max_retries: how often a run may lose workers; -1: no limit.
+        elastic: how to wait for resources. Its ``in_place`` and ``snapshot_every`` are ignored.
+        placement_strategy: how Ray places the workers.
+        label_selector: Ray labels that the nodes of the workers must have.
 
     Raises:
-        TypeError: if `elastic` is no ElasticConfig.
+        TypeError: if `elastic` is not an ElasticConfig.
         ValueError: if a number is out of its range, or `elastic` has ``min_workers``.
     """
 
@@ -93,8 +93,7 @@ class BackendExecutor:
         if elastic.min_workers is not None:
             raise ValueError(
                 f"ElasticConfig(min_workers={elastic.min_workers}) is for operators. Pass "
-                f"num_workers=({elastic.min_workers}, {self.options.num_workers}), the fewest and "
-                "the most."
+                f"num_workers=({elastic.min_workers}, {self.options.num_workers})."
             )
         # the run's newest checkpoint is its snapshot
         self._elastic = dataclasses.replace(elastic, in_place=False, snapshot_every="epoch")
@@ -117,7 +116,7 @@ class BackendExecutor:
             InsufficientResourcesError: if there is no room for them within the start timeout.
         """
         if self.is_started:
-            raise RuntimeError("The workers are started already; call shutdown() first.")
+            raise RuntimeError("The workers are already started. Call shutdown() first.")
         check_hook("start", initialization_hook)
         self._group = core.WorkerGroup(self.options)
         controller = Controller(
@@ -137,7 +136,7 @@ class BackendExecutor:
         prepare = BackendExecutor._prepare_workers
         controller.forming.on_start = functools.partial(prepare, weakref.proxy(self))
         self._controller = controller
-        # also when the executor is dropped without shutdown(), or the script of the driver ends
+        # also if the executor is dropped without shutdown(), or the script ends
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
         try:
             controller.start()
@@ -147,30 +146,29 @@ class BackendExecutor:
             raise
 
     def _prepare_workers(self) -> None:
-        """Set up the backend, and share the data, on workers that have just started."""
+        """Set up the backend, and distribute the data, on workers that have just started."""
         self._backend.on_start(self.worker_group, self._backend_config)
         if self._run is not None:
             self._run.share_data()
 
     def shutdown(self, graceful_termination: bool = True, patience_s: float = 5) -> None:
-        """End the workers; `start` starts others.
+        """Stop the workers. `start` works again afterwards.
 
         Args:
             graceful_termination: whether to let backend and workers clean up.
-            patience_s: seconds to wait for workers that are busy, for example with a method of a
-                `to_worker_group` class, before they are killed.
+            patience_s: seconds to wait for busy workers before they are killed.
         """
         controller, gently = self._controller, False
         if controller is None:
             return
         controller.check_process()
         try:
-            # what a backend calls on the workers has no bound, and would wait for their work
+            # calls of the backend would wait for busy workers without a limit
             gently = graceful_termination and self._is_idle(controller, patience_s)
             if gently:
                 self._backend.on_shutdown(self.worker_group, self._backend_config)
         except Exception:
-            logger.warning("The backend could not be shut down.", exc_info=True)
+            logger.warning("The shutdown of the backend failed.", exc_info=True)
         finally:
             controller.shutdown(force=not gently)
             self._forget()
@@ -180,7 +178,7 @@ class BackendExecutor:
             return False
         if function_calls.are_idle(controller.members, patience_s):
             return True
-        logger.warning("Workers are still busy after %g s, and are killed.", patience_s)
+        logger.warning("Killed workers that were still busy after %g s.", patience_s)
         return False
 
     def _forget(self) -> None:
@@ -193,11 +191,6 @@ class BackendExecutor:
         return self._controller is not None
 
     @property
-    def is_training(self) -> bool:
-        """Whether a function is being trained."""
-        return self._run is not None
-
-    @property
     def worker_group(self) -> WorkerGroup:
         """The workers."""
         self._supervised("worker_group")
@@ -206,7 +199,7 @@ class BackendExecutor:
 
     @property
     def events(self) -> list[Event]:
-        """What happened to the workers since `start`: losses, restarts, growth; oldest first."""
+        """Losses, restarts, and growth of the workers since `start`, oldest first."""
         return [] if self._controller is None else list(self._controller.events)
 
     # ---- training
@@ -231,10 +224,10 @@ class BackendExecutor:
         Args:
             train_func: a function of no arguments.
             run_dir: folder of the run, for checkpoints; None to write none.
-            dataset: a Ray Dataset, or a dict of them by name; or `Datasets`.
-            checkpoint: what to start from: a dict, a Checkpoint, or the path of one.
+            dataset: a Ray Dataset, a dict of them by name, or `Datasets`.
+            checkpoint: checkpoint to start from: a dict, a Checkpoint, or the path of one.
             checkpoint_strategy: which checkpoints stay on disk.
-            latest_checkpoint_id: number of the last checkpoint so far; 0 by default.
+            latest_checkpoint_id: number of the newest checkpoint so far; 0 by default.
             validation: a ValidationConfig; None to validate no checkpoints.
             metadata: for ``get_context().get_metadata()``.
             experiment: names for ``get_context()``.
@@ -247,7 +240,7 @@ class BackendExecutor:
         controller = self._supervised("start_training")
         if self._run is not None:
             raise TrainBackendError(
-                "start_training() was called while a function is being trained: call "
+                "start_training() was called while a training function runs. Call "
                 "finish_training() first."
             )
         checkpoints = RunCheckpoints(
@@ -337,7 +330,7 @@ class BackendExecutor:
             return self.worker_group.execute(train_func)
         except WorkerLostError as error:
             raise TrainingWorkerError(
-                f"A worker was lost in run(), which is not repeated: {error}",
+                f"run() lost a worker, and is not repeated. {error}",
                 error.rank,
                 error.node_id,
                 error.cause,
@@ -361,7 +354,7 @@ class BackendExecutor:
 
     @property
     def latest_checkpoint_dir(self) -> Path | None:
-        """Folder of the newest run's checkpoints; None where there are none on disk."""
+        """Folder of the newest run's checkpoints; None if there are none on disk."""
         folder = self._checkpoints.folder
         return folder if folder is not None and folder.is_dir() else None
 
@@ -398,9 +391,7 @@ class BackendExecutor:
 
     def _supervised(self, method: str) -> Controller:
         if self._controller is None:
-            raise InactiveWorkerGroupError(
-                f"{method}: the workers are not started, or shut down. Call start() first."
-            )
+            raise InactiveWorkerGroupError(f"{method}: there are no workers. Call start() first.")
         self._controller.check_process()
         return self._controller
 
@@ -408,8 +399,7 @@ class BackendExecutor:
         self._supervised(method)
         if self._run is None:
             raise TrainBackendError(
-                f"{method}() was called while no function is being trained: call "
-                "start_training() first."
+                f"{method}() needs a training function that runs. Call start_training() first."
             )
         return self._run
 

@@ -162,7 +162,6 @@ def repair(controller: Controller, max_attempts: int) -> None:
 def _uneven(turns: list[Turn]) -> str:
     said = "; ".join(f"worker {rank} {_ACTIONS[turn.kind]}" for rank, turn in enumerate(turns))
     return (
-        f"The workers do not go in step: {said}. Every worker must call report() and "
-        "save_checkpoint() equally often and in the same order, also where only the results of "
-        "one are used."
+        f"The workers are out of step: {said}. Every worker must call report() and "
+        "save_checkpoint() equally often and in the same order."
     )

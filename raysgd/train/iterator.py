@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+import inspect
+from collections.abc import Generator
 from typing import Any
 
 from raysgd.train.executor import BackendExecutor
@@ -17,9 +17,13 @@ class TrainingIterator:
     def __init__(self, executor: BackendExecutor) -> None:
         self._executor = executor
         self._results: list[Any] | None = None
-        self._failed = False
-        self._abandoned = False
-        self._thread = threading.current_thread()
+        self._replaced = False
+        self._reports = self._generate()
+
+    def _generate(self) -> Generator[list[dict[str, Any]]]:
+        while (reports := self._executor.fetch_next_result()) is not None:
+            yield reports
+        self._results = self._executor.finish_training()
 
     def __iter__(self) -> TrainingIterator:
         return self
@@ -32,22 +36,16 @@ class TrainingIterator:
             RuntimeError: if another run of the trainer has ended this one.
             BaseException: the exception of the function.
         """
-        if self._abandoned:
+        if self._replaced:
             raise RuntimeError(
-                "The run of this iterator is over, because another was started on its trainer. Go "
-                "through an iterator to its end, or call get_final_results(force=True), first."
+                "Another run of the trainer has ended the run of this iterator. Finish an iterator "
+                "first, or call get_final_results(force=True)."
             )
-        if self.is_finished():
-            raise StopIteration
-        results: list[dict[str, Any]] | None = self._run(self._executor.fetch_next_result)
-        if results is None:
-            self.get_final_results(force=True)
-            raise StopIteration
-        return results
+        return next(self._reports)
 
     def is_finished(self) -> bool:
         """Return whether the run has ended, with or without an error."""
-        return self._failed or self._results is not None
+        return inspect.getgeneratorstate(self._reports) == inspect.GEN_CLOSED
 
     def get_final_results(self, force: bool = False) -> list[Any] | None:
         """Return the results of the function by rank; None before the run has finished.
@@ -56,30 +54,17 @@ class TrainingIterator:
             force: whether to finish the run now and skip further reports.
         """
         if force and not self.is_finished():
-            self._results = self._run(self._executor.finish_training)
+            self._reports.close()
+            self._results = self._executor.finish_training()
         return self._results
 
-    def abandon(self) -> bool:
-        """End the run, unless another thread iterates over it.
+    def abandon(self) -> None:
+        """End the run.
 
-        Returns:
-            Whether the run has ended.
+        Raises:
+            ValueError: if another thread is waiting for the next reports.
         """
-        if self.is_finished():
-            return True
-        if self._thread is not threading.current_thread() and self._thread.is_alive():
-            return False
-        self._failed = self._abandoned = True
-        self._executor.abort()
-        return True
-
-    def _run(self, function: Callable[[], Any]) -> Any:
-        self._thread = threading.current_thread()
-        try:
-            return function()
-        except StopIteration as error:  # would silently end the loop over the reports
-            self._failed = True
-            raise RuntimeError("The training function raised StopIteration.") from error
-        except BaseException:
-            self._failed = True
-            raise
+        if not self.is_finished():
+            self._reports.close()
+            self._executor.abort()
+            self._replaced = True

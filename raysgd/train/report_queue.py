@@ -1,8 +1,8 @@
 """A queue of one turn between the thread of a training function and the driver.
 
 `put` waits until the driver has taken the previous turn, so no worker gets more than one report
-ahead of the slowest. `put_safely` waits until the driver asks for the next turn. The driver does so
-when it holds the checkpoint, which therefore cannot be lost.
+ahead of the slowest. `until_handled` waits until the driver asks for the next turn. By then the
+driver holds the checkpoint of the turn, which therefore cannot be lost.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Turn:
             return None if self.content is None else self.content.value()
         except Exception as error:
             raise TypeError(
-                f"The driver cannot read what a worker reported: {error!r}. Report plain values, "
-                "or make their classes importable on the driver."
+                f"The driver cannot unpickle a report: {error!r}. Report plain values, or make "
+                "their classes importable on the driver."
             ) from error
 
     @property
@@ -71,12 +71,12 @@ class Turn:
         try:
             return None if self.content is None else self.content.value()
         except Exception as error:
-            logger.warning("Cannot read what the training function returned: %r.", error)
+            logger.warning("The driver cannot unpickle the result of the function: %r", error)
             return None
 
 
 class ReportQueue:
-    """Passes turns to the driver. Only the function's thread calls `put` and `put_safely`."""
+    """Passes turns to the driver. Only one thread calls `put` and `until_handled`."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -100,12 +100,7 @@ class ReportQueue:
             self._turn = turn
             self._changed.notify_all()
 
-    def put_safely(self, turn: Turn) -> None:
-        """Hand over a turn, and wait until the driver holds its checkpoint."""
-        self.put(turn)
-        self.until_dealt_with(turn)
-
-    def until_dealt_with(self, turn: Turn, timeout_s: float | None = None) -> None:
+    def until_handled(self, turn: Turn, timeout_s: float | None = None) -> None:
         """Wait until the driver has handled a turn, for at most `timeout_s` seconds."""
         with self._changed:
             self._wait_until(lambda: turn is not self._turn and turn is not self._taken, timeout_s)

@@ -1,4 +1,4 @@
-"""One run of a training function in a worker: its thread, place, reports and checkpoints.
+"""One run of a training function in a worker: its thread, reports, and checkpoints.
 
 A worker process has one session at a time, shared by all of its threads.
 """
@@ -8,13 +8,10 @@ from __future__ import annotations
 import importlib
 import io
 import logging
-import math
 import os
 import pickle
-import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -44,24 +41,10 @@ from raysgd.train.report_queue import ReportQueue, Turn, TurnKind
 from raysgd.train.uploads import ReportOptions
 from raysgd.train.validation import Reported, ReportedCheckpoint
 
-__all__ = [
-    "Plan",
-    "Session",
-    "announced_preemption",
-    "current",
-    "enter",
-    "held_shards",
-    "leave",
-    "note_preemption",
-    "receive_shards",
-    "take_place",
-    "worker_context",
-]
+__all__ = ["Plan", "Session", "current", "here", "receive_shards", "worker_context"]
 
 logger = logging.getLogger(__name__)
 
-_MENTION_S = 30.0
-"""Seconds before a wait is logged."""
 _FUNCTIONS = (
     "get_dataset_shard",
     "load_checkpoint",
@@ -73,10 +56,6 @@ _FUNCTIONS = (
 )
 """Functions of `raysgd.train` that older scripts import from this module."""
 _DEFAULTS = ReportOptions()
-_ALONE = (
-    "The training function ended on %d workers, and they never communicated. If they were to train "
-    "one model, each has trained its own: wrap the model with raysgd.train.torch.prepare_model()."
-)
 
 
 @dataclass(frozen=True)
@@ -100,12 +79,7 @@ class Plan:
     validates: bool = False
     """Whether the trainer has a validation config."""
     detailed: bool = field(default_factory=lambda: env_flag(ENABLE_DETAILED_AUTOFILLED_METRICS_ENV))
-    """Whether reports include date, host and process; set by the driver's environment."""
-
-    @property
-    def name(self) -> str:
-        """A name unique to the run and restart, the same on all workers."""
-        return f"{self.run}/{self.iteration}"
+    """Whether reports include date, host, and process; set by the driver's environment."""
 
 
 class Session:
@@ -130,12 +104,11 @@ class Session:
         encode: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
         full_size: int | None = None,
     ) -> None:
-        self.full_size = full_size
-        self._pid = os.getpid()
         self.plan = plan
         self.context = context
         self.report_queue = report_queue
         self.shards = shards
+        self.full_size = full_size
         self.extras: dict[str, Any] = {}
         """State of framework-specific modules for this run."""
         self.iteration = plan.iteration
@@ -149,15 +122,9 @@ class Session:
         """Hands over the last report when its upload is done."""
         self._checkpoint = plan.checkpoint
         self._encode = encode
+        self._pid = os.getpid()
         self._began_at = self._reported_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="raysgd-train-function", daemon=True)
-        # excludes threads that Python did not start, such as autograd's: they serve any run
-        self._older_threads = weakref.WeakSet(
-            thread
-            for thread in threading.enumerate()
-            if thread is not threading.current_thread()
-            and not isinstance(thread, threading._DummyThread)
-        )
 
     # ---- the function
 
@@ -170,25 +137,17 @@ class Session:
         self._thread.join()
 
     def _run(self) -> None:
-        enter(self)
+        here.session = self
         end, failure = None, None
         try:
-            before = _num_operations()
             value = pickle.loads(self.plan.function)()
             self._settle()
-            alone = before is not None and _num_operations() == before
-            if alone and self.context.world_size > 1 and self.context.world_rank == 0:
-                logger.warning(_ALONE, self.context.world_size)
             end = Turn("end", content=_returned(value), iteration=self.iteration)
         except BaseException as error:
             failure = error
-        leave(self)  # before the driver learns of the end and begins another run
+        if here.session is self:
+            here.session = None  # before the driver learns of the end and begins another run
         self.report_queue.end(end, failure)
-
-    @property
-    def is_foreign_thread(self) -> bool:
-        """Whether the calling thread is older than the session, such as one of an earlier run."""
-        return threading.current_thread() in self._older_threads
 
     # ---- calls of the function
 
@@ -206,7 +165,7 @@ class Session:
         options.check(checkpoint, self.plan.experiment.get("dir", ""))
         if options.validation and not self.plan.validates:
             raise ValueError(
-                "report(validation=...): the trainer does not know how to validate. Pass it "
+                "report(validation=...): the trainer has no validation function. Pass it "
                 "validation_config=ValidationConfig(function)."
             )
         self._settle()
@@ -269,18 +228,13 @@ class Session:
             timeout_s: seconds to wait; None for no limit.
         """
         self._settle()
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        started = time.monotonic()
         if self._newest is not None:
-            self.report_queue.until_dealt_with(self._newest, timeout_s)
-        pending = [each.task for each in self.reported if validated and each.task is not None]
-        left = math.inf if deadline is None else deadline - time.monotonic()
-        if len(tasks.finished(pending, min(left, _MENTION_S))) < len(pending) and left > _MENTION_S:
-            logger.warning(
-                "get_all_reported_checkpoints() waits for %d validations: they need room beside "
-                "the workers.",
-                len(pending),
-            )
-            tasks.finished(pending, None if deadline is None else left - _MENTION_S)
+            self.report_queue.until_handled(self._newest, timeout_s)
+        if validated:
+            pending = [each.task for each in self.reported if each.task is not None]
+            left = None if timeout_s is None else timeout_s - (time.monotonic() - started)
+            tasks.finished(pending, left)
         return [each.ended().as_checkpoint() for each in self.reported]
 
     def _settle(self) -> None:
@@ -291,9 +245,8 @@ class Session:
         """
         if os.getpid() != self._pid:
             raise RuntimeError(
-                "A process that the training function forked cannot report or save, because it has "
-                "no connection to the driver. Send the values to the worker's own process, for "
-                "example with a multiprocessing.Queue, and report there."
+                "A forked process cannot report or save, because it has no connection to the "
+                "driver. Send the values to the process of the worker, and report there."
             )
         uploading, self._uploading = self._uploading, None
         if uploading is not None:
@@ -311,8 +264,11 @@ class Session:
         blob = None
         if checkpoint is not None:
             if self._newest is not None:  # the driver may still request its checkpoint
-                self.report_queue.until_dealt_with(self._newest)
-            blob = self._held(checkpoint)
+                self.report_queue.until_handled(self._newest)
+            self._checkpoint = blob = _pickled(checkpoint)
+            if self._encode is not None:
+                blob = _pickled(self._encode(checkpoint))
+            self.sent = blob
         self._newest = turn = Turn(
             kind,
             content=content,
@@ -323,16 +279,9 @@ class Session:
             iteration=self.iteration,
             validation=options.validation,
         )
-        is_safe = blob is not None and options.waits
-        put = self.report_queue.put_safely if is_safe else self.report_queue.put
-        put(turn)
-
-    def _held(self, state: dict[str, Any]) -> bytes:
-        """Keep a checkpoint for `load`, and return it encoded for the driver."""
-        self._checkpoint = self.sent = _pickled(state)
-        if self._encode is not None:
-            self.sent = _pickled(self._encode(state))
-        return self.sent
+        self.report_queue.put(turn)
+        if blob is not None and options.waits:
+            self.report_queue.until_handled(turn)
 
 
 class _Pickler(Portable, cloudpickle.Pickler):  # type: ignore[misc]
@@ -345,8 +294,8 @@ def _pickled(state: Any) -> bytes:
         _Pickler(file).dump(state)
     except Exception as error:
         raise TypeError(
-            f"A checkpoint must be picklable, and this one is not: {error}. Save state_dict() of "
-            "models and optimizers, and plain values."
+            f"This checkpoint cannot be pickled: {error}. Save state_dict() of models and "
+            "optimizers, and plain values."
         ) from error
     return file.getvalue()
 
@@ -363,22 +312,14 @@ def _reported(metrics: Any) -> Packed:
         ) from error
 
 
-def _num_operations() -> int | None:
-    """Return the number of PyTorch collectives so far; None if unknown."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_initialized() or dist.get_pg_count() > 1:
-        return None  # groups of the function are not counted
-    return getattr(dist.group.WORLD, "num_operations", None)
-
-
 def _returned(value: Any) -> Packed | None:
     """Pack what the function returned; None, with a warning, if it cannot be pickled."""
     try:
         return pack(value, portable=True)
     except Exception as error:
         logger.warning(
-            "The training function returned a %s that cannot be pickled (%s). The driver gets "
-            "None instead.",
+            "The driver gets None, because the training function returned a %s that cannot be "
+            "pickled: %s",
             type(value).__name__,
             error,
         )
@@ -391,61 +332,32 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'raysgd.train.session' has no attribute {name!r}")
 
 
-# ---- the session of this process
-
-_SESSION: Session | None = None
-_SHARDS: Any = None
-_PREEMPTION: Preemption | None = None
-_PLACE: WorkerContext | None = None
-"""For code in a worker that is not a run, such as the classes of `to_worker_group`."""
+# ---- the state of this process
 
 
-def enter(session: Session) -> None:
-    """Set the session of this process."""
-    global _SESSION
-    _SESSION = session
+class _Here:
+    session: Session | None = None
+    place: WorkerContext | None = None
+    """Also between runs, for the classes of `to_worker_group`."""
+    shards: Any = None
+    """This worker's data sets, for the next session."""
+    preemption: Preemption | None = None
 
 
-def leave(session: Session) -> None:
-    """Clear the session, unless another one has replaced it."""
-    global _SESSION
-    if _SESSION is session:
-        _SESSION = None
+here = _Here()
+"""What this process knows as a worker."""
 
 
 def current() -> Session | None:
     """Return the session of this process, if any."""
-    return _SESSION
-
-
-def take_place(context: WorkerContext | None) -> None:
-    """Set this worker's place in the group; None when it leaves."""
-    global _PLACE
-    _PLACE = context
+    return here.session
 
 
 def worker_context() -> WorkerContext | None:
     """Return this worker's place, also between runs; None outside of a worker."""
-    return _PLACE if _SESSION is None else _SESSION.context
-
-
-def note_preemption(preemption: Preemption | None) -> None:
-    """Record the announced preemption."""
-    global _PREEMPTION
-    _PREEMPTION = preemption
-
-
-def announced_preemption() -> Preemption | None:
-    """Return the announced preemption, if any."""
-    return _PREEMPTION
+    return here.place if here.session is None else here.session.context
 
 
 def receive_shards(shards: Any) -> None:
     """Keep this worker's data sets for the next session."""
-    global _SHARDS
-    _SHARDS = shards
-
-
-def held_shards() -> Any:
-    """Return this worker's data sets."""
-    return _SHARDS
+    here.shards = shards

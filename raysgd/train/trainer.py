@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.callbacks.callback_handler import CallbackHandler
 from raysgd.train.checkpoint import CheckpointStrategy, load_checkpoint_from_path
 from raysgd.train.configs import FailureConfig, ScalingConfig
-from raysgd.train.errors import TrainBackendError
 from raysgd.train.executor import executor_for
 from raysgd.train.iterator import TrainingIterator
 from raysgd.train.worker_group import TrainWorkerGroup
@@ -77,13 +75,13 @@ class Trainer:
         self._executor = executor_for(self._config, self._scaling, self._failure)
         self._num_runs = 0
         self._run_dir: Path | None = None
-        self._iterator: weakref.ref[TrainingIterator] | None = None
+        self._iterator: TrainingIterator | None = None
         self.logdir = run_folder(logdir, "train")
         if logdir is None:
             self.logdir = make_folder(self.logdir)  # another trainer may have the same date
         else:
             self.logdir.mkdir(parents=True, exist_ok=True)
-        logger.info("Runs are kept in %s.", self.logdir)
+        logger.info("The runs are in %s.", self.logdir)
 
     # ---- life
 
@@ -164,13 +162,12 @@ class Trainer:
         """Start a training function, and return an iterator over what the workers report.
 
         Arguments and errors are those of `run`. This method raises errors of the start, and the
-        iterator raises all later ones. The next run ends this one if no thread iterates over it.
+        iterator raises all later ones. The next run ends this one.
         """
         function, run_dir = self._prepared("run_iterator", train_func, config)
         self._executor.start_training(function, run_dir, dataset, checkpoint, checkpoint_strategy)
-        iterator = TrainingIterator(self._executor)
-        self._iterator = weakref.ref(iterator)
-        return iterator
+        self._iterator = TrainingIterator(self._executor)
+        return self._iterator
 
     def to_worker_group(self, train_cls: type[Any], *args: Any, **kwargs: Any) -> TrainWorkerGroup:
         """Create an object of a class on every worker, with the backend set up.
@@ -206,8 +203,8 @@ class Trainer:
         """
         if self._executor.is_started:
             raise RuntimeError(
-                "to_tune_trainable() needs a trainer that is not started, since each trial starts "
-                "workers of its own: call shutdown() first."
+                "to_tune_trainable() needs a trainer that is not started, because each trial "
+                "starts its own workers. Call shutdown() first."
             )
         functions = importlib.import_module("raysgd.tune.functions")
         made: type[Any] = functions.function_trainable(
@@ -276,30 +273,13 @@ class Trainer:
         function = bound_function(train_func, config)
         if not self._executor.is_started:
             raise RuntimeError(
-                f"Trainer.{method}() was called on a trainer that is not started, or shut down: "
-                "call start() first."
+                f"Trainer.{method}() needs workers, but the trainer is not started. Call start() "
+                "first."
             )
-        self._make_way(method)
+        if self._iterator is not None:
+            self._iterator.abandon()
+            self._iterator = None
         self._num_runs += 1
         self._run_dir = self.logdir / f"run_{self._num_runs:03d}"
         self._run_dir.mkdir(parents=True, exist_ok=True)
         return function, self._run_dir
-
-    def _make_way(self, method: str) -> None:
-        """End the run of an iterator that was not finished.
-
-        Raises:
-            TrainBackendError: if another thread is running a function.
-        """
-        iterator = None if self._iterator is None else self._iterator()
-        if iterator is not None:
-            iterator.abandon()
-        elif self._iterator is not None:
-            self._executor.abort()
-        if self._executor.is_training:
-            raise TrainBackendError(
-                f"Trainer.{method}() was called while another thread is in the midst of a run of "
-                "this trainer. Wait until that run, or the loop over its iterator, is over, call "
-                "get_final_results(force=True) of the iterator, or use a trainer for each thread."
-            )
-        self._iterator = None

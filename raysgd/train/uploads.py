@@ -10,6 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from raysgd._internal.arguments import set_fields
 from raysgd.train.checkpoint import Checkpoint
 
 __all__ = ["CheckpointUploadMode", "ReportOptions"]
@@ -47,15 +48,13 @@ class ReportOptions:
     """Whether to validate the checkpoint: True, or a ValidationTaskConfig."""
 
     def __post_init__(self) -> None:
-        if self._mode not in (modes := [mode.value for mode in CheckpointUploadMode]):
-            raise ValueError(
-                f"report(..., checkpoint_upload_mode={self.checkpoint_upload_mode!r}): must be one "
-                f"of CheckpointUploadMode: {', '.join(modes)}."
-            )
-
+        given = self.checkpoint_upload_mode
+        set_fields(
+            self, checkpoint_upload_mode=CheckpointUploadMode(getattr(given, "value", given))
+        )
         if not isinstance(self.validation, bool) and not hasattr(self.validation, "fn_kwargs"):
             raise TypeError(
-                f"report(..., validation={self.validation!r}): must be True, False or a "
+                f"report(validation={self.validation!r}): must be True, False, or a "
                 "ValidationTaskConfig."
             )
 
@@ -65,17 +64,12 @@ class ReportOptions:
         return {field.name for field in fields(cls)}
 
     @property
-    def _mode(self) -> Any:
-        return getattr(self.checkpoint_upload_mode, "value", self.checkpoint_upload_mode)
-
-    @property
     def waits(self) -> bool:
         """Whether `report` waits until the checkpoint is stored."""
-        return bool(self._mode != CheckpointUploadMode.ASYNC.value)
+        return self.checkpoint_upload_mode is not CheckpointUploadMode.ASYNC
 
     @property
-    def deletes(self) -> bool:
-        """Whether to remove the checkpoint's folder after it is stored."""
+    def _deletes(self) -> bool:
         given = self.delete_local_checkpoint_after_upload
         return not self.waits if given is None else given
 
@@ -87,14 +81,14 @@ class ReportOptions:
                 removed.
         """
         if self.validation and checkpoint is None:
-            raise ValueError("report(validation=...) validates a checkpoint: pass checkpoint=.")
+            raise ValueError("report(validation=...) needs a checkpoint to validate.")
         path = getattr(checkpoint, "path", None)
-        if not (self.deletes and path and run_folder):
+        if not (self._deletes and path and run_folder):
             return
         if Path(run_folder).resolve().is_relative_to(Path(path).resolve()):
             raise ValueError(
-                f"report(..., delete_local_checkpoint_after_upload=True): {path} has the folder of "
-                f"the run in it, {run_folder}. Write checkpoints elsewhere."
+                f"report(delete_local_checkpoint_after_upload=True): {path} contains the folder of "
+                f"the run, {run_folder}. Write checkpoints elsewhere."
             )
 
     def packed(
@@ -105,26 +99,22 @@ class ReportOptions:
         Raises:
             ValueError: if a checkpoint that stays in its place is not a readable folder.
         """
-        stays = self._mode == CheckpointUploadMode.NO_UPLOAD.value
-        found = checkpoint
+        stays = self.checkpoint_upload_mode is CheckpointUploadMode.NO_UPLOAD
         if self.checkpoint_upload_fn is not None and not stays:
             name = self.checkpoint_dir_name or f"checkpoint_{iteration:06d}"
-            found, stays = self.checkpoint_upload_fn(checkpoint, name), True
-        path = getattr(found, "path", None)
+            checkpoint, stays = self.checkpoint_upload_fn(checkpoint, name), True
         if not stays:
-            data = Checkpoint.taken_from(found).packed(metadata)
-        elif path is None or not Path(path).is_dir():
+            return Checkpoint.taken_from(checkpoint).packed(metadata)
+        path = getattr(checkpoint, "path", None)
+        if path is None or not Path(path).is_dir():
             raise ValueError(
-                f"report(..., checkpoint={found!r}): a checkpoint that is not uploaded, or that "
-                "checkpoint_upload_fn returns, must be a folder that this node can read. For one "
-                "that is elsewhere report a checkpoint that says where."
+                f"report(checkpoint={checkpoint!r}): without an upload, and from "
+                "checkpoint_upload_fn, it must be a folder that this node can read."
             )
-        else:
-            data = Checkpoint.linked(path, metadata)
-        return data
+        return Checkpoint.linked(path, metadata)
 
     def discard(self, checkpoint: Any, packed: Mapping[str, Any]) -> None:
         """Remove the folder of a stored checkpoint, if the options ask for it."""
         path = getattr(checkpoint, "path", None)
-        if self.deletes and path and Checkpoint.link_in(packed) != os.path.abspath(path):
+        if self._deletes and path and Checkpoint.link_in(packed) != os.path.abspath(path):
             shutil.rmtree(path, ignore_errors=True)

@@ -72,9 +72,9 @@ def rank_and_size():
 
     all_reduce()
     if train.world_rank() == 0:  # the others have not heard of it yet
-        session.note_preemption(Preemption(deadline=1.5, ranks_by_node={"a": [1]}))
+        session.here.preemption = Preemption(deadline=1.5, ranks_by_node={"a": [1]})
     assert train.get_preemption_info() == train.PreemptionInfo(1500, {"a": [1]})
-    session.note_preemption(None)
+    session.here.preemption = None
     return dist.get_rank(), dist.get_world_size(), os.environ["RANK"]
 
 

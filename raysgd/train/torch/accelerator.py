@@ -83,7 +83,7 @@ def accelerate(amp: bool = False) -> None:
     extras = _extras()
     if _KEY in extras:
         raise RuntimeError(
-            "accelerate() was called twice or too late. Call it once, before prepare_model(), "
+            "accelerate() has to be called once, and before prepare_model(), "
             "prepare_data_loader(), prepare_optimizer(), and backward()."
         )
     extras[_KEY] = _Accelerator(amp)
@@ -327,7 +327,7 @@ class _AmpOptimizer:
         self.optimizer = optimizer
         self._precision = precision
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type[Any]:  # schedulers require an instance of Optimizer
         return type(self.optimizer)
 

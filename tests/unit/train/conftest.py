@@ -1,44 +1,34 @@
-"""What several tests of functions need."""
+"""Fixtures for tests of training functions."""
 
 import pytest
 
 from raysgd._internal.context import WorkerContext
-from raysgd.train import session
-from raysgd.train.session import Plan, Session
+from raysgd.train.session import Plan, Session, here
 
 
-class Taken:
-    """Stands in for the handover: takes everything at once."""
+class FakeQueue:
+    """Takes every turn immediately, and records for which turns the function waits."""
 
     def __init__(self):
         self.turns = []
-        self.safe = []
         self.waited = []
 
     def put(self, turn):
         self.turns.append(turn)
 
-    def put_safely(self, turn):
-        self.turns.append(turn)
-        self.safe.append(turn)
-
-    def until_dealt_with(self, turn, timeout_s=None):
+    def until_handled(self, turn, timeout_s=None):
         self.waited.append(turn)
 
 
 @pytest.fixture
 def run():
-    """Enter a session; it is left when the test ends."""
-    entered = []
+    """Return a function that enters a session until the test ends, and returns its queue."""
 
     def enter(rank=0, size=2, shards=None, encode=None, **planned):
         context = WorkerContext(world_rank=rank, world_size=size, local_rank=rank)
-        taken = Taken()
-        running = Session(Plan("one", b"", **planned), context, taken, shards, encode)
-        session.enter(running)
-        entered.append(running)
-        return taken
+        queue = FakeQueue()
+        here.session = Session(Plan("one", b"", **planned), context, queue, shards, encode)
+        return queue
 
     yield enter
-    for running in entered:
-        session.leave(running)
+    here.session = None

@@ -1,5 +1,6 @@
-"""What hosts a training function in a worker: life, turns, stops, restarts. Threads, no sleeps."""
+"""The runner of a training function in a worker: turns, stops, and restarts."""
 
+import os
 import threading
 
 import cloudpickle
@@ -7,198 +8,155 @@ import pytest
 
 from raysgd import train
 from raysgd._internal.context import WorkerContext
+from raysgd.elastic.requests import LoadRequest
 from raysgd.train import session
+from raysgd.train.requests import BeginRequest, CheckpointRequest, EndRunRequest, NextRequest
 from raysgd.train.runner import FunctionRunner
 from raysgd.train.session import Plan
 
 
-@pytest.fixture
-def make():
-    made = []
+class Worker:
+    """Sends requests to a runner, as the driver does."""
 
-    def make(function, rank=0, checkpoint=None, run="one", **arguments):
-        runner = FunctionRunner(False, **arguments)
-        runner.setup(WorkerContext(world_rank=rank, world_size=2))
-        made.append(runner)
-        plan = Plan(run, cloudpickle.dumps(function), checkpoint)
-        return runner, plan
+    def __init__(self, rank=0):
+        self.runner = FunctionRunner(False)
+        self.runner.setup(WorkerContext(world_rank=rank, world_size=2))
+
+    def begin(self, function, run="one"):
+        self.runner.handle(BeginRequest(plan=Plan(run, cloudpickle.dumps(function))))
+
+    def next(self):
+        return self.runner.handle(NextRequest(reported=None))
+
+    def checkpoint(self, rank):
+        return self.runner.handle(CheckpointRequest(rank=rank))
+
+
+@pytest.fixture
+def make_worker():
+    workers = []
+
+    def make(**arguments):
+        workers.append(Worker(**arguments))
+        return workers[-1]
 
     yield make
-    for runner in made:
-        runner.end_run()
-        runner.teardown()
+    for worker in workers:
+        worker.runner.handle(EndRunRequest())
+        worker.runner.teardown()
     session.receive_shards(None)
 
 
-def test_turns_come_one_after_the_other_and_the_value_at_the_end(make):
+def test_turns_come_one_after_the_other_and_the_value_at_the_end(make_worker):
     def function():
         train.report(a=1)
         train.save_checkpoint(b=2)
         return train.world_size()
 
-    runner, plan = make(function)
-    runner.begin(plan)
-    turns = [runner.next() for _ in range(3)]
+    worker = make_worker()
+    worker.begin(function)
+    turns = [worker.next() for _ in range(3)]
     assert [turn.kind for turn in turns] == ["report", "checkpoint", "end"]
     assert turns[2].value == 2
-    assert runner.progress().blocked_on_driver
-    assert runner.progress().global_step == 1
+    assert worker.runner.progress().blocked_on_driver
+    assert worker.runner.progress().global_step == 1
 
 
-def test_a_function_may_return_what_cannot_be_pickled(make, caplog):
-    runner, plan = make(threading.Lock)
-    runner.begin(plan)
-    turn = runner.next()
-    assert (turn.kind, turn.value) == ("end", None)
+def test_a_value_that_cannot_be_pickled_becomes_none(make_worker, caplog):
+    worker = make_worker()
+    worker.begin(threading.Lock)
+    assert worker.next().value is None
     assert "returned a lock that cannot be pickled" in caplog.text
 
 
-def test_a_function_begins_once_however_often_it_is_told_to(make):
+def test_repeated_requests_to_begin_start_a_function_once(make_worker):
     begun = threading.Semaphore(0)
     session.receive_shards(begun)
-
-    def function():
-        train.get_dataset_shard().release()
-
-    runner, plan = make(function)
-    runner.begin(plan)
-    runner.begin(plan)
-    assert runner.next().kind == "end"
+    worker = make_worker()
+    for _ in range(2):
+        worker.begin(lambda: train.get_dataset_shard().release())
+    assert worker.next().kind == "end"
     assert begun.acquire(blocking=False)
     assert not begun.acquire(blocking=False)
 
 
-def test_after_a_restart_the_function_begins_from_the_checkpoint(make):
-    runner, plan = make(train.load_checkpoint, checkpoint=cloudpickle.dumps({"step": 3}))
-    runner.load_state_dict({"plan": plan})
-    assert runner.next().value == {"step": 3}
+def test_after_a_restart_the_function_begins_from_the_checkpoint(make_worker):
+    worker = make_worker()
+    function, checkpoint = cloudpickle.dumps(train.load_checkpoint), cloudpickle.dumps({"step": 3})
+    worker.runner.handle(LoadRequest(state={"plan": Plan("one", function, checkpoint)}))
+    assert worker.next().value == {"step": 3}
 
 
-def test_another_run_begins_another_function(make):
-    runner, first = make(lambda: 1)
-    _, second = make(lambda: 2, run="two")
-    for plan, value in ((first, 1), (second, 2)):
-        runner.begin(plan)
-        assert runner.next().value == value
+def test_another_run_begins_another_function(make_worker):
+    worker = make_worker()
+    for value, run in enumerate(["one", "two"]):
+        worker.begin(lambda value=value: value, run)
+        assert worker.next().value == value
 
 
-class Shared:
-    """What two runs share, handed to them as their data set."""
-
-    def __init__(self):
-        self.begun = threading.Event()
-        self.errors = []
-        self.thread = None
-
-
-def test_a_thread_that_a_run_left_behind_does_not_report_into_the_next(make):
-    shared = Shared()
-    session.receive_shards(shared)
-
-    def leaves_a_thread():
-        shared = train.get_dataset_shard()
-
-        def report_late():
-            shared.begun.wait()
-            try:
-                train.report(late=True)
-            except RuntimeError as error:
-                shared.errors.append(str(error))
-
-        shared.thread = threading.Thread(target=report_late, name="late")
-        shared.thread.start()
-
-    def reports_from_a_thread():
-        shared = train.get_dataset_shard()
-        shared.begun.set()
-        shared.thread.join()
-        own = threading.Thread(target=train.report, kwargs={"late": False})
-        own.start()
-        own.join()
-
-    runner, plan = make(leaves_a_thread)
-    runner.begin(plan)
-    assert runner.next().kind == "end"
-    runner.begin(Plan("two", cloudpickle.dumps(reports_from_a_thread)))
-    assert runner.next().metrics["late"] is False
-    assert runner.next().kind == "end"
-    assert len(shared.errors) == 1
-    assert "report() was called in a thread, 'late'" in shared.errors[0]
-
-
-def test_a_stop_ends_a_function_that_waits_for_the_driver(make):
+def test_a_stop_ends_a_function_that_waits_for_the_driver(make_worker):
     def function():
         try:
             while True:
                 train.report(a=1)
-        except Exception:  # as training loops have it
-            return "went on"
+        except Exception:
+            return "a training loop caught the stop"
 
-    runner, plan = make(function)
-    runner.begin(plan)
-    runner.next()
-    runner.request_stop(True)
-    runner.end_run()
+    worker = make_worker()
+    worker.begin(function)
+    worker.next()
+    worker.runner.handle(EndRunRequest())
     with pytest.raises(RuntimeError, match="was stopped"):
-        runner.next()
+        worker.next()
     assert session.current() is None
 
 
-def test_what_a_function_raises_is_raised_as_itself(make):
-    def function():
-        raise ValueError("bad batch")
-
-    runner, plan = make(function)
-    runner.begin(plan)
-    with pytest.raises(ValueError, match="bad batch"):
-        runner.next()
+def test_an_error_of_the_function_is_raised_as_itself(make_worker):
+    worker = make_worker()
+    worker.begin(lambda: {}["missing"])
+    with pytest.raises(KeyError, match="missing"):
+        worker.next()
 
 
-def test_a_worker_knows_its_place_between_runs_as_well():
-    """Classes of `to_worker_group` ask for it, and they are no run."""
-    runner = FunctionRunner(False)
-    try:
-        runner.setup(WorkerContext(world_rank=1, world_size=2, local_rank=1, local_world_size=2))
-        assert (train.world_rank(), train.local_rank(), train.world_size()) == (1, 1, 2)
-        assert train.get_context().get_local_world_size() == 2
-        runner.rejoin(WorkerContext(world_rank=0, world_size=1), 0)
-        assert (train.world_rank(), train.world_size()) == (0, 1)
-    finally:
-        runner.teardown()
+def test_a_worker_has_its_place_between_runs_as_well(make_worker):
+    runner = make_worker().runner
+    runner.setup(WorkerContext(world_rank=1, world_size=2, local_rank=1, local_world_size=2))
+    assert (train.world_rank(), train.local_rank(), train.world_size()) == (1, 1, 2)
+    assert train.get_context().get_local_world_size() == 2
+    runner.teardown()
     assert session.worker_context() is None
 
 
-def test_a_new_generation_forgets_the_function(make):
-    runner, plan = make(lambda: 1)
-    runner.begin(plan)
-    runner.rejoin(WorkerContext(world_rank=1, world_size=3), leader=0)
+def test_a_new_generation_drops_the_function(make_worker):
+    worker = make_worker()
+    worker.begin(lambda: 1)
+    worker.runner.rejoin(WorkerContext(world_rank=1, world_size=3), leader=0)
     with pytest.raises(RuntimeError, match="no function"):
-        runner.next()
-    runner.begin(Plan("two", cloudpickle.dumps(train.world_rank)))
-    assert runner.next().value == 1
+        worker.next()
+    worker.begin(train.world_rank, "two")
+    assert worker.next().value == 1
 
 
-def test_gpus_of_a_node_are_visible_to_all_its_workers_where_that_is_asked_for(monkeypatch):
-    name = "TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES"  # of the driver; the last word
-    asked = ((True, None, "0,1"), (False, None, "1"), (True, "0", "1"), (False, "1", "0,1"))
-    for shares, switch, seen in asked:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-        monkeypatch.delenv(name, raising=False)
-        if switch is not None:
-            monkeypatch.setenv(name, switch)
-        context = WorkerContext(visible_gpus=("0", "1"), gpu_index=1)
-        FunctionRunner(shares).prepare(context)
-        assert __import__("os").environ["CUDA_VISIBLE_DEVICES"] == seen
+@pytest.mark.parametrize(
+    ("shares", "variable", "visible"),
+    [(True, None, "0,1"), (False, None, "1"), (True, "0", "1"), (False, "1", "0,1")],
+)
+def test_workers_of_a_node_see_all_its_gpus_if_asked_for(monkeypatch, shares, variable, visible):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    if variable is not None:
+        monkeypatch.setenv("TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES", variable)
+    FunctionRunner(shares).prepare(WorkerContext(visible_gpus=("0", "1"), gpu_index=1))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
 
 
-def test_a_worker_hands_its_checkpoint_over_where_its_rank_is_asked_for(make):
+def test_only_the_worker_of_the_requested_rank_returns_its_checkpoint(make_worker):
     def function():
         train.report({"a": 1}, checkpoint=train.Checkpoint.from_dict({"b": 2}))
 
-    runner, plan = make(function, rank=1)
-    assert runner.checkpoint(rank=1) is None  # as after a restart
-    runner.begin(plan)
-    turn = runner.next()
+    worker = make_worker(rank=1)
+    assert worker.checkpoint(rank=1) is None  # as after a restart
+    worker.begin(function)
+    turn = worker.next()
     assert (turn.has_checkpoint, turn.checkpoint) == (True, None)
-    assert runner.checkpoint(rank=0) is None
-    assert cloudpickle.loads(runner.checkpoint(rank=1)) == {"b": 2}
+    assert worker.checkpoint(rank=0) is None
+    assert cloudpickle.loads(worker.checkpoint(rank=1)) == {"b": 2}

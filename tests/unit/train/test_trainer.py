@@ -45,7 +45,7 @@ def test_a_trainer_shows_what_it_is(tmp_path):
 
 def test_a_trainer_that_is_not_started_says_so(trainer):
     for call in (trainer.run, trainer.run_iterator):
-        with pytest.raises(RuntimeError, match=r"call start\(\)"):
+        with pytest.raises(RuntimeError, match=r"Call start\(\)"):
             call(lambda: 1)
     trainer.shutdown()
 

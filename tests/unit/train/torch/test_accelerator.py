@@ -55,7 +55,7 @@ def test_contradictory_arguments_of_a_model_are_refused(arguments, error, match)
 )
 def test_accelerate_is_called_once_and_first(prepare):
     prepare()
-    with pytest.raises(RuntimeError, match="twice or too late"):
+    with pytest.raises(RuntimeError, match="has to be called once"):
         train.torch.accelerate(amp=True)
 
 

@@ -1,14 +1,11 @@
-"""The process group of training functions: how it is entered and left, in a group of one."""
+"""The process group of training functions, in a group of one."""
 
 import os
 
-import cloudpickle
 import pytest
 import torch.distributed as dist
 
 from raysgd._internal.context import WorkerContext
-from raysgd.train.runner import FunctionRunner
-from raysgd.train.session import Plan
 from raysgd.train.torch import TorchConfig
 
 VARIABLES = (
@@ -30,7 +27,7 @@ VARIABLES = (
 
 
 @pytest.mark.parametrize("init_method", ["env", "tcp"])
-def test_a_process_group_is_entered_and_left_and_env_alone_sets_variables(monkeypatch, init_method):
+def test_a_process_group_forms_and_only_env_sets_variables(monkeypatch, init_method):
     for name in VARIABLES:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -46,24 +43,5 @@ def test_a_process_group_is_entered_and_left_and_env_alone_sets_variables(monkey
         transport.teardown()
         assert not dist.is_initialized()
     finally:
-        transport.teardown()
-        transport.close()
-
-
-def test_workers_that_never_communicate_are_warned_about(caplog):
-    transport = TorchConfig(backend="gloo", init_method="tcp").transport()
-    runner = FunctionRunner(False)
-    try:
-        # a group of one is enough to count what a worker of two sends
-        transport.setup(WorkerContext(distributed=True), transport.prepare(["127.0.0.1"]))
-        runner.setup(WorkerContext(world_size=2))
-        for name, function, warns in (("one", int, True), ("two", dist.barrier, False)):
-            caplog.clear()
-            runner.begin(Plan(name, cloudpickle.dumps(function)))
-            assert runner.next().kind == "end"
-            assert ("2 workers, and they never communicated" in caplog.text) == warns
-    finally:
-        runner.end_run()
-        runner.teardown()
         transport.teardown()
         transport.close()
