@@ -16,14 +16,11 @@ import cloudpickle
 
 from raysgd._internal.arguments import check_choice, check_int
 from raysgd.checkpoint.file import read_pickle
-from raysgd.errors import CheckpointError
 
 __all__ = ["Checkpoint", "CheckpointStrategy", "load_checkpoint_from_path"]
 
 _FILES = "_files"
-"""Key of a packed folder: contents by relative file name. Names of empty folders end in a slash."""
-_EXECUTABLE = "_executable"
-"""Key of the names of executable files, if there are any."""
+"""Key of a packed folder: contents by relative file name."""
 _LINK = "_path"
 """Key of the path of a checkpoint folder that stays in its place."""
 _METADATA = "_metadata"
@@ -53,10 +50,10 @@ class CheckpointStrategy:
     """Whether larger or smaller numbers are better."""
 
     def __post_init__(self) -> None:
-        where, order = "CheckpointStrategy", self.checkpoint_score_order
+        order = self.checkpoint_score_order
         if self.num_to_keep is not None:
-            check_int(where, "num_to_keep", self.num_to_keep, 0)
-        check_choice(where, "checkpoint_score_order", order, ("max", "min"))
+            check_int("CheckpointStrategy", "num_to_keep", self.num_to_keep, 0)
+        check_choice("CheckpointStrategy", "checkpoint_score_order", order, ("max", "min"))
 
 
 class Checkpoint:
@@ -77,7 +74,7 @@ class Checkpoint:
         self._blob = blob
         self._metadata: dict[str, Any] | None = None  # None: use the stored metadata
 
-    # ---- making one
+    # ---- create
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Checkpoint:
@@ -91,8 +88,8 @@ class Checkpoint:
             raise TypeError(f"Checkpoint.from_dict({data!r}): must be a dict.")
         if _METADATA in data:
             raise ValueError(
-                f"Checkpoint.from_dict(): the name {_METADATA!r} is taken. Choose another, or call "
-                "set_metadata() with what is said about the checkpoint."
+                f"Checkpoint.from_dict(): the name {_METADATA!r} is reserved. Pass metadata to "
+                "set_metadata()."
             )
         return cls(data=dict(data))
 
@@ -101,12 +98,10 @@ class Checkpoint:
         """Create a checkpoint of a folder, which must exist until it is reported.
 
         Raises:
-            ValueError: if there is no such folder, or it contains a link to a folder or a broken
-                link.
+            ValueError: if there is no such folder.
         """
         if not Path(path).expanduser().is_dir():
             raise ValueError(f"Checkpoint.from_directory({os.fspath(path)!r}): no such folder.")
-        _entries(Path(path).expanduser())
         return cls(path=path)
 
     @classmethod
@@ -132,7 +127,7 @@ class Checkpoint:
         with checkpoint.as_directory() as folder:
             return cls.from_packed(_read_folder(Path(folder)))
 
-    # ---- reading it
+    # ---- read
 
     @property
     def path(self) -> str | None:
@@ -142,8 +137,7 @@ class Checkpoint:
     def to_dict(self) -> dict[str, Any]:
         """Return the values.
 
-        A folder that `to_directory` did not write becomes ``{"_files": {name: bytes}}``. If some
-        files are executable, ``"_executable"`` lists their names.
+        A folder that `to_directory` did not write becomes ``{"_files": {name: bytes}}``.
 
         Raises:
             CheckpointError: if the file is missing or damaged.
@@ -153,36 +147,22 @@ class Checkpoint:
     def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:
         """Write the checkpoint into a folder, and return its path.
 
-        Values go into one pickled file.
+        Values go into one pickled file. Empty folders and permissions of files are not kept.
 
         Args:
             path: the folder, created if it is missing; None for a new temporary folder.
 
         Raises:
-            CheckpointError: if the file is missing or damaged, or a file would lie outside of the
-                folder.
+            CheckpointError: if the file is missing or damaged.
         """
-        made = tempfile.mkdtemp(prefix="checkpoint_") if path is None else path
-        target = Path(made).expanduser()
+        target = Path(path or tempfile.mkdtemp(prefix="checkpoint_")).expanduser()
         target.mkdir(parents=True, exist_ok=True)
         data = self.to_dict()
-        if not {_FILES} <= data.keys() <= {_FILES, _EXECUTABLE}:
-            data = {_FILES: {_DICT: cloudpickle.dumps(data)}}
-        for name in [*data[_FILES], *data.get(_EXECUTABLE, ())]:
-            if not (target / name).resolve().is_relative_to(target.resolve()):
-                raise CheckpointError(
-                    f"Cannot write the checkpoint into {target}: its file {name!r} would lie "
-                    "outside of it. raysgd has made no such checkpoint."
-                )
-        for name, content in data[_FILES].items():
+        files = data[_FILES] if data.keys() == {_FILES} else {_DICT: cloudpickle.dumps(data)}
+        for name, content in files.items():
             file = target / name
-            folder = file if name.endswith("/") else file.parent
-            folder.mkdir(parents=True, exist_ok=True)
-            if folder != file:
-                file.write_bytes(content)
-        for name in data.get(_EXECUTABLE, ()):
-            mode = (target / name).stat().st_mode
-            (target / name).chmod(mode | (mode & 0o444) >> 2)  # readers may execute it
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
         return str(target)
 
     @contextlib.contextmanager
@@ -231,8 +211,9 @@ class Checkpoint:
         if (link := self.link_in(data)) is not None:
             data = {**Checkpoint(path=link).packed(), _METADATA: data[_METADATA]}
         stored = data.pop(_METADATA, {})
-        said = {**(metadata or {}), **(stored if self._metadata is None else self._metadata)}
-        return {**data, _METADATA: said} if said else data
+        own = stored if self._metadata is None else self._metadata
+        merged = {**(metadata or {}), **own}
+        return {**data, _METADATA: merged} if merged else data
 
     def __repr__(self) -> str:
         where = "in memory" if self._path is None else f"path={str(self._path)!r}"
@@ -243,36 +224,10 @@ class Checkpoint:
 
 
 def _read_folder(folder: Path) -> dict[str, Any]:
-    entries = _entries(folder)
-    data: dict[str, Any] = {
-        _FILES: {
-            name: b"" if path.is_dir() else path.read_bytes() for name, path in entries.items()
-        }
-    }
-    files = {name: path for name, path in entries.items() if path.is_file()}
-    executable = [name for name, path in files.items() if path.stat().st_mode & 0o111]
-    return {**data, _EXECUTABLE: executable} if executable else data
-
-
-def _entries(folder: Path) -> dict[str, Path]:
-    """Return the files and empty folders in a folder, by relative name.
-
-    A link to a file counts as that file.
-
-    Raises:
-        ValueError: if there is another link, or neither a file nor a folder.
-    """
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_dir() and not path.is_symlink():
-            if not any(path.iterdir()):
-                found[f"{name}/"] = path
-        elif path.is_file():
-            found[name] = path
-        else:
-            raise ValueError(
-                f"A checkpoint holds files and folders, and {path} is neither: a link to a folder, "
-                "a link to nothing, or the like. Put there what it stands for, or remove it."
-            )
-    return found
+    """Return the packed form of a folder. Links count as what they point to."""
+    paths = [
+        Path(parent, name)
+        for parent, _, names in os.walk(folder, followlinks=True)
+        for name in names
+    ]
+    return {_FILES: {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}}

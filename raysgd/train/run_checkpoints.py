@@ -33,7 +33,7 @@ class RunCheckpoints(CheckpointFolder):
     addition to the best, because a restart needs it.
 
     Args:
-        folder: folder to write to; None to hold only the newest, in memory.
+        folder: the folder; None to hold only the newest, in memory.
         strategy: which checkpoints stay on disk.
         number: number of the newest checkpoint so far.
         decode: `decode_data` of the user's backend; None if it does nothing.
@@ -55,10 +55,7 @@ class RunCheckpoints(CheckpointFolder):
     ) -> None:
         strategy = CheckpointStrategy() if strategy is None else strategy
         if not isinstance(strategy, CheckpointStrategy):
-            raise TypeError(
-                f"checkpoint_strategy={strategy!r}: must be a CheckpointStrategy, such as "
-                "CheckpointStrategy(num_to_keep=2)."
-            )
+            raise TypeError(f"checkpoint_strategy={strategy!r}: must be a CheckpointStrategy.")
         keep = 0 if folder is None else strategy.num_to_keep
         score = strategy.checkpoint_score_attribute
         super().__init__(folder or Path(), keep, score, strategy.checkpoint_score_order)
@@ -71,9 +68,8 @@ class RunCheckpoints(CheckpointFolder):
         """The newest checkpoint, pickled."""
         self.has_saved = False
         """Whether this run, or the one that it resumes, has saved a checkpoint."""
-        self._latest: dict[str, Any] | None = None
         self._validations = Validations(validation)
-        self._told: list[Reported] = []
+        self._last_news: list[Reported] = []
 
     def restore(self) -> Manifest | None:
         """Continue with the checkpoints of an earlier run in the folder.
@@ -115,7 +111,7 @@ class RunCheckpoints(CheckpointFolder):
             self._manifests[name] = manifest
             self._tidy(name)
         self.number += 1
-        self.blob, self._latest, self.has_saved = blob, None, True
+        self.blob, self.has_saved = blob, True
 
     def _check_score(self, turn: Turn) -> None:
         """Warn once if a checkpoint has no number that rates it."""
@@ -124,11 +120,10 @@ class RunCheckpoints(CheckpointFolder):
             return
         self._unwarned_score = None
         logger.warning(
-            "checkpoint_score_attribute=%r: a checkpoint was reported whose metrics have no number "
-            "of that name%s. Such checkpoints count as the worst. There is %s.",
+            "checkpoint_score_attribute=%r: a checkpoint without a number of that name counts as "
+            "the worst. It has: %s.",
             name,
-            ", but another value" if name in turn.names else "",
-            ", ".join(turn.names) or "nothing else",
+            ", ".join(turn.names),
         )
 
     def finish(self) -> None:
@@ -143,7 +138,7 @@ class RunCheckpoints(CheckpointFolder):
             try:
                 self._folder.child(name).remove()
             except CheckpointError as error:
-                logger.warning("Kept a checkpoint: %s", error)
+                logger.warning("A checkpoint was not removed: %s", error)
 
     def await_validations(self) -> None:
         """Wait for all validations, which rate the checkpoints, and keep only the best."""
@@ -176,15 +171,13 @@ class RunCheckpoints(CheckpointFolder):
 
     def news(self) -> list[Reported] | None:
         """Return `reported`, or None if it has not changed since the last call."""
-        before, self._told = self._told, self.reported()
-        return None if self._told == before else self._told
+        before, self._last_news = self._last_news, self.reported()
+        return None if self._last_news == before else self._last_news
 
     @property
     def latest(self) -> dict[str, Any] | None:
         """The newest checkpoint, as it was saved."""
-        if self._latest is None and self.blob is not None:
-            self._latest = pickle.loads(self.blob)
-        return self._latest
+        return None if self.blob is None else pickle.loads(self.blob)
 
     @property
     def latest_path(self) -> Path | None:
@@ -228,7 +221,7 @@ def packed_checkpoint(checkpoint: Any) -> bytes | None:
         checkpoint = Checkpoint.taken_from(checkpoint).packed()
     if not isinstance(checkpoint, Mapping):
         raise TypeError(
-            f"checkpoint={checkpoint!r}: must be a dict, a Checkpoint or the path of one."
+            f"checkpoint={checkpoint!r}: must be a dict, a Checkpoint, or the path of one."
         )
     blob: bytes = cloudpickle.dumps(dict(checkpoint))
     return blob

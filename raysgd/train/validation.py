@@ -6,14 +6,14 @@ Each validation is a Ray task. Driver and workers hold a reference to it to read
 from __future__ import annotations
 
 import logging
-import threading
+import multiprocessing.pool
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from raysgd._internal.arguments import check_timeout
 from raysgd.callbacks.values import numbers_in
 from raysgd.cluster import function_calls as tasks
 from raysgd.train.checkpoint import Checkpoint
@@ -76,11 +76,8 @@ class ValidationTaskConfig:
 
     def __post_init__(self) -> None:
         self.fn_kwargs = self.fn_kwargs or {}
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ValueError(
-                f"ValidationTaskConfig(timeout_s={self.timeout_s!r}): must be a positive number of "
-                "seconds, or None."
-            )
+        if self.timeout_s is not None:
+            check_timeout("ValidationTaskConfig", self.timeout_s)
 
 
 @dataclass
@@ -133,10 +130,10 @@ class Validations:
         self.status: dict[int, ReportedCheckpointStatus] = {}
         """Status of finished validations."""
 
-    def start(self, number: int, blob: bytes, asked: Any) -> None:
-        """Start to validate a checkpoint; `asked` is the ``validation`` argument of `report`."""
+    def start(self, number: int, blob: bytes, requested: Any) -> None:
+        """Start to validate a checkpoint, as the argument ``validation`` of `report` asks."""
         config = self._config.task_config or ValidationTaskConfig()
-        own = config if asked is True else asked
+        own = config if requested is True else requested
         keywords = {**(config.fn_kwargs or {}), **(own.fn_kwargs or {})}
         arguments = self._config.fn, blob, keywords, own.timeout_s
         options = self._config.ray_remote_kwargs or {}
@@ -151,8 +148,8 @@ class Validations:
                 del self.tasks[number]
                 self.status[number], found[number] = _result(done[task])
                 if self.status[number] is not ReportedCheckpointStatus.VALIDATED:
-                    why = done[task] or "it took longer than its timeout_s"
-                    logger.warning("Checkpoint %d is not validated: %s", number, why)
+                    reason = done[task] or "it took longer than its timeout_s"
+                    logger.warning("The validation of checkpoint %d failed: %s", number, reason)
         return found
 
     def cancel(self) -> None:
@@ -173,24 +170,13 @@ def _validate(
     function: Callable[..., Any], blob: bytes, keywords: Mapping[str, Any], timeout_s: float | None
 ) -> Any:
     """Return the metrics of a checkpoint; None after a timeout. Runs in a task."""
-    if timeout_s is None:
-        metrics = function(Checkpoint(blob=blob), **keywords)
-    else:
-        future: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function(Checkpoint(blob=blob), **keywords))
-            except BaseException as error:
-                future.set_exception(error)
-
-        # a timed-out thread ends with its process, which Ray ends with the task
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(timeout_s)
-        if not future.done():
-            return None
-        metrics = future.result()
+    pool = multiprocessing.pool.ThreadPool(1)  # its thread ends with the process of the task
+    try:
+        result = pool.apply_async(function, (Checkpoint(blob=blob),), keywords)
+        pool.close()
+        metrics = result.get(timeout_s)
+    except multiprocessing.TimeoutError:
+        return None
     if not isinstance(metrics, Mapping):
         raise TypeError(f"A validation function must return a dict of metrics, not {metrics!r}.")
     return metrics

@@ -1,4 +1,4 @@
-"""What a task makes of a checkpoint, and what a run makes of that."""
+"""Validation of checkpoints in tasks."""
 
 import threading
 
@@ -38,7 +38,7 @@ def test_a_task_calls_the_function_with_the_checkpoint_and_keywords(timeout_s):
         validation._validate(lambda checkpoint: 5, blob(2.0), {}, timeout_s)
 
 
-def test_a_task_ends_when_its_time_is_over():
+def test_a_task_has_no_result_after_its_timeout():
     ended = threading.Event()
     assert validation._validate(lambda checkpoint: ended.wait(), blob(1.0), {}, 0.01) is None
     ended.set()
@@ -46,7 +46,7 @@ def test_a_task_ends_when_its_time_is_over():
 
 @pytest.fixture
 def started(monkeypatch):
-    """Run tasks when `ended` is told to: those that were started, by their references."""
+    """Replace tasks; return a function that runs those that were started."""
     begun, done = {}, {}
 
     def start(function, arguments, options):
@@ -72,16 +72,15 @@ def started(monkeypatch):
     return end
 
 
-def test_the_best_by_its_validation_stays(tmp_path, started, caplog):
-    """Those that are not validated yet stay until they are."""
+def test_the_best_checkpoint_by_its_validation_stays(tmp_path, started, caplog):
     strategy = CheckpointStrategy(1, "val_loss", "min")
     config = ValidationConfig(
         measured, ValidationTaskConfig({"fails": [3.0]}), ray_remote_kwargs={"num_cpus": 2}
     )
     checkpoints = RunCheckpoints(tmp_path, strategy, validation=config)
     for number, loss in enumerate((2.0, 0.5, 1.0, 3.0), 1):
-        asked = ValidationTaskConfig({"scale": 5}) if number == 2 else True
-        turn = Turn("report", numbers={"n": number}, names=("n",), validation=asked)
+        requested = ValidationTaskConfig({"scale": 5}) if number == 2 else True
+        turn = Turn("report", numbers={"n": number}, names=("n",), validation=requested)
         checkpoints.keep(turn, blob(loss), world_size=2)
     statuses = [reported.status for reported in checkpoints.news()]
     assert statuses == [ReportedCheckpointStatus.PENDING_VALIDATION] * 4
@@ -95,11 +94,11 @@ def test_the_best_by_its_validation_stays(tmp_path, started, caplog):
     checkpoints.await_validations()
     (best,) = checkpoints.best_checkpoints()
     assert best[1] == {"n": 3, "val_loss": 1.0}
-    assert "Checkpoint 4 is not validated: loss 3.0" in caplog.text
+    assert "The validation of checkpoint 4 failed: loss 3.0" in caplog.text
     checkpoints.keep(Turn("report"), blob(1.0), world_size=2)
     assert "checkpoint_score_attribute='val_loss'" in caplog.text
 
 
-def test_wrong_bounds_are_errors():
+def test_a_timeout_must_be_positive():
     with pytest.raises(ValueError, match="must be a positive number of seconds"):
         ValidationTaskConfig(timeout_s=0)
