@@ -41,8 +41,8 @@ def checked_size(num_workers: Any) -> tuple[int, int]:
         or not 1 <= pair[0] <= pair[1] <= MOST_WORKERS
     ):
         raise ValueError(
-            f"num_workers={num_workers!r}: must be an int of at least 1, or (min, max) of such, "
-            f"and at most {MOST_WORKERS}."
+            f"num_workers={num_workers!r}: must be an int from 1 to {MOST_WORKERS}, or a pair "
+            "(min, max) of them."
         )
     return pair[0], pair[1]
 
@@ -55,60 +55,43 @@ def bound_function(
         raise ValueError(f"The training function must be callable, but it is {train_func!r}.")
     if is_deferred(train_func):
         raise TypeError(
-            f"The training function {train_func!r} is a generator or async function, and calling "
-            "it would run nothing. Pass a plain function, which may call asyncio.run(...)."
+            f"The training function {train_func!r} is a generator or async function. Pass a plain "
+            "function, which may call asyncio.run(...)."
         )
-    try:
-        parameters = list(inspect.signature(train_func).parameters.values())
-    except ValueError:  # some functions that are written in C
-        raise ValueError(
-            f"Cannot tell which arguments {train_func!r} takes. Call it in a function of your own: "
-            "def train_func(config): ..."
-        ) from None
+    parameters = inspect.signature(train_func).parameters.values()
     required = [p for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD]
-    if by_name := [p.name for p in required if p.kind == p.KEYWORD_ONLY]:
-        raise ValueError(
-            f"A training function is given the config by position, and {train_func!r} takes "
-            f"{by_name[0]!r} by name alone: write def train_func(config)."
-        )
     if len(required) > 1:
         raise ValueError(
-            f"A training function takes no required argument, or one, the config; {train_func!r} "
-            f"requires {len(required)}."
+            f"The training function {train_func!r} requires {len(required)} arguments. It may "
+            "require one, the config."
         )
-    if not required:
-        if config and parameters:
-            logger.warning(
-                "%r is called without the config, because none of its parameters is required. "
-                "Write def train_func(config) to get it.",
-                train_func,
-            )
-        return train_func
-    return functools.partial(train_func, {} if config is None else config)
+    if required:
+        return functools.partial(train_func, {} if config is None else config)
+    if config and parameters:
+        logger.warning(
+            "%r is called without the config, because none of its parameters is required. Write "
+            "def train_func(config) to get it.",
+            train_func,
+        )
+    return train_func
 
 
 def worker_resources(
     use_gpu: bool, resources: Mapping[str, float] | None
 ) -> tuple[float, float, dict[str, float]]:
-    """Return the CPUs, GPUs and other resources of each worker."""
+    """Return the CPUs, GPUs, and other resources of each worker."""
     if not isinstance(resources, Mapping | None):
         raise TypeError(
-            f"resources_per_worker={resources!r}: must be a dict of amounts by name, such as "
-            "{'CPU': 2}."
+            f"resources_per_worker={resources!r}: must be a dict, such as {{'CPU': 2}}."
         )
     if use_gpu not in (True, False):  # 1 and 0 as well
         raise TypeError(f"use_gpu={use_gpu!r}: must be True or False.")
     others = dict(resources or {})
     num_cpus, num_gpus = others.pop("CPU", 1), others.pop("GPU", int(use_gpu))
-    if not use_gpu and num_gpus > 0:
+    if bool(use_gpu) != (num_gpus > 0):
         raise ValueError(
-            f"resources_per_worker={{'GPU': {num_gpus!r}}} with use_gpu=False: pass use_gpu=True, "
-            "or leave GPU out."
-        )
-    if use_gpu and num_gpus == 0:
-        raise ValueError(
-            "resources_per_worker={'GPU': 0} with use_gpu=True: pass use_gpu=False, or a positive "
-            "number of GPUs."
+            f"resources_per_worker={{'GPU': {num_gpus!r}}} contradicts use_gpu={use_gpu}. Change "
+            "one of them."
         )
     return num_cpus, num_gpus, others
 
@@ -133,15 +116,15 @@ def run_folder(given: str | os.PathLike[str] | None, kind: str) -> Path:
 def make_folder(wanted: Path) -> Path:
     """Create and return a folder for one run: `wanted`, or a numbered name if it exists."""
     wanted.parent.mkdir(parents=True, exist_ok=True)
-    numbered = (wanted.with_name(f"{wanted.name}_{n:03d}") for n in itertools.count(2))
-    for folder in itertools.chain([wanted], numbered):
+    folder = wanted
+    for number in itertools.count(2):
         try:
             folder.mkdir()
-        except FileExistsError:  # another process may create it in the same moment
-            continue
-        break
+            break
+        except FileExistsError:
+            folder = wanted.with_name(f"{wanted.name}_{number:03d}")
     if folder != wanted:
-        logger.warning("%s is there already; this run is kept in %s.", wanted, folder)
+        logger.warning("%s exists, so this run is in %s.", wanted, folder)
     return folder
 
 
@@ -150,10 +133,10 @@ def pickled_function(function: Callable[[], Any]) -> bytes:
     try:
         return dumps(function)
     except Exception as error:
-        what, bound = "the training function", getattr(function, "args", ())
+        name, bound = "the training function", getattr(function, "args", ())
         if bound and isinstance(bound[0], Mapping) and (key := unpicklable_key(bound[0])):
-            what = f"config[{key!r}]"
+            name = f"config[{key!r}]"
         raise TypeError(
-            f"Cannot send {what} to the workers, because it cannot be pickled: {error}. Create "
-            "such objects inside of the training function instead, which runs there."
+            f"Cannot send {name} to the workers, because it cannot be pickled: {error}. Create "
+            "such objects in the training function."
         ) from error

@@ -72,11 +72,7 @@ class CheckpointConfig:
     """Whether larger or smaller numbers are better."""
 
     def __post_init__(self) -> None:
-        self.strategy()
-
-    def strategy(self) -> CheckpointStrategy:
-        """Return the equivalent `CheckpointStrategy`."""
-        return strategy_of(self)
+        strategy_of(self)
 
 
 @dataclass
@@ -123,13 +119,13 @@ def checked_run(given: Any) -> Any:
         not isinstance(name, str) or name in ("", "..") or Path(name).name != name
     ):
         raise ValueError(
-            f"RunConfig(name={name!r}): must be the name of one folder. Give the folder that it "
-            "is in as storage_path."
+            f"RunConfig(name={name!r}): must be the name of one folder. Pass its parent folder as "
+            "storage_path."
         )
     if storage is not None:
         advice = (
-            "Mount what is elsewhere, copy Result.path there after fit(), or save to the URL in "
-            "the training function, with raysgd.checkpoint.CheckpointStore(url)."
+            "Mount the storage, copy Result.path to it after fit(), or save to the URL in the "
+            "training function with raysgd.checkpoint.CheckpointStore(url)."
         )
         checked_path("storage_path", storage, advice)
     return given

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 
 import cloudpickle
 
-from raysgd._internal.arguments import checked_dict, suggests
+from raysgd._internal.arguments import checked_dict, suggests, unknown_argument
 from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.cluster.serialization import unpicklable_key
@@ -65,7 +65,6 @@ class DataParallelTrainer:
     """
 
     _dataset_config: ClassVar[Mapping[str, Any]] = {"train": True}
-    validation_config: Any = None  # for trainers that were saved before this attribute existed
 
     @suggests
     def __init__(
@@ -105,10 +104,7 @@ class DataParallelTrainer:
         self.run_config = checked_run(self.run_config)
         validation = self.validation_config
         if validation is not None and not callable(getattr(validation, "fn", None)):
-            raise TypeError(
-                f"validation_config={validation!r}: must be a ValidationConfig, such "
-                "as ValidationConfig(function)."
-            )
+            raise TypeError(f"validation_config={validation!r}: must be a ValidationConfig.")
         bound_function(self.train_loop_per_worker, self.train_loop_config)
         self.callback_handler()
         self.executor()
@@ -204,8 +200,7 @@ class DataParallelTrainer:
 
     def with_config(self, config: Mapping[str, Any]) -> Self:
         """Return a copy with `config` merged over ``train_loop_config``."""
-        twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
+        twin = copy.copy(self)
         twin.train_loop_config = {**self.train_loop_config, **config}
         return twin
 
@@ -222,9 +217,8 @@ class DataParallelTrainer:
     # ---- keeping and restoring
 
     def _new_folder(self) -> Path:
-        config = self.run_config
-        name = getattr(config, "name", None)
-        storage = getattr(config, "storage_path", None)
+        name = getattr(self.run_config, "name", None)
+        storage = getattr(self.run_config, "storage_path", None)
         folder = run_folder(None, type(self).__name__)
         if name is not None:
             folder = folder.with_name(name)
@@ -241,27 +235,25 @@ class DataParallelTrainer:
         Raises:
             TypeError: if another attribute cannot be pickled.
         """
-        state = dict(self.__dict__)
-        if _why_not_pickled(self.datasets):
-            state["datasets"] = {}
-        if why := _why_not_pickled(getattr(self.run_config, "callbacks", None)):
+        stored = copy.copy(self)
+        if not _is_picklable(self.datasets):
+            stored.datasets = {}
+        if not _is_picklable(getattr(self.run_config, "callbacks", None)):
             logger.warning(
-                "restore() will have no callbacks, since these cannot be pickled: %s. Give "
-                "them again: restore(path, run_config=RunConfig(callbacks=...)).",
-                why,
+                "The callbacks cannot be pickled. Pass them again to restore(path, "
+                "run_config=RunConfig(callbacks=...))."
             )
-            state["run_config"] = copy.copy(self.run_config)
-            state["run_config"].callbacks = None
+            stored.run_config = copy.copy(self.run_config)
+            stored.run_config.callbacks = None
         try:
-            blob: bytes = cloudpickle.dumps((type(self), state))
+            blob: bytes = cloudpickle.dumps(stored)
         except Exception as error:
-            part = unpicklable_key(state) or "it"
+            part = unpicklable_key(stored.__dict__) or "it"
             if part == "train_loop_config":
                 part += f"[{unpicklable_key(self.train_loop_config)!r}]"
             raise TypeError(
-                f"{type(self).__name__}.fit() keeps the trainer in the folder of the run, for "
-                f"restore(), and {part} cannot be pickled: {error}. Create such "
-                "objects inside of the training function instead."
+                f"{type(self).__name__}.fit() saves the trainer for restore(), and {part} cannot "
+                f"be pickled: {error}. Create such objects in the training function."
             ) from None
         return blob
 
@@ -300,32 +292,27 @@ class DataParallelTrainer:
         folder = Path(path).expanduser().absolute()
         if not cls.can_restore(folder):
             raise ValueError(
-                f"{cls.__name__}.restore({os.fspath(path)!r}): this is no folder of a run, since "
-                f"it has no {_TRAINER}. Give the folder that Result.path names."
+                f"{cls.__name__}.restore({os.fspath(path)!r}): not the folder of a run, because it "
+                f"has no {_TRAINER}. Pass Result.path."
             )
-        blob = read_pickle(folder / _TRAINER)[0]
         try:
-            kind, state = pickle.loads(blob)
+            trainer: Self = pickle.loads(read_pickle(folder / _TRAINER)[0])
+        except CheckpointError:
+            raise
         except Exception as error:
             raise CheckpointError(
-                f"Cannot restore the trainer in {folder}: {error}. Import what its function and "
-                "its configs need, or make a new trainer with resume_from_checkpoint=..."
+                f"Cannot restore the trainer in {folder}: {error}. Import what it needs, or create "
+                "a new trainer with resume_from_checkpoint=..."
             ) from error
-        trainer: Self = object.__new__(kind)
-        trainer.__dict__.update(state)
-        allowed = [name for name in state if not name.startswith("_")]
-        if unknown := [name for name in changed if name not in allowed]:
-            raise TypeError(
-                f"{cls.__name__}.restore(..., {unknown[0]}=...): there is no such argument; it "
-                f"takes {', '.join(allowed)}."
-            )
-        given = {
+        for name in changed:
+            if name.startswith("_") or name not in trainer.__dict__:
+                raise unknown_argument(f"{cls.__name__}.restore", name, trainer.__dict__)
+        changed |= {
             "train_loop_per_worker": train_loop_per_worker,
             "train_loop_config": train_loop_config,
             "datasets": datasets,
-            **changed,
         }
-        trainer.__dict__.update({name: v for name, v in given.items() if v is not None})
+        trainer.__dict__.update({name: v for name, v in changed.items() if v is not None})
         trainer._folder = folder
         trainer._check()
         return trainer
@@ -343,8 +330,8 @@ class DataParallelTrainer:
         """
         if self.validation_config is not None:
             raise ValueError(
-                "as_trainable() of a trainer with validation_config=...: a trial has no validation "
-                "beside training. Validate in the function, and report what comes of it."
+                "as_trainable() does not support validation_config. Validate in the training "
+                "function, and report the result."
             )
         functions = importlib.import_module("raysgd.tune.functions")
         made: type[Any] = functions.trainer_trainable(self)
@@ -354,10 +341,9 @@ class DataParallelTrainer:
         return f"{type(self).__name__}({self.train_loop_per_worker!r})"
 
 
-def _why_not_pickled(value: Any) -> str:
-    """Return why a value cannot be pickled; an empty text if it can."""
+def _is_picklable(value: Any) -> bool:
     try:
         cloudpickle.dumps(value)
-    except Exception as error:
-        return str(error) or repr(error)
-    return ""
+    except Exception:
+        return False
+    return True

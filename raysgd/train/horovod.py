@@ -97,7 +97,6 @@ class HorovodTrainer(DataParallelTrainer):
 
     Args:
         train_loop_per_worker: a function of no argument, or of the config.
-        train_loop_config: the config.
         horovod_config: settings of the backend.
         arguments: further arguments of :class:`raysgd.train.DataParallelTrainer`.
     """
@@ -106,9 +105,8 @@ class HorovodTrainer(DataParallelTrainer):
         self,
         train_loop_per_worker: Callable[..., Any],
         *,
-        train_loop_config: Mapping[str, Any] | None = None,
         horovod_config: HorovodConfig | None = None,
         **arguments: Any,
     ) -> None:
         arguments.setdefault("backend_config", horovod_config or HorovodConfig())
-        super().__init__(train_loop_per_worker, train_loop_config=train_loop_config, **arguments)
+        super().__init__(train_loop_per_worker, **arguments)

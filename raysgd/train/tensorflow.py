@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,6 @@ class TensorflowTrainer(DataParallelTrainer):
 
     Args:
         train_loop_per_worker: a function of no argument, or of the config.
-        train_loop_config: the config.
         tensorflow_config: settings of the backend.
         arguments: further arguments of :class:`raysgd.train.DataParallelTrainer`.
     """
@@ -54,12 +53,11 @@ class TensorflowTrainer(DataParallelTrainer):
         self,
         train_loop_per_worker: Callable[..., Any],
         *,
-        train_loop_config: Mapping[str, Any] | None = None,
         tensorflow_config: TensorflowConfig | None = None,
         **arguments: Any,
     ) -> None:
         arguments.setdefault("backend_config", tensorflow_config or TensorflowConfig())
-        super().__init__(train_loop_per_worker, train_loop_config=train_loop_config, **arguments)
+        super().__init__(train_loop_per_worker, **arguments)
 
 
 def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import uuid
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd._internal.arguments import is_number
+from raysgd._internal.arguments import check_number
 from raysgd._internal.config import env_seconds
 from raysgd.cluster import function_calls as tasks
 from raysgd.cluster import worker_group as core
@@ -41,12 +40,9 @@ class WorkerGroup:
         num_cpus_per_worker: CPUs of each worker.
         num_gpus_per_worker: GPUs of each worker; a fraction shares one.
         additional_resources_per_worker: further Ray resources of each worker.
-        actor_cls: must be None, because raysgd uses its own actors.
-        placement_group: must be None. A group that is created in a placement group uses that one.
 
     Raises:
         ValueError: if a number is out of its range.
-        TypeError: if `actor_cls` or `placement_group` is not None.
         InsufficientResourcesError: if the cluster has no room for the workers within 100 s
             (``TRAIN_PLACEMENT_GROUP_TIMEOUT_S``).
     """
@@ -57,20 +53,7 @@ class WorkerGroup:
         num_cpus_per_worker: float = 1,
         num_gpus_per_worker: float = 0,
         additional_resources_per_worker: Mapping[str, float] | None = None,
-        actor_cls: Any = None,
-        placement_group: Any = None,
     ) -> None:
-        if actor_cls is not None:
-            raise TypeError(
-                f"WorkerGroup(actor_cls={actor_cls!r}): the actors are raysgd's own. Make objects "
-                "of a class of yours on them by Trainer.to_worker_group(cls), or by execute()."
-            )
-        if placement_group is not None:
-            raise TypeError(
-                "WorkerGroup(placement_group=...): a group takes the room of the placement group "
-                "that it is made in. Make it in a task or an actor that is scheduled there with "
-                "placement_group_capture_child_tasks=True."
-            )
         options = group_options(
             num_workers, num_cpus_per_worker, num_gpus_per_worker, additional_resources_per_worker
         )
@@ -93,7 +76,7 @@ class WorkerGroup:
             RuntimeError: if they are started already.
         """
         if self._group.members:
-            raise RuntimeError("The workers are started already; shut them down first.")
+            raise RuntimeError("The workers are already started. Call shutdown() first.")
         try:
             self._group.start(self._group.options.start_timeout_s)
         except BaseException:
@@ -160,8 +143,7 @@ class WorkerGroup:
             WorkerLostError: if a worker died.
             BaseException: the exception of `func`.
         """
-        members = self._members
-        return tasks.results(members, self.execute_async(func, *args, **kwargs))
+        return tasks.results(self._members, self.execute_async(func, *args, **kwargs))
 
     def execute_async(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Start `func` on every worker and return references for ``ray.get``, by rank."""
@@ -183,16 +165,13 @@ class WorkerGroup:
     @property
     def _members(self) -> list[WorkerHandle]:
         if not self._group.members:
-            raise RuntimeError("The workers are shut down; call start() first.")
+            raise RuntimeError("There are no workers. Call start() first.")
         return list(self._group.members)
 
     def _member(self, index: int) -> WorkerHandle:
         members = self._members
         if not 0 <= index < len(members):
-            raise ValueError(
-                f"worker_index={index}: must be between 0 and {len(members) - 1}, since there are "
-                f"{len(members)} workers."
-            )
+            raise ValueError(f"worker_index={index}: must be between 0 and {len(members) - 1}.")
         return members[index]
 
 
@@ -207,8 +186,7 @@ def group_options(
     """Return the options of a group, from the arguments and the environment."""
     fewest, most = checked_size(num_workers)
     for name, amount in {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}.items():
-        if not is_number(amount) or not amount >= 0:
-            raise ValueError(f"{amount!r} of {name} per worker: must be a number of at least 0.")
+        check_number("resources_per_worker", name, amount)
     options = GroupOptions(
         num_workers=most,
         min_workers=fewest,
@@ -220,23 +198,20 @@ def group_options(
         strategy="SPREAD" if env_flag(TRAIN_ENABLE_WORKER_SPREAD_ENV) else strategy or "PACK",
     )
     if not options.bundle:
-        raise ValueError("A worker must reserve something: CPUs, GPUs or another resource.")
+        raise ValueError("A worker must reserve something: CPUs, GPUs, or another resource.")
     return options
 
 
 def _label_selectors(given: Any, num_workers: int) -> list[dict[str, str]]:
     """Return the label selector of each worker; an empty list for none."""
-    each = [given] * num_workers if isinstance(given, Mapping) else given or []
-    if not isinstance(each, list | tuple) or len(each) not in (0, num_workers):
+    if isinstance(given, Mapping):
+        return [dict(given)] * num_workers
+    if given and len(given) != num_workers:
         raise ValueError(
-            f"label_selector={given!r}: must be a dict, such as {{'region': 'eu'}}, or a list of "
-            f"as many dicts as there are workers, {num_workers}."
+            f"label_selector={given!r}: must be a dict, or a list of {num_workers} dicts, one for "
+            "each worker."
         )
-    for selector in each:
-        texts = [*selector, *selector.values()] if isinstance(selector, Mapping) else [selector]
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"label_selector={given!r}: must be of texts by the names of labels.")
-    return [dict(selector) for selector in each]
+    return [dict(selector) for selector in given or ()]
 
 
 # ---- a class of the user on every worker
@@ -244,10 +219,7 @@ def _label_selectors(given: Any, num_workers: int) -> list[dict[str, str]]:
 _NUM_RETURNS = "__ray_num_returns__"
 """Attribute of methods that ``@ray.method(num_returns=...)`` sets."""
 _HOSTED: dict[str, Any] = {}
-"""In a worker: the objects of each `TrainWorkerGroup`, by the ID of the group."""
-
-_LIVING: weakref.WeakSet[TrainWorkerGroup] = weakref.WeakSet()
-"""On the driver: referenced groups. Creating a group releases the others on the workers."""
+"""In a worker: the object of each `TrainWorkerGroup`, by the ID of the group."""
 
 
 class TrainWorkerGroup:
@@ -266,24 +238,24 @@ class TrainWorkerGroup:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> None:
-        self.id = uuid.uuid4().hex
+        hosted_id = uuid.uuid4().hex
         self._executor = executor
-        _LIVING.add(self)
         group: WorkerGroup = executor.worker_group
-        living = {each.id for each in _LIVING}
-        group.execute(_host, self.id, living, train_cls, args, dict(kwargs))
-        self._actors = [worker.actor for worker in group.workers]
+        group.execute(_host, hosted_id, train_cls, args, dict(kwargs))
         methods = inspect.getmembers(train_cls, lambda each: hasattr(each, _NUM_RETURNS))
-        self._num_returns = {name: getattr(each, _NUM_RETURNS) for name, each in methods}
+        num_returns = {name: getattr(each, _NUM_RETURNS) for name, each in methods}
+        self._workers = [
+            HostedWorker(worker.actor, hosted_id, num_returns) for worker in group.workers
+        ]
 
     def __len__(self) -> int:
-        return len(self._actors)
+        return len(self._workers)
 
     def __getitem__(self, index: int) -> HostedWorker:
-        return HostedWorker(self, self._actors[index], self.id, self._num_returns)
+        return self._workers[index]
 
     def __iter__(self) -> Iterator[HostedWorker]:
-        return (self[index] for index in range(len(self)))
+        return iter(self._workers)
 
     def shutdown(self, patience_s: float = 5) -> None:
         """Stop the workers and wait until their resources are free.
@@ -292,43 +264,30 @@ class TrainWorkerGroup:
             patience_s: seconds that workers may take to finish their work; 0 kills them
                 immediately.
         """
-        self._actors = []
+        self._workers = []
         self._executor.shutdown(patience_s > 0, patience_s)
 
 
 class HostedWorker:
     """One object of the user's class in a worker. Call its methods with ``.remote(...)``."""
 
-    def __init__(
-        self,
-        group: TrainWorkerGroup | None,
-        actor: Any,
-        hosted_id: str,
-        num_returns: Mapping[str, int],
-    ) -> None:
-        self._group = group  # keeps the group alive; None in another process
+    def __init__(self, actor: Any, hosted_id: str, num_returns: Mapping[str, int]) -> None:
         self.actor = actor
         """Ray handle of the object's worker, for ``ray.kill``."""
         self._id = hosted_id
         self._num_returns = num_returns
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return HostedWorker, (None, self.actor, self._id, self._num_returns)
-
     def __getattr__(self, name: str) -> HostedMethod:
         if name.startswith("__"):
             raise AttributeError(name)
         options = {"num_returns": self._num_returns[name]} if name in self._num_returns else {}
-        return HostedMethod(self, self.actor, self._id, name, **options)
+        return HostedMethod(self.actor, self._id, name, **options)
 
 
 class HostedMethod:
     """A method of an object in a worker."""
 
-    def __init__(
-        self, worker: HostedWorker, actor: Any, hosted_id: str, name: str, **options: Any
-    ) -> None:
-        self._worker = worker  # keeps the group alive
+    def __init__(self, actor: Any, hosted_id: str, name: str, **options: Any) -> None:
         self._actor = actor
         self._id = hosted_id
         self._name = name
@@ -336,8 +295,7 @@ class HostedMethod:
 
     def options(self, **options: Any) -> HostedMethod:
         """Return the method with Ray call options, such as ``num_returns``."""
-        merged = {**self._options, **options}
-        return HostedMethod(self._worker, self._actor, self._id, self._name, **merged)
+        return HostedMethod(self._actor, self._id, self._name, **{**self._options, **options})
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         """Start the method and return a reference for ``ray.get``, or ``num_returns`` of them."""
@@ -346,21 +304,14 @@ class HostedMethod:
 
 
 def _host(
-    hosted_id: str,
-    living: set[str],
-    train_cls: type[Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    hosted_id: str, train_cls: type[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    for gone in _HOSTED.keys() - living:
-        del _HOSTED[gone]
     _HOSTED[hosted_id] = train_cls(*args, **kwargs)
 
 
 def _call_hosted(hosted_id: str, name: str, /, *args: Any, **kwargs: Any) -> Any:
     if hosted_id not in _HOSTED:
         raise RuntimeError(
-            f"{name}(): this worker has no object of that group any more, since it was started "
-            "anew after a loss. Call to_worker_group() again."
+            f"{name}(): the worker has restarted and lost its object. Call to_worker_group() again."
         )
     return getattr(_HOSTED[hosted_id], name)(*args, **kwargs)

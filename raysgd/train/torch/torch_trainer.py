@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
@@ -16,7 +16,6 @@ class TorchTrainer(DataParallelTrainer):
 
     Args:
         train_loop_per_worker: a function of no argument, or of the config.
-        train_loop_config: the config.
         torch_config: settings of the process group.
         arguments: further arguments of :class:`raysgd.train.DataParallelTrainer`.
     """
@@ -25,9 +24,8 @@ class TorchTrainer(DataParallelTrainer):
         self,
         train_loop_per_worker: Callable[..., Any],
         *,
-        train_loop_config: Mapping[str, Any] | None = None,
         torch_config: TorchConfig | None = None,
         **arguments: Any,
     ) -> None:
         arguments.setdefault("backend_config", torch_config or TorchConfig())
-        super().__init__(train_loop_per_worker, train_loop_config=train_loop_config, **arguments)
+        super().__init__(train_loop_per_worker, **arguments)

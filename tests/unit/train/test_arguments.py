@@ -1,4 +1,4 @@
-"""What trainers and executors make of their arguments."""
+"""Arguments of trainers and executors."""
 
 import functools
 import threading
@@ -6,8 +6,6 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from raysgd.train.arguments import (
     bound_function,
@@ -18,109 +16,57 @@ from raysgd.train.arguments import (
     worker_resources,
 )
 
-SIZES = st.integers(-2, 4)
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(3, (3, 3)), ((1, 3), (1, 3)), ([2, 2], (2, 2)), ((1, 1), (1, 1))]
+)
+def test_a_number_of_workers_may_be_a_range(given, expected):
+    assert checked_size(given) == expected
 
 
-@given(SIZES, SIZES)
-def test_a_number_of_workers_may_be_a_range(fewest, most):
-    if 1 <= fewest <= most:
-        assert checked_size((fewest, most)) == checked_size([fewest, most]) == (fewest, most)
-        assert checked_size(most) == (most, most)
-    else:
-        with pytest.raises(ValueError, match=r"at least 1, or \(min, max\)"):
-            checked_size((fewest, most))
-
-
-@pytest.mark.parametrize("size", [0, -1, 10**6, True, 1.5, (1, 2, 3), (1, 2.0), "2", None])
-def test_what_is_no_number_of_workers_is_shown(size):
+@pytest.mark.parametrize(
+    "size", [0, -1, 10**6, True, 1.5, "2", None, (2, 1), (0, 1), (1, 2, 3), (1, 2.0)]
+)
+def test_a_wrong_number_of_workers_is_refused(size):
     with pytest.raises(ValueError) as caught:  # noqa: PT011  the start of the message is below
         checked_size(size)
     assert str(caught.value).startswith(f"num_workers={size!r}: must be")
 
 
-def test_a_function_gets_the_config_if_it_takes_one():
-    assert bound_function(lambda: 1, {"a": 2})() == 1
-    assert bound_function(lambda config: config, {"a": 2})() == {"a": 2}
-    assert bound_function(lambda config: config, None)() == {}
+@pytest.mark.parametrize(
+    ("use_gpu", "resources", "expected"),
+    [
+        (False, {"CPU": 2, "custom": 3}, (2, 0, {"custom": 3})),
+        (True, None, (1, 1, {})),
+        (1, None, (1, 1, {})),
+        (0, None, (1, 0, {})),
+        (True, {"GPU": 0.5}, (1, 0.5, {})),
+    ],
+)
+def test_resources_of_a_worker(use_gpu, resources, expected):
+    before = dict(resources or {})
+    assert worker_resources(use_gpu, resources) == expected
+    assert before == (resources or {})
 
 
-def test_resources_of_a_worker():
-    given = {"CPU": 2, "custom": 3}
-    assert worker_resources(False, given) == (2, 0, {"custom": 3})
-    assert given == {"CPU": 2, "custom": 3}
-    assert worker_resources(True, None) == (1, 1, {})
-    assert worker_resources(True, {"GPU": 0.5}) == (1, 0.5, {})
-
-
-def test_one_and_zero_say_whether_there_are_gpus():
-    assert worker_resources(1, None) == worker_resources(True, None)
-    assert worker_resources(0, None) == worker_resources(False, None)
-    with pytest.raises(TypeError, match="use_gpu='yes': must be True or False"):
-        worker_resources("yes", None)
-
-
-def test_resources_that_contradict_use_gpu_say_how_to_agree():
-    with pytest.raises(ValueError, match=r"'GPU': 0\.5.*pass use_gpu=True, or leave GPU out"):
-        worker_resources(False, {"GPU": 0.5})
-    with pytest.raises(ValueError, match=r"'GPU': 0\}.*pass use_gpu=False, or a positive"):
-        worker_resources(True, {"GPU": 0})
-
-
-def test_a_function_of_two_arguments_is_told_what_it_may_take():
-    def train(config, extra):
-        """Not called."""
-
-    with pytest.raises(ValueError, match=r"no required argument, or one.*train.* requires 2"):
-        bound_function(train, {})
-    with pytest.raises(ValueError, match="must be callable, but it is 5"):
-        bound_function(5, {})
-
-
-def test_relative_folders_are_below_those_of_ray(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert run_folder("mine", "train") == tmp_path / "ray_results" / "mine"
-    assert run_folder("~/own", "train") == tmp_path / "own"
-    assert run_folder(Path("/elsewhere"), "train") == Path("/elsewhere")
-    by_date = run_folder(None, "train")
-    assert by_date.parent == tmp_path / "ray_results"
-    assert by_date.name.startswith("train_2")
-
-
-@pytest.mark.parametrize("given", ["", "s3://bucket/runs", "~nosuch/runs", b"runs"])
-def test_what_is_no_folder_is_refused(given):
-    with pytest.raises((TypeError, ValueError), match="logdir"):
-        run_folder(given, "train")
-
-
-def test_a_function_travels_with_what_it_holds():
-    held = [1, 2]
-    assert cloudpickle.loads(pickled_function(lambda: held))() == held
-    lock = threading.Lock()
-    with pytest.raises(
-        TypeError, match=r"Cannot send the training function .* inside of the train"
-    ):
-        pickled_function(lambda: lock)
-    for function, named in (
-        (lambda config: 1, r"config\['b'\]"),
-        (lambda config: lock, "the train"),
-    ):
-        config = {"a": 1, "b": lock if "'b'" in named else 2}
-        with pytest.raises(TypeError, match=rf"Cannot send {named}.* cannot be pickled"):
-            pickled_function(bound_function(function, config))
-
-
-def by_name(*, config):
-    """Cannot be given the config by position."""
-
-
-def test_a_function_that_takes_the_config_by_name_alone_is_an_error():
-    with pytest.raises(ValueError, match="takes 'config' by name alone"):
-        bound_function(by_name, {})
+@pytest.mark.parametrize(
+    ("use_gpu", "resources", "error", "match"),
+    [
+        ("yes", None, TypeError, "use_gpu='yes': must be True or False"),
+        (False, {"GPU": 0.5}, ValueError, "'GPU': 0.5} contradicts use_gpu=False"),
+        (True, {"GPU": 0}, ValueError, "'GPU': 0} contradicts use_gpu=True"),
+        (False, ["CPU"], TypeError, "must be a dict"),
+    ],
+)
+def test_wrong_resources_are_refused(use_gpu, resources, error, match):
+    with pytest.raises(error, match=match):
+        worker_resources(use_gpu, resources)
 
 
 @pytest.mark.parametrize(
     "function",
     [
+        lambda config: config,
         functools.partial(lambda config, data: config, data=1),
         lambda config, verbose=False: config,
         lambda config, **options: config,
@@ -129,52 +75,92 @@ def test_a_function_that_takes_the_config_by_name_alone_is_an_error():
 )
 def test_a_function_with_one_required_parameter_gets_the_config(function):
     assert bound_function(function, {"a": 2})() == {"a": 2}
+    assert bound_function(function, None)() == {}
 
 
 @pytest.mark.parametrize(
     "function",
     [lambda num_epochs=3: num_epochs, lambda **options: 3, functools.partial(lambda n: n, 3)],
 )
-def test_a_function_without_required_parameters_is_called_with_none(function, caplog):
+def test_a_function_without_required_parameters_gets_no_argument(function, caplog):
     assert bound_function(function, {})() == 3
     assert caplog.messages == []
-
-
-def test_a_config_that_no_parameter_takes_is_warned_about(caplog):
     assert bound_function(lambda num_epochs=3: num_epochs, {"lr": 0.1})() == 3
     assert "is called without the config" in caplog.text
 
 
 def generator(config):
-    """Does nothing when it is called."""
     yield config
 
 
 async def coroutine(config):
-    """Does nothing either."""
+    """Runs only if it is awaited."""
 
 
 class Callable:
     async def __call__(self, config):
-        """Nor does this."""
+        """Runs only if it is awaited."""
 
 
 @pytest.mark.parametrize(
-    "function", [generator, coroutine, Callable(), functools.partial(coroutine, {})]
+    ("function", "error", "match"),
+    [
+        (lambda config, extra: 1, ValueError, "requires 2 arguments"),
+        (functools.partial(lambda a, b, c: 1, 1), ValueError, "requires 2 arguments"),
+        (5, ValueError, "must be callable, but it is 5"),
+        (generator, TypeError, "is a generator or async function"),
+        (coroutine, TypeError, "is a generator or async function"),
+        (Callable(), TypeError, "is a generator or async function"),
+        (functools.partial(coroutine, {}), TypeError, "is a generator or async function"),
+    ],
 )
-def test_a_function_that_a_call_would_not_run_is_an_error(function):
-    with pytest.raises(TypeError, match="is a generator or async function"):
+def test_a_wrong_function_is_refused(function, error, match):
+    with pytest.raises(error, match=match):
         bound_function(function, {})
 
 
-def test_a_function_without_a_signature_is_to_be_wrapped():
-    with pytest.raises(ValueError, match="Cannot tell which arguments <class 'dict'> takes"):
-        bound_function(dict, {})
+def test_a_function_travels_with_its_variables():
+    held = [1, 2]
+    assert cloudpickle.loads(pickled_function(lambda: held))() == held
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_and_not_tried_for_ever(tmp_path):
+@pytest.mark.parametrize(
+    ("locked_config", "name"), [(True, r"config\['b'\]"), (False, "the training function")]
+)
+def test_what_cannot_be_pickled_is_named(locked_config, name):
+    lock = threading.Lock()
+    config = {"a": 1, "b": lock if locked_config else 2}
+    function = (lambda config: 1) if locked_config else (lambda config: lock)
+    with pytest.raises(TypeError, match=rf"Cannot send {name} .* cannot be pickled"):
+        pickled_function(bound_function(function, config))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("mine", "ray_results/mine"), ("~/own", "own"), (Path("/elsewhere"), "/elsewhere")],
+)
+def test_relative_folders_are_below_the_results_of_ray(monkeypatch, tmp_path, given, expected):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run_folder(given, "train") == tmp_path / expected
+
+
+def test_by_default_a_folder_has_the_date(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = run_folder(None, "train")
+    assert folder.parent == tmp_path / "ray_results"
+    assert folder.name.startswith("train_2")
+
+
+@pytest.mark.parametrize("given", ["", "s3://bucket/runs", b"runs"])
+def test_what_is_no_folder_is_refused(given):
+    with pytest.raises((TypeError, ValueError), match="logdir"):
+        run_folder(given, "train")
+
+
+def test_a_folder_for_a_run_gets_a_number_if_it_exists(tmp_path):
+    wanted = tmp_path / "deep" / "run"
+    names = [make_folder(wanted).name for _ in range(3)]
+    assert names == ["run", "run_002", "run_003"]
     (tmp_path / "disk").symlink_to(tmp_path / "not mounted")
     with pytest.raises(FileExistsError):
         make_folder(tmp_path / "disk" / "run")
-    assert make_folder(tmp_path / "deep" / "run") == tmp_path / "deep" / "run"
-    assert make_folder(tmp_path / "deep" / "run") == tmp_path / "deep" / "run_002"
