@@ -1,26 +1,4 @@
-"""Backends set up a framework on the workers before a training function runs.
-
-A custom backend consists of two small classes::
-
-    from dataclasses import dataclass
-    from raysgd.train.backend import Backend, BackendConfig
-
-    class MyBackend(Backend):
-        def on_start(self, worker_group, backend_config):
-            worker_group.execute(set_up, backend_config.port)
-
-    @dataclass
-    class MyConfig(BackendConfig):
-        port: int = 1234
-
-        @property
-        def backend_cls(self):
-            return MyBackend
-
-    Trainer(MyConfig(), num_workers=2)
-
-`CONFIGS` lists the named backends, as in ``Trainer("torch")``.
-"""
+"""Backends set up a framework on the workers before a training function runs."""
 
 from __future__ import annotations
 
@@ -122,13 +100,12 @@ def backend_class(config: BackendConfig) -> type[Backend]:
         found = found()
     if not inspect.isclass(found) or not issubclass(found, Backend):
         raise TypeError(
-            f"{type(config).__name__}.backend_cls is {found!r}: must be a subclass of "
+            f"{type(config).__name__}.backend_cls={found!r}: must be a subclass of "
             "raysgd.train.backend.Backend."
         )
     if hasattr(found, "handle_failure"):
         logger.warning(
-            "%s.handle_failure is not called. After a failure the workers restart, and on_start is "
-            "called again.",
+            "raysgd does not call %s.handle_failure. It calls on_start again after a failure.",
             found.__name__,
         )
     return found
@@ -144,14 +121,10 @@ def checked_config(backend: Any) -> BackendConfig:
     """
     if isinstance(backend, BackendConfig):
         return backend
-    if not isinstance(backend, str):
-        raise TypeError(
-            f"backend={backend!r}: must be a BackendConfig or one of {', '.join(sorted(CONFIGS))}."
-        )
-    if backend not in CONFIGS:
-        raise ValueError(
-            f"backend={backend!r}: must be one of {', '.join(sorted(CONFIGS))}, or a BackendConfig."
-        )
+    if not isinstance(backend, str) or backend not in CONFIGS:
+        kind = ValueError if isinstance(backend, str) else TypeError
+        names = ", ".join(sorted(CONFIGS))
+        raise kind(f"backend={backend!r}: must be one of {names}, or a BackendConfig.")
     module, _, name = CONFIGS[backend].partition(":")
     config: BackendConfig = getattr(importlib.import_module(module), name)()
     return config

@@ -24,15 +24,15 @@ class Datasets:
     """
 
     def __init__(self, given: Any, is_split: Callable[[str], bool] = lambda name: True) -> None:
-        self._given = (dict(given) or None) if isinstance(given, Mapping) else given
+        self._has_names = isinstance(given, Mapping) and bool(given)
+        self._named: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"": given}
         self._is_split = is_split
-        self._kept: dict[str, Any] = {}
+        self._fixed: dict[str, Any] = {}
         self._warned: set[tuple[str, int]] = set()
-        named = self._given if isinstance(self._given, dict) else {"": self._given}
-        for name, dataset in named.items():
+        for name, dataset in self._named.items():
             is_dataset = hasattr(dataset, "split") and not isinstance(dataset, str)
             if dataset is not None and is_split(name) and not is_dataset:
-                shown = f"dataset={dataset!r}" if not name else f"dataset {name!r}"
+                shown = f"dataset {name!r}" if name else f"dataset={dataset!r}"
                 raise TypeError(f"{shown}: must be a Ray Dataset, or a dict of them by name.")
 
     def shared_out(self, actors: Sequence[Any]) -> list[Any]:
@@ -41,31 +41,30 @@ class Datasets:
         For several data sets, each worker gets a dict of shards by name. Without data sets, it gets
         None.
         """
-        if not isinstance(self._given, dict):
-            return self._shares("", self._given, actors)
-        shares = {name: self._shares(name, data, actors) for name, data in self._given.items()}
+        shares = {name: self._shares(name, data, actors) for name, data in self._named.items()}
+        if not self._has_names:
+            return shares.get("", [None] * len(actors))
         return [{name: each[rank] for name, each in shares.items()} for rank in range(len(actors))]
 
     def materialize(self) -> None:
         """Read the data sets to split, before workers reserve the CPUs that reading needs."""
-        named = self._given if isinstance(self._given, dict) else {"": self._given}
-        for name, dataset in named.items():
+        for name, dataset in self._named.items():
             if dataset is not None and self._is_split(name):
                 self._materialized(name, dataset)
 
     def _materialized(self, name: str, dataset: Any) -> Any:
         """Return the data set with fixed rows, so that a restart gets the same shards."""
-        if name not in self._kept:
+        if name not in self._fixed:
             if _is_lazy(dataset):
                 logger.warning(
-                    "Data set %r is read once, before training. What its map functions draw at "
-                    "random is the same in every epoch: draw it in the training function instead. "
-                    "Pass dataset.materialize() to avoid this warning.",
+                    "Data set %r is read once, before training, so random map functions give the "
+                    "same rows in every epoch. Draw random numbers in the training function, and "
+                    "pass dataset.materialize() to avoid this warning.",
                     name,
                 )
                 _warn_without_cpu(name)
-            self._kept[name] = getattr(dataset, "materialize", lambda: dataset)()
-        return self._kept[name]
+            self._fixed[name] = getattr(dataset, "materialize", lambda: dataset)()
+        return self._fixed[name]
 
     def _shares(self, name: str, dataset: Any, actors: Sequence[Any]) -> list[Any]:
         if dataset is None or not self._is_split(name):
@@ -74,16 +73,15 @@ class Datasets:
             return [dataset] * len(actors)
         dataset, num_workers = self._materialized(name, dataset), len(actors)
         num_rows = dataset.count() if hasattr(dataset, "count") else 0
-        if num_rows % num_workers and (name, num_workers) not in self._warned:
+        num_unused = num_rows % num_workers
+        if num_unused and (name, num_workers) not in self._warned:
             self._warned.add((name, num_workers))
             logger.warning(
-                "Data set %r has %d rows, and %d workers get equally many: %d each. The other %d "
-                "rows are not used.",
-                name,
+                "%d of %d rows of data set %r are not used, because %d workers get equally many.",
+                num_unused,
                 num_rows,
+                name,
                 num_workers,
-                num_rows // num_workers,
-                num_rows % num_workers,
             )
         return list(dataset.split(num_workers, equal=True, locality_hints=list(actors)))
 
@@ -98,8 +96,7 @@ def _warn_without_cpu(name: str) -> None:
 
     if free_cpus() < 1:
         logger.warning(
-            "Data set %r is read by Ray tasks, and no CPU of the cluster is free for them now. If "
-            "the workers hold all CPUs, this waits forever: leave one free, or pass "
-            "dataset.materialize(), called before the workers start.",
+            "Data set %r waits for a free CPU, and there is none. If the workers hold all CPUs, "
+            "leave one free, or pass dataset.materialize().",
             name,
         )

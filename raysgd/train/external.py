@@ -1,4 +1,4 @@
-"""What the helpers for Lightning and for Transformers have in common."""
+"""Helpers for Lightning and Transformers."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ def newest_checkpoint_path(name: str) -> str | None:
     path = Path(folder, name)
     if not path.exists():
         raise FileNotFoundError(
-            f"get_checkpoint_path(): the newest checkpoint contains no {name!r}. It must come from "
-            "the RayTrainReportCallback of the same module. Read other checkpoints with "
-            "raysgd.train.get_checkpoint()."
+            f"get_checkpoint_path(): the newest checkpoint contains no {name!r}, so it is not from "
+            "RayTrainReportCallback. Use raysgd.train.get_checkpoint()."
         )
     return str(path)
 
@@ -50,5 +49,5 @@ def check_place(rank: int, size: int, advice: str) -> None:
     if worker_context() is not None and (rank, size) != (world_rank(), world_size()):
         raise RuntimeError(
             f"prepare_trainer(): this is worker {world_rank()} of {world_size()}, but the trainer "
-            f"takes it for worker {rank} of {size}. {advice}"
+            f"has rank {rank} of {size}. {advice}"
         )

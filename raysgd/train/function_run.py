@@ -1,8 +1,4 @@
-"""One run of a training function: its requests to the workers, restarts and checkpoints.
-
-The controller makes the requests and restarts the workers. A training function adds turns that all
-workers take together, and checkpoints to restart from.
-"""
+"""One run of a training function on the driver: turns that all workers take, and checkpoints."""
 
 from __future__ import annotations
 
@@ -62,7 +58,7 @@ class FunctionRun:
             try:
                 self.share_data()
             except WorkerLostError as error:
-                # if only the connection is lost, kill the process so that the next call restarts it
+                # if only the connection is lost, kill the process: the next call restarts it
                 self.group.members[error.rank].kill_process()
             self._call(BeginRequest(plan=self.plan))
 
@@ -144,7 +140,7 @@ class FunctionRun:
         except WorkerLostError as error:
             raise TrainingWorkerError(
                 f"The training function lost workers {self._num_losses} times, and max_retries="
-                f"{self.max_losses} (max_failures in fit()). {error}",
+                f"{self.max_losses} (in fit(), max_failures). {error}",
                 error.rank,
                 error.node_id,
                 error.cause,
@@ -160,8 +156,8 @@ def repair(controller: Controller, max_attempts: int) -> None:
 
 
 def _uneven(turns: list[Turn]) -> str:
-    said = "; ".join(f"worker {rank} {_ACTIONS[turn.kind]}" for rank, turn in enumerate(turns))
+    actions = "; ".join(f"worker {rank} {_ACTIONS[turn.kind]}" for rank, turn in enumerate(turns))
     return (
-        f"The workers are out of step: {said}. Every worker must call report() and "
+        f"The workers are out of step: {actions}. Every worker must call report() and "
         "save_checkpoint() equally often and in the same order."
     )

@@ -21,7 +21,7 @@ _LOG_LEVELS = ("error", "warning", "info", "debug")
 
 
 class HorovodBackend(Backend):
-    """Sets up nothing besides the transport: the function calls ``hvd.init()``."""
+    """Sets up nothing, because the function calls ``hvd.init()``."""
 
     share_cuda_visible_devices = True
 

@@ -40,63 +40,52 @@ __all__ = [
 
 
 class _OnWorkers:
-    """Takes the device and the share of the data from this worker's place."""
+    """Takes the device and the part of the data from this worker's place."""
 
     @property
     def root_device(self) -> torch.device:
-        """The device of this worker."""
         return get_device()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments for the samplers that Lightning adds to loaders."""
         return {"num_replicas": world_size(), "rank": world_rank()}
 
 
 class RayDDPStrategy(_OnWorkers, DDPStrategy):
-    """Lightning's ``DDPStrategy`` over all workers.
+    """The ``DDPStrategy`` of Lightning, with its arguments, over all workers.
 
-    Args:
-        arguments: those of ``DDPStrategy``. The process group exists already, so its backend and
-            timeout are those of :class:`raysgd.train.torch.TorchConfig`.
+    The backend and the timeout are those of :class:`raysgd.train.torch.TorchConfig`.
     """
 
 
 class RayFSDPStrategy(_OnWorkers, FSDPStrategy):
-    """Lightning's ``FSDPStrategy`` over all workers, which need GPUs.
+    """The ``FSDPStrategy`` of Lightning, with its arguments, over all workers. They need GPUs.
 
-    Args:
-        arguments: those of ``FSDPStrategy``. The process group exists already, so its backend and
-            timeout are those of :class:`raysgd.train.torch.TorchConfig`.
+    The backend and the timeout are those of :class:`raysgd.train.torch.TorchConfig`.
     """
 
 
 class RayLightningEnvironment(LightningEnvironment):
-    """Tells Lightning the ranks of this worker."""
+    """Gives Lightning the ranks of this worker."""
 
     @property
     def creates_processes_externally(self) -> bool:
-        """True: the workers run already."""
         return True
 
     def world_size(self) -> int:
-        """Return the number of workers."""
         return world_size()
 
     def global_rank(self) -> int:
-        """Return the rank among all workers."""
         return world_rank()
 
     def local_rank(self) -> int:
-        """Return the rank among the workers of this node."""
         return local_rank()
 
     def node_rank(self) -> int:
-        """Return the rank of this node among those that have workers."""
         return get_context().get_node_rank()
 
     def teardown(self) -> None:
-        """Do nothing, because the process group stays."""
+        pass  # the process group stays
 
 
 class RayTrainReportCallback(Callback):
@@ -120,14 +109,13 @@ class RayTrainReportCallback(Callback):
         mode = checkpoint_upload_mode or CheckpointUploadMode.SYNC
         if getattr(mode, "value", mode) == CheckpointUploadMode.NO_UPLOAD.value:
             raise ValueError(
-                "RayTrainReportCallback(checkpoint_upload_mode=NO_UPLOAD): its checkpoints are "
-                "temporary folders, so they must be uploaded. Use SYNC or ASYNC."
+                "RayTrainReportCallback(checkpoint_upload_mode=NO_UPLOAD): must be SYNC or ASYNC, "
+                "because the checkpoints are temporary folders."
             )
         self.checkpoint_upload_mode = mode
         self.validation = validation
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report."""
         metrics: dict[str, Any] = {k: v.item() for k, v in trainer.callback_metrics.items()}
         metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         with tempfile.TemporaryDirectory() as folder:
@@ -144,12 +132,10 @@ class RayTrainReportCallback(Callback):
 
 
 def get_checkpoint_path() -> str | None:
-    """Return the newest checkpoint of :class:`RayTrainReportCallback`, for ``fit(ckpt_path=...)``.
-
-    None if there is none yet. The path is a temporary copy on this node.
+    """Return a temporary path of the newest checkpoint, or None, for ``fit(ckpt_path=...)``.
 
     Raises:
-        FileNotFoundError: if the run's newest checkpoint comes from something else.
+        FileNotFoundError: if the checkpoint is not from :class:`RayTrainReportCallback`.
     """
     return newest_checkpoint_path(RayTrainReportCallback.CHECKPOINT_NAME)
 

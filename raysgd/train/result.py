@@ -35,7 +35,7 @@ class Result:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """All reports of worker 0 from ``result.json``, also those before a `restore`."""
+        """All reports of worker 0, also those before a `restore`."""
         return read_reports(Path(self.path) / REPORTS)
 
     @property
@@ -49,8 +49,8 @@ class Result:
             pandas = importlib.import_module("pandas")
         except ImportError as error:
             raise ImportError(
-                f"metrics_dataframe needs pandas, which cannot be imported ({error}): "
-                'pip install "raysgd[data]". The same is in `history`, as a list of dicts.'
+                f'metrics_dataframe needs pandas: pip install "raysgd[data]". Or use `history`, '
+                f"a list of dicts. ({error})"
             ) from error
         return pandas.DataFrame(self.history)
 

@@ -75,32 +75,35 @@ class FunctionTrainable(Trainable):
     def step(self) -> dict[str, Any]:
         """Wait for the next reports, and return that of worker 0."""
         try:
-            return self._step()
+            return self._step(self._checkpoints or self._begin())
         except BaseException:
             self._callbacks.__exit__(*sys.exc_info())
             raise
 
-    def _step(self) -> dict[str, Any]:
-        if self._checkpoints is None:
-            handler = self._own.callback_handler()
-            folder = Path(self.logdir or "")
-            self._callbacks.enter_context(handler.run(folder, self._own.train_loop_config))
-            self._handler = handler
-            self._checkpoints = self._own.start_on(
-                self._executor,
-                None,
-                iteration=self._reported,
-                experiment={
-                    "name": self.trial_name or "",
-                    "trial_name": self.trial_name or "",
-                    "trial_id": self.trial_id or "",
-                    "dir": self.logdir or "",
-                },
-                checkpoint=self._start,
-            )
-        number = self._checkpoints.number
+    def _begin(self) -> RunCheckpoints:
+        """Start the callbacks and the function."""
+        self._handler = self._own.callback_handler()
+        folder = Path(self.logdir or "")
+        self._callbacks.enter_context(self._handler.run(folder, self._own.train_loop_config))
+        name = self.trial_name or ""
+        self._checkpoints = self._own.start_on(
+            self._executor,
+            None,
+            iteration=self._reported,
+            experiment={
+                "name": name,
+                "trial_name": name,
+                "trial_id": self.trial_id or "",
+                "dir": self.logdir or "",
+            },
+            checkpoint=self._start,
+        )
+        return self._checkpoints
+
+    def _step(self, checkpoints: RunCheckpoints) -> dict[str, Any]:
+        number = checkpoints.number
         results = self._executor.fetch_next_result()
-        saved = {SHOULD_CHECKPOINT: True} if self._checkpoints.number != number else {}
+        saved = {SHOULD_CHECKPOINT: True} if checkpoints.number != number else {}
         if results is None:
             self._executor.finish_training()
             self._callbacks.close()
@@ -130,17 +133,23 @@ class FunctionTrainable(Trainable):
             self._start_workers()
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Become another trial, with new workers in the same placement group."""
         self.cleanup()
         self.setup(new_config)
         return True
 
     def cleanup(self) -> None:
-        """Stop the workers, and end the run for the callbacks."""
         try:
             self._callbacks.close()
         finally:
             self._executor.shutdown(graceful_termination=False)
+
+
+class _OldStyleTrainable(FunctionTrainable):
+    """A trial whose config is the function's config."""
+
+    @classmethod
+    def trial_trainer(cls, config: Mapping[str, Any]) -> DataParallelTrainer:
+        return cls.trainer.with_config(config)
 
 
 def trainer_trainable(trainer: DataParallelTrainer) -> type[FunctionTrainable]:
@@ -156,10 +165,7 @@ def function_trainable(
     train_func: Callable[..., Any],
     dataset: Any,
 ) -> type[FunctionTrainable]:
-    """Create the Trainable class of a function, for the older API.
-
-    The trial's config is the function's config.
-    """
+    """Create the Trainable class of a function, for the older API."""
     named = dataset if isinstance(dataset, Mapping) else {"": dataset}
     trainer = DataParallelTrainer(
         train_func,
@@ -171,11 +177,3 @@ def function_trainable(
     trainer.datasets = dataset  # also one without a name
     name = getattr(train_func, "__name__", "train_func")
     return type(name, (_OldStyleTrainable,), {"trainer": trainer})
-
-
-class _OldStyleTrainable(FunctionTrainable):
-    """A trial whose config is the function's config."""
-
-    @classmethod
-    def trial_trainer(cls, config: Mapping[str, Any]) -> DataParallelTrainer:
-        return cls.trainer.with_config(config)

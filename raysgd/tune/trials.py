@@ -1,15 +1,7 @@
-"""Trainers as trials of Ray Tune: what ``TorchTrainer.as_trainable`` returns.
+"""Trainers as trials of Ray Tune: the result of ``TorchTrainer.as_trainable``.
 
-A trial is an actor of Tune's. The trainer lives in it, its workers in the same placement group::
-
-    bundle 0    bundle 1    ...
-    worker 0    worker 1
-
-The trial's actor reserves nothing. It waits while its workers train; with ``use_local=True`` it is
-worker 0.
-
-Tune calls ``setup`` once, ``step`` for each result, and ``save_checkpoint`` and ``load_checkpoint``
-where a scheduler or a failure asks for it.
+A trial is a Tune actor that reserves nothing and contains the trainer. Each worker has a bundle of
+the trial's placement group. With ``use_local=True`` the actor is worker 0.
 """
 
 from __future__ import annotations
@@ -41,8 +33,7 @@ try:
     from ray.tune import PlacementGroupFactory, Trainable
 except ImportError as error:
     raise RuntimeError(
-        f"as_trainable() needs Ray Tune, which cannot be imported ({error}). Install it: "
-        'pip install "raysgd[tune]"'
+        f'as_trainable() needs Ray Tune: pip install "raysgd[tune]" ({error})'
     ) from error
 
 __all__ = ["BaseTorchTrainable", "BaseTrainable", "TFTrainable", "trainable_class"]
@@ -75,15 +66,11 @@ class BaseTrainable(Trainable):
         """The trainer of this trial."""
         return self._trainer
 
-    # ---- what Tune calls
+    # ---- methods that Tune calls
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory | None:
-        """Return the resources of a trial: a bundle for each worker, and none for its actor.
-
-        Runs in the process that calls ``Tuner.fit()``. If ``use_gpu`` is "auto", it asks the
-        cluster for GPUs.
-        """
+        """Return the resources of a trial: a bundle for each worker, and none for its actor."""
         if cls._makes_its_trainer():
             return super().default_resource_request(config)
         arguments = cls.trainer_arguments(config)
@@ -94,7 +81,6 @@ class BaseTrainable(Trainable):
         return PlacementGroupFactory(bundles, strategy="PACK")
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Create the trainer, with the config of the trial merged over that of the trainer."""
         self._trainer = self._create_trainer(config)
         self._has_validation, self._options = self.look_at_operator()
 
@@ -104,10 +90,10 @@ class BaseTrainable(Trainable):
 
     def _create_trainer(self, config: dict[str, Any]) -> OperatorTrainer:
         arguments = self.trainer_arguments(config)
-        if "callbacks" in arguments:  # with reuse_actors the next trial needs fresh ones
+        if "callbacks" in arguments:  # the next trial needs fresh ones
             arguments["callbacks"] = copy.deepcopy(arguments["callbacks"])
         if arguments["use_gpu"] == "auto" and self.trial_resources is not None:
-            # the cluster may have got GPUs since the resources of the trial were requested
+            # the cluster may have gained GPUs since then
             arguments["use_gpu"] = any("GPU" in b for b in self.trial_resources.bundles)
         return type(self).trainer_cls(**arguments)
 
@@ -120,7 +106,7 @@ class BaseTrainable(Trainable):
         if override is not None:
             result = override(self.trainer, {"iteration": self.training_iteration})
             if not isinstance(result, dict):
-                raise TypeError(f"override_tune_step must return a dict, but got {result!r}.")
+                raise TypeError(f"override_tune_step must return a dict, not {result!r}.")
             return result
         metrics: dict[str, Any] = self.trainer.train()
         if self._has_validation:
@@ -128,13 +114,12 @@ class BaseTrainable(Trainable):
         return metrics
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Save the trainer's state to a file in `checkpoint_dir`."""
         self.trainer.save(Path(checkpoint_dir) / _STATE)
         if self._options is not None:
             (Path(checkpoint_dir) / _OPTIONS).write_text(json.dumps(self._options))
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Load what `save_checkpoint` wrote, perhaps in a trial with another config (PBT)."""
+        """Load the output of `save_checkpoint`, perhaps in a trial with another config."""
         self.trainer.load(Path(checkpoint) / _STATE)
         saved = Path(checkpoint) / _OPTIONS
         if self._options is None or not saved.exists():
@@ -144,16 +129,14 @@ class BaseTrainable(Trainable):
             self.trainer.load_state_dict(self.with_options(state, then, self._options))
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Continue as another trial with a new trainer, for ``TuneConfig(reuse_actors=True)``."""
         self.cleanup()
         self.setup(copy.deepcopy(new_config))
         return True
 
     def cleanup(self) -> None:
-        """Shut the trainer down."""
         self._trainer.shutdown()
 
-    # ---- what families of trainers define
+    # ---- methods of each family of trainers
 
     def look_at_operator(self) -> tuple[bool, Any]:
         """Return whether there is a validation loader, and the options of the optimizers.
@@ -167,8 +150,8 @@ class BaseTrainable(Trainable):
 
         Args:
             state: the state.
-            then: the options that ``setup`` set for the config of that trainer.
-            now: the options that it sets for the config of this trial.
+            then: options after ``setup`` with the config of that trainer.
+            now: options after ``setup`` with the config of this trial.
         """
         raise NotImplementedError
 
@@ -177,9 +160,8 @@ class BaseTrainable(Trainable):
         """Return the arguments of the trainer of a trial."""
         if not hasattr(cls, "trainer_kwargs"):
             raise TypeError(
-                f"{cls.__name__} does not say which trainer its trials make: give Tune what "
-                "TorchTrainer.as_trainable(...) returns, or a subclass that overrides "
-                "_create_trainer(self, config)."
+                f"{cls.__name__} has no trainer. Pass Tune the result of "
+                "TorchTrainer.as_trainable(...), or override _create_trainer(self, config)."
             )
         given = dict(cls.trainer_kwargs)
         arguments = {name: given.get(name, default) for name, default in cls.defaults.items()}
@@ -204,7 +186,6 @@ class BaseTorchTrainable(BaseTrainable):
         return has_validation, found
 
     def with_options(self, state: dict[str, Any], then: Any, now: Any) -> dict[str, Any]:
-        """See :func:`raysgd.torch.optimizer_options.with_options`."""
         from raysgd.torch import optimizer_options
 
         return optimizer_options.with_options(state, then, now, self._owners)
@@ -234,7 +215,6 @@ class TFTrainable(BaseTrainable):
 
     @staticmethod
     def trainer_cls(**arguments: Any) -> OperatorTrainer:
-        """Make the trainer."""
         from raysgd.tf import TFTrainer
 
         return TFTrainer(**arguments)
@@ -246,7 +226,6 @@ class TFTrainable(BaseTrainable):
         return found
 
     def with_options(self, state: dict[str, Any], then: Any, now: Any) -> dict[str, Any]:
-        """See :func:`raysgd.tf.optimizer_options.with_options`."""
         from raysgd.tf import optimizer_options
 
         return optimizer_options.with_options(state, then, now)
@@ -258,7 +237,7 @@ def trainable_class(
     override_tune_step: TuneStep | None,
     trainer_kwargs: Mapping[str, Any],
 ) -> type[BaseTrainable]:
-    """Make a Trainable class for one trainer class and its arguments.
+    """Create a Trainable class for one trainer class and its arguments.
 
     Args:
         base: the base class for the family of the trainer.
@@ -280,17 +259,17 @@ def trainable_class(
     if override_tune_step is not None:
         _check_step(override_tune_step)
 
-    # Tune names folders and trials after it, and finds it again by its name on Tuner.restore
+    # Tune names folders and trials after the class, and Tuner.restore looks it up by name.
     name = name.removesuffix("Trainer") + "Trainable"
     step = None if override_tune_step is None else staticmethod(override_tune_step)
-    filled_in = {
+    attributes = {
         "trainer_cls": trainer_cls,
         "trainer_kwargs": dict(trainer_kwargs),
         "override_tune_step": step,
     }
-    made: type[BaseTrainable] = type(name, (base,), filled_in)
-    made.trainer_arguments({})
-    return made
+    trainable: type[BaseTrainable] = type(name, (base,), attributes)
+    trainable.trainer_arguments({})  # checks them
+    return trainable
 
 
 def _check_step(step: Any) -> None:
@@ -298,8 +277,8 @@ def _check_step(step: Any) -> None:
         inspect.signature(step).bind("trainer", {})
     except TypeError as error:
         raise ValueError(
-            f"override_tune_step must be a function of two arguments, (trainer, info), but it is "
-            f"{step!r}: {error}."
+            f"override_tune_step={step!r}: must be a function of two arguments, (trainer, info). "
+            f"({error})"
         ) from error
 
 

@@ -45,7 +45,6 @@ class RayTrainReportCallback(TrainerCallback):  # type: ignore[misc]
     CHECKPOINT_NAME = "checkpoint"
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Report."""
         metrics = {name: value for log in state.log_history for name, value in log.items()}
         if dist.is_initialized():
             dist.barrier()  # each worker writes files of its own into the folder
@@ -54,19 +53,15 @@ class RayTrainReportCallback(TrainerCallback):  # type: ignore[misc]
             return
         saved = Path(args.output_dir, f"checkpoint-{state.global_step}").absolute()
         with tempfile.TemporaryDirectory() as folder:
-            # links to files, which `report` reads as these
             shutil.copytree(saved, Path(folder, self.CHECKPOINT_NAME), copy_function=os.symlink)
             report(metrics, checkpoint=Checkpoint.from_directory(folder))
 
 
 def get_checkpoint_path() -> str | None:
-    """Return the newest checkpoint, for ``trainer.train(resume_from_checkpoint=...)``.
-
-    It is that of :class:`RayTrainReportCallback`, or None if there is none yet. The path is a
-    temporary copy on this node.
+    """Return a temporary path of the newest checkpoint, or None, to resume from.
 
     Raises:
-        FileNotFoundError: if the run's newest checkpoint comes from something else.
+        FileNotFoundError: if the checkpoint is not from :class:`RayTrainReportCallback`.
     """
     return newest_checkpoint_path(RayTrainReportCallback.CHECKPOINT_NAME)
 
@@ -82,10 +77,10 @@ class _Batches(IterableDataset[Any]):
 
 
 def prepare_trainer(trainer: Any) -> Any:
-    """Return the trainer, which can read batches of Ray Data; check that it sees all workers.
+    """Return the trainer, able to read batches of Ray Data; check that it sees all workers.
 
-    Its ``train_dataset`` and ``eval_dataset`` may be what ``get_dataset_shard().
-    iter_torch_batches()`` returns. Its batches are used as they are, and set the batch size.
+    Its ``train_dataset`` and ``eval_dataset`` may be the result of
+    ``get_dataset_shard().iter_torch_batches()``, which sets the batch size.
 
     Raises:
         RuntimeError: if this worker has another rank or world size in Transformers.
@@ -113,7 +108,6 @@ def prepare_trainer(trainer: Any) -> Any:
 
 
 def _is_batches(data: Any) -> bool:
-    """Whether it is an iterable and no data set."""
     is_dataset = isinstance(data, IterableDataset) or hasattr(data, "__getitem__")
     return hasattr(data, "__iter__") and not is_dataset
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raysgd._internal.arguments import check_timeout
+from raysgd._internal.arguments import check_choice, check_timeout
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.dynamo import postpone_dynamo
 from raysgd.backends import Backend as Transport
@@ -16,8 +16,6 @@ from raysgd.comm.torch import TorchRendezvous
 from raysgd.train.backend import Backend, BackendConfig
 
 __all__ = ["TorchBackend", "TorchConfig", "TrainProcessGroup"]
-
-_INIT_METHODS = ("env", "tcp")
 
 
 class TorchBackend(Backend):
@@ -49,16 +47,8 @@ class TorchConfig(BackendConfig):
     backend_cls = TorchBackend
 
     def __post_init__(self) -> None:
-        if self.backend not in (None, "gloo", "nccl"):
-            why = ' (A group of "mpi" is that of mpirun: Ray cannot start it.)'
-            raise ValueError(
-                f'TorchConfig(backend={self.backend!r}): must be "gloo", "nccl" or None.'
-                f"{why if self.backend == 'mpi' else ''}"
-            )
-        if self.init_method not in _INIT_METHODS:
-            raise ValueError(
-                f'TorchConfig(init_method={self.init_method!r}): must be "env" or "tcp".'
-            )
+        check_choice("TorchConfig", "backend", self.backend, ("gloo", "nccl", None))
+        check_choice("TorchConfig", "init_method", self.init_method, ("env", "tcp"))
         check_timeout(type(self).__name__, self.timeout_s)
 
     def transport(self, use_gpu: bool = False) -> Transport:

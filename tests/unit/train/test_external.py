@@ -1,4 +1,4 @@
-"""The helpers for Lightning and Transformers, in a session of rank 1 of 2 without a group."""
+"""The helpers for Lightning and Transformers, in a session without a process group."""
 
 import os
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ def lightning_trainer(**arguments):
     return Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **quiet, **arguments)
 
 
-def test_lightning_takes_its_place_from_the_worker(run, helpers, monkeypatch):
+def test_lightning_has_the_ranks_of_the_worker(run, helpers, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     run(rank=1)
     trainer = lightning_trainer(
@@ -47,13 +47,13 @@ def test_lightning_takes_its_place_from_the_worker(run, helpers, monkeypatch):
     assert strategy.cluster_environment.creates_processes_externally
     strategy.cluster_environment.teardown()
     assert os.environ["WORLD_SIZE"] == "2"
-    with pytest.raises(RuntimeError, match=r"worker 1 of 2, but .* worker 0 of 1\. Leave devices"):
+    with pytest.raises(RuntimeError, match=r"worker 1 of 2, but .* rank 0 of 1\. Leave devices"):
         helpers.prepare_trainer(lightning_trainer())
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_lightning_reports_metrics_of_all_and_the_checkpoint_of_worker_0(run, helpers, rank):
-    taken = run(rank=rank)
+    queue = run(rank=rank)
 
     def save_checkpoint(path):
         if rank == 0:
@@ -67,7 +67,7 @@ def test_lightning_reports_metrics_of_all_and_the_checkpoint_of_worker_0(run, he
         save_checkpoint=save_checkpoint,
     )
     helpers.RayTrainReportCallback().on_train_epoch_end(trainer, None)
-    (turn,) = taken.turns
+    (turn,) = queue.turns
     assert turn.metrics.items() >= {"loss": 0.5, "epoch": 3, "step": 40}.items()
     assert turn.has_checkpoint == (rank == 0)
     if rank == 0:
@@ -77,11 +77,11 @@ def test_lightning_reports_metrics_of_all_and_the_checkpoint_of_worker_0(run, he
 def test_temporary_checkpoints_of_lightning_must_be_uploaded(helpers):
     from raysgd.train import CheckpointUploadMode
 
-    with pytest.raises(ValueError, match=r"NO_UPLOAD.* Use SYNC or ASYNC"):
+    with pytest.raises(ValueError, match=r"NO_UPLOAD.* must be SYNC or ASYNC"):
         helpers.RayTrainReportCallback(checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
 
 
-def test_the_newest_checkpoint_is_a_path_until_the_run_is_over(run, helpers, tmp_path):
+def test_the_newest_checkpoint_has_a_path(run, helpers, tmp_path):
     run()
     assert helpers.get_checkpoint_path() is None
     (tmp_path / "checkpoint.ckpt").write_bytes(b"all of it")
@@ -91,7 +91,7 @@ def test_the_newest_checkpoint_is_a_path_until_the_run_is_over(run, helpers, tmp
         assert file.read() == b"all of it"
 
 
-def test_a_checkpoint_of_something_else_has_no_path(run, helpers):
+def test_a_checkpoint_from_elsewhere_has_no_path(run, helpers):
     run(checkpoint=cloudpickle.dumps({"epoch": 3}))
     with pytest.raises(FileNotFoundError, match=r"contains no 'checkpoint\.ckpt'"):
         helpers.get_checkpoint_path()
@@ -110,7 +110,7 @@ def transformers():
 def test_transformers_reports_its_log_and_the_folder_of_worker_0(
     run, transformers, tmp_path, rank, monkeypatch
 ):
-    taken = run(rank=rank)
+    queue = run(rank=rank)
     monkeypatch.chdir(tmp_path)
     for step, content in ((20, b"this"), (30, b"of a run before")):
         folder = tmp_path / "output" / f"checkpoint-{step}" / "deep"
@@ -120,7 +120,7 @@ def test_transformers_reports_its_log_and_the_folder_of_worker_0(
     state = SimpleNamespace(global_step=20, log_history=log)
     arguments = SimpleNamespace(output_dir="output")
     transformers.RayTrainReportCallback().on_save(arguments, state, None)
-    (turn,) = taken.turns
+    (turn,) = queue.turns
     assert turn.metrics.items() >= {"loss": 1.0, "step": 20, "eval_loss": 3.0}.items()
     assert turn.has_checkpoint == (rank == 0)
     if rank == 0:
@@ -161,5 +161,5 @@ def test_a_trainer_of_transformers_reads_batches_of_ray_data(run, transformers, 
     (batch,) = trainer.get_train_dataloader()
     assert batch["x"].shape == (3, 1)
     run(size=2)
-    with pytest.raises(RuntimeError, match=r"worker 0 of 2, but .* worker 0 of 1\. Create"):
+    with pytest.raises(RuntimeError, match=r"worker 0 of 2, but .* rank 0 of 1\. Create"):
         transformers.prepare_trainer(trainer)

@@ -1,48 +1,88 @@
-"""What `fit()` returns, and the file of reports behind it."""
+"""The result of `fit()`, and the file with its reports."""
 
-import itertools
 import json
+import math
+import os
 import sys
-from pathlib import Path
 
+import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from raysgd.train.result import REPORTS, Result, read_reports
+from raysgd.train.result import REPORTS, ReportLog, Result, read_reports
 
 
-def test_a_report_that_was_cut_off_is_left_out(tmp_path):
-    path = Path(tmp_path) / "result.json"
-    assert read_reports(path) == []
-    path.write_text('{"a": 1}\n{"a": 2}\n{"a"')
-    assert read_reports(path) == [{"a": 1}, {"a": 2}]
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / REPORTS
 
 
-@given(st.lists(st.dictionaries(st.text(), st.text()), max_size=4), st.data())
-def test_whole_reports_are_read_wherever_the_file_was_cut_off(tmp_path, reports, data):
-    """Texts with line breaks of any kind among them."""
-    lines = [json.dumps(report) + "\n" for report in reports]
-    written = "".join(lines)
-    length = data.draw(st.integers(0, len(written)))
-    path = tmp_path / REPORTS
-    path.write_text(written[:length], encoding="utf-8")
-    ends = itertools.accumulate(map(len, lines))
-    whole = sum(end - 1 <= length for end in ends)  # the line break at its end may be missing
-    assert read_reports(path) == reports[:whole]
-
-
-def test_the_history_is_what_is_in_the_folder_of_the_run(tmp_path):
+def test_the_history_is_in_the_folder_of_the_run(tmp_path, path):
     result = Result({"n": 1}, None, path=str(tmp_path))
     assert result.history == []
-    (tmp_path / REPORTS).write_text('{"n": 0}\n{"n": 1}\n')
+    path.write_text('{"n": 0}\n{"n": 1}\n')
     assert result.history == [{"n": 0}, {"n": 1}]
     assert list(result.metrics_dataframe["n"]) == [0, 1]
     assert result.log_dir == str(tmp_path)
     assert result.error is None
 
 
-def test_without_pandas_the_error_names_the_extra_and_the_other_way(monkeypatch, tmp_path):
+def test_without_pandas_the_error_names_the_extra_and_the_history(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match=r'"raysgd\[data\]"\. The same is in `history`'):
+    with pytest.raises(ImportError, match=r'"raysgd\[data\]"\. Or use `history`'):
         _ = Result(None, None, path=str(tmp_path)).metrics_dataframe
+
+
+def test_each_report_can_be_read_immediately(path):
+    with ReportLog(path) as log:
+        assert log.last is None
+        for n in range(3):
+            log.write({"n": n})
+            assert read_reports(path) == [{"n": k} for k in range(n + 1)]
+        assert log.last == {"n": 2}
+
+
+def test_a_restored_run_continues_after_the_last_complete_report(path):
+    path.write_text('{"n": 0}\n{"n": 1}\n{"n": 2, "lo')  # the writer was killed
+    with ReportLog(path) as log:
+        assert log.last == {"n": 1}
+        log.write({"n": 2})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"n": 0},
+        {"n": 1},
+        {"n": 2},
+    ]
+
+
+def test_values_that_json_does_not_have_stay_in_memory_only(path):
+    ring = []
+    ring.append(ring)
+    report = {"a": 1, "object": object(), "ring": ring, 5: "number as name"}
+    with ReportLog(path) as log:
+        log.write(report)
+        assert log.last == report
+        report["a"] = 2
+        assert log.last["a"] == 1
+    assert read_reports(path) == [{"a": 1}]
+
+
+def test_numbers_that_are_not_finite_stay_numbers(tmp_path, path):
+    with ReportLog(path) as log:
+        log.write({"loss": np.float32("nan"), "bound": {"high": [float("inf")]}})
+    with ReportLog(path):  # a restored run writes the reports again
+        result = Result(None, None, path=str(tmp_path))
+    (found,) = result.history
+    assert math.isnan(found["loss"])
+    assert found["bound"] == {"high": [math.inf]}
+    assert result.metrics_dataframe["loss"].isna().all()
+
+
+def test_a_restored_run_that_is_killed_at_its_start_loses_no_report(path, monkeypatch):
+    path.write_text('{"n": 0}\n')
+
+    def killed(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt), ReportLog(path):
+        pytest.fail("it has not begun")
+    assert path.read_text() == '{"n": 0}\n'
