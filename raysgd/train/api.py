@@ -62,13 +62,12 @@ def report(
             metric is passed by name.
         checkpoint: a :class:`Checkpoint`, from worker 0 or from all workers. The driver keeps that
             of the lowest rank.
-        named: metrics by name. If a dict of metrics is passed, five names are options of current
-            Ray Train instead: ``checkpoint_upload_mode``, a :class:`CheckpointUploadMode`;
-            ``checkpoint_upload_fn(checkpoint, name)``, which stores the checkpoint and returns it
-            from there, in a thread if the mode is ASYNC; ``checkpoint_dir_name``, that name;
+        named: metrics by name. With a dict of metrics, these names are options instead:
+            ``checkpoint_upload_mode``, a :class:`CheckpointUploadMode`;
+            ``checkpoint_upload_fn(checkpoint, name)``, which stores the checkpoint and returns the
+            stored one; ``checkpoint_dir_name``, that name;
             ``delete_local_checkpoint_after_upload``, by default True only for ASYNC;
-            ``validation``, True or a :class:`ValidationTaskConfig`, to validate the checkpoint with
-            the trainer's :class:`ValidationConfig`.
+            ``validation``, True or a :class:`ValidationTaskConfig`.
 
     Raises:
         TypeError: if an argument has the wrong type, or a value cannot be pickled.
@@ -259,20 +258,18 @@ class TrainContext:
         return self.experiment.get("name", "")
 
     def get_trial_name(self) -> str:
-        """Return the name of the trial; without a search, the name of the run."""
+        """Return the name of the trial; outside of Ray Tune, the name of the run."""
         return self.experiment.get("trial_name", self.get_experiment_name())
 
     def get_trial_id(self) -> str:
-        """Return the ID of the trial; without a search, the name of the run."""
+        """Return the ID of the trial; outside of Ray Tune, the name of the run."""
         return self.experiment.get("trial_id", self.get_experiment_name())
 
     def get_trial_dir(self) -> str:
         """Return the folder of the run on the driver's node."""
         return self.experiment.get("dir", "")
 
-    def get_storage(self) -> str:
-        """Return the same folder as `get_trial_dir`."""
-        return self.get_trial_dir()
+    get_storage = get_trial_dir
 
 
 def get_context() -> TrainContext:

@@ -99,22 +99,14 @@ class BackendExecutor:
         self._elastic = dataclasses.replace(elastic, in_place=False, snapshot_every="epoch")
         self._controller: Controller | None = None
         self._group: core.WorkerGroup | None = None
-        self._checkpoints = self._earlier = RunCheckpoints()
+        self._checkpoints = RunCheckpoints()
         self._run: FunctionRun | None = None
         self._finalizer: Any = None
 
     # ---- life
 
     def start(self, initialization_hook: Callable[[], None] | None = None) -> None:
-        """Start the workers and the backend.
-
-        Args:
-            initialization_hook: called on every worker before anything else.
-
-        Raises:
-            RuntimeError: if they are started already.
-            InsufficientResourcesError: if there is no room for them within the start timeout.
-        """
+        """Start the workers and the backend, as `Trainer.start` documents."""
         if self.is_started:
             raise RuntimeError("The workers are already started. Call shutdown() first.")
         check_hook("start", initialization_hook)
@@ -219,13 +211,13 @@ class BackendExecutor:
         iteration: int = 0,
         resume: bool = False,
     ) -> RunCheckpoints:
-        """Start a training function on every worker.
+        """Start a training function on every worker. `Trainer.run` documents most arguments.
 
         Args:
             train_func: a function of no arguments.
             run_dir: folder of the run, for checkpoints; None to write none.
-            dataset: a Ray Dataset, a dict of them by name, or `Datasets`.
-            checkpoint: checkpoint to start from: a dict, a Checkpoint, or the path of one.
+            dataset: as for `Trainer.run`, or `Datasets`.
+            checkpoint: checkpoint to start from.
             checkpoint_strategy: which checkpoints stay on disk.
             latest_checkpoint_id: number of the newest checkpoint so far; 0 by default.
             validation: a ValidationConfig; None to validate no checkpoints.
@@ -233,9 +225,6 @@ class BackendExecutor:
             experiment: names for ``get_context()``.
             iteration: number of earlier reports.
             resume: whether to continue from the newest checkpoint in `run_dir`, if there is one.
-
-        Raises:
-            TrainingWorkerError: if workers are lost more often than ``max_retries``.
         """
         controller = self._supervised("start_training")
         if self._run is not None:
@@ -267,7 +256,7 @@ class BackendExecutor:
         datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
         assert self._group is not None
         # from here on there is a run, and a failure must end it
-        self._earlier, self._checkpoints = self._saved, checkpoints
+        self._checkpoints = checkpoints
         self._run = FunctionRun(
             controller, self._group, plan, checkpoints, datasets, self._max_losses
         )
@@ -278,16 +267,13 @@ class BackendExecutor:
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
         """Wait until every worker has reported, and return the reports by rank.
 
-        Keeps checkpoints. Replaces lost workers, and runs the function again from the newest
-        checkpoint.
-
         Returns:
             None when the function has returned on all workers.
 
         Raises:
-            TrainingWorkerError: if workers are lost more often than ``max_retries``.
+            TrainingWorkerError: if workers are lost more often than ``max_retries`` allows.
             RuntimeError: if the workers do not report and save in step.
-            BaseException: an error of the function.
+            BaseException: the exception of the function.
         """
         run = self._training("fetch_next_result")
         with self._aborting():
@@ -298,10 +284,7 @@ class BackendExecutor:
         self._training("pause_reporting").is_silent = True
 
     def finish_training(self) -> list[Any]:
-        """Skip reports until the end of the function, and return its results by rank.
-
-        Then the workers can train another function. Errors are those of `fetch_next_result`.
-        """
+        """Skip reports until the end of the function, and return its results by rank."""
         run = self._training("finish_training")
         run.is_silent = True
         while run.values is None:
@@ -311,7 +294,7 @@ class BackendExecutor:
         return run.values
 
     def abort(self) -> None:
-        """End the run, if there is one; the workers can train another function."""
+        """End the run, if there is one."""
         run, self._run = self._run, None
         if run is not None:
             run.abort()
@@ -321,7 +304,7 @@ class BackendExecutor:
 
         Raises:
             TrainingWorkerError: if a worker is lost. The call is not repeated.
-            BaseException: an error of the function.
+            BaseException: the exception of the function.
         """
         controller = self._supervised("run")
         try:
@@ -344,8 +327,8 @@ class BackendExecutor:
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint, of the newest run that has saved one; None if none has."""
-        return self._saved.latest
+        """The newest checkpoint of the newest run; None if there is none."""
+        return self._checkpoints.latest
 
     @property
     def latest_checkpoint_id(self) -> int:
@@ -360,24 +343,18 @@ class BackendExecutor:
 
     @property
     def latest_checkpoint_path(self) -> Path | None:
-        """Path of the newest checkpoint on disk, of the same run; None if there is none."""
-        return self._saved.latest_path
+        """Path of the newest checkpoint of the newest run on disk; None if there is none."""
+        return self._checkpoints.latest_path
 
     @property
     def best_checkpoint_path(self) -> Path | None:
-        """Path of the best checkpoint on disk, of the same run; None if there is none."""
-        return self._saved.best_path
+        """Path of the best checkpoint of the newest run on disk; None if there is none."""
+        return self._checkpoints.best_path
 
     # ---- helpers
 
-    @property
-    def _saved(self) -> RunCheckpoints:
-        """The checkpoints of the newest run that has saved one."""
-        return self._checkpoints if self._checkpoints.has_saved else self._earlier
-
     @contextlib.contextmanager
     def _aborting(self) -> Iterator[None]:
-        """End the run if the code in the context fails."""
         try:
             yield
         except BaseException:
@@ -385,7 +362,6 @@ class BackendExecutor:
             raise
 
     def _overridden(self, name: str) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
-        """Return a method of the backend, or None if the backend does not override it."""
         own = getattr(self._backend, name)
         return None if own is getattr(Backend, name) else own
 
@@ -405,10 +381,7 @@ class BackendExecutor:
 
 
 def executor_for(config: BackendConfig, scaling: Any, failure: Any) -> BackendExecutor:
-    """Return an executor for a ScalingConfig and a FailureConfig, or those of Ray.
-
-    None as `failure` allows no loss.
-    """
+    """Return an executor for raysgd's or Ray's configs. Without `failure`, no loss is allowed."""
     num_cpus, num_gpus, others = worker_resources(
         getattr(scaling, "use_gpu", False), getattr(scaling, "resources_per_worker", None)
     )

@@ -69,7 +69,7 @@ class Trainer:
         *,
         elastic: ElasticConfig | None = None,
     ) -> None:
-        self._backend, self._config = backend, checked_config(backend)
+        self._config = checked_config(backend)
         self._scaling = ScalingConfig(num_workers, use_gpu, resources_per_worker)
         self._failure = FailureConfig(max_retries, elastic)
         self._executor = executor_for(self._config, self._scaling, self._failure)
@@ -100,10 +100,7 @@ class Trainer:
         self._executor.start(initialization_hook)
 
     def shutdown(self) -> None:
-        """Stop the workers and release their resources. `start` works again afterwards.
-
-        Workers that run a method of a class of `to_worker_group` have 5 s to finish it.
-        """
+        """Stop the workers and release their resources. `start` works again afterwards."""
         self._executor.shutdown()
 
     # ---- runs
@@ -172,7 +169,7 @@ class Trainer:
     def to_worker_group(self, train_cls: type[Any], *args: Any, **kwargs: Any) -> TrainWorkerGroup:
         """Create an object of a class on every worker, with the backend set up.
 
-        Starts the trainer if necessary.
+        Starts the trainer if necessary. The objects live until it shuts down.
 
         Args:
             train_cls: the class.
@@ -181,17 +178,16 @@ class Trainer:
 
         Returns:
             The objects, by rank. ``workers[0].method.remote(...)`` returns a reference for
-            ``ray.get``. The objects live as long as a reference to the group or to one of its
-            workers.
+            ``ray.get``.
         """
         if not self._executor.is_started:
             self._executor.start()
         return TrainWorkerGroup(self._executor, train_cls, args, kwargs)
 
     def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> type[Any]:
-        """Return a class of trials for Ray Tune, each of which runs the function on workers.
+        """Return a class of trials for Ray Tune. Each trial runs the function on its own workers.
 
-        The reports of worker 0 are the results of a trial. The trial's config is the function's.
+        The reports of worker 0 are the results of a trial. The function gets the trial's config.
 
         Args:
             train_func: a function of no argument, or of the config.
@@ -199,7 +195,6 @@ class Trainer:
 
         Raises:
             RuntimeError: if the trainer is started, or Ray Tune is not installed.
-            ValueError: if `train_func` requires more than one argument.
         """
         if self._executor.is_started:
             raise RuntimeError(
@@ -207,10 +202,10 @@ class Trainer:
                 "starts its own workers. Call shutdown() first."
             )
         functions = importlib.import_module("raysgd.tune.functions")
-        made: type[Any] = functions.function_trainable(
+        trainable: type[Any] = functions.function_trainable(
             self._config, self._scaling, self._failure, train_func, dataset
         )
-        return made
+        return trainable
 
     # ---- results
 
@@ -221,27 +216,27 @@ class Trainer:
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint, of the newest run that saved one; None if none has."""
+        """The newest checkpoint of the newest run; None if there is none."""
         return self._executor.latest_checkpoint
 
     @property
     def latest_checkpoint_dir(self) -> Path | None:
-        """Folder of that run's checkpoints; None if there are none on disk."""
+        """Folder of its checkpoints; None if there are none on disk."""
         return self._executor.latest_checkpoint_dir
 
     @property
     def latest_checkpoint_path(self) -> Path | None:
-        """Path of that run's newest checkpoint on disk; None if there is none."""
+        """Path of its newest checkpoint on disk; None if there is none."""
         return self._executor.latest_checkpoint_path
 
     @property
     def best_checkpoint_path(self) -> Path | None:
-        """Path of that run's best checkpoint on disk; None if there is none."""
+        """Path of its best checkpoint on disk; None if there is none."""
         return self._executor.best_checkpoint_path
 
     @property
     def best_checkpoint(self) -> dict[str, Any] | None:
-        """That run's best checkpoint on disk; None if there is none."""
+        """Its best checkpoint on disk; None if there is none."""
         path = self.best_checkpoint_path
         return None if path is None else self.load_checkpoint_from_path(path)
 
@@ -258,13 +253,6 @@ class Trainer:
     def events(self) -> list[Event]:
         """Losses, restarts and growth of the workers since `start`, oldest first."""
         return self._executor.events
-
-    def __repr__(self) -> str:
-        workers = self._scaling.num_workers
-        state = "started" if self._executor.is_started else "not started"
-        return (
-            f"<Trainer({self._backend!r}, num_workers={workers!r}): {state}, runs in {self.logdir}>"
-        )
 
     def _prepared(
         self, method: str, train_func: Callable[..., Any], config: dict[str, Any] | None

@@ -118,16 +118,6 @@ class WorkerGroup:
         return len(self)
 
     @property
-    def num_cpus_per_worker(self) -> float:
-        """CPUs of each worker."""
-        return self._group.options.num_cpus
-
-    @property
-    def num_gpus_per_worker(self) -> float:
-        """GPUs of each worker."""
-        return self._group.options.num_gpus
-
-    @property
     def workers(self) -> list[Worker]:
         """The workers, by rank."""
         members: list[Any] = self._group.members
@@ -280,27 +270,22 @@ class HostedWorker:
     def __getattr__(self, name: str) -> HostedMethod:
         if name.startswith("__"):
             raise AttributeError(name)
-        options = {"num_returns": self._num_returns[name]} if name in self._num_returns else {}
-        return HostedMethod(self.actor, self._id, name, **options)
+        return HostedMethod(self.actor, self._id, name, self._num_returns.get(name, 1))
 
 
+@dataclass(frozen=True)
 class HostedMethod:
     """A method of an object in a worker."""
 
-    def __init__(self, actor: Any, hosted_id: str, name: str, **options: Any) -> None:
-        self._actor = actor
-        self._id = hosted_id
-        self._name = name
-        self._options = options
-
-    def options(self, **options: Any) -> HostedMethod:
-        """Return the method with Ray call options, such as ``num_returns``."""
-        return HostedMethod(self._actor, self._id, self._name, **{**self._options, **options})
+    actor: Any
+    hosted_id: str
+    name: str
+    num_returns: int
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         """Start the method and return a reference for ``ray.get``, or ``num_returns`` of them."""
-        bound = self._actor.execute.options(**self._options)
-        return bound.remote(_call_hosted, self._id, self._name, *args, **kwargs)
+        execute = self.actor.execute.options(num_returns=self.num_returns)
+        return execute.remote(_call_hosted, self.hosted_id, self.name, *args, **kwargs)
 
 
 def _host(

@@ -7,7 +7,6 @@ the trial's placement group. With ``use_local=True`` the actor is worker 0.
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -248,17 +247,13 @@ def trainable_class(
 
     Raises:
         TypeError: if an argument has the wrong type.
-        ValueError: if an argument is out of its range, or `override_tune_step` does not take two
-            arguments.
+        ValueError: if an argument is out of its range.
     """
     name = getattr(trainer_cls, "__name__", "Trainer")
     checked_dict(name, "config", trainer_kwargs.get("config"))
     logdir = checked_logdir(trainer_kwargs.get("logdir"))
     callbacks = trainer_kwargs.get("callbacks", ())
     checked_callbacks(f"{name}.as_trainable(callbacks=...)", callbacks, logdir)
-    if override_tune_step is not None:
-        _check_step(override_tune_step)
-
     # Tune names folders and trials after the class, and Tuner.restore looks it up by name.
     name = name.removesuffix("Trainer") + "Trainable"
     step = None if override_tune_step is None else staticmethod(override_tune_step)
@@ -270,16 +265,6 @@ def trainable_class(
     trainable: type[BaseTrainable] = type(name, (base,), attributes)
     trainable.trainer_arguments({})  # checks them
     return trainable
-
-
-def _check_step(step: Any) -> None:
-    try:
-        inspect.signature(step).bind("trainer", {})
-    except TypeError as error:
-        raise ValueError(
-            f"override_tune_step={step!r}: must be a function of two arguments, (trainer, info). "
-            f"({error})"
-        ) from error
 
 
 def _check(arguments: Mapping[str, Any]) -> None:

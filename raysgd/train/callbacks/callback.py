@@ -66,6 +66,8 @@ class FileCallback(TrainingCallback):
         workers: ranks of the workers whose results it gets; None for all.
     """
 
+    logdir: Path
+    """The folder. It exists from the first run on."""
     _subfolder = ""
     """Default folder, relative to the folder of the run."""
 
@@ -73,28 +75,15 @@ class FileCallback(TrainingCallback):
         self, logdir: str | os.PathLike[str] | None, workers: int | list[int] | None
     ) -> None:
         self._given = logdir
-        self._folder: Path | None = None
-        self._is_restored = False
         self.results_preprocessor = IndexedResultsPreprocessor(workers)
 
     def start_training(
         self, logdir: str | os.PathLike[str], config: dict[str, Any] | None = None, **info: Any
     ) -> None:
-        self._folder = checked_path("logdir", self._given or Path(logdir, self._subfolder))
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self.logdir = checked_path("logdir", self._given or Path(logdir, self._subfolder))
+        self.logdir.mkdir(parents=True, exist_ok=True)
         self._is_restored = bool(read_reports(Path(logdir, REPORTS)))
         self._begin(config or {})
 
     def _begin(self, config: dict[str, Any]) -> None:
         """Begin to write. The folder exists."""
-
-    @property
-    def logdir(self) -> Path:
-        """The folder.
-
-        Raises:
-            RuntimeError: before the first run.
-        """
-        if self._folder is None:
-            raise RuntimeError(f"{type(self).__name__} has no folder before its first run.")
-        return self._folder

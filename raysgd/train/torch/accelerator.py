@@ -16,6 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from raysgd._internal.arguments import check_choice, check_flags
 from raysgd._internal.nested import map_leaves
 from raysgd.torch.precision import Precision, create_precision
 from raysgd.train import session
@@ -120,7 +121,7 @@ def prepare_model(
         model: the model.
         move_to_device: whether to move it to `get_device`; or a device to move it to.
         wrap_ddp: False is the same as ``parallel_strategy=None``.
-        ddp_kwargs: the same as ``parallel_strategy_kwargs``, for "ddp".
+        ddp_kwargs: the same as ``parallel_strategy_kwargs``.
         parallel_strategy: how to wrap the model if there are several workers. "ddp" uses
             DistributedDataParallel. "fsdp" uses FullyShardedDataParallel, also on CPUs; it shards
             parameters, gradients and the state of optimizers that are created afterwards. None does
@@ -128,13 +129,12 @@ def prepare_model(
         parallel_strategy_kwargs: arguments of the wrapper.
 
     Raises:
-        ValueError: if the strategy is unknown or contradicts another argument, or no parameter
-            requires a gradient.
+        ValueError: if the strategy is unknown.
         TypeError: if `wrap_ddp` is not a bool.
+        RuntimeError: if no parameter requires a gradient ("ddp").
     """
-    strategy, kwargs = _checked_strategy(
-        wrap_ddp, ddp_kwargs, parallel_strategy, parallel_strategy_kwargs
-    )
+    check_flags("prepare_model", wrap_ddp=wrap_ddp)
+    check_choice("prepare_model", "parallel_strategy", parallel_strategy, ("ddp", "fsdp", None))
     accelerator = _accelerator()
     device = move_to_device if isinstance(move_to_device, torch.device) else get_device()
     if device.type == "cuda":
@@ -143,50 +143,18 @@ def prepare_model(
         model = model.to(device)
     if accelerator.amp:
         model.forward = _Autocast(accelerator.precision, model.forward)
-    if strategy is None or world_size() <= 1:
+    if parallel_strategy is None or not wrap_ddp or world_size() <= 1:
         return model
-    if strategy == "fsdp":
+    kwargs: dict[str, Any] = {**(ddp_kwargs or {}), **(parallel_strategy_kwargs or {})}
+    if parallel_strategy == "fsdp":
         from torch.distributed.fsdp import FullyShardedDataParallel  # takes a second to import
 
-        place = {"device_id": device} if device.type == "cpu" else {}  # avoid the GPU default
-        return FullyShardedDataParallel(model, **{**place, **kwargs})
-    if not any(each.requires_grad for each in model.parameters()):
-        raise ValueError(
-            f"prepare_model({type(model).__name__}): no parameter requires a gradient, so the "
-            "workers have nothing to average. Pass parallel_strategy=None."
-        )
-    arguments: dict[str, Any] = {"device_ids": [device]} if device.type == "cuda" else {}
-    if move_to_device is False and next(model.parameters()).device.type == "cpu":
-        arguments = {}
-    return DistributedDataParallel(model, **{**arguments, **kwargs})
-
-
-def _checked_strategy(
-    wrap_ddp: Any,
-    ddp_kwargs: dict[str, Any] | None,
-    strategy: str | None,
-    kwargs: dict[str, Any] | None,
-) -> tuple[str | None, dict[str, Any]]:
-    """Return the effective strategy and the arguments of the wrapper."""
-    if not isinstance(wrap_ddp, bool):
-        raise TypeError(
-            f"prepare_model(wrap_ddp={wrap_ddp!r}): must be a bool. Pass "
-            "parallel_strategy=... and parallel_strategy_kwargs=... by name."
-        )
-    if strategy not in ("ddp", "fsdp", None):
-        raise ValueError(
-            f'prepare_model(parallel_strategy={strategy!r}): must be "ddp", "fsdp" or None.'
-        )
-    if strategy == "fsdp" and not (wrap_ddp and ddp_kwargs is None):
-        raise ValueError(
-            'prepare_model(parallel_strategy="fsdp") takes neither wrap_ddp nor ddp_kwargs. Pass '
-            "parallel_strategy_kwargs."
-        )
-    if ddp_kwargs is not None and kwargs is not None:
-        raise ValueError(
-            "prepare_model(ddp_kwargs=..., parallel_strategy_kwargs=...): pass only one of the two."
-        )
-    return (strategy if wrap_ddp else None), dict(kwargs or ddp_kwargs or {})
+        if device.type == "cpu":  # the default is a GPU
+            kwargs.setdefault("device_id", device)
+        return FullyShardedDataParallel(model, **kwargs)
+    if device.type == "cuda" and any(parameter.is_cuda for parameter in model.parameters()):
+        kwargs.setdefault("device_ids", [device])
+    return DistributedDataParallel(model, **kwargs)
 
 
 def prepare_data_loader(

@@ -37,11 +37,6 @@ def test_before_a_run_there_is_nothing(trainer):
     assert trainer.best_checkpoint_path is None
 
 
-def test_the_representation_of_a_trainer(tmp_path):
-    shown = repr(Trainer("torch", num_workers=(1, 2), logdir=tmp_path))
-    assert shown == f"<Trainer('torch', num_workers=(1, 2)): not started, runs in {tmp_path}>"
-
-
 def test_runs_need_a_started_trainer(trainer):
     for call in (trainer.run, trainer.run_iterator):
         with pytest.raises(RuntimeError, match=r"Call start\(\)"):

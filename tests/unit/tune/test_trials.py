@@ -80,8 +80,6 @@ def test_without_tune_the_error_names_the_extra(monkeypatch):
         ({"num_workers": 0}, ValueError, r"num_workers=0\): must be at least 1"),
         ({"callbacks": 5}, TypeError, r"as_trainable\(callbacks=\.\.\.\)"),
         ({"logdir": b"runs"}, TypeError, "logdir"),
-        ({"override_tune_step": lambda trainer: {}}, ValueError, r"\(trainer, info\)"),
-        ({"override_tune_step": "step"}, ValueError, r"\(trainer, info\)"),
     ],
 )
 def test_wrong_arguments_are_refused_before_there_are_trials(arguments, error, match):

@@ -30,11 +30,6 @@ def log(tmp_path):
     return write
 
 
-def test_a_file_callback_has_no_folder_before_a_run():
-    with pytest.raises(RuntimeError, match="JsonLoggerCallback has no folder"):
-        _ = JsonLoggerCallback().log_path
-
-
 @pytest.mark.parametrize(
     ("given", "expected"), [(None, "run"), ("own/a", "own/a"), ("~/logs", "logs")]
 )
