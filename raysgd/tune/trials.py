@@ -214,6 +214,7 @@ class TFTrainable(BaseTrainable):
 
     @staticmethod
     def trainer_cls(**arguments: Any) -> OperatorTrainer:
+        """Create the trainer."""
         from raysgd.tf import TFTrainer
 
         return TFTrainer(**arguments)
