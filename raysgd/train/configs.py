@@ -1,14 +1,13 @@
 """Configs of a training run, with the names of current Ray Train.
 
-Trainers also accept Ray's classes of these names, and read the attributes that they know.
+Trainers also accept Ray's classes of these names, and convert them.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,38 +82,39 @@ class RunConfig:
     """Name of the folder of the run; None for the trainer's name and the date."""
     storage_path: str | os.PathLike[str] | None = None
     """Parent folder of the run; None for ``~/ray_results``."""
-    failure_config: Any = field(default_factory=FailureConfig)
-    checkpoint_config: Any = field(default_factory=CheckpointConfig)
+    failure_config: FailureConfig = field(default_factory=FailureConfig)
+    checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
     callbacks: Sequence[TrainingCallback] | None = None
     """Receive what the workers report."""
 
 
-def checked_scaling(given: Any) -> Any:
-    """Return the scaling config, raysgd's or Ray's, for an argument of a trainer."""
+def checked_scaling(given: Any) -> ScalingConfig:
+    """Return the scaling config for an argument of a trainer: raysgd's or Ray's, or a dict."""
     if given is None:
         return ScalingConfig()
     if isinstance(given, Mapping):
-        given = ScalingConfig(**given)
+        return ScalingConfig(**given)
     _check_kind("scaling_config", given, "num_workers", "a ScalingConfig, or a dict of its fields")
-    if given.num_workers is None:  # the default of the Ray class
-        given = copy.copy(given)
-        given.num_workers = 1
-    return given
+    config: ScalingConfig = _converted(ScalingConfig, given)
+    if config.num_workers is None:  # the default of the Ray class
+        config.num_workers = 1
+    return config
 
 
-def checked_run(given: Any) -> Any:
-    """Return the run config, raysgd's or Ray's, for an argument of a trainer."""
+def checked_run(given: Any) -> RunConfig:
+    """Return the run config for an argument of a trainer, raysgd's or Ray's."""
     if given is None:
         return RunConfig()
     _check_kind("run_config", given, "failure_config", "a RunConfig, such as RunConfig(name='a')")
-    failure = given.failure_config
-    if failure is not None:
+    config: RunConfig = _converted(RunConfig, given)
+    if (failure := config.failure_config) is not None:
         _check_kind("failure_config", failure, "max_failures", "a FailureConfig")
         check_int("FailureConfig", "max_failures", failure.max_failures, -1)
-    checkpoint = getattr(given, "checkpoint_config", None)
-    if checkpoint is not None:
+    if (checkpoint := config.checkpoint_config) is not None:
         _check_kind("checkpoint_config", checkpoint, "num_to_keep", "a CheckpointConfig")
-    name, storage = getattr(given, "name", None), getattr(given, "storage_path", None)
+    config.failure_config = _converted(FailureConfig, failure)
+    config.checkpoint_config = _converted(CheckpointConfig, checkpoint)
+    name = config.name
     if name is not None and (
         not isinstance(name, str) or name in ("", "..") or Path(name).name != name
     ):
@@ -122,13 +122,13 @@ def checked_run(given: Any) -> Any:
             f"RunConfig(name={name!r}): must be the name of one folder. Pass its parent folder as "
             "storage_path."
         )
-    if storage is not None:
+    if config.storage_path is not None:
         advice = (
             "Mount the storage, copy Result.path to it after fit(), or save to the URL in the "
             "training function with raysgd.checkpoint.CheckpointStore(url)."
         )
-        checked_path("storage_path", storage, advice)
-    return given
+        checked_path("storage_path", config.storage_path, advice)
+    return config
 
 
 def _check_kind(name: str, given: Any, attribute: str, allowed: str) -> None:
@@ -137,11 +137,16 @@ def _check_kind(name: str, given: Any, attribute: str, allowed: str) -> None:
         raise TypeError(f"{name}={given!r}: must be {allowed}.")
 
 
-def strategy_of(config: Any) -> CheckpointStrategy:
-    """Return the strategy of a checkpoint config, raysgd's or Ray's."""
+def _converted(kind: Any, given: Any) -> Any:
+    """Return a config of raysgd with the attributes of another; defaults for None."""
+    names = [field.name for field in fields(kind)]
+    return kind(**{name: getattr(given, name) for name in names if hasattr(given, name)})
+
+
+def strategy_of(config: CheckpointConfig) -> CheckpointStrategy:
+    """Return the strategy of a checkpoint config."""
     return CheckpointStrategy(
-        num_to_keep=getattr(config, "num_to_keep", None),
-        checkpoint_score_attribute=getattr(config, "checkpoint_score_attribute", None)
-        or "_timestamp",
-        checkpoint_score_order=getattr(config, "checkpoint_score_order", None) or "max",
+        num_to_keep=config.num_to_keep,
+        checkpoint_score_attribute=config.checkpoint_score_attribute or "_timestamp",
+        checkpoint_score_order=config.checkpoint_score_order or "max",
     )

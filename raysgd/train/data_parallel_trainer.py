@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import logging
 import os
@@ -17,11 +18,16 @@ from raysgd._internal.arguments import checked_dict, suggests, unknown_argument
 from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.cluster.serialization import unpicklable_key
-from raysgd.errors import CheckpointError
 from raysgd.train.arguments import bound_function, make_folder, run_folder
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks.callback_handler import CallbackHandler
-from raysgd.train.configs import checked_run, checked_scaling, strategy_of
+from raysgd.train.configs import (
+    RunConfig,
+    ScalingConfig,
+    checked_run,
+    checked_scaling,
+    strategy_of,
+)
 from raysgd.train.datasets import Datasets
 from raysgd.train.executor import BackendExecutor, executor_for
 from raysgd.train.result import REPORTS, ReportLog, Result
@@ -84,8 +90,8 @@ class DataParallelTrainer:
         self.train_loop_per_worker = train_loop_per_worker
         self.train_loop_config: Any = train_loop_config
         self.backend_config = backend_config or BackendConfig()
-        self.scaling_config = scaling_config
-        self.run_config = run_config
+        self.scaling_config: ScalingConfig = scaling_config
+        self.run_config: RunConfig = run_config
         self.datasets: Any = datasets
         self.dataset_config = dataset_config
         self.metadata: Any = metadata
@@ -181,7 +187,7 @@ class DataParallelTrainer:
             folder,
             datasets or Datasets(self.datasets, self._is_split),
             self.resume_from_checkpoint if checkpoint is None else checkpoint,
-            strategy_of(getattr(self.run_config, "checkpoint_config", None)),
+            strategy_of(self.run_config.checkpoint_config),
             validation=None if folder is None else self.validation_config,
             metadata=self.metadata,
             experiment={**names, **(experiment or {})},
@@ -191,11 +197,11 @@ class DataParallelTrainer:
 
     def callback_handler(self) -> CallbackHandler:
         """Return the handler of the callbacks in ``run_config``, for `fit` and for trials."""
-        return CallbackHandler(getattr(self.run_config, "callbacks", None))
+        return CallbackHandler(self.run_config.callbacks)
 
     def executor(self) -> BackendExecutor:
         """Return a new executor, not started, for the workers that the configs ask for."""
-        failure = getattr(self.run_config, "failure_config", None)
+        failure = self.run_config.failure_config
         return executor_for(self.backend_config, self.scaling_config, failure)
 
     def with_config(self, config: Mapping[str, Any]) -> Self:
@@ -217,13 +223,12 @@ class DataParallelTrainer:
     # ---- keeping and restoring
 
     def _new_folder(self) -> Path:
-        name = getattr(self.run_config, "name", None)
-        storage = getattr(self.run_config, "storage_path", None)
+        config = self.run_config
         folder = run_folder(None, type(self).__name__)
-        if name is not None:
-            folder = folder.with_name(name)
-        if storage is not None:
-            folder = Path(storage).expanduser().absolute() / folder.name
+        if config.name is not None:
+            folder = folder.with_name(config.name)
+        if config.storage_path is not None:
+            folder = Path(config.storage_path).expanduser().absolute() / folder.name
         packed = self._packed()  # before the folder exists, because it may fail
         folder = make_folder(folder)
         write_pickle(packed, folder / _TRAINER, Manifest())
@@ -238,21 +243,18 @@ class DataParallelTrainer:
         stored = copy.copy(self)
         if not _is_picklable(self.datasets):
             stored.datasets = {}
-        if not _is_picklable(getattr(self.run_config, "callbacks", None)):
+        if not _is_picklable(self.run_config.callbacks):
             logger.warning(
                 "The callbacks cannot be pickled. Pass them again to restore(path, "
                 "run_config=RunConfig(callbacks=...))."
             )
-            stored.run_config = copy.copy(self.run_config)
-            stored.run_config.callbacks = None
+            stored.run_config = dataclasses.replace(self.run_config, callbacks=None)
         try:
             blob: bytes = cloudpickle.dumps(stored)
         except Exception as error:
-            part = unpicklable_key(stored.__dict__) or "it"
-            if part == "train_loop_config":
-                part += f"[{unpicklable_key(self.train_loop_config)!r}]"
+            name = unpicklable_key(stored.__dict__)
             raise TypeError(
-                f"{type(self).__name__}.fit() saves the trainer for restore(), and {part} cannot "
+                f"{type(self).__name__}.fit() saves the trainer for restore(), but {name} cannot "
                 f"be pickled: {error}. Create such objects in the training function."
             ) from None
         return blob
@@ -295,15 +297,7 @@ class DataParallelTrainer:
                 f"{cls.__name__}.restore({os.fspath(path)!r}): not the folder of a run, because it "
                 f"has no {_TRAINER}. Pass Result.path."
             )
-        try:
-            trainer: Self = pickle.loads(read_pickle(folder / _TRAINER)[0])
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise CheckpointError(
-                f"Cannot restore the trainer in {folder}: {error}. Import what it needs, or create "
-                "a new trainer with resume_from_checkpoint=..."
-            ) from error
+        trainer: Self = pickle.loads(read_pickle(folder / _TRAINER)[0])
         for name in changed:
             if name.startswith("_") or name not in trainer.__dict__:
                 raise unknown_argument(f"{cls.__name__}.restore", name, trainer.__dict__)

@@ -24,6 +24,7 @@ from raysgd.errors import WorkerLostError
 from raysgd.train.arguments import pickled_function, worker_resources
 from raysgd.train.backend import Backend, BackendConfig, backend_class
 from raysgd.train.checkpoint import CheckpointStrategy
+from raysgd.train.configs import FailureConfig, ScalingConfig
 from raysgd.train.constants import TRAIN_CHECKPOINT_SUBDIR
 from raysgd.train.datasets import Datasets
 from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
@@ -380,19 +381,19 @@ class BackendExecutor:
         return self._run
 
 
-def executor_for(config: BackendConfig, scaling: Any, failure: Any) -> BackendExecutor:
-    """Return an executor for raysgd's or Ray's configs. Without `failure`, no loss is allowed."""
-    num_cpus, num_gpus, others = worker_resources(
-        getattr(scaling, "use_gpu", False), getattr(scaling, "resources_per_worker", None)
-    )
+def executor_for(
+    config: BackendConfig, scaling: ScalingConfig, failure: FailureConfig
+) -> BackendExecutor:
+    """Return an executor for the configs of a trainer."""
+    num_cpus, num_gpus, others = worker_resources(scaling.use_gpu, scaling.resources_per_worker)
     return BackendExecutor(
         config,
         scaling.num_workers,
         num_cpus,
         num_gpus,
         others,
-        getattr(failure, "max_failures", 0),
-        elastic=getattr(failure, "elastic", None),
-        placement_strategy=getattr(scaling, "placement_strategy", None),
-        label_selector=getattr(scaling, "label_selector", None),
+        failure.max_failures,
+        elastic=failure.elastic,
+        placement_strategy=scaling.placement_strategy,
+        label_selector=scaling.label_selector,
     )

@@ -3,18 +3,36 @@
 import pytest
 import ray.train
 
-from raysgd.train import CheckpointConfig, CheckpointStrategy, FailureConfig, RunConfig
-from raysgd.train.configs import ScalingConfig, strategy_of
+from raysgd import train
+from raysgd.train import (
+    CheckpointConfig,
+    CheckpointStrategy,
+    FailureConfig,
+    RunConfig,
+    ScalingConfig,
+)
+from raysgd.train.configs import checked_run, checked_scaling, strategy_of
 
 
-@pytest.mark.parametrize("kind", [CheckpointConfig, ray.train.CheckpointConfig])
-@pytest.mark.parametrize("values", [{}, {"num_to_keep": 2, "checkpoint_score_attribute": "loss"}])
-def test_a_checkpoint_config_selects_like_a_strategy(kind, values):
-    assert strategy_of(kind(**values)) == CheckpointStrategy(**values)
+@pytest.mark.parametrize("module", [train, ray.train])
+def test_configs_of_raysgd_and_of_ray_are_taken(module):
+    checkpoint = {"num_to_keep": 2, "checkpoint_score_attribute": "loss"}
+    config = checked_run(
+        module.RunConfig(
+            name="mine",
+            failure_config=module.FailureConfig(max_failures=3),
+            checkpoint_config=module.CheckpointConfig(**checkpoint),
+        )
+    )
+    assert (config.name, config.failure_config) == ("mine", FailureConfig(3))
+    assert strategy_of(config.checkpoint_config) == CheckpointStrategy(**checkpoint)
+    scaling = checked_scaling(module.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 3}))
+    assert (scaling.num_workers, scaling.resources_per_worker) == (2, {"CPU": 3})
+    assert checked_scaling(module.ScalingConfig()).num_workers == 1
 
 
-def test_without_a_config_all_checkpoints_stay_and_with_0_none():
-    assert strategy_of(None) == CheckpointStrategy()
+def test_by_default_all_checkpoints_stay_and_with_0_none():
+    assert strategy_of(CheckpointConfig()) == CheckpointStrategy()
     assert strategy_of(CheckpointConfig(num_to_keep=0)).num_to_keep == 0
 
 

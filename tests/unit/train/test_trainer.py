@@ -167,7 +167,7 @@ def test_a_run_is_stored_without_callbacks_that_cannot_be_pickled(tmp_path, run_
 
 @pytest.mark.parametrize(
     ("locked_config", "name"),
-    [(True, r"train_loop_config\['guard'\]"), (False, "train_loop_per_worker")],
+    [(True, "train_loop_config"), (False, "train_loop_per_worker")],
 )
 def test_what_cannot_be_stored_is_named_and_leaves_no_folder(
     tmp_path, run_config, locked_config, name
@@ -178,7 +178,7 @@ def test_what_cannot_be_stored_is_named_and_leaves_no_folder(
         train_loop_config={"lr": 1, "guard": lock if locked_config else 2},
         run_config=run_config,
     )
-    with pytest.raises(TypeError, match=rf"and {name} cannot be pickled: .*lock"):
+    with pytest.raises(TypeError, match=rf"but {name} cannot be pickled: .*lock"):
         trainer._new_folder()
     assert not (tmp_path / "run").exists()
 
