@@ -16,46 +16,45 @@
     trainer.run(train_func, config={"num_epochs": 3})
     trainer.shutdown()
 
-Names load on first use, so importing this package imports neither Ray nor a framework.
+Importing this package imports neither Ray nor a framework.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from raysgd.train.api import (
-        TrainContext,
-        get_all_reported_checkpoints,
-        get_checkpoint,
-        get_context,
-        get_dataset_shard,
-        get_preemption_info,
-        load_checkpoint,
-        local_rank,
-        report,
-        save_checkpoint,
-        world_rank,
-        world_size,
-    )
-    from raysgd.train.backend import BackendConfig
-    from raysgd.train.callbacks.callback import TrainingCallback
-    from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
-    from raysgd.train.configs import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-    from raysgd.train.data_parallel_trainer import DataParallelTrainer
-    from raysgd.train.iterator import TrainingIterator
-    from raysgd.train.preemption import PreemptionInfo
-    from raysgd.train.result import Result
-    from raysgd.train.trainer import Trainer
-    from raysgd.train.uploads import CheckpointUploadMode
-    from raysgd.train.validation import (
-        CheckpointConsistencyMode,
-        ReportedCheckpoint,
-        ReportedCheckpointStatus,
-        ValidationConfig,
-        ValidationTaskConfig,
-    )
+from raysgd.train.api import (
+    TrainContext,
+    get_all_reported_checkpoints,
+    get_checkpoint,
+    get_context,
+    get_dataset_shard,
+    get_preemption_info,
+    load_checkpoint,
+    local_rank,
+    report,
+    save_checkpoint,
+    world_rank,
+    world_size,
+)
+from raysgd.train.backend import BackendConfig
+from raysgd.train.callbacks.callback import TrainingCallback
+from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
+from raysgd.train.configs import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from raysgd.train.data_parallel_trainer import DataParallelTrainer
+from raysgd.train.iterator import TrainingIterator
+from raysgd.train.preemption import PreemptionInfo
+from raysgd.train.result import Result
+from raysgd.train.trainer import Trainer
+from raysgd.train.uploads import CheckpointUploadMode
+from raysgd.train.validation import (
+    CheckpointConsistencyMode,
+    ReportedCheckpoint,
+    ReportedCheckpointStatus,
+    ValidationConfig,
+    ValidationTaskConfig,
+)
 
 __all__ = [
     "BackendConfig",
@@ -91,48 +90,8 @@ __all__ = [
     "world_size",
 ]
 
-_HOMES = {
-    "BackendConfig": "backend",
-    "Checkpoint": "checkpoint",
-    "CheckpointConfig": "configs",
-    "CheckpointConsistencyMode": "validation",
-    "CheckpointStrategy": "checkpoint",
-    "CheckpointUploadMode": "uploads",
-    "DataParallelTrainer": "data_parallel_trainer",
-    "FailureConfig": "configs",
-    "PreemptionInfo": "preemption",
-    "ReportedCheckpoint": "validation",
-    "ReportedCheckpointStatus": "validation",
-    "Result": "result",
-    "RunConfig": "configs",
-    "ScalingConfig": "configs",
-    "Trainer": "trainer",
-    "TrainingCallback": "callbacks.callback",
-    "TrainingIterator": "iterator",
-    "ValidationConfig": "validation",
-    "ValidationTaskConfig": "validation",
-}
-"""The module of each name. Names that are missing here live in `api`."""
-_PARTS = (
-    "backend",
-    "callbacks",
-    "constants",
-    "horovod",
-    "lightning",
-    "session",
-    "tensorflow",
-    "torch",
-)
-
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        home = importlib.import_module(f"raysgd.train.{_HOMES.get(name, 'api')}")
-        return getattr(home, name)
-    if name in _PARTS:  # train.torch.prepare_model without a second import
+    if name in ("horovod", "lightning", "tensorflow", "torch"):  # without a second import
         return importlib.import_module(f"raysgd.train.{name}")
     raise AttributeError(f"module 'raysgd.train' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
