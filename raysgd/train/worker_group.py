@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raysgd._internal.arguments import check_number
@@ -281,6 +281,10 @@ class HostedMethod:
     hosted_id: str
     name: str
     num_returns: int
+
+    def options(self, *, num_returns: int) -> HostedMethod:
+        """Return the method with another number of references that `remote` returns."""
+        return replace(self, num_returns=num_returns)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         """Start the method and return a reference for ``ray.get``, or ``num_returns`` of them."""
