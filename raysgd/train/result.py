@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._internal.files import replacing
+from raysgd._internal.imports import import_extra
 from raysgd.callbacks.values import jsonable
 from raysgd.train.checkpoint import Checkpoint
 
@@ -45,13 +45,7 @@ class Result:
         Raises:
             ImportError: if pandas is not installed.
         """
-        try:
-            pandas = importlib.import_module("pandas")
-        except ImportError as error:
-            raise ImportError(
-                f'metrics_dataframe needs pandas: pip install "raysgd[data]". Or use `history`, '
-                f"a list of dicts. ({error})"
-            ) from error
+        pandas = import_extra("Result.metrics_dataframe", "pandas", "data")
         return pandas.DataFrame(self.history)
 
     @property

@@ -26,9 +26,9 @@ def test_the_history_is_in_the_folder_of_the_run(tmp_path, path):
     assert result.error is None
 
 
-def test_without_pandas_the_error_names_the_extra_and_the_history(monkeypatch, tmp_path):
+def test_without_pandas_the_error_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match=r'"raysgd\[data\]"\. Or use `history`'):
+    with pytest.raises(ImportError, match=r'"raysgd\[data\]"'):
         _ = Result(None, None, path=str(tmp_path)).metrics_dataframe
 
 
