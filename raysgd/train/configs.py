@@ -96,8 +96,6 @@ def checked_scaling(given: Any) -> ScalingConfig:
         return ScalingConfig(**given)
     _check_kind("scaling_config", given, "num_workers", "a ScalingConfig, or a dict of its fields")
     config: ScalingConfig = _converted(ScalingConfig, given)
-    if config.num_workers is None:  # the default of the Ray class
-        config.num_workers = 1
     return config
 
 
