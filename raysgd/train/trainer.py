@@ -221,22 +221,22 @@ class Trainer:
 
     @property
     def latest_checkpoint_dir(self) -> Path | None:
-        """Folder of its checkpoints; None if there are none on disk."""
+        """Folder of the newest run's checkpoints; None if there are none on disk."""
         return self._executor.latest_checkpoint_dir
 
     @property
     def latest_checkpoint_path(self) -> Path | None:
-        """Path of its newest checkpoint on disk; None if there is none."""
+        """Path of the newest run's newest checkpoint on disk; None if there is none."""
         return self._executor.latest_checkpoint_path
 
     @property
     def best_checkpoint_path(self) -> Path | None:
-        """Path of its best checkpoint on disk; None if there is none."""
+        """Path of the newest run's best checkpoint on disk; None if there is none."""
         return self._executor.best_checkpoint_path
 
     @property
     def best_checkpoint(self) -> dict[str, Any] | None:
-        """Its best checkpoint on disk; None if there is none."""
+        """The best checkpoint of the newest run on disk; None if there is none."""
         path = self.best_checkpoint_path
         return None if path is None else self.load_checkpoint_from_path(path)
 
