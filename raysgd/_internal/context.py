@@ -60,6 +60,8 @@ class Progress:
     """Samples finished in the current segment."""
     step_s: float = 0.0
     """Mean seconds per step in the current segment, or 0 if unknown."""
+    samples_per_s: float = 0.0
+    """Samples that this worker computes per second, or 0 if unknown."""
     snapshot: int | None = None
     """Committed steps in the newest snapshot that this worker holds for the driver."""
     split: int = 1
@@ -99,6 +101,10 @@ class Request:
         """Name for messages: ``update_schedulers`` for `UpdateSchedulersRequest`."""
         words = type(self).__name__.removesuffix("Request")
         return re.sub(r"(?<!^)(?=[A-Z])", "_", words).lower()
+
+    def with_shares(self, shares: tuple[float, ...] | None) -> Request:
+        """Return the same request with relative shares of the workers, by rank."""
+        return self
 
     def with_split(self, split: int) -> Request:
         """Return the same request with at least `split` micro-batches per batch."""

@@ -99,6 +99,18 @@ def nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
+def node_traits() -> dict[str, set[str]]:
+    """Return the labels, accelerator types, and resources of the live nodes, by node ID."""
+    found = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            resources = [name for name in node["Resources"] if not name.startswith("node:")]
+            types = [name.removeprefix("accelerator_type:") for name in resources]
+            labels = [f"{name}={value}" for name, value in node.get("Labels", {}).items()]
+            found[node["NodeID"]] = {*types, *labels}
+    return found
+
+
 def is_own_cluster() -> bool:
     """Return whether this process has started the cluster. Such a cluster does not grow."""
     with contextlib.suppress(psutil.NoSuchProcess):  # one that ends just now

@@ -185,6 +185,12 @@ class WorkerGroup:
 
         return nodes()
 
+    def node_traits(self) -> dict[str, set[str]]:
+        """Return the labels, accelerator types, and resources of all nodes, by node ID."""
+        from raysgd.cluster.ray_session import node_traits
+
+        return node_traits()
+
     def leaving(self) -> dict[WorkerHandle, Notice]:
         """Return the members that will be taken away."""
         if not self.drains:

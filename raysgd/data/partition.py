@@ -8,10 +8,11 @@ can continue without losing or repeating a sample.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["EpochPartition", "MicroBatch", "even_part", "micro_batches_of"]
+__all__ = ["EpochPartition", "MicroBatch", "even_part", "micro_batches_of", "part_of"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class EpochPartition:
     global_batch: int | None = None
     """Samples per step, if they are not a multiple of `batch_size`."""
     max_steps: int | None = None
+    shares: tuple[float, ...] | None = None
+    """Relative shares of the workers, by rank. None: all are equal."""
 
     @property
     def stride(self) -> int:
@@ -93,9 +96,9 @@ class EpochPartition:
             start += size
 
     def _dealt_out(self, offset: int, end: int) -> Iterator[tuple[int, int]]:
-        for start in range(
-            offset + self.rank * self.batch_size, end, self.batch_size * self.world_size
-        ):
+        num_batches = -(-(end - offset) // self.batch_size)
+        for batch in _dealt_to(self.rank, num_batches, self.world_size, self.shares):
+            start = offset + batch * self.batch_size
             yield start, min(start + self.batch_size, end)
 
     def _end(self, offset: int, num_steps: int | None) -> int:
@@ -103,7 +106,8 @@ class EpochPartition:
         return end if num_steps is None else min(end, offset + num_steps * self.stride)
 
     def _parts(self, size: int, in_parts: bool) -> list[tuple[int, int, bool]]:
-        return _parts(size, self.world_size, self.rank, self.at_once if in_parts else size)
+        at_once = self.at_once if in_parts else size
+        return _parts(size, self.world_size, self.rank, at_once, self.shares)
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,7 @@ def micro_batches_of(
     rank: int,
     at_once: int,
     in_parts: bool,
+    shares: tuple[float, ...] | None = None,
 ) -> tuple[MicroBatch, ...]:
     """Return the roles of a worker's batches in a group.
 
@@ -181,9 +186,12 @@ def micro_batches_of(
         rank: Rank of this worker.
         at_once: Maximal number of samples that a worker processes together.
         in_parts: Whether to split larger batches, into the same number of parts on all workers.
+        shares: Relative shares of the workers. None: all are equal.
     """
     found: list[tuple[int, int, bool, float]] = []
-    parts_of = [_parts(size, world_size, rank, at_once if in_parts else size) for size in sizes]
+    parts_of = [
+        _parts(size, world_size, rank, at_once if in_parts else size, shares) for size in sizes
+    ]
     is_part = max(map(len, parts_of)) > 1
     for step, parts in enumerate(parts_of):
         own = [high - low if counts else 0 for low, high, counts in parts]
@@ -199,7 +207,7 @@ def micro_batches_of(
             step=step,
             ends_step=ends_step,
             is_part=is_part,
-            is_large=not in_parts and _num_parts(sizes[step], world_size, at_once) > 1,
+            is_large=not in_parts and _num_parts(sizes[step], world_size, at_once, shares) > 1,
             size=count,
             total=total,
             share=total * world_size / sum(sizes),
@@ -209,13 +217,15 @@ def micro_batches_of(
     )
 
 
-def _parts(size: int, world_size: int, rank: int, at_once: int) -> list[tuple[int, int, bool]]:
+def _parts(
+    size: int, world_size: int, rank: int, at_once: int, shares: tuple[float, ...] | None
+) -> list[tuple[int, int, bool]]:
     """Return a worker's parts of a step as (start, stop, whether it counts).
 
     All workers have the same number of parts. Repeated samples do not count.
     """
-    first, stop = even_part(size, world_size, rank)
-    number, rows = _num_parts(size, world_size, at_once), stop - first
+    first, stop = part_of(size, world_size, rank, shares)
+    number, rows = _num_parts(size, world_size, at_once, shares), stop - first
     spans = [even_part(rows, number, part) for part in range(number)]
     return [
         (first + low, first + high, rank < size and part < rows)
@@ -223,14 +233,61 @@ def _parts(size: int, world_size: int, rank: int, at_once: int) -> list[tuple[in
     ]
 
 
-def _num_parts(size: int, world_size: int, at_once: int) -> int:
+def _num_parts(
+    size: int, world_size: int, at_once: int, shares: tuple[float, ...] | None = None
+) -> int:
     """Return the number of parts of each worker's batch in a step of `size` samples.
 
     Avoids parts of one sample if possible, because batch normalization fails on them.
     """
-    smallest, largest = size // world_size, -(-size // world_size)
-    number = -(-largest // at_once)
-    return number if at_once == 1 else min(number, max(1, smallest // 2))
+    number = -(-size // (world_size * at_once))
+    if at_once == 1:
+        return number
+    spans = [part_of(size, world_size, rank, shares) for rank in range(world_size)]
+    return min(number, max(1, min(stop - first for first, stop in spans) // 2))
+
+
+def part_of(
+    total: int, world_size: int, rank: int, shares: tuple[float, ...] | None = None
+) -> tuple[int, int]:
+    """Return one worker's part of `total` samples as (start, stop), in proportion to its share.
+
+    Each worker has at least one sample. If there are fewer samples than workers, workers share
+    samples.
+
+    >>> [part_of(8, 2, rank, shares=(3.0, 1.0)) for rank in range(2)]
+    [(0, 6), (6, 8)]
+    """
+    if shares is None or total < world_size:
+        return even_part(total, world_size, rank)
+    bounds = _bounds(total, shares)
+    return bounds[rank], bounds[rank + 1]
+
+
+@functools.lru_cache(maxsize=256)
+def _bounds(total: int, shares: tuple[float, ...]) -> list[int]:
+    bounds, sum_of_shares = [0], sum(shares)
+    for rank, sum_so_far in enumerate(itertools.accumulate(shares), start=1):
+        num_later = len(shares) - rank
+        ideal = round(total * sum_so_far / sum_of_shares)
+        bounds.append(min(max(ideal, bounds[-1] + 1), total - num_later))
+    return bounds
+
+
+def _dealt_to(
+    rank: int, num_batches: int, world_size: int, shares: tuple[float, ...] | None
+) -> Iterator[int]:
+    """Yield the batches of one worker, of those that are dealt out in turn."""
+    if shares is None:
+        yield from range(rank, num_batches, world_size)
+        return
+    num_dealt = [0] * world_size
+    for batch in range(num_batches):
+        # the worker that finishes one more batch first
+        chosen = min(range(world_size), key=lambda r: ((num_dealt[r] + 1) / shares[r], r))
+        num_dealt[chosen] += 1
+        if chosen == rank:
+            yield batch
 
 
 def even_part(total: int, world_size: int, rank: int) -> tuple[int, int]:

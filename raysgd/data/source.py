@@ -170,6 +170,14 @@ class BatchSource:
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
         """Partition the epoch again. `batch_share` is the new share of ``config[BATCH_SIZE]``."""
 
+    def weigh(self, shares: tuple[float, ...] | None) -> bool:
+        """Give the workers these relative shares until the next `reshard`. None: equal ones.
+
+        Returns:
+            Whether the shares have changed.
+        """
+        return False
+
     def batching(self) -> tuple[int, bool] | None:
         """Return a worker's samples per step, and whether they follow ``config[BATCH_SIZE]``.
 
@@ -264,7 +272,9 @@ class PartitionedSource(BatchSource):
     def places(self, offset: int, num_steps: int, in_parts: bool) -> Sequence[MicroBatch]:
         shard = self.shard
         sizes = tuple(shard.sizes(offset, num_steps))
-        return micro_batches_of(sizes, shard.world_size, shard.rank, shard.at_once, in_parts)
+        return micro_batches_of(
+            sizes, shard.world_size, shard.rank, shard.at_once, in_parts, shard.shares
+        )
 
     def places_of_batches(self) -> Iterator[int]:
         return (start for start, _ in self.shard.batches())
@@ -276,9 +286,14 @@ class PartitionedSource(BatchSource):
         return self.shard.offset_after(offset, num_steps)
 
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
-        self._shard = replace(self._shard, world_size=world_size, rank=rank)
+        self._shard = replace(self._shard, world_size=world_size, rank=rank, shares=None)
         if self._follows_share and batch_share is not None and not self.keeps_step:
             self.set_batch_size(batch_share, follows_share=True)
+
+    def weigh(self, shares: tuple[float, ...] | None) -> bool:
+        changed = shares != self._shard.shares
+        self._shard = replace(self._shard, shares=shares)
+        return changed
 
     def batching(self) -> tuple[int, bool]:
         return self._shard.batch_size, self._follows_share

@@ -107,7 +107,11 @@ class CallRunner:
             call.begin(furthest([self._journal.progress, self._reached]))
         members = list(group.members if call.rank is None else [group.members[call.rank]])
         self._journal.seen_step = self._journal.progress.global_step
-        packed: Any = call.request.with_split(self._split) if self._split else call.request
+        packed: Any = call.request
+        if call.rank is None:
+            packed = packed.with_shares(self._context.shares.of(members))
+        if self._split:
+            packed = packed.with_split(self._split)
         if not group.options.inline:
             packed = sendable(f"the arguments of {call.request.name}", packed)
         self._context.check_open()
@@ -123,6 +127,7 @@ class CallRunner:
             self._journal.progress = furthest(list(progress.values()))
             self._journal.seen_step = self._journal.progress.global_step
             self._context.preemption.poll(progress)
+            self._context.shares.poll(progress)
         self._split = self._new_split(attempt)
         if attempt.lost:
             self._journal.lost = attempt.lost
@@ -169,6 +174,7 @@ class CallRunner:
                     self._apply(event)
             if call.can_pause and self._context.pauses.step is None:
                 moves = any(self._context.who_moves()) or self._context.preemption.must_save
+                moves = moves or self._context.shares.wants_change
                 num_members = len(self._group.members)
                 if moves and not self._context.pauses.request(attempt, progress, num_members):
                     self.interrupt()  # some have passed the step: discard it

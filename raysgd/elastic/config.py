@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,6 +55,11 @@ class ElasticConfig:
     global_batch: Literal["keep", "scale"] = "keep"
     """"keep" for steps of the size of the full group; "scale" for one batch per present worker."""
 
+    shares: Literal["even", "measured"] | Mapping[str, float] = "even"
+    """How the workers share the global batch. ``"even"``: equally. ``"measured"``: in proportion to
+    the samples that each computes per second (`TorchTrainer` only). A mapping: relative shares by
+    node label (``"zone=a"``), accelerator type, or resource; other nodes have 1."""
+
     def __post_init__(self) -> None:
         where = "ElasticConfig"
         if self.min_workers is not None:
@@ -68,11 +75,29 @@ class ElasticConfig:
             raise ValueError("ElasticConfig(hang_timeout_s=0): must be above 0, or None.")
         check_flags(where, in_place=self.in_place, grow=self.grow)
         check_choice(where, "global_batch", self.global_batch, ("keep", "scale"))
+        _check_shares(self.shares)
         if isinstance(self.snapshot_every, str) or self.snapshot_every is None:
             check_choice(where, "snapshot_every", self.snapshot_every, ("epoch", None))
         else:
             every = check_int(where, "snapshot_every", self.snapshot_every, 1)
             set_fields(self, snapshot_every=every)
+
+
+def _check_shares(shares: Any) -> None:
+    if isinstance(shares, Mapping) and shares:
+        for name, share in shares.items():
+            if not isinstance(name, str):
+                raise TypeError(f"ElasticConfig(shares={{{name!r}: ...}}): names are strings.")
+            where = f"ElasticConfig(shares={{{name!r}: ...}})"
+            check_number(where, name, share)
+            if share == 0 or math.isinf(share):
+                raise ValueError(f"{where}: a share must be above 0 and finite, not {share!r}.")
+        return
+    if shares not in ("even", "measured"):
+        raise ValueError(
+            f'ElasticConfig(shares={shares!r}): must be "even", "measured", or a mapping of node '
+            "labels, accelerator types, or resources to relative shares."
+        )
 
 
 def checked_elastic(trainer: str, elastic: Any, num_workers: int) -> ElasticConfig:

@@ -33,6 +33,7 @@ from raysgd.elastic.pauses import Pauses
 from raysgd.elastic.policies import Recovery
 from raysgd.elastic.preemption import PreemptionWatch
 from raysgd.elastic.scale_up import ScaleUp
+from raysgd.elastic.shares import Shares
 from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.elastic.starts import Starts
 from raysgd.errors import CollectiveError
@@ -114,6 +115,7 @@ class Controller:
             preemption=self._preemption,
             scale_up=self._scale_up,
             pauses=Pauses(commands),
+            shares=Shares(group, elastic, journal),
         )
         self.forming = GroupForming(context)
         self._starts = Starts(context)
@@ -146,6 +148,7 @@ class Controller:
         try:
             with self._supervised():
                 self._group.reserve(self._group.options.start_timeout_s)
+                self._context.shares.check()
                 for step in self._steps(machine.StartRequested(min_workers=self.min_workers)):
                     self._next = step()
         except BaseException:

@@ -18,6 +18,7 @@ from raysgd.elastic.policies import Recovery
 from raysgd.elastic.preemption import PreemptionWatch
 from raysgd.elastic.replacement import Replacement
 from raysgd.elastic.scale_up import ScaleUp
+from raysgd.elastic.shares import Shares
 from raysgd.elastic.snapshots import SnapshotKeeper
 
 __all__ = ["DriverContext"]
@@ -39,6 +40,7 @@ class DriverContext:
     preemption: PreemptionWatch
     scale_up: ScaleUp
     pauses: Pauses
+    shares: Shares
     call: Call = field(default_factory=Call)
     leaving: list[WorkerHandle] = field(default_factory=list)
     """Members that leave at the next restart."""
@@ -48,7 +50,7 @@ class DriverContext:
     @property
     def features(self) -> list[Feature]:
         """The features of the driver, in the order of their calls."""
-        return [self.snapshots, self.preemption, self.scale_up, self.pauses]
+        return [self.snapshots, self.preemption, self.scale_up, self.pauses, self.shares]
 
     def who_moves(self) -> tuple[list[Replacement], list[WorkerHandle]]:
         """Return the replacements that join at the next step, and the members that leave."""

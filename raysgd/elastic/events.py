@@ -22,6 +22,7 @@ EventKind = Literal[
     "user_error",
     "draining",
     "moved",
+    "rebalanced",
 ]
 
 
@@ -37,7 +38,8 @@ class Event:
     ``restarted``: all workers restarted from the snapshot. ``newcomer_failed``: a worker died or
     raised before it joined, in a start too. ``waiting``: too few workers, and no room for more.
     ``user_error``: user code raised. ``draining``: workers will be taken away, within ``seconds``
-    if a deadline is known. ``moved``: replacement workers have taken over from such workers."""
+    if a deadline is known. ``moved``: replacement workers have taken over from such workers.
+    ``rebalanced``: the workers have new shares of the global batch."""
     generation: int
     """The generation in which it happened."""
     ranks: tuple[int, ...]
@@ -50,6 +52,10 @@ class Event:
     """The reason, from Ray or the exception."""
     factor: int = 1
     """For ``split``: the number of parts of each batch from then on."""
+    shares: tuple[float, ...] = ()
+    """For ``rebalanced``: the new shares by rank. Their mean is 1."""
+    old_shares: tuple[float, ...] = ()
+    """For ``rebalanced``: the shares before it."""
     num_workers: int = 0
     """Size of the group after it."""
     seconds: float = 0.0

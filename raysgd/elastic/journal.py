@@ -54,6 +54,8 @@ class Journal:
         cause: str = "",
         seconds: float = 0.0,
         factor: int = 1,
+        shares: tuple[float, ...] = (),
+        old_shares: tuple[float, ...] = (),
         step: int | None = None,
     ) -> None:
         """Record an event, and log it unless the caller does."""
@@ -69,6 +71,8 @@ class Journal:
             cause=without_secrets(cause),  # it goes into files, and to servers
             seconds=seconds,
             factor=factor,
+            shares=shares,
+            old_shares=old_shares,
             num_workers=num_workers,
         )
         self.events.append(event)
@@ -81,7 +85,7 @@ class Journal:
                 # a state may be loaded later
                 "" if kind == "started" else f", step {event.step}",
                 f", {seconds:.2f} s" if seconds else "",
-                f" {event.cause}" if event.cause else "",
+                f" {event.cause}." if event.cause else "",
             )
         if self.on_event is not None:
             self.on_event()

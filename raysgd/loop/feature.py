@@ -36,6 +36,11 @@ class StepFeature:
         return None
 
     @property
+    def samples_per_s(self) -> float:
+        """Samples that this worker computes per second, or 0 if this does not measure it."""
+        return 0.0
+
+    @property
     def replicates(self) -> bool:
         """Whether it keeps the models equal on all workers."""
         return False

@@ -208,7 +208,8 @@ class Loop:
         source, changed = self.train_state.data.training_source(request.dataset)
         limit_changed = source.limit(request.limit) or request.repeats != self._repeats
         self._repeats = request.repeats
-        if changed or limit_changed or source is not self._source:
+        shares_changed = source.weigh(request.shares)
+        if changed or limit_changed or shares_changed or source is not self._source:
             self.forget_iteration()
         self._source = source
         return source

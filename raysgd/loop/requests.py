@@ -38,6 +38,11 @@ class _EpochRequest(Request):
     info: Mapping[str, Any] = field(default_factory=dict)
     profile: bool = False
     """Whether to measure the stages of a step."""
+    shares: tuple[float, ...] | None = None
+    """Relative shares of the workers, by rank. None: all are equal."""
+
+    def with_shares(self, shares: tuple[float, ...] | None) -> _EpochRequest:
+        return replace(self, shares=shares)
 
 
 @dataclass(frozen=True, kw_only=True)

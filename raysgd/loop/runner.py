@@ -178,6 +178,7 @@ class OperatorRunner(ABC):
             total_batches=self._loop.evaluation.total if segment is None else segment.total_batches,
             num_samples=0 if meters is None else int(meters.num_samples),
             step_s=0.0 if segment is None else segment.step_s,
+            samples_per_s=max(feature.samples_per_s for feature in train_state.features),
             snapshot=self._loop.snapshots.step,
             split=train_state.parts.split,
             compiling=any(feature.is_compiling for feature in train_state.features),
@@ -267,6 +268,8 @@ class OperatorRunner(ABC):
         with self.generators.unchanged():
             try:
                 self._running.warm_up()
+                if self._options.elastic.shares == "measured":
+                    self._running.warm_up()  # the first batch is slower than others
             except Exception as error:
                 logger.warning("The warm-up of a replacement worker failed: %r", error)
 

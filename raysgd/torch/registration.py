@@ -24,6 +24,7 @@ from raysgd.torch.features.gradient_norms import GradientNorms
 from raysgd.torch.features.replication import Replication
 from raysgd.torch.features.rollback import Rollback
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
+from raysgd.torch.features.speed import Speed
 from raysgd.torch.interop.horovod import HorovodGradients, check_horovod_args
 from raysgd.torch.meta import Init, checked_init, make_whole, move_to_device
 from raysgd.torch.precision.native import NativeAmp
@@ -129,6 +130,7 @@ def register(
         state.schedules,
         compilation,
         Averaging(state),
+        *([Speed(state)] if options.elastic.shares == "measured" else []),
     ]
     state.optimization.begin()
     for each in sharded:

@@ -1,0 +1,138 @@
+"""Relative shares of the global batch, for workers of different speed."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+
+from raysgd._internal.context import Progress
+from raysgd.cluster.worker_group import WorkerGroup
+from raysgd.cluster.worker_handle import WorkerHandle
+from raysgd.elastic.config import ElasticConfig
+from raysgd.elastic.feature import Feature
+from raysgd.elastic.journal import Journal
+
+__all__ = ["Shares"]
+
+logger = logging.getLogger(__name__)
+
+_TOLERANCE = 1.25
+"""Factor by which a share must be wrong before the shares change."""
+_LASTS_S = 3.0
+"""Seconds for which it must be wrong, so that shares do not follow noise."""
+
+
+class Shares(Feature):
+    """Chooses the share of each member: even, given by node, or by its measured speed."""
+
+    def __init__(self, group: WorkerGroup, config: ElasticConfig, journal: Journal) -> None:
+        self._group, self._config, self._journal = group, config, journal
+        self._speeds: dict[WorkerHandle, float] = {}
+        """Newest speeds, in samples per second."""
+        self._current: dict[WorkerHandle, float] = {}
+        """Shares of the newest attempt, with mean 1. Empty if they are even."""
+        self._traits: dict[str, set[str]] = {}
+        self._wrong_since: float | None = None
+        self._changed_at = -math.inf
+        self.wants_change = False
+        """Whether the call should pause at a step, because shares have been wrong for long."""
+
+    def check(self) -> None:
+        """Check that the names of a mapping are those of nodes.
+
+        Raises:
+            ValueError: if there is no such node.
+        """
+        if not isinstance(self._config.shares, Mapping) or self._group.options.inline:
+            return
+        known = {name for traits in self._group.node_traits().values() for name in traits}
+        for name in self._config.shares:
+            if name not in known:
+                raise ValueError(
+                    f"ElasticConfig(shares={{{name!r}: ...}}): no node has this label, accelerator "
+                    f"type, or resource. The nodes have {', '.join(sorted(known))}."
+                )
+
+    def of(self, members: Sequence[WorkerHandle]) -> tuple[float, ...] | None:
+        """Return the shares of the workers that a request goes to. None: even shares."""
+        if self._config.shares == "even" or len(members) < 2:
+            return None
+        if isinstance(self._config.shares, Mapping):
+            return self._given(members, self._config.shares)
+        is_same = not self._current or self._current.keys() == set(members)
+        if self.wants_change or not is_same:
+            self._choose(members)
+        return tuple(self._current[member] for member in members) if self._current else None
+
+    def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+        """Note the speeds of the members, and whether their shares are wrong."""
+        self._speeds |= {m: p.samples_per_s for m, p in progress.items() if p.samples_per_s}
+        members, now = self._group.members, self._group.clock.monotonic()
+        is_known = len(members) > 1 and all(member in self._speeds for member in members)
+        is_wrong = is_known and _differ(self._shares_now(members), self._measured(members))
+        if self._config.shares != "measured" or not is_wrong:
+            self._wrong_since, self.wants_change = None, False
+            return
+        if self._wrong_since is None:
+            self._wrong_since = now
+        may_change = now >= self._changed_at + self._config.resize_cooldown_s
+        self.wants_change = may_change and now >= self._wrong_since + _LASTS_S
+
+    def on_loss(self, member: WorkerHandle, error: BaseException) -> None:
+        self._speeds.pop(member, None)
+
+    def _given(
+        self, members: Sequence[WorkerHandle], shares: Mapping[str, float]
+    ) -> tuple[float, ...] | None:
+        if not self._traits.keys() >= {member.node_id for member in members}:
+            self._traits = self._group.node_traits()
+        found = []
+        for member in members:
+            traits = self._traits.get(member.node_id, set())
+            found.append(next((share for name, share in shares.items() if name in traits), 1.0))
+        return None if len(set(found)) == 1 else tuple(found)
+
+    def _choose(self, members: Sequence[WorkerHandle]) -> None:
+        before, after = self._shares_now(members), self._measured(members)
+        self._wrong_since, self.wants_change = None, False
+        if not _differ(before, after):
+            after = before
+        is_even = all(math.isclose(share, 1.0) for share in after.values())
+        self._current = {} if is_even else after
+        if before == after:
+            return
+        self._changed_at = self._group.clock.monotonic()
+        old_shares, shares = tuple(before.values()), tuple(after.values())
+        self._journal.record(
+            "rebalanced",
+            members,
+            cause=f"shares {_listed(shares)}, before {_listed(old_shares)}",
+            shares=shares,
+            old_shares=old_shares,
+        )
+
+    def _shares_now(self, members: Sequence[WorkerHandle]) -> dict[WorkerHandle, float]:
+        """Return the current shares; a new worker has an even one."""
+        return _normalized({member: self._current.get(member, 1.0) for member in members})
+
+    def _measured(self, members: Sequence[WorkerHandle]) -> dict[WorkerHandle, float]:
+        """Return shares in proportion to speed; a worker of unknown speed has the mean."""
+        known = [self._speeds[member] for member in members if member in self._speeds]
+        mean = sum(known) / len(known) if known else 1.0
+        return _normalized({member: self._speeds.get(member, mean) for member in members})
+
+
+def _listed(shares: Sequence[float]) -> str:
+    return ", ".join(f"{share:.2f}" for share in shares)
+
+
+def _normalized(shares: dict[WorkerHandle, float]) -> dict[WorkerHandle, float]:
+    mean = sum(shares.values()) / len(shares)
+    return {member: round(share / mean, 3) for member, share in shares.items()}
+
+
+def _differ(before: Mapping[WorkerHandle, float], after: Mapping[WorkerHandle, float]) -> bool:
+    """Return whether a share is wrong by more than the tolerance."""
+    ratios = [after[member] / before[member] for member in before]
+    return max(ratios) > _TOLERANCE or min(ratios) < 1 / _TOLERANCE

@@ -1,0 +1,93 @@
+"""Measure how fast this worker computes, for shares that follow speed."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from raysgd.data.partition import MicroBatch
+from raysgd.loop.feature import StepFeature
+
+if TYPE_CHECKING:
+    from raysgd.torch.train_state import TorchTrainState
+
+__all__ = ["Speed"]
+
+_NUM_STEPS = 15
+"""Number of newest steps whose median speed counts."""
+
+
+class Speed(StepFeature):
+    """Times each batch from its begin to its last gradient, which excludes communication.
+
+    DistributedDataParallel waits for other workers only after the last gradient. A fully sharded
+    model communicates in between and has no gradients here, so it has no speed.
+    """
+
+    def __init__(self, state: TorchTrainState) -> None:
+        self._on_gpu = state.settings.device.type == "cuda"
+        self._began: Any = None
+        self._ended: Any = None
+        self._size: float | None = None
+        self._step: list[tuple[float, Any, Any]] = []
+        self._unread: deque[list[tuple[float, Any, Any]]] = deque(maxlen=_NUM_STEPS)
+        self._speeds: deque[float] = deque(maxlen=_NUM_STEPS)
+        self._is_first = True
+        for model in state.models:
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._note_gradient)
+
+    @property
+    def needs_warm_up(self) -> bool:
+        """A replacement worker joins with a known speed."""
+        return True
+
+    @property
+    def samples_per_s(self) -> float:
+        """Median speed of the newest steps, or 0 if unknown."""
+        while self._unread and (not self._on_gpu or self._unread[0][-1][2].query()):
+            step = self._unread.popleft()
+            seconds = sum(self._seconds(began, ended) for _, began, ended in step)
+            if seconds > 0:
+                self._speeds.append(sum(size for size, _, _ in step) / seconds)
+        return statistics.median(self._speeds) if self._speeds else 0.0
+
+    def begin_batch(self, place: MicroBatch) -> None:
+        self._end_batch()
+        if place.position == 0:
+            self._step = []
+        self._began, self._ended, self._size = self._now(), None, place.size
+
+    def before_commit(self) -> None:
+        self._end_batch()
+        if self._step:
+            if not self._is_first:  # the first step is slower than others
+                self._unread.append(self._step)
+            self._step, self._is_first = [], False
+
+    def roll_back(self) -> None:
+        """Read the time of a warm-up batch too, which never commits."""
+        self.before_commit()
+
+    def _end_batch(self) -> None:
+        if self._size and self._ended is not None:
+            self._step.append((self._size, self._began, self._ended))
+        self._ended = None
+
+    def _note_gradient(self, parameter: torch.nn.Parameter) -> None:
+        self._ended = self._now(self._ended)
+
+    def _now(self, event: Any = None) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = event or torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, began: Any, ended: Any) -> float:
+        return began.elapsed_time(ended) / 1000 if self._on_gpu else ended - began
