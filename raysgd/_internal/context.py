@@ -34,6 +34,8 @@ class WorkerContext:
     distributed: bool = False
     """Whether a process group exists. With ``num_workers=1`` there is none."""
     num_cpus: float = 1
+    shares: tuple[float, ...] | None = None
+    """Relative shares of the global batch that the user gave to nodes, by rank. None: even ones."""
     alone: bool = False
     """Whether the process group consists of this worker only, until it joins the others."""
     in_driver: bool = False

@@ -120,6 +120,9 @@ def doctor(
             help="Also show the Ray cluster at this address, for example auto.",
         ),
     ] = None,
+    shares: Annotated[
+        bool, typer.Option(help="Time each node of the cluster, and show what share it would get.")
+    ] = False,
 ) -> None:
     """Show the packages and resources of this machine and of a cluster."""
     rows = [("Python", platform.python_version(), ""), ("raysgd", raysgd.__version__, "")]
@@ -140,6 +143,9 @@ def doctor(
     if of_cluster:
         typer.echo(f"\nRay cluster at {address}:")
         _show(of_cluster)
+    if shares and address:
+        typer.echo("\nShare of each node by speed, and names for ElasticConfig(shares={...}):")
+        _show(list(_node_rows(address)))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -199,6 +205,15 @@ def _torch_rows() -> Iterator[tuple[str, str, str]]:
     yield "GPUs here", str(gpus), ", ".join(torch.cuda.get_device_name(i) for i in range(gpus))
     for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())):
         yield name, "available" if there else "missing", "" if there else f'backend="{name}"'
+
+
+def _node_rows(address: str) -> Iterator[tuple[str, str, str]]:
+    from raysgd.cluster import ray_session
+
+    speeds = ray_session.node_speeds(address)
+    mean = sum(speed for _, speed, _ in speeds) / len(speeds)
+    for ip, speed, traits in speeds:
+        yield ip, f"{speed / mean:.2f}", ", ".join(sorted(traits))
 
 
 def _cluster_rows(address: str | None) -> Iterator[tuple[str, str, str]]:

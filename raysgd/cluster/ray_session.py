@@ -7,16 +7,32 @@ import logging
 import math
 import os
 import socket
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-__all__ = ["connect", "free_cpus", "gpus_in_cluster", "is_own_cluster", "nodes", "overview"]
+__all__ = [
+    "connect",
+    "free_cpus",
+    "gpus_in_cluster",
+    "is_own_cluster",
+    "node_speeds",
+    "node_traits",
+    "nodes",
+    "overview",
+]
 
 logger = logging.getLogger(__name__)
 
 _PROBE_S = 5.0
+_OF_EACH = ("node:", "ray.io/node-id=", "memory", "object_store_memory")
+"""Begins of the resources and labels that each node has."""
+_SPEED_TEST_S = 1.0
+_SPEED_TIMEOUT_S = 60.0
 
 
 def connect() -> None:
@@ -69,15 +85,21 @@ def overview(address: str) -> dict[str, tuple[float, float]]:
     Raises:
         OSError: if no cluster answers at `address`.
     """
-    _probe(address)  # Ray itself would try for minutes
-    ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    try:
+    with _connected(address):
         total, free = ray.cluster_resources(), ray.available_resources()
         return {
             name: (total[name], free.get(name, 0.0))
             for name in sorted(total)
             if not name.startswith("node:")
         }
+
+
+@contextlib.contextmanager
+def _connected(address: str) -> Iterator[None]:
+    _probe(address)  # Ray itself would try for minutes
+    ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        yield
     finally:
         ray.shutdown()
 
@@ -99,15 +121,53 @@ def nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
+def node_speeds(address: str) -> list[tuple[str, float, set[str]]]:
+    """Return the IP address, speed, and traits of each live node of a cluster.
+
+    The speed is the number of matrix products per second, on a GPU if the node has one.
+
+    Raises:
+        OSError: if there is no cluster at `address`.
+        ray.exceptions.GetTimeoutError: if a node has no free CPU or GPU.
+    """
+    with _connected(address):
+        traits = node_traits()
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        references = []
+        for node in nodes:
+            at = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            num_gpus = min(1, node["Resources"].get("GPU", 0))
+            task = ray.remote(_products_per_s).options(scheduling_strategy=at, num_gpus=num_gpus)
+            references.append(task.remote())
+        speeds = ray.get(references, timeout=_SPEED_TIMEOUT_S)
+    return [
+        (node["NodeManagerAddress"], speed, traits[node["NodeID"]])
+        for node, speed in zip(nodes, speeds, strict=True)
+    ]
+
+
+def _products_per_s() -> float:
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    matrix = torch.randn(512, 512, device=device)
+    for _ in range(3):  # the first products are slower
+        float((matrix @ matrix).sum())
+    began, number = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - began) < _SPEED_TEST_S:
+        float((matrix @ matrix).sum())  # waits for the result
+        number += 1
+    return number / elapsed
+
+
 def node_traits() -> dict[str, set[str]]:
     """Return the labels, accelerator types, and resources of the live nodes, by node ID."""
     found = {}
     for node in ray.nodes():
         if node["Alive"]:
-            resources = [name for name in node["Resources"] if not name.startswith("node:")]
-            types = [name.removeprefix("accelerator_type:") for name in resources]
+            types = [name.removeprefix("accelerator_type:") for name in node["Resources"]]
             labels = [f"{name}={value}" for name, value in node.get("Labels", {}).items()]
-            found[node["NodeID"]] = {*types, *labels}
+            found[node["NodeID"]] = {n for n in (*types, *labels) if not n.startswith(_OF_EACH)}
     return found
 
 

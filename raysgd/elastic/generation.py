@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from raysgd._internal.context import Progress, WorkerContext
@@ -246,12 +247,14 @@ class GroupForming:
         return self._journal.generation
 
     def _next_contexts(self, members: Sequence[WorkerHandle]) -> list[WorkerContext]:
-        return assign_contexts(
+        contexts = assign_contexts(
             [member.info for member in members],
             generation=self._next_generation(),
             distributed=self._backend is not None,
             num_cpus=self._group.options.num_cpus,
         )
+        shares = self._context.shares.given(members)
+        return [replace(context, shares=shares) for context in contexts]
 
     def _enter(
         self,

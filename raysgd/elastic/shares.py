@@ -56,10 +56,8 @@ class Shares(Feature):
 
     def of(self, members: Sequence[WorkerHandle]) -> tuple[float, ...] | None:
         """Return the shares of the workers that a request goes to. None: even shares."""
-        if self._config.shares == "even" or len(members) < 2:
-            return None
-        if isinstance(self._config.shares, Mapping):
-            return self._given(members, self._config.shares)
+        if self._config.shares != "measured" or len(members) < 2:
+            return self.given(members)
         is_same = not self._current or self._current.keys() == set(members)
         if self.wants_change or not is_same:
             self._choose(members)
@@ -80,11 +78,14 @@ class Shares(Feature):
         self.wants_change = may_change and now >= self._wrong_since + _LASTS_S
 
     def on_loss(self, member: WorkerHandle, error: BaseException) -> None:
+        """Forget the speed of a lost member."""
         self._speeds.pop(member, None)
 
-    def _given(
-        self, members: Sequence[WorkerHandle], shares: Mapping[str, float]
-    ) -> tuple[float, ...] | None:
+    def given(self, members: Sequence[WorkerHandle]) -> tuple[float, ...] | None:
+        """Return the shares that a mapping gives to the nodes of workers. None: even shares."""
+        shares = self._config.shares
+        if not isinstance(shares, Mapping) or len(members) < 2:
+            return None
         if not self._traits.keys() >= {member.node_id for member in members}:
             self._traits = self._group.node_traits()
         found = []

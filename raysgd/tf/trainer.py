@@ -128,6 +128,11 @@ class TFTrainer(OperatorTrainer):
             elastic=elastic,
             splits_batches=made_from_functions,
         )
+        if options.elastic.shares == "measured":
+            raise ValueError(
+                'ElasticConfig(shares="measured") is for TorchTrainer. With TFTrainer use "even", '
+                "or give relative shares by node label, accelerator type, or resource."
+            )
         self._plan = fit_plan(options.config) if made_from_functions else None
         super().__init__(options, TFRunner, initialization_hook, callbacks, logdir)
 

@@ -116,6 +116,14 @@ def register(
         replication = [_replicate(state, ddp_args, horovod_args)]
         watched = state.optimizers, state.models
     state.buffers = BufferCopies(state.models, state)
+    measures = options.elastic.shares == "measured"
+    if measures and not watched[1]:
+        state.say(
+            "shares",
+            'ElasticConfig(shares="measured"): raysgd cannot measure workers that wait for each '
+            'other within a step, as with sharding="full". Their shares are even. Give relative '
+            "shares by node label, accelerator type, or resource.",
+        )
     # shards roll back before Rollback restores the optimizers
     state.features = [
         *sharded,
@@ -130,7 +138,7 @@ def register(
         state.schedules,
         compilation,
         Averaging(state),
-        *([Speed(state)] if options.elastic.shares == "measured" else []),
+        *([Speed(state)] if measures else []),
     ]
     state.optimization.begin()
     for each in sharded:

@@ -249,6 +249,14 @@ class TrainContext:
         """Return the rank of this node among those that have workers."""
         return self.worker.node_rank
 
+    def get_share(self) -> float:
+        """Return this worker's fraction of the global batch, from 0 to 1.
+
+        It is ``1 / get_world_size()`` unless ``ElasticConfig(shares={...})`` gives nodes others.
+        """
+        shares = self.worker.shares or (1.0,) * self.worker.world_size
+        return shares[self.worker.world_rank] / sum(shares)
+
     def get_metadata(self) -> dict[str, Any]:
         """Return the trainer's ``metadata``."""
         return dict(self.metadata)

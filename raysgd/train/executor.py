@@ -96,6 +96,12 @@ class BackendExecutor:
                 f"ElasticConfig(min_workers={elastic.min_workers}) is for operators. Pass "
                 f"num_workers=({elastic.min_workers}, {self.options.num_workers})."
             )
+        if elastic.shares == "measured":
+            raise ValueError(
+                'ElasticConfig(shares="measured") is for TorchTrainer: raysgd cannot time the '
+                'steps of a training function. Use "even", or give relative shares by node '
+                "label, accelerator type, or resource."
+            )
         # the run's newest checkpoint is its snapshot
         self._elastic = dataclasses.replace(elastic, in_place=False, snapshot_every="epoch")
         self._controller: Controller | None = None

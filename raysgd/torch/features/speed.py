@@ -90,4 +90,4 @@ class Speed(StepFeature):
         return event
 
     def _seconds(self, began: Any, ended: Any) -> float:
-        return began.elapsed_time(ended) / 1000 if self._on_gpu else ended - began
+        return float(began.elapsed_time(ended) / 1000 if self._on_gpu else ended - began)

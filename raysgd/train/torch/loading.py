@@ -15,7 +15,7 @@ from torch.utils.data import (
     RandomSampler,
 )
 
-from raysgd.data.partition import EpochPartition, even_part
+from raysgd.data.partition import EpochPartition, part_of
 from raysgd.torch.loading import (
     changed,
     drawn_order,
@@ -39,6 +39,7 @@ def prepared_loader(
     ahead: bool,
     seed: int,
     full_size: int | None = None,
+    shares: tuple[float, ...] | None = None,
     weigh: Callable[[float], None] | None = None,
 ) -> PreparedLoader:
     """Return a loader that gives this worker its part of the data, on its device.
@@ -52,6 +53,7 @@ def prepared_loader(
         seed: seed of the order if the loader shuffles without a generator.
         full_size: number of workers of the full group, which sets the global batch size; None to
             scale it with the group.
+        shares: relative shares of the workers; None for equal ones.
         weigh: receives the loss weight of each batch.
     """
     full_size = full_size or world_size
@@ -67,7 +69,7 @@ def prepared_loader(
                 full_size,
             )
         pin = ahead and device is not None and device.type == "cuda"
-        loader = _shared(loader, world_size, rank, seed, pin, full_size)
+        loader = _shared(loader, world_size, rank, seed, pin, full_size, shares)
     return PreparedLoader(loader, device, ahead, weigh)
 
 
@@ -166,6 +168,7 @@ class _SharedSampler(DistributedSampler[Any]):
         rank: int,
         seed: int,
         full_size: int,
+        shares: tuple[float, ...] | None,
     ) -> None:
         given: Any = loader.sampler
         # DistributedSampler shuffles the data set, so it cannot replace a sampler of other items
@@ -177,6 +180,7 @@ class _SharedSampler(DistributedSampler[Any]):
         self._batch_size = loader.batch_size or 1
         self._full_size = num_replicas if loader.batch_size is None else full_size
         self._drops_last = loader.drop_last
+        self._shares = shares if num_replicas == len(shares or ()) else None
 
     @property
     def epoch(self) -> int:
@@ -203,19 +207,20 @@ class _SharedSampler(DistributedSampler[Any]):
             self.rank,
             drop_last=self._drops_last,
             full_size=self._full_size,
+            shares=self._shares,
         )
 
     def shares(self) -> Iterator[float]:
         """Yield the weight of each batch's mean in the mean over the workers."""
         for size in self._partition.sizes(0):
-            first, stop = even_part(size, self.num_replicas, self.rank)
+            first, stop = part_of(size, self.num_replicas, self.rank, self._shares)
             counts = self.rank < size  # other workers repeat a sample
             yield (stop - first) * counts * self.num_replicas / size
 
     @property
     def batch_size(self) -> int:
         """Samples of this worker in a full step."""
-        first, stop = even_part(self._partition.stride, self.num_replicas, self.rank)
+        first, stop = part_of(self._partition.stride, self.num_replicas, self.rank, self._shares)
         return stop - first
 
     def __len__(self) -> int:
@@ -265,13 +270,14 @@ def _shared(
     seed: int,
     pin: bool,
     full_size: int,
+    shares: tuple[float, ...] | None,
 ) -> DataLoader[Any]:
     """Return a loader with the same settings over this worker's part."""
     while isinstance(loader, PreparedLoader):
         loader = loader._loader
     if isinstance(loader.sampler, RandomSampler) and loader.generator is not None:
         seed = loader.generator.initial_seed() % 2**31
-    sampler = _SharedSampler(loader, world_size, rank, seed, full_size)
+    sampler = _SharedSampler(loader, world_size, rank, seed, full_size, shares)
     settings: dict[str, Any] = {"sampler": sampler, "pin_memory": loader.pin_memory or pin}
     if loader.batch_size is not None:
         settings["batch_sampler"] = BatchSampler(sampler, sampler.batch_size, loader.drop_last)
