@@ -32,6 +32,8 @@ class Shares(Feature):
         """Newest speeds, in samples per second."""
         self._current: dict[WorkerHandle, float] = {}
         """Shares of the newest attempt, with mean 1. Empty if they are even."""
+        self._members: list[WorkerHandle] = []
+        """The workers for which shares were last chosen."""
         self._traits: dict[str, set[str]] = {}
         self._wrong_since: float | None = None
         self._changed_at = -math.inf
@@ -58,8 +60,7 @@ class Shares(Feature):
         """Return the shares of the workers that a request goes to. None: even shares."""
         if self._config.shares != "measured" or len(members) < 2:
             return self.given(members)
-        is_same = not self._current or self._current.keys() == set(members)
-        if self.wants_change or not is_same:
+        if self.wants_change or self._members != list(members):
             self._choose(members)
         return tuple(self._current[member] for member in members) if self._current else None
 
@@ -96,11 +97,11 @@ class Shares(Feature):
 
     def _choose(self, members: Sequence[WorkerHandle]) -> None:
         before, after = self._shares_now(members), self._measured(members)
-        self._wrong_since, self.wants_change = None, False
-        if not _differ(before, after):
-            after = before
-        is_even = all(math.isclose(share, 1.0) for share in after.values())
-        self._current = {} if is_even else after
+        self._members, self._wrong_since, self.wants_change = list(members), None, False
+        even = dict.fromkeys(members, 1.0)
+        if not _differ(even, after):
+            after = even
+        self._current = {} if after == even else after
         if before == after:
             return
         self._changed_at = self._group.clock.monotonic()

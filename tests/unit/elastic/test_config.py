@@ -8,6 +8,7 @@ import pytest
 from raysgd import ElasticConfig
 
 DEFAULTS = {
+    "shares": "even",
     "min_workers": None,
     "max_attempts": 10,
     "initial_s": 1.0,

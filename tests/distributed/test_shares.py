@@ -1,0 +1,92 @@
+"""Workers of different speed: their shares change, and the result of training does not."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
+from raysgd.utils import BATCH_SIZE
+
+NUM_SAMPLES, GLOBAL_BATCH = 960, 24
+
+
+class Paced(TrainingOperator):
+    """Linear regression in float64, with a cost per sample that depends on the worker."""
+
+    def setup(self, config):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1).double()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+            criterion=torch.nn.MSELoss(),
+            **config["register"],
+        )
+        inputs = torch.randn(NUM_SAMPLES, 4, generator=torch.Generator().manual_seed(1)).double()
+        data = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
+        self.register_data(
+            train_loader=DataLoader(data, batch_size=config[BATCH_SIZE], shuffle=True),
+            validation_loader=DataLoader(data, batch_size=config[BATCH_SIZE]),
+        )
+
+    def train_batch(self, batch, batch_info):
+        costs = self.config["costs"]
+        time.sleep(len(batch[0]) * costs[self.world_rank % len(costs)])
+        return super().train_batch(batch, batch_info)
+
+
+def make_trainer(num_workers, costs, register=None, **elastic):
+    return TorchTrainer(
+        training_operator_cls=Paced,
+        config={BATCH_SIZE: GLOBAL_BATCH, "costs": costs, "register": register or {}},
+        num_workers=num_workers,
+        use_local=num_workers == 1,
+        elastic=ElasticConfig(**elastic),
+    )
+
+
+def parameters(trainer):
+    return torch.cat([parameter.flatten() for parameter in trainer.get_model().parameters()])
+
+
+def kinds(trainer):
+    return [event.kind for event in trainer.events]
+
+
+def train_until(trainer, condition, results):
+    while not condition() and len(results) < 40:
+        results.append(trainer.train())
+    assert condition(), trainer.events
+
+
+def expected(results, register=None):
+    with make_trainer(1, [0.0], register) as trainer:
+        for result in results:
+            assert abs(trainer.train()["train_loss"] - result["train_loss"]) < 1e-10
+        return parameters(trainer), trainer.validate()
+
+
+def check(trainer, results, register=None):
+    assert [result["num_samples"] for result in results] == [NUM_SAMPLES] * len(results)
+    found, validation = expected(results, register)
+    assert (parameters(trainer) - found).abs().max() < 1e-10
+    assert abs(trainer.validate()["val_loss"] - validation["val_loss"]) < 1e-10
+
+
+@pytest.mark.slow("shares change after some seconds, and a worker starts")
+def test_measured_shares_change_no_result_through_losses_and_joins(module_cluster):
+    register = {"gradient_accumulation_steps": 2, "max_grad_norm": 1.0}
+    costs, results = [0.0005, 0.0002, 0.0005], []
+    with make_trainer(3, costs, register, shares="measured", resize_cooldown_s=0.5) as trainer:
+        train_until(trainer, lambda: "rebalanced" in kinds(trainer), results)
+        (event,) = [event for event in trainer.events if event.kind == "rebalanced"]
+        assert event.old_shares == (1.0, 1.0, 1.0)
+        assert event.shares[1] > 1.4 * event.shares[0]
+        os.kill(trainer.apply_all_workers(os.getpid)[2], signal.SIGKILL)
+        train_until(trainer, lambda: "grown" in kinds(trainer), results)
+        results.append(trainer.train())
+        check(trainer, results, register)

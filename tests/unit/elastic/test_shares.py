@@ -1,0 +1,111 @@
+"""Shares of the global batch: when they change, and to what."""
+
+import pytest
+
+from raysgd._internal.context import Progress
+from raysgd.cluster.group_options import GroupOptions
+from raysgd.elastic.config import ElasticConfig
+from raysgd.elastic.shares import Shares
+from tests.unit.cluster.clock import ManualClock
+
+
+class FakeMember(str):
+    @property
+    def node_id(self):
+        return f"node of {self}"
+
+
+class FakeGroup:
+    def __init__(self, num_workers):
+        self.clock = ManualClock()
+        self.options = GroupOptions(num_workers=num_workers, num_cpus=1)
+        self.members = [FakeMember(f"w{rank}") for rank in range(num_workers)]
+
+    def node_traits(self):
+        return {member.node_id: {"CPU", f"slot={member}"} for member in self.members}
+
+
+class FakeJournal:
+    def __init__(self):
+        self.events = []
+
+    def record(self, kind, members, *, shares, old_shares, **_):
+        self.events.append((kind, old_shares, shares))
+
+
+def make(num_workers=2, **config):
+    group, journal = FakeGroup(num_workers), FakeJournal()
+    shares = Shares(group, ElasticConfig(**config), journal)
+    shares.of(group.members)
+    return group, journal, shares
+
+
+def poll(group, shares, *speeds, seconds=0.0):
+    """Report speeds once a second, for as long as given."""
+    for _ in range(int(seconds) + 1):
+        progress = zip(group.members, speeds, strict=True)
+        shares.poll({member: Progress(samples_per_s=speed) for member, speed in progress})
+        group.clock.sleep(1.0)
+
+
+def test_shares_follow_a_difference_of_speed_that_lasts():
+    group, journal, shares = make(shares="measured")
+    poll(group, shares, 300, 100)
+    assert shares.of(group.members) is None
+    poll(group, shares, 300, 100, seconds=5)
+    assert shares.wants_change
+    assert shares.of(group.members) == (1.5, 0.5)
+    assert journal.events == [("rebalanced", (1.0, 1.0), (1.5, 0.5))]
+    assert not shares.wants_change
+
+
+def test_shares_do_not_follow_noise():
+    group, journal, shares = make(shares="measured")
+    for second in range(60):
+        poll(group, shares, 300 if second % 2 else 100, 100)
+    poll(group, shares, 120, 100, seconds=60)
+    assert not shares.wants_change
+    assert shares.of(group.members) is None
+    assert journal.events == []
+
+
+def test_a_worker_that_recovers_gets_its_share_back_after_the_cooldown():
+    group, journal, shares = make(shares="measured", resize_cooldown_s=30.0)
+    poll(group, shares, 300, 100, seconds=5)
+    shares.of(group.members)
+    poll(group, shares, 100, 100, seconds=20)
+    assert shares.of(group.members) == (1.5, 0.5)
+    poll(group, shares, 100, 100, seconds=20)
+    assert shares.of(group.members) is None
+    assert [new for _, _, new in journal.events] == [(1.5, 0.5), (1.0, 1.0)]
+
+
+def test_a_new_group_has_shares_by_the_speeds_that_are_known():
+    group, _, shares = make(3, shares="measured")
+    poll(group, shares, 400, 100, 200, seconds=5)
+    assert shares.of(group.members) == (1.714, 0.429, 0.857)
+    shares.on_loss(group.members[1], RuntimeError())
+    assert shares.of([group.members[0], group.members[2]]) == (1.333, 0.667)
+    assert shares.of([group.members[0], FakeMember("new")]) is None
+
+
+def test_nodes_have_the_shares_of_a_mapping():
+    group, _, shares = make(shares={"slot=w1": 0.25})
+    shares.check()
+    assert shares.of(group.members) == shares.given(group.members) == (1.0, 0.25)
+    assert make(shares={"CPU": 2.0})[2].given(group.members) is None
+
+
+def test_a_name_that_no_node_has_is_an_error():
+    with pytest.raises(ValueError, match=r"'A600'.*CPU, slot=w0, slot=w1"):
+        make(shares={"A600": 2.0})[2].check()
+
+
+@pytest.mark.parametrize(
+    ("shares", "error"),
+    [("fast", ValueError), ({}, ValueError), ({"A": 0}, ValueError), ({"A": "x"}, TypeError),
+     ({1: 1.0}, TypeError), (None, ValueError), ({"A": float("inf")}, ValueError)],
+)  # fmt: skip
+def test_wrong_shares_are_refused(shares, error):
+    with pytest.raises(error, match="ElasticConfig"):
+        ElasticConfig(shares=shares)
