@@ -71,8 +71,9 @@ class HealthMonitor(Feature):
             return WorkersHung()
         if stuck is not None:
             why = (
-                f"No batch finished for {self.hang_timeout_s:g} s, and all workers wait for each "
-                "other. The log has their stacks."
+                f"No batch finished for {self.hang_timeout_s:g} s (hang_timeout_s), because the "
+                "workers wait for each other or for the driver's own process. The log has their "
+                "stacks."
             )
             return CallBlocked(why=why)
         why_blocked = self.blocked(progress)
@@ -127,7 +128,8 @@ class HealthMonitor(Feature):
             busy = [
                 member
                 for member, text in stacks.items()
-                if not any(sign in (text or "") for sign in _IN_COLLECTIVE)
+                if len(stacks) == 1
+                or not any(sign in (text or "") for sign in _IN_COLLECTIVE)
             ]
             return silent or [member for member in busy if member.remote]
         if waited_s >= _STANDSTILL_S and not self._has_shown:
