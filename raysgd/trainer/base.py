@@ -576,6 +576,7 @@ def _event_notifier(trainer: weakref.ref[OperatorTrainer]) -> Callable[[], None]
 
     def notify() -> None:
         if (alive := trainer()) is not None:
+            alive._calls.warn_of_replay()
             alive._callback_list.tell_events(alive)
 
     return notify

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from raysgd.trainer.fit_options import FitOptions, Limits
 
 __all__ = ["CallResult", "Calls", "TrainCall"]
 
-"""Events after which metrics of committed steps may be missing."""
+logger = logging.getLogger(__name__)
 
 
 class CallResult(NamedTuple):
@@ -86,6 +87,8 @@ class Calls:
     _failed_validation: int | None = None
     _limits: Limits = field(default_factory=lambda: Limits(FitOptions(num_epochs=1)))
     _log_every: int | None = None
+    _changed_at: int = 0
+    """The step at which `info` or `dataset` of train last changed."""
 
     def check_open(self, moves: bool = False) -> None:
         """Check that the trainer may call its workers now and, with `moves`, change the state."""
@@ -126,7 +129,9 @@ class Calls:
         return self._run(call, own)
 
     def _run(self, call: Call, own: bool = True) -> list[Any]:
-        if not isinstance(call.request, LoadRequest):
+        if isinstance(call.request, LoadRequest):
+            self._changed_at = 0
+        else:
             call.catch_up = self._catch_up
         return [outcome.value(own) for outcome in self.controller.run(call)]
 
@@ -141,6 +146,18 @@ class Calls:
             callback_pause=None,
         )
         return Call(request=request, has_batches=True, can_pause=True)
+
+    def warn_of_replay(self) -> None:
+        """Warn if a restart repeats steps of earlier calls with the arguments of the newest."""
+        event = self.controller.events[-1]
+        if event.kind in ("restarted", "grown", "moved") and event.step < self._changed_at:
+            logger.warning(
+                "Steps %d to %d were lost with all workers. They run again with the `info` and "
+                "`dataset` of the newest call of train(), and some of them had others.",
+                event.step + 1,
+                self._changed_at,
+            )
+            self._changed_at = 0
 
     def train(
         self,
@@ -163,6 +180,8 @@ class Calls:
             profile=profile,
             dataset=dataset,
         )
+        if self._newest is not None and not _has_same_input(self._newest.request, request):
+            self._changed_at = self.controller.progress.global_step
         call = TrainCall(
             request=request,
             num_steps=num_steps,
@@ -260,6 +279,13 @@ class Calls:
             self._failed_validation = None
         merged = merge_workers(results)
         return CallResult(results, merged, False, LastCall("validate", time.time(), seconds))
+
+
+def _has_same_input(first: TrainRequest, second: TrainRequest) -> bool:
+    try:
+        return first.dataset is second.dataset and bool(first.info == second.info)
+    except Exception:  # arrays are not compared as a whole
+        return False
 
 
 def _next_multiple(number: int, step: int) -> int:
