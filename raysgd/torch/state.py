@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import copyreg
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
+from torch.optim import lr_scheduler
 
+from raysgd._internal.arguments import is_number
 from raysgd._internal.nested import deep_copied, map_leaves
 
 __all__ = [
@@ -174,9 +177,9 @@ def _in_dtypes_of(saved: Any, held: Any) -> Any:
 
 
 def state_problem(held: Any, state: Mapping[str, Any]) -> str:
-    """Return why a model or optimizer cannot load a state; an empty text if none is known.
+    """Return why an object cannot load a state; an empty text if no reason is known.
 
-    The optimizers of PyTorch load the state of another kind, and fail in the next step.
+    PyTorch's optimizers and schedulers load a state of another form, and fail in the next step.
     """
     if isinstance(held, torch.nn.Module):
         return _model_problem(held.state_dict(), state)
@@ -185,7 +188,7 @@ def state_problem(held: Any, state: Mapping[str, Any]) -> str:
             return _optimizer_problem(held, state)
         except (AttributeError, KeyError, TypeError):
             return "it is not the state of an optimizer"
-    return ""
+    return _scheduler_problem(held, state)
 
 
 def _model_problem(held: Mapping[str, Any], state: Mapping[str, Any]) -> str:
@@ -226,7 +229,46 @@ def _optimizer_problem(held: torch.optim.Optimizer, state: Mapping[str, Any]) ->
         missing, unknown = (own.keys() & options) - group.keys(), group.keys() - own.keys()
         if missing and unknown:
             return f"groups {_differing(missing, unknown)}"
+        if missing & {"lr"}:
+            return "groups without lr"
+        if problem := _number_problem({name: own[name] for name in own.keys() & options}, group):
+            return f"in a group, {problem}"
     return ""
+
+
+def _scheduler_problem(held: Any, state: Any) -> str:
+    if type(held).__module__ != lr_scheduler.__name__:
+        return ""
+    if not isinstance(state, Mapping):
+        return "it is no dict"
+    if problem := _number_problem(vars(held), state):
+        return problem
+    inner, saved = getattr(held, "_schedulers", []), state.get("_schedulers", [])
+    if not isinstance(saved, list | tuple) or len(saved) != len(inner):
+        return f"it does not have {len(inner)} schedulers in it"
+    return next(filter(None, map(_scheduler_problem, inner, saved)), "")
+
+
+def _number_problem(held: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+    """Return which number, or list of numbers, has another form in a state."""
+    for name in sorted(held.keys() & state.keys()):
+        own, given = held[name], state[name]
+        if _is_number(own):
+            fits = _is_number(given)
+        elif isinstance(own, list | tuple) and all(map(_is_number, own)):
+            fits = isinstance(given, list | tuple) and len(given) == len(own)
+            fits = fits and all(map(_is_number, given))
+        elif isinstance(own, Counter):  # the milestones of MultiStepLR
+            fits = isinstance(given, Mapping) and all(map(_is_number, given))
+        else:
+            continue
+        if not fits:
+            return f"its {name!r} is {given!r}, which is not like {own!r}"
+    return ""
+
+
+def _is_number(value: Any) -> bool:
+    return is_number(value) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _differing(missing: set[Any], unknown: set[Any]) -> str:

@@ -11,7 +11,7 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.state import check_parts
 from raysgd.torch.state import state_problem
 
-Optim = torch.optim
+Optim, Lr = torch.optim, torch.optim.lr_scheduler
 
 
 def check_fits(name, held, saved):
@@ -109,3 +109,53 @@ def test_malformed_state_of_an_optimizer_does_not_fit(state):
     optimizer = Optim.SGD(linear().parameters(), lr=0.1)
     said = problem("optimizers", [optimizer], [state])
     assert said.endswith("SGD: it is not the state of an optimizer.")
+
+
+def adam():
+    return Optim.Adam(linear().parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("lr", "0.1"), ("lr", None), ("betas", 0.9), ("betas", [0.9, "x"])]
+)
+def test_optimizer_rejects_options_that_are_no_numbers(name, value):
+    state = copy.deepcopy(adam().state_dict())
+    state["param_groups"][0][name] = value
+    assert f"in a group, its {name!r} is {value!r}" in problem("optimizers", [adam()], [state])
+
+
+def test_optimizer_rejects_a_state_without_learning_rate():
+    state = copy.deepcopy(adam().state_dict())
+    del state["param_groups"][0]["lr"]
+    assert problem("optimizers", [adam()], [state]).endswith("Adam: groups without lr.")
+
+
+def sequential():
+    optimizer = adam()
+    inner = [Lr.ConstantLR(optimizer), Lr.MultiStepLR(optimizer, [2, 4])]
+    return Lr.SequentialLR(optimizer, inner, [2])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("last_epoch", "now"), ("base_lrs", []), ("milestones", None), ("milestones", {"a": 1})],
+)
+def test_scheduler_rejects_fields_that_are_no_numbers(name, value):
+    held, state = sequential(), sequential().state_dict()
+    check_fits("schedulers", [held], [state])
+    state["_schedulers"][1][name] = value
+    assert f"its {name!r} is {value!r}, which" in problem("schedulers", [held], [state])
+
+
+@pytest.mark.parametrize("inner", [None, [{}]])
+def test_scheduler_rejects_another_number_of_inner_schedulers(inner):
+    state = {**sequential().state_dict(), "_schedulers": inner}
+    said = problem("schedulers", [sequential()], [state])
+    assert said.endswith("it does not have 2 schedulers in it.")
+
+
+def test_scheduler_of_user_code_can_load_any_state():
+    class Own(Lr.LambdaLR):
+        pass
+
+    check_fits("schedulers", [Own(adam(), lambda epoch: 1), object()], [{"last_epoch": "x"}] * 2)
