@@ -21,6 +21,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     TensorDataset,
     default_collate,
 )
@@ -253,7 +254,7 @@ class ShardedLoader(PartitionedSource):
     # ---- for messages and comparisons
 
     def fingerprint(self) -> str:
-        shard, dataset = self.shard, type(self.loader.dataset).__name__
+        shard = self.shard
         sizes = f"{shard.total} samples, drop_last {shard.drop_last}"
         if self._deals_batches:
             sizes = f"{shard.total} batches of its {type(self.order_sampler).__name__}"
@@ -261,7 +262,7 @@ class ShardedLoader(PartitionedSource):
             sizes += ", batch_size None"
         if self.loader.generator is not None:
             sizes += ", a generator of its own"
-        return f"{sizes}, {dataset}"
+        return f"{sizes}, {_content_of(self.loader.dataset)}"
 
     def describe(self) -> str:
         if self._deals_batches:
@@ -281,6 +282,10 @@ class HuggingFaceSource(BatchSource):
     def __init__(self, loader: Any, world_size: int, rank: int) -> None:
         super().__init__(loader, has_length=False)
         self.reshard(world_size, rank, None)
+        self._order = _digest(_shuffle_state(loader))
+
+    def fingerprint(self) -> str:
+        return f"a stream whose shuffle has the state {self._order}"
 
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
         self._world_size, self._rank = world_size, rank
@@ -373,6 +378,22 @@ def wrap_loader(
     return BatchSource(loader, has_length=not guessed, by_user=not shard, why_whole=why_whole)
 
 
+def _content_of(dataset: Any) -> str:
+    """Describe the data. Different subsets and tensors get different texts."""
+    if isinstance(dataset, Subset):
+        indices: Any = dataset.indices
+        keys = indices.tolist() if hasattr(indices, "tolist") else indices
+        return f"subset {_digest(keys)} of {_content_of(dataset.dataset)}"
+    if type(dataset) is TensorDataset:
+        ends = [(tensor[0], tensor[-1]) for tensor in dataset.tensors if len(tensor)]
+        return f"tensors {_digest(ends)}"
+    return type(dataset).__name__
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
+
+
 def _undivided(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a loader with its BatchSampler's sampler, or a DistributedSampler of one replica."""
     batches = loader.batch_sampler
@@ -395,6 +416,17 @@ def _is_distributed(loader: Any) -> bool:
         and isinstance(sampler, DistributedSampler)
         and type(sampler).__init__ is DistributedSampler.__init__
     )
+
+
+def _shuffle_state(loader: Any) -> str:
+    """Return the generators of ``shuffle(seed=...)`` in a Hugging Face stream."""
+    # they have no public name; each iterable of examples holds the one that it reads from
+    examples, states = getattr(getattr(loader, "dataset", loader), "_ex_iterable", None), ""
+    while examples is not None:
+        if (generator := getattr(examples, "generator", None)) is not None:
+            states += repr(generator.bit_generator.state)
+        examples = getattr(examples, "ex_iterable", None)
+    return states
 
 
 def _is_hugging_face(loader: Any) -> bool:

@@ -448,6 +448,22 @@ def test_replacement_adopts_the_batching_of_the_others(follows):
     assert replacement.batch_size == (5 if follows else 6)
 
 
+def test_fingerprint_shows_a_random_split_without_a_seed():
+    def fingerprint(seed):
+        generator = torch.Generator().manual_seed(seed)
+        part, _ = torch.utils.data.random_split(tensors(20), [10, 10], generator)
+        return wrap(DataLoader(part, batch_size=4)).fingerprint()
+
+    assert fingerprint(1) == fingerprint(1) != fingerprint(2)
+
+
+def test_fingerprint_shows_random_tensors_without_a_seed():
+    sparse = TensorDataset(torch.eye(4).to_sparse())
+    data = [TensorDataset(torch.randn(8, 2)) for _ in range(2)]
+    first, second, same, _ = (wrap(DataLoader(d)).fingerprint() for d in [*data, data[0], sparse])
+    assert first == same != second
+
+
 def test_fingerprint_shows_a_generator():
     given = [None, torch.Generator(), torch.Generator()]
     found = [
@@ -930,6 +946,9 @@ def test_hugging_face_stream_is_split_by_node(in_loader, num_shards):
         orders.append(torch.cat(parts).tolist())
         assert sorted(orders[-1]) == list(range(24))
     assert orders[0] != orders[1]
+    others = [stream.shuffle(seed=seed) for seed in (1, 1, None)]
+    one, same, unseeded = (wrap(DataLoader(each)).fingerprint() for each in others)
+    assert one == same != unseeded
     split = datasets.distributed.split_dataset_by_node(stream, 0, 2)
     assert wrap(DataLoader(split, batch_size=4), world_size=2).partitioned_by == "your code"
 
