@@ -152,6 +152,18 @@ def test_ctrl_c_ends_a_call_that_waits_for_data(start):
     assert (reached, weights(trainer)) == ([], [NUM_STEPS, NUM_STEPS])
 
 
+@pytest.mark.parametrize("press", [ctrl_c, lambda _: ctrl_c(ctrl_c())])
+def test_ctrl_c_in_a_validation_of_averages_restores_the_weights(start, press):
+    trainer = start("validation", step=NUM_STEPS, do=press)
+    operator = trainer.get_local_operator()
+    operator._train_state.feature("Averaging").begin(0.5, 1)
+    trainer.train()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.validate()
+    assert [p.item() for p in operator.model.parameters()] == [NUM_STEPS, NUM_STEPS]
+    assert max(weights(trainer)) < NUM_STEPS
+
+
 def test_signal_handler_is_restored_after_a_call(start):
     before = signal.getsignal(signal.SIGINT)
     start().train()
