@@ -12,16 +12,18 @@ from raysgd.data.partition import EpochPartition, MicroBatch, micro_batches_of
 __all__ = ["BatchSource", "PartitionedSource", "own_split"]
 
 
-def own_split(loader: Any) -> bool:
-    """Return whether a loader selects the part of its worker itself."""
+def own_split(loader: Any) -> tuple[Any, Any] | None:
+    """Return the world size and rank by which a loader selects its part, or None."""
     batches = getattr(loader, "batch_sampler", None)
     sources = [getattr(loader, name, None) for name in ("dataset", "sampler")]
-    parts = (loader, *sources, batches, getattr(batches, "sampler", None))
-    # as in PyTorch's DistributedSampler; split_dataset_by_node of Hugging Face has no public name
-    return any(
-        hasattr(part, "num_replicas") or hasattr(getattr(part, "_distributed", None), "world_size")
-        for part in parts
-    )
+    for part in (loader, *sources, batches, getattr(batches, "sampler", None)):
+        if hasattr(part, "num_replicas"):  # as in PyTorch's DistributedSampler
+            return part.num_replicas, getattr(part, "rank", None)
+        # set by split_dataset_by_node of Hugging Face, without a public name
+        split: Any = getattr(part, "_distributed", None)
+        if hasattr(split, "world_size"):
+            return split.world_size, split.rank
+    return None
 
 
 class BatchSource:
@@ -49,7 +51,7 @@ class BatchSource:
         self, loader: Any, has_length: bool = True, by_user: bool = False, why_whole: str = ""
     ) -> None:
         self.loader = loader
-        if by_user or own_split(loader):
+        if by_user or own_split(loader) is not None:
             self.partitioned_by = self.partitioned_by or "your code"
         self.why_whole = why_whole
         self._has_length = has_length

@@ -83,6 +83,7 @@ class OperatorRunner(ABC):
         if train_state.sharded:
             self._running.snapshots.clear()
         self.operator.on_world_change()
+        train_state.data.warn_of_stale_ranks()
 
     def _given(self, context: WorkerContext) -> tuple[Any, dict[str, Any], int | None]:
         options = self._options

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from types import GeneratorType, MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from raysgd.data import Dataset
-from raysgd.data.source import BatchSource
+from raysgd.data.source import BatchSource, own_split
 
 if TYPE_CHECKING:
     from raysgd.loop.train_state import TrainState
 
 __all__ = ["DataSources"]
+
+logger = logging.getLogger(__name__)
 
 
 class DataSources(ABC):
@@ -133,6 +136,26 @@ class DataSources(ABC):
             else f"read whole by each worker, because {source.why_whole}: {source.describe()}"
             for name, source in self._sources.items()
         }
+
+    def warn_of_stale_ranks(self) -> None:
+        """Warn about loaders that select their part by ranks of an earlier group."""
+        context = self._state.context
+        for name, source in self._sources.items():
+            split = None if source.sharded else own_split(source.loader)
+            if split is None or not isinstance(split[0], int):
+                continue
+            size, rank = split
+            if size != context.world_size or rank not in (None, context.world_rank):
+                logger.warning(
+                    "The %s loader selects its part by rank %s of %d workers, but this worker is "
+                    "rank %d of %d now. Samples are repeated and left out. Register the loader in "
+                    "on_world_change(self) of the operator.",
+                    name,
+                    rank,
+                    size,
+                    context.world_rank,
+                    context.world_size,
+                )
 
     # ---- agreement between the workers
 

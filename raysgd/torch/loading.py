@@ -357,7 +357,7 @@ def wrap_loader(
         )
     if isinstance(loader, ItemDataset):
         loader = DataLoader(loader, loader.batch_size, collate_fn=_join_samples)  # type: ignore[arg-type]
-    undivided, splits_itself = loader, own_split(loader)
+    undivided, splits_itself = loader, own_split(loader) is not None
     if isinstance(loader, DataLoader):
         undivided = _undivided(loader)
     is_distributed = _is_distributed(undivided)

@@ -672,6 +672,26 @@ def test_loader_of_on_world_change_is_used_from_the_next_step(kind):
     assert runner.operator.trained[8:] == list(range(2 * offset, 2 * offset + 2))
 
 
+def by_rank(operator):
+    sampler = torch.utils.data.SequentialSampler(range(40))
+    sampler.num_replicas, sampler.rank = operator.world_size, operator.world_rank
+    return DataLoader(operator.train_loader.dataset, batch_size=4, sampler=sampler)
+
+
+@pytest.mark.parametrize("in_hook", [False, True])
+def test_warning_about_a_loader_with_ranks_of_an_earlier_group(caplog, in_hook):
+    class Selecting(Following):
+        def setup(self, config):
+            super().setup(config)
+            self.register_data(train_loader=by_rank(self))
+
+    runner = make_runner(Selecting, {"register": by_rank} if in_hook else {})
+    runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader=0)
+    told = [record.message for record in caplog.records if "on_world_change" in record.message]
+    assert len(told) == (not in_hook)
+    assert in_hook or "by rank 0 of 1 workers, but this worker is rank 1 of 2 now" in told[0]
+
+
 @pytest.mark.parametrize(
     ("operator_cls", "options", "is_told"),
     [
