@@ -128,8 +128,7 @@ class HealthMonitor(Feature):
             busy = [
                 member
                 for member, text in stacks.items()
-                if len(stacks) == 1
-                or not any(sign in (text or "") for sign in _IN_COLLECTIVE)
+                if len(stacks) == 1 or not any(sign in (text or "") for sign in _IN_COLLECTIVE)
             ]
             return silent or [member for member in busy if member.remote]
         if waited_s >= _STANDSTILL_S and not self._has_shown:

@@ -83,7 +83,10 @@ class Evaluation:
             # with a known length, the steps of the group count, and not this rank's batches
             taken = batches.count if num_left is None or limit is None else limit
             if offset == 0 and (num_left == 0 or (batches.exhausted and taken == 0)):
-                raise no_batch("validation", source)
+                context = train_state.context
+                raise no_batch(
+                    "validation", source, context.world_rank if context.world_size > 1 else None
+                )
             is_end = limit is None or taken < limit or taken == num_left
             offset = 0 if is_end else source.offset_after(offset, taken)
             if left is None or (taken == 0 and not batches.exhausted):
@@ -191,15 +194,18 @@ def weighted(metrics: Mapping[str, Any], num_batches: float) -> Mapping[str, Any
     return Summary(metrics, dict.fromkeys(metrics, num_batches))
 
 
-def no_batch(name: str, source: BatchSource) -> RuntimeError:
+def no_batch(name: str, source: BatchSource, rank: int | None = None) -> RuntimeError:
+    """Return the error for an empty loader. If workers have their own, `rank` has the empty one."""
+    name = f"{name} loader"
+    if rank is not None and not source.sharded:
+        name += f" of worker {rank}"
     if isinstance(source.loader, Iterator):
         return RuntimeError(
-            f"The {name} loader gives no more batch: {source.describe()}. An iterator can be read "
-            "only once. Register an object that iter() can start again, such as a DataLoader, a "
+            f"The {name} gives no more batch: {source.describe()}. An iterator can be read only "
+            "once. Register an object that iter() can start again, such as a DataLoader, a "
             "list, or an object whose __iter__ is the generator."
         )
-    own = "" if source.sharded else " Each worker needs a batch of its own loader."
     return RuntimeError(
-        f"The {name} loader gives no batch: {source.describe()}. Use more data, a smaller batch "
-        f"size, or drop_last=False.{own}"
+        f"The {name} gives no batch: {source.describe()}. Use more data, a smaller batch size, or "
+        "drop_last=False."
     )

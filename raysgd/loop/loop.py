@@ -74,6 +74,8 @@ class Loop:
         self._in_parts = False
         self._repeats = False
         self._source: BatchSource | None = None
+        # the worker whose own loader has the fewest batches
+        self._shortest: int | None = None
         self._call = -1
         self.scheduled = -1
         """The newest call whose metric the schedulers have got."""
@@ -242,7 +244,7 @@ class Loop:
         positional, named = _arguments_of(operator, info or {}, limit, train_state.epoch)
         segment = train_state.segment = self._new_segment(source, limit)
         if segment.total_batches == 0 and segment.start == 0:
-            raise no_batch("train", source)
+            raise no_batch("train", source, self._shortest)
         train_state.meters = None
         try:
             with train_state.timers.record("train_epoch"):
@@ -284,10 +286,11 @@ class Loop:
         train_state = self.train_state
         left = source.steps_left(train_state.offset)
         go_on: Callable[[bool], bool] | None = None
+        self._shortest = None
         if not source.sharded and train_state.context.world_size > 1:
             # the workers' own loaders can differ in length; the first end is the end for all
             if left is not None:
-                left = train_state.minimum(left)
+                left = self._least(left)
             else:
                 go_on = self._every_rank
         if self._batches is None:
@@ -315,7 +318,14 @@ class Loop:
             yield batch
 
     def _every_rank(self, has_batch: bool) -> bool:
-        return bool(self.train_state.minimum(int(has_batch)))
+        return bool(self._least(int(has_batch)))
+
+    def _least(self, number: int) -> int:
+        """Return the smallest number of all workers, and store the rank of its worker."""
+        context = self.train_state.context
+        found = self.train_state.minimum(number * context.world_size + context.world_rank)
+        least, self._shortest = divmod(int(found), context.world_size)
+        return least
 
     def _drop_rest(self, source: BatchSource, left: list[Any]) -> None:
         warnings.warn(
@@ -349,7 +359,7 @@ class Loop:
         """
         name = f"{type(self.operator).__name__}.train_epoch"
         if segment.epoch_is_over and segment.start == 0:
-            raise no_batch("train", source)
+            raise no_batch("train", source, self._shortest)
         if segment.epoch_is_over:
             train_state = self.train_state
             is_last = train_state.epoch + 1 >= (self._until_epoch or 0) + self._more_epochs

@@ -129,15 +129,24 @@ def test_an_empty_validation_loader_is_an_error(start, num_steps, wrap):
 
 @pytest.mark.parametrize("wrap", [list, lambda batches: Unsized([])], ids=["list", "unsized"])
 @pytest.mark.parametrize(("method", "name"), [("train", "train"), ("validate", "validation")])
-def test_an_empty_loader_of_one_worker_is_an_error(start, wrap, method, name):
+def test_error_names_the_worker_with_an_empty_loader(start, wrap, method, name):
     trainer, operator = start(Streaming, {"num_samples": 0, "wrap": wrap})
     train_state = operator._train_state
     train_state.settings.context = dataclasses.replace(
         train_state.context, world_rank=1, world_size=2
     )
     train_state.minimum = lambda value: value
-    with pytest.raises(RuntimeError, match=f"{name} loader gives no batch.*Each worker needs"):
+    with pytest.raises(RuntimeError, match=f"{name} loader of worker 1 gives no batch"):
         getattr(trainer, method)()
+
+
+def test_error_on_other_workers_names_it_too(start):
+    trainer, operator = start(Streaming, {"wrap": list})
+    train_state = operator._train_state
+    train_state.settings.context = dataclasses.replace(train_state.context, world_size=2)
+    train_state.minimum = lambda value: min(value, 1)  # worker 1 of 2 has no batch
+    with pytest.raises(RuntimeError, match="train loader of worker 1 gives no batch"):
+        trainer.train()
 
 
 # ---- loops of the user's own
