@@ -91,9 +91,15 @@ def check_position(state: Mapping[str, Any]) -> None:
             for key in ("epoch", "offset", "validation_offset", "seed", "split", "global_batch")
             if key in known
         }
+        seeds = data.get("loader_seeds", {})
+        if not isinstance(seeds, Mapping):
+            raise CheckpointError(f"The state's data['loader_seeds'] is no dict, but {seeds!r}.")
+        counts |= {f"data['loader_seeds'][{name!r}]": seed for name, seed in seeds.items()}
     for key, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
             raise CheckpointError(f"The state's {key} must be a count, but it is {value!r}.")
+    if data.get("split") == 0:
+        raise CheckpointError("The state's data['split'] must be at least 1.")
 
 
 def warn_of_other_steps(state: TrainState, position: Mapping[str, Any]) -> None:

@@ -90,6 +90,9 @@ WRONG = {
     "callback": lambda s: s["callbacks"].update(EarlyStopping={}),
     "step": lambda s: s.update(global_step=-1),
     "offset": lambda s: s["data"].pop("offset"),
+    "seeds of loaders": lambda s: s["data"].update(loader_seeds=3),
+    "seed of a loader": lambda s: s["data"].update(loader_seeds={"train": "x"}),
+    "parts of a batch": lambda s: s["data"].update(split=0),
     "random numbers": lambda s: s["data"]["rng"][0].update(numpy="x"),
 }
 
