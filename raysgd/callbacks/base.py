@@ -108,6 +108,8 @@ class Callback:
     metrics have -1, callbacks that save have 1."""
     needs_logdir: bool = False
     """Whether the trainer must have a ``logdir``."""
+    monitor: str | None = None
+    """Name of a metric that it needs. ``fit()`` raises early if validation lacks it."""
     saves_state: bool = False
     """Whether `on_pause` saves the state. It is then also called before workers that cannot be
     replaced are taken away."""
@@ -191,3 +193,9 @@ class History(list[dict[str, Any]]):
 
     stop_reason: str | None = None
     """Why ``fit()`` ended before its last epoch; None if it did not."""
+
+
+def adds_metrics(callback: Callback) -> bool:
+    """Return whether a user's callback may add metrics or validate."""
+    hooks = (type(callback).on_epoch_end, type(callback).on_validation_end)
+    return not all(hook.__module__.startswith("raysgd.") for hook in hooks)

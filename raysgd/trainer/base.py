@@ -87,7 +87,7 @@ class OperatorTrainer(TrainerInfo):
         monitor = getattr(options, "monitor", None)
         self._validations = Validations(options.trainer, calls, self._results, monitor)
         self._state = self._state_cls(options, calls, self._results, self._validations)
-        self._fit_loop = FitLoop(calls, self._results, self._validations)
+        self._fit_loop = FitLoop(options, calls, self._results, self._validations)
         # if the trainer is dropped without shutdown(), or the driver ends
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
         controller.journal.on_event = _event_notifier(weakref.ref(self))

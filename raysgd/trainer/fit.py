@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from raysgd.callbacks.base import Callback, History
+from raysgd.callbacks.base import Callback, History, adds_metrics
 from raysgd.callbacks.callback_list import checked_callbacks
 from raysgd.callbacks.epoch_lines import EpochLines, is_interactive
 from raysgd.callbacks.progress import ProgressBar
+from raysgd.callbacks.values import suggest_metric
 from raysgd.elastic.call import Call
+from raysgd.loop.options import Options
 from raysgd.loop.requests import CanValidateRequest, RehearseRequest
 from raysgd.metrics import merge_workers
 from raysgd.trainer.calls import Calls
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["FitLoop"]
 
 logger = logging.getLogger(__name__)
+
+_OF_VALIDATION = ("val", "eval_", "eval/")
 
 
 @dataclass(eq=False)
@@ -40,6 +45,7 @@ class FitLoop:
                    if it is time to: validate
     """
 
+    options: Options
     calls: Calls
     results: Results
     validations: Validations
@@ -71,6 +77,8 @@ class FitLoop:
             if every and not self._can_validate():
                 logger.info("fit() does not validate: there is no validation loader.")
                 every = None
+            if every is None:
+                _check_monitored(self._monitored(), ())
             with self.validations.of_fit(options.num_epochs, every):
                 if every and options.sanity_steps and self._num_completed < options.num_epochs:
                     self._check_validation(options.sanity_steps, options.info)
@@ -137,19 +145,59 @@ class FitLoop:
         call = Call(request=request, max_losses=3, has_batches=True)
         try:
             # a worker without a batch has no metrics
-            _try_merge([each for each in self.calls.make(call) if each])
+            parts = [each for each in self.calls.make(call) if each]
+            names = dict.fromkeys(itertools.chain.from_iterable([*parts, _merge_few(parts)]))
+            if names:
+                _check_monitored(self._monitored(), list(names))
         except Exception as error:
             error.add_note(f"This was in fit(sanity_steps={num_steps}), before any training.")
             raise
         validations.has_run = True
 
+    def _monitored(self) -> dict[str, str]:
+        """Return the monitored metrics, by argument; none if operator or callbacks add metrics."""
+        callbacks = self.calls.callback_list.callbacks
+        own_epoch = getattr(self.options.training_operator_cls, "train_epoch", None)
+        is_ours = getattr(own_epoch, "__module__", "raysgd.").startswith("raysgd.")
+        if not is_ours or any(adds_metrics(each) for each in callbacks):
+            return {}
+        found = [(type(each).__name__, each.monitor) for each in callbacks]
+        found.append((self.options.trainer, getattr(self.options, "monitor", None)))
+        return {f"{who}(monitor={name!r})": name for who, name in found if isinstance(name, str)}
 
-def _try_merge(parts: Sequence[Mapping[str, Any]]) -> None:
-    """Raise programming errors in the metrics of some batches."""
+
+def _merge_few(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Merge the metrics of a validation of some batches."""
     try:
-        merge_workers(parts)
+        return merge_workers(parts)
     except (AttributeError, NameError, TypeError):
         raise
     except Exception as error:  # the batches may be too few, for example all of one class
         notes = " ".join(getattr(error, "__notes__", ()))
         logger.warning("A metric cannot be computed on the first batches: %r %s", error, notes)
+        return {}
+
+
+def _check_monitored(monitored: Mapping[str, str], metrics: Sequence[str]) -> None:
+    """Check that monitored metrics of validation exist. Others may be metrics of training."""
+    for given, name in monitored.items():
+        if name in metrics:
+            continue
+        if not name.startswith(_OF_VALIDATION):
+            if f"val_{name}" in metrics:
+                logger.warning(
+                    "%s: a validation has no such metric, but 'val_%s'. Unless training has it, "
+                    "fit() fails after the first epoch.",
+                    given,
+                    name,
+                )
+            continue
+        if not metrics:
+            raise ValueError(
+                f"{given}: there is no such metric, because fit() does not validate. Register a "
+                "validation loader and set validate_every, or name a metric of training."
+            )
+        raise ValueError(
+            f"{given}: there is no such metric. A validation has: {', '.join(metrics)}."
+            + suggest_metric(name, metrics)
+        )

@@ -13,6 +13,7 @@ import torch
 from raysgd.callbacks import (
     Callback,
     CheckpointCallback,
+    EarlyStopping,
     History,
     TensorBoardLogger,
 )
@@ -108,6 +109,15 @@ def test_a_validation_that_fails_is_found_before_any_training(make_trainer):
     assert trainer.global_step == 0
 
 
+@pytest.mark.parametrize("name", ["val_los", "eval_loss"])
+def test_a_metric_that_validation_lacks_is_an_error_before_any_training(make_trainer, name):
+    trainer = make_trainer()
+    with pytest.raises(ValueError, match=rf"'{name}'\): there is no such.*Did you mean 'val_loss'"):
+        trainer.fit(2, callbacks=[EarlyStopping(monitor=name)])
+    assert trainer.global_step == 0
+    trainer.fit(1, callbacks=[EarlyStopping(monitor="val_loss")])
+
+
 class Measuring(Recorder):
     def validate_batch(self, batch, batch_info):
         measured = super().validate_batch(batch, batch_info)
@@ -126,6 +136,37 @@ def test_a_metric_that_cannot_be_computed_is_found_before_any_training(make_trai
     assert caught.value.__notes__[0] == "This was in the metric 'val_odd', a Sums."
     assert trainer.global_step == 5, "all data might do where a few do not"
     assert "cannot be computed on the first batches: OverflowError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("operator_cls", "given"), [(TrainOnly, {}), (Recorder, {"validate_every": None})]
+)
+def test_a_metric_of_validation_is_an_error_if_fit_does_not_validate(
+    make_trainer, operator_cls, given
+):
+    trainer = make_trainer(operator_cls)
+    with pytest.raises(ValueError, match=r"because fit.. does not validate"):
+        trainer.fit(2, callbacks=[EarlyStopping()], **given)
+    assert trainer.global_step == 0
+
+
+class Scoring(Callback):
+    stage = -1
+
+    def on_validation_end(self, trainer, metrics):
+        metrics["val_score"] = 1.0
+
+
+def test_callbacks_may_add_a_monitored_metric(make_trainer):
+    make_trainer(callbacks=[Scoring()]).fit(1, callbacks=[EarlyStopping("val_score")])
+
+
+def test_a_monitored_metric_that_only_training_may_have_is_a_warning(
+    make_trainer, tmp_path, caplog
+):
+    with pytest.raises(CallbackError):
+        make_trainer().fit(1, callbacks=[CheckpointCallback(tmp_path, monitor="accuracy")])
+    assert "a validation has no such metric, but 'val_accuracy'" in caplog.text
 
 
 class Drawing(Recorder):
