@@ -10,6 +10,7 @@ import contextlib
 import copy
 import importlib
 import inspect
+import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
@@ -32,6 +33,8 @@ else:  # operator.py imports this module
     _Base = object
 
 __all__ = ["LightningMethods", "lightning_operator"]
+
+logger = logging.getLogger(__name__)
 
 _REFUSED = {
     "backward": "the backward pass is raysgd's; use manual optimization for one of your own",
@@ -72,12 +75,14 @@ class LightningMethods(_Base):
 
     def setup(self, config: dict[str, Any]) -> None:
         """Create the module, its data and its optimizers, and register them."""
-        module = self.module = _make(self._module_cls, config)
+        # the data creator gets the whole config
+        unused = set() if self._data_creator is not None else set(config)
+        module = self.module = _make(self._module_cls, config, unused)
         _check_hooks(module)
         self._surroundings = _Surroundings(self)
         self._has_started = False
         with self._surrounded():
-            loaders = self._load(config)
+            loaders = self._load(config, unused)
             module.configure_model()
             optimizers, schedulers = self._configured()
             given: dict[str, Any] = {"models": module, "optimizers": optimizers}
@@ -91,16 +96,23 @@ class LightningMethods(_Base):
             self._surroundings.offer(optimizers, schedulers)
             self.register_data(**loaders)
             module.on_fit_start()
+        if unused and self.world_rank == 0:
+            logger.warning(
+                "The constructors of %s and of its data module do not take these keys of the "
+                "config: %s.",
+                type(module).__name__,
+                ", ".join(sorted(map(repr, unused))),
+            )
 
     # ---- the parts
 
-    def _load(self, config: dict[str, Any]) -> dict[str, Any]:
+    def _load(self, config: dict[str, Any], unused: set[str]) -> dict[str, Any]:
         """Return the loaders, as arguments of ``register_data``."""
         module, data = self.module, self._datamodule
         with lock_of_node():  # one worker per node at a time, because they may download
             if data is not None:
                 # a copy, because other trainers may use the same object
-                data = self._surroundings.datamodule = copy.copy(_make(data, config))
+                data = self._surroundings.datamodule = copy.copy(_make(data, config, unused))
                 data.trainer = self._surroundings
                 data.prepare_data()
                 data.setup("fit")
@@ -492,17 +504,27 @@ def _check_hooks(module: Any) -> None:
         )
 
 
-def _make(given: Any, config: dict[str, Any]) -> Any:
-    """Create a module with the config, or with the keys that its constructor takes."""
+def _make(given: Any, config: dict[str, Any], unused: set[str]) -> Any:
+    """Create a module with the config, or with the keys that its constructor takes.
+
+    Args:
+        given: the class. A module is returned as it is.
+        config: the config.
+        unused: the keys that no constructor has taken. This call removes those that it takes.
+    """
     if not isinstance(given, type):
         return given
     parameters = inspect.signature(given).parameters
-    if "config" in parameters:
-        return given(config=config)
     takes_any = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
+    if "config" in parameters:
+        unused.clear()
+        return given(config=config)
     if takes_any and given.__init__ is not _base_of(given).__init__:  # type: ignore[misc]
-        return given(**config)
-    return given(**{name: value for name, value in config.items() if name in parameters})
+        arguments = config
+    else:
+        arguments = {name: value for name, value in config.items() if name in parameters}
+    unused.difference_update(arguments)
+    return given(**arguments)
 
 
 class _Reduced(MergeableMetric):

@@ -178,12 +178,13 @@ class Plain(lightning.LightningDataModule):
 
 
 @pytest.mark.parametrize("module_cls", [Named, Strict])
-def test_constructors_get_the_keys_of_the_config_by_name(module_cls):
+def test_constructors_get_the_keys_of_the_config_by_name(module_cls, caplog):
     config = {"lr": 0.3, "width": 2, "batch_size": 20, "depth": 5}
     trainer = start(module_cls, config, datamodule=Plain)
     module = trainer.get_local_operator().module
     assert module.given == (config if module_cls is Named else {"lr": 0.3, "width": 2})
     assert trainer.train()["batch_count"] == 2
+    assert ("keys of the config: 'depth'." in caplog.text) == (module_cls is Strict)
 
 
 class Logging(Line):
