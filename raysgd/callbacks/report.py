@@ -262,6 +262,11 @@ def _lines_chart(lines: Sequence[_Line], axis: str) -> str:
             mode="lines+markers",
             line={"color": _COLORS[index % len(_COLORS)], "width": 2},
         )
+    values = {y for _, points in lines for _, y in points}
+    if len(values) == 1:  # plotly would draw an axis from 1 below the value to 1 above it
+        (value,) = values
+        margin = 0.05 * abs(value) or 0.05
+        figure.update_yaxes(range=[value - margin, value + margin])
     return _drawn(figure, axis)
 
 

@@ -132,6 +132,14 @@ def test_the_entries_of_a_vector_share_a_drawing(tmp_path):
     assert titles == ["Where the time went", "f1", "profile", "lr", "Calls"]
 
 
+@pytest.mark.parametrize(("value", "low", "high"), [(1.0, 0.95, 1.05), (0.0, -0.05, 0.05)])
+def test_a_constant_metric_has_a_narrow_axis(tmp_path, value, low, high):
+    calls = [call(110 + n, 1, 10 * n, kind="validate", epoch=n, val_accuracy=value) for n in (1, 2)]
+    write(tmp_path, [run(), *calls])
+    (axis,) = re.findall(r'"yaxis":\{[^}]*"range":\[(.*?)\]', make_report(tmp_path).read_text())
+    assert [float(end) for end in axis.split(",")] == [low, high]
+
+
 def test_a_page_that_cannot_be_written_leaves_nothing_behind(folder):
     (folder / "report.html").mkdir()
     before = sorted(folder.iterdir())
