@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -135,8 +136,8 @@ class WeightedAverageResultsPreprocessor(_Aggregating):
 
     Args:
         keys: names of the metrics; None for all that are numbers.
-        weight_key: name of the metric that is the weight. Workers without it do not count. If the
-            sum of the weights is zero, all workers count equally.
+        weight_key: name of the metric that is the weight. Workers without a number there do not
+            count. If the sum of the weights is zero, all workers count equally.
     """
 
     def __init__(self, keys: Iterable[str] | None = None, weight_key: str = "nb_steps") -> None:
@@ -146,7 +147,8 @@ class WeightedAverageResultsPreprocessor(_Aggregating):
 
     def _aggregate(self, numbers: Mapping[int, float], results: Results) -> float:
         key = self._weight_key
-        weights = {rank: numbers_in(results[rank]).get(key, 0.0) for rank in numbers}
+        found = {rank: numbers_in(results[rank]).get(key, math.nan) for rank in numbers}
+        weights = {rank: 0.0 if math.isnan(weight) else weight for rank, weight in found.items()}
         total = sum(weights.values())
         if total == 0:
             logger.warning("All workers count equally, because none reported a weight %r.", key)
