@@ -115,6 +115,8 @@ def verify(file: IO[bytes], shown: str, whole: bool = True) -> Manifest | None:
         if not is_archive(file) and not digest:
             return None
         with zipfile.ZipFile(file) as archive:
+            if is_archive(file):
+                _check_size(archive)
             records = [name for name in archive.namelist() if name.endswith(f"/{_RECORD}")]
             if digest:
                 return Manifest.from_json(archive.read(records[0]))
@@ -146,6 +148,12 @@ def _digest_in(file: IO[bytes]) -> str | None:
     file.seek(max(0, file.seek(0, 2) - _SEAL_SIZE))
     match = _SEAL.fullmatch(file.read())
     return match and match[1].decode()
+
+
+def _check_size(archive: zipfile.ZipFile) -> None:
+    """Check that an archive of another origin does not unpack to more than its own size."""
+    if sum(record.file_size for record in archive.infolist()) > archive.start_dir:
+        raise CheckpointError("the file is damaged: its records are compressed or overlap.")
 
 
 def _sha256(file: IO[bytes], size: int) -> str:
