@@ -10,6 +10,7 @@ import io
 import logging
 import os
 import pickle
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -140,14 +141,25 @@ class Session:
         here.session = self
         end, failure = None, None
         try:
+            before = _num_collectives()
             value = pickle.loads(self.plan.function)()
             self._settle()
+            if before is not None and _num_collectives() == before:
+                self._warn_of_separate_models()
             end = Turn("end", content=_returned(value), iteration=self.iteration)
         except BaseException as error:
             failure = error
         if here.session is self:
             here.session = None  # before the driver learns of the end and begins another run
         self.report_queue.end(end, failure)
+
+    def _warn_of_separate_models(self) -> None:
+        if self.context.world_size > 1 and self.context.world_rank == 0:
+            logger.warning(
+                "The training function ended on %d workers, and they never communicated. If they "
+                "train one model, wrap it with raysgd.train.torch.prepare_model().",
+                self.context.world_size,
+            )
 
     # ---- calls of the function
 
@@ -310,6 +322,14 @@ def _reported(metrics: Any) -> Packed:
         raise TypeError(
             f"report(): the metric {name!r} cannot be pickled: {error}. Report plain values."
         ) from error
+
+
+def _num_collectives() -> int | None:
+    """Return the number of PyTorch collectives so far; None if unknown."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized() or len(dist.distributed_c10d._world.pg_map) > 1:
+        return None  # groups of the function are not counted
+    return getattr(dist.group.WORLD, "num_operations", None)
 
 
 def _returned(value: Any) -> Packed | None:

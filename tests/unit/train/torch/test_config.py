@@ -2,10 +2,14 @@
 
 import os
 
+import cloudpickle
 import pytest
 import torch.distributed as dist
 
 from raysgd._internal.context import WorkerContext
+from raysgd.train.requests import BeginRequest, EndRunRequest, NextRequest
+from raysgd.train.runner import FunctionRunner
+from raysgd.train.session import Plan
 from raysgd.train.torch import TorchConfig
 
 VARIABLES = (
@@ -43,5 +47,23 @@ def test_a_process_group_forms_and_only_env_sets_variables(monkeypatch, init_met
         transport.teardown()
         assert not dist.is_initialized()
     finally:
+        transport.teardown()
+        transport.close()
+
+
+@pytest.mark.parametrize(("function", "warns"), [(int, True), (dist.barrier, False)])
+def test_workers_that_never_communicate_cause_a_warning(caplog, function, warns):
+    transport = TorchConfig(backend="gloo", init_method="tcp").transport()
+    runner = FunctionRunner(False)
+    try:
+        # a group of one counts the collectives of a worker of two
+        transport.setup(WorkerContext(distributed=True), transport.prepare(["127.0.0.1"]))
+        runner.setup(WorkerContext(world_size=2))
+        runner.handle(BeginRequest(plan=Plan("run", cloudpickle.dumps(function))))
+        assert runner.handle(NextRequest(reported=None)).kind == "end"
+        assert ("2 workers, and they never communicated" in caplog.text) == warns
+    finally:
+        runner.handle(EndRunRequest())
+        runner.teardown()
         transport.teardown()
         transport.close()
