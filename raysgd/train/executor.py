@@ -106,7 +106,7 @@ class BackendExecutor:
         self._elastic = dataclasses.replace(elastic, in_place=False, snapshot_every="epoch")
         self._controller: Controller | None = None
         self._group: core.WorkerGroup | None = None
-        self._checkpoints = RunCheckpoints()
+        self._checkpoints = self._earlier = RunCheckpoints()
         self._run: FunctionRun | None = None
         self._finalizer: Any = None
 
@@ -263,7 +263,7 @@ class BackendExecutor:
         datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
         assert self._group is not None
         # from here on there is a run, and a failure must end it
-        self._checkpoints = checkpoints
+        self._earlier, self._checkpoints = self._saved, checkpoints
         self._run = FunctionRun(
             controller, self._group, plan, checkpoints, datasets, self._max_losses
         )
@@ -334,8 +334,8 @@ class BackendExecutor:
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint of the newest run; None if there is none."""
-        return self._checkpoints.latest
+        """The newest checkpoint of the newest run that saved one; None if there is none."""
+        return self._saved.latest
 
     @property
     def latest_checkpoint_id(self) -> int:
@@ -350,15 +350,20 @@ class BackendExecutor:
 
     @property
     def latest_checkpoint_path(self) -> Path | None:
-        """Path of the newest checkpoint of the newest run on disk; None if there is none."""
-        return self._checkpoints.latest_path
+        """Path of the newest checkpoint on disk, of the same run; None if there is none."""
+        return self._saved.latest_path
 
     @property
     def best_checkpoint_path(self) -> Path | None:
-        """Path of the best checkpoint of the newest run on disk; None if there is none."""
-        return self._checkpoints.best_path
+        """Path of the best checkpoint on disk, of the same run; None if there is none."""
+        return self._saved.best_path
 
     # ---- helpers
+
+    @property
+    def _saved(self) -> RunCheckpoints:
+        """The checkpoints of the newest run that has saved one."""
+        return self._checkpoints if self._checkpoints.has_saved else self._earlier
 
     @contextlib.contextmanager
     def _aborting(self) -> Iterator[None]:

@@ -66,6 +66,8 @@ class RunCheckpoints(CheckpointFolder):
         """Number of the newest checkpoint."""
         self.blob: bytes | None = None
         """The newest checkpoint, pickled."""
+        self.has_saved = False
+        """Whether this run, or the one that it resumes, has saved a checkpoint."""
         self._validations = Validations(validation)
         self._last_news: list[Reported] = []
 
@@ -84,7 +86,7 @@ class RunCheckpoints(CheckpointFolder):
             return None
         newest, self.blob, manifest = self._load_first(names, read_pickle, [])
         self._learn(names)
-        self.number = _number_of(newest)
+        self.number, self.has_saved = _number_of(newest), True
         return manifest
 
     def keep(self, turn: Turn, blob: bytes, world_size: int) -> None:
@@ -109,7 +111,7 @@ class RunCheckpoints(CheckpointFolder):
             self._manifests[name] = manifest
             self._tidy(name)
         self.number += 1
-        self.blob = blob
+        self.blob, self.has_saved = blob, True
 
     def _check_score(self, turn: Turn) -> None:
         """Warn once if a checkpoint has no number that rates it."""

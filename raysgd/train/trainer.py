@@ -216,7 +216,7 @@ class Trainer:
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint of the newest run; None if there is none."""
+        """The newest checkpoint of the newest run that saved one; None if there is none."""
         return self._executor.latest_checkpoint
 
     @property
@@ -226,17 +226,17 @@ class Trainer:
 
     @property
     def latest_checkpoint_path(self) -> Path | None:
-        """Path of the newest run's newest checkpoint on disk; None if there is none."""
+        """Path of the newest checkpoint on disk, of the same run; None if there is none."""
         return self._executor.latest_checkpoint_path
 
     @property
     def best_checkpoint_path(self) -> Path | None:
-        """Path of the newest run's best checkpoint on disk; None if there is none."""
+        """Path of the best checkpoint on disk, of the same run; None if there is none."""
         return self._executor.best_checkpoint_path
 
     @property
     def best_checkpoint(self) -> dict[str, Any] | None:
-        """The best checkpoint of the newest run on disk; None if there is none."""
+        """The best checkpoint on disk, of the same run; None if there is none."""
         path = self.best_checkpoint_path
         return None if path is None else self.load_checkpoint_from_path(path)
 

@@ -136,6 +136,16 @@ def test_a_run_starts_from_a_checkpoint_or_its_path(executor, tmp_path):
         assert executor.finish_training() == [1, 1]
 
 
+def test_a_run_without_checkpoints_keeps_earlier_ones(executor, tmp_path):
+    executor.start_training(saves_twice, tmp_path / "1")
+    executor.finish_training()
+    newest = executor.latest_checkpoint_path
+    executor.start_training(train.load_checkpoint, tmp_path / "2", checkpoint={"epoch": 7})
+    executor.finish_training()
+    assert executor.latest_checkpoint["epoch"] == 1
+    assert executor.latest_checkpoint_path == executor.best_checkpoint_path == newest
+
+
 def test_checkpoint_of_another_rank_is_kept_if_rank_0_has_none(executor):
     def function():
         made = train.Checkpoint.from_dict({"rank": 1}) if train.world_rank() == 1 else None
