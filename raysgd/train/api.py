@@ -80,6 +80,14 @@ def report(
         and named.keys() <= {"metrics", *known}
     ):
         metrics = named.pop("metrics")
+        if checkpoint is None and not named and "metrics" not in _WARNED and world_rank() == 0:
+            _WARNED.add("metrics")
+            warnings.warn(
+                "report(metrics={...}) reports each entry of the dict. Ray 1.13 reported one "
+                "metric called 'metrics': for that, write report({'metrics': {...}}). To get no "
+                "warning, write report({...}).",
+                stacklevel=2,
+            )
     is_checkpoint = checkpoint is None or hasattr(checkpoint, "to_directory")
     options = ReportOptions()
     if metrics is None:  # every keyword is a metric, also `checkpoint`
