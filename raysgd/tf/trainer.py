@@ -81,6 +81,14 @@ class TFTrainer(OperatorTrainer):
     model_creator = argument("training_operator_cls._model_creator")
     data_creator = argument("training_operator_cls._data_creator")
 
+    @property
+    def workers(self) -> list[Any]:
+        """Raise an error. Older scripts use Ray actors here."""
+        raise AttributeError(
+            "TFTrainer.workers: there are no actors for your own calls. Call a function on each "
+            "worker with apply_all_workers(fn) or apply_all_operators(fn)."
+        )
+
     @suggests
     def __init__(
         self,
