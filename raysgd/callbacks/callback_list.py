@@ -53,6 +53,9 @@ class CallbackList:
         self._inside: list[str] = []
         self._depth = 0
         self._loaded: dict[str, Any] = {}
+        """States that wait for their callbacks."""
+        self._detached: dict[str, Any] = {}
+        """States of the callbacks of earlier calls of `fit`."""
         self.callbacks: Sequence[Callback] = callbacks
         """The attached callbacks, and those of the newest `fit`."""
         self._attach(callbacks, num_seen=0)
@@ -101,6 +104,10 @@ class CallbackList:
             self._end(trainer, [entry for entry in self._entries if entry not in before])
         finally:
             self._entries = [entry for entry in self._entries if entry not in added]
+            for entry in added:
+                if entry.key not in self._loaded:  # it could load its state
+                    with contextlib.suppress(CallbackError):  # nothing is saved now
+                        self._detached[entry.key] = self._state_of(entry)
 
     def end(self, trainer: Trainer) -> None:
         """End all callbacks, because the trainer shuts down."""
@@ -259,8 +266,8 @@ class CallbackList:
             error.add_note(f"Also: {failure}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the callbacks' states, and of loaded states that no callback has."""
-        states: dict[str, Any] = map_leaves(self._loaded, deep_copied)
+        """Return copies of the callbacks' states, and of the states that no callback has."""
+        states: dict[str, Any] = map_leaves({**self._loaded, **self._detached}, deep_copied)
         states |= {entry.key: self._state_of(entry) for entry in self._entries}
         return {key: state for key, state in states.items() if state}
 
@@ -282,6 +289,7 @@ class CallbackList:
                 )
             yield
         self._loaded = {key: part for key, part in state.items() if key not in claimed}
+        self._detached = {}
 
     def _state_of(self, entry: _Entry) -> dict[str, Any]:
         try:
