@@ -26,8 +26,10 @@ class Generators:
         """Load the result of `state`, whose tuples and arrays may be other sequences now."""
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal), gauss))
-        kind, keys, *rest = state["numpy"]
-        np.random.set_state((kind, np.asarray(keys, np.uint32), *rest))
+        kind, keys, place, *rest = state["numpy"]
+        if not 0 <= place <= len(keys):  # NumPy would read beyond the keys
+            raise ValueError(f"The position {place} is not in 0..{len(keys)}.")
+        np.random.set_state((kind, np.asarray(keys, np.uint32), place, *rest))
 
     def checked(self, states: Any, num_workers: int) -> Sequence[Mapping[str, Any]]:
         """Return the states of all workers, or nothing if their number differs.

@@ -1263,7 +1263,7 @@ def test_a_scheduler_that_is_kept_nowhere_and_stepped_is_told_of(caplog):
 def test_a_state_with_schedulers_loads_where_none_are_registered(caplog):
     _, trainer = train_alone(HabitOperator)
     trainer.load_state_dict({**trainer.state_dict(), "schedulers": [{"last_epoch": 3}]})
-    assert "has schedulers, and the operator registered none" in caplog.text
+    assert "has schedulers, which are ignored because the operator has none" in caplog.text
     assert trainer.train()["epoch"] == 2
 
 

@@ -114,7 +114,7 @@ def test_replacement_has_the_scaler_of_the_survivors(two):
     (two.folder / "until_size").write_text("2")
     metrics = trainer.train()
     assert two.kinds == ["lost", "resumed", "grown"]
-    assert (metrics["epoch"], metrics["num_samples"]) == (1, NUM_SAMPLES)
+    assert metrics["epoch"] == 1
     assert metrics["num_skipped_steps"] == 1
     ledger = trainer.get_model()[1].weights.detach()
     # the samples of the group that overflowed were not trained on, and each other one was
