@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
-SAMPLE_S, NUM_SAMPLES, GLOBAL_BATCH = 0.0005, 6000, 120
+SAMPLE_S, NUM_SAMPLES, GLOBAL_BATCH = 0.001, 3600, 120
 GROUPS = {
     "equal": [1, 1],
     "one 3 times slower": [1, 3],
