@@ -24,6 +24,7 @@ from raysgd.torch.sharding.pieces import is_dense
 __all__ = [
     "check_criteria",
     "check_divisible",
+    "check_same_parameters",
     "check_shardable",
     "check_static_graphs",
     "check_step_freq",
@@ -93,6 +94,22 @@ def check_untrained(
                 "not average their gradients. Register the model first, with "
                 'ddp_args={"find_unused_parameters": True}, and freeze parameters afterwards.'
             )
+
+
+def check_same_parameters(
+    models: Sequence[torch.nn.Module], dtypes: Mapping[torch.nn.Parameter, torch.dtype]
+) -> None:
+    """Reject training of parameters that are not in `dtypes`, or have another dtype there."""
+    for index, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            before = dtypes.get(parameter)
+            if parameter.requires_grad and before is not parameter.dtype:
+                how = "is new" if before is None else f"was cast from {before} to {parameter.dtype}"
+                raise RuntimeError(
+                    f"Model {index} of those registered, a {type(model).__name__}, changed after "
+                    f"register(): its parameter {name} {how}. The workers would not average its "
+                    "gradients. Complete and cast the model before you register it."
+                )
 
 
 def check_step_freq(

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
 from raysgd.torch import ddp
-from raysgd.torch.register_checks import check_untrained
+from raysgd.torch.register_checks import check_same_parameters, check_untrained
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
@@ -28,6 +28,7 @@ class Replication(StepFeature):
         self._required = {
             id(model): ddp.required_gradients(ddp.unwrap(model)) for model in state.models
         }
+        self._dtypes = {p: p.dtype for model in state.models for p in model.parameters()}
         self._averaged: list[dict[str, bool] | None] = [None] * len(state.models)
         self._frozen: list[tuple[int, torch.nn.Parameter]] = []
 
@@ -84,6 +85,8 @@ class Replication(StepFeature):
 
     def check_trained(self) -> None:
         models = [ddp.unwrap(model) for model in self._state.models]
+        if self._wraps:
+            check_same_parameters(models, self._dtypes)
         unfrozen = {id(p): index for index, p in self._frozen if p.requires_grad}
         if unfrozen:
             check_untrained(unfrozen, models, self._state.optimizers)

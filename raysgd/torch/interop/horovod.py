@@ -10,6 +10,7 @@ import torch
 
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
+from raysgd.torch.register_checks import check_same_parameters
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
@@ -47,6 +48,10 @@ class HorovodGradients(StepFeature):
             )
             for optimizer in state.optimizers
         }
+        self._dtypes = {p: p.dtype for model in state.models for p in model.parameters()}
+
+    def check_trained(self) -> None:
+        check_same_parameters(self._state.models, self._dtypes)
 
     def start_together(self) -> None:
         state = self._state

@@ -301,6 +301,22 @@ def test_model_frozen_after_register_may_be_trained(process_group):
     train_state.check_trained()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: model.append(linear()), "parameter 1.weight is new"),
+        (lambda model: model.double(), "was cast from torch.float32 to torch.float64"),
+    ],
+)
+def test_parameters_that_change_after_register_are_an_error(process_group, change, message):
+    model = torch.nn.Sequential(linear())
+    train_state = registered(distributed(), model, model)
+    train_state.check_trained()
+    change(model)
+    with pytest.raises(RuntimeError, match=message):
+        train_state.check_trained()
+
+
 # ---- the order of training data
 
 
