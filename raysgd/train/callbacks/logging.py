@@ -50,12 +50,14 @@ class JsonLoggerCallback(FileCallback):
         self._filename = filename or RESULT_FILE_JSON
 
     def _begin(self, config: dict[str, Any]) -> None:
-        earlier: list[Any] = []
+        rows = []
         if self._is_restored and self.log_path.exists():
-            with contextlib.suppress(ValueError):  # the process was killed while it wrote a report
-                earlier = json.loads(self.log_path.read_text(encoding="utf-8"))
+            for line in self.log_path.read_text(encoding="utf-8").splitlines()[1:]:
+                with contextlib.suppress(ValueError):  # the driver was killed while it wrote a line
+                    row = line[:-1]  # without the comma or bracket
+                    json.loads(row)
+                    rows.append(f"\n{row}")
         with replacing(self.log_path) as file:
-            rows = [f"\n{json.dumps(each)}" for each in earlier]
             file.write(f"[{','.join(rows)}]".encode())
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:

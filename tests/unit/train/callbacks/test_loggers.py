@@ -68,13 +68,14 @@ def test_the_json_log_has_other_values_as_text_and_no_reserved_ones(log):
 
 
 @pytest.mark.parametrize(
-    ("restored", "cut", "expected"), [(False, 0, [1]), (True, 0, [0, 1]), (True, 1, [1])]
+    ("restored", "cut", "expected"),
+    [(False, 0, [2]), (True, 0, [0, 1, 2]), (True, 2, [0, 2]), (True, 10, [0, 2])],
 )
-def test_only_a_restored_run_keeps_an_undamaged_log(tmp_path, log, restored, cut, expected):
-    path = log([{"n": 0}])
+def test_only_a_restored_run_keeps_the_complete_rows(tmp_path, log, restored, cut, expected):
+    path = log([{"n": 0}], [{"n": 1}])
     path.write_bytes(path.read_bytes()[: -cut or None])
     (tmp_path / REPORTS).write_text('{"n": 0}\n' * restored)
-    log([{"n": 1}])
+    log([{"n": 2}])
     assert json.loads(path.read_text()) == [[{"n": n}] for n in expected]
 
 
