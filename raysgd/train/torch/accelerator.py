@@ -129,9 +129,8 @@ def prepare_model(
         parallel_strategy_kwargs: arguments of the wrapper.
 
     Raises:
-        ValueError: if the strategy is unknown.
+        ValueError: if the strategy is unknown, or it is "ddp" and no parameter requires a gradient.
         TypeError: if `wrap_ddp` is not a bool.
-        RuntimeError: if no parameter requires a gradient ("ddp").
     """
     check_flags("prepare_model", wrap_ddp=wrap_ddp)
     check_choice("prepare_model", "parallel_strategy", parallel_strategy, ("ddp", "fsdp", None))
@@ -152,6 +151,11 @@ def prepare_model(
         if device.type == "cpu":  # the default is a GPU
             kwargs.setdefault("device_id", device)
         return FullyShardedDataParallel(model, **kwargs)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"prepare_model({type(model).__name__}): none of its parameters requires a gradient. "
+            "Pass parallel_strategy=None."
+        )
     if device.type == "cuda" and any(parameter.is_cuda for parameter in model.parameters()):
         kwargs.setdefault("device_ids", [device])
     return DistributedDataParallel(model, **kwargs)

@@ -35,6 +35,14 @@ def test_wrong_arguments_of_a_model_are_refused(arguments, error):
         train.torch.prepare_model(torch.nn.Linear(1, 1), **arguments)
 
 
+def test_a_frozen_model_needs_no_parallel_strategy(monkeypatch):
+    monkeypatch.setattr("raysgd.train.torch.accelerator.world_size", lambda: 2)
+    model = torch.nn.Linear(1, 1).requires_grad_(False)
+    with pytest.raises(ValueError, match="Pass parallel_strategy=None"):
+        train.torch.prepare_model(model)
+    assert train.torch.prepare_model(model, parallel_strategy=None) is model
+
+
 @pytest.mark.parametrize(
     "prepare",
     [train.torch.accelerate, lambda: train.torch.prepare_model(torch.nn.Linear(1, 1))],
