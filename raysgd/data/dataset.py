@@ -36,7 +36,8 @@ class Dataset:
 
     Raises:
         TypeError: If `data` is not iterable or a function is not callable.
-        ValueError: If `batch_size` is below 1 or `max_concurrency` is below 0.
+        ValueError: If `batch_size` is below 1, `max_concurrency` is below 0, or an iterator of
+            ``ray.util.iter`` has ``repeat=True``.
     """
 
     def __init__(
@@ -50,6 +51,8 @@ class Dataset:
         if not isinstance(data, Iterable):
             raise TypeError(f"Dataset(data=...) must be iterable, but it is {data!r}.")
         if hasattr(data, "gather_sync"):  # a ParallelIterator of ray.util.iter
+            if "repeat=True" in repr(data):
+                raise ValueError(f"Dataset(data={data!r}): must end. Leave out repeat=True.")
             data = data.gather_sync()
         for name, function in (("download_func", download_func), ("transform", transform)):
             if function is not None and not callable(function):

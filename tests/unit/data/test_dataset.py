@@ -28,6 +28,12 @@ def test_download_comes_before_transform():
 class Parallel:
     """Like Ray's ParallelIterator, which cannot be iterated itself."""
 
+    def __init__(self, name):
+        self.name = name
+
+    def __repr__(self):
+        return f"ParallelIterator[{self.name}]"
+
     def __iter__(self):
         raise TypeError("You must use it.gather_sync()")
 
@@ -35,8 +41,10 @@ class Parallel:
         return iter([1, 2, 3])
 
 
-def test_a_parallel_iterator_of_ray_is_read_into_a_list():
-    assert Dataset(data=Parallel()).fetch([0, 2]) == [1, 3]
+def test_a_parallel_iterator_of_ray_is_read_into_a_list_if_it_ends():
+    assert Dataset(data=Parallel("from_items[int, 3, shards=2]")).fetch([0, 2]) == [1, 3]
+    with pytest.raises(ValueError, match="Leave out repeat=True"):
+        Dataset(Parallel("from_items[int, 3, shards=1, repeat=True]"))
 
 
 def test_a_sequence_is_not_copied():
