@@ -82,9 +82,9 @@ class Reduction:
         message = self.missing[rank]
         if message[: _HEADER.size] != self._header:
             raise RuntimeError(
-                "In reduction {} of small tensors this rank has {} bytes, but rank {} has "
+                "Reduction {} of small tensors: this rank has {} bytes, but rank {} is in "
                 "reduction {} with {} bytes. All ranks must call the same collectives in the same "
-                "order, with tensors of the same size".format(
+                "order, with tensors of the same size.".format(
                     *_HEADER.unpack(self._header), rank, *_HEADER.unpack_from(message)
                 )
             )

@@ -177,7 +177,7 @@ class OperatorBase:
         if steps is None:
             raise RuntimeError(
                 f"steps_per_epoch: the train loader, a {type(source.loader).__name__}, has no "
-                "length. Give it a __len__, or count epochs."
+                "length. Define its __len__, or do not use steps_per_epoch."
             )
         return steps
 
