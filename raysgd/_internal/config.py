@@ -41,7 +41,7 @@ def env_seconds(name: str, default: float) -> float:
 
 
 def batch_share(global_batch_size: int, world_size: int) -> int:
-    """Return each worker's share of a global batch, without the remainder."""
+    """Return each worker's batch size: the global one divided by `world_size`, rounded down."""
     return global_batch_size // world_size
 
 

@@ -37,11 +37,11 @@ class WorkerContext:
     shares: tuple[float, ...] | None = None
     """Relative shares of the global batch that the user gave to nodes, by rank. None: even ones."""
     alone: bool = False
-    """Whether the process group consists of this worker only, until it joins the others."""
+    """Whether the process group has only this worker. True until a new worker joins the others."""
     in_driver: bool = False
     node_ip: str = "127.0.0.1"
     visible_gpus: tuple[str, ...] = ()
-    """IDs of the GPUs of all workers on this node, in order. Each worker sees all of them."""
+    """IDs of the GPUs of all workers on this node, in order. Every worker sees all of them."""
     gpu_index: int | None = None
     """Index of this worker's GPU among `visible_gpus`, or None without a GPU."""
 
@@ -52,38 +52,39 @@ class Progress:
 
     epoch: int = 0
     in_epoch: bool = False
-    """Whether a further epoch has started."""
+    """Whether the worker has started another epoch."""
     global_step: int = 0
     num_batches: int = 0
-    """Batches finished in the current segment."""
+    """Batches finished in the current call or epoch, whichever began last."""
     total_batches: int | None = None
-    """Batches of the current segment, or None if unknown."""
+    """Batches in total, counted like `num_batches`. None if unknown."""
     num_samples: int = 0
-    """Samples finished in the current segment."""
+    """Samples finished, counted like `num_batches`."""
     step_s: float = 0.0
-    """Mean seconds per step in the current segment, or 0 if unknown."""
+    """Mean seconds per step, over the same batches. 0 if unknown."""
     samples_per_s: float = 0.0
     """Samples that this worker computes per second, or 0 if unknown."""
     snapshot: int | None = None
     """Committed steps in the newest snapshot that this worker holds for the driver."""
     split: int = 1
-    """Number of micro-batches per batch, because memory ran out."""
+    """Number of micro-batches per batch. Above 1 after a worker ran out of memory."""
     compiling: bool = False
     """Whether a model is probably being compiled."""
     latest: Mapping[str, float] = field(default_factory=dict)
     """Newest values of the first metrics."""
     divided: bool = False
-    """Whether each worker holds a shard of the state, so that a snapshot needs all workers."""
+    """Whether each worker holds only a shard of the state. A snapshot then needs all workers."""
     is_fully_sharded: bool = False
     lacks_shards: bool = False
-    """Whether shards of the state were lost with all workers that held them."""
+    """Whether every worker that held some shard of the state was lost."""
     partial: bool = False
-    """Whether an optimizer raised within a step, which leaves an inconsistent state."""
+    """Whether an optimizer raised within a step and left an inconsistent state."""
     blocked_on_driver: bool = False
     """Whether the worker's code has ended or only waits for the driver."""
     terminated: bool = False
     collective: int | None = None
-    """Number of the collective in which the worker waits, or None if there is none or unknown."""
+    """Number of the collective that the worker waits for. None if there is none or it is
+    unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,10 +142,10 @@ class Runner(Protocol):
         """Adjust the process (threads, devices) before the process group exists."""
 
     def setup(self, context: WorkerContext) -> None:
-        """Build the content. The process group of this generation exists."""
+        """Create the operator or the function. The process group of this generation exists."""
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
-        """Enter a new generation with the state of rank `leader`. Its process group exists."""
+        """Join a new generation and load the state of rank `leader`. The process group exists."""
 
     def progress(self) -> Progress:
         """Return the progress of the work."""
@@ -171,4 +172,4 @@ class Runner(Protocol):
         """Execute a request and return the answer."""
 
     def teardown(self) -> None:
-        """Release the content. The process can continue to run (``use_local``)."""
+        """Release the operator or the function. The process may continue to run (``use_local``)."""

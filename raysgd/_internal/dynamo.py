@@ -51,7 +51,7 @@ def postpone_dynamo() -> None:
 
 
 class _StandIn(ModuleType):
-    """Replaces a module until more of it is needed, then forwards to it."""
+    """A placeholder for a module. It imports the module when code uses one of its attributes."""
 
     def __init__(self, name: str, **answers: Any) -> None:
         super().__init__(name)

@@ -18,7 +18,7 @@ _HIDDEN_NOTE = f"({{}} frames of libraries are hidden; {_SWITCH}=1 shows them.)"
 _HIDDEN = re.compile(r"\(\d+ frames of libraries are hidden;")
 _PACKAGE = str(Path(__file__).parents[1])
 _MANY = 4
-"""Minimal number of hidden frames. Fewer frames stay visible."""
+"""Minimum number of hidden frames. With fewer, all frames stay visible."""
 
 
 def is_the_users(filename: str) -> bool:

@@ -18,9 +18,9 @@ class LastCall(NamedTuple):
     kind: str
     """``train`` or ``validate``; in `Callback.on_log` it is ``step``."""
     time: float
-    """When it ended, in seconds since the epoch."""
+    """When the call ended, in seconds since the Unix epoch."""
     seconds: float
-    """Its duration, without the time in callbacks."""
+    """Duration of the call in seconds, without the time in callbacks."""
 
 
 class Trainer(Protocol):
@@ -109,16 +109,16 @@ class Callback:
     needs_logdir: bool = False
     """Whether the trainer must have a ``logdir``."""
     monitor: str | None = None
-    """Name of a metric that it needs. ``fit()`` raises early if validation lacks it."""
+    """Name of a required metric. ``fit()`` raises early if validation does not return it."""
     saves_state: bool = False
     """Whether `on_pause` saves the state. It is then also called before workers that cannot be
     replaced are taken away."""
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Start: in ``fit()``, or else in the first ``train()`` or ``validate()``."""
+        """Handle the start of ``fit()``, or else of the first ``train()`` or ``validate()``."""
 
     def on_train_end(self, trainer: Trainer) -> None:
-        """End: with the ``fit()`` that started it, or else with the trainer."""
+        """Handle the end of the ``fit()`` that started the callback, or the end of the trainer."""
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """Handle the result of a ``train()`` that completed an epoch.
@@ -153,7 +153,7 @@ class Callback:
         """
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        """Handle what ``train()``, ``validate()`` or ``fit()`` raises, including Ctrl-C."""
+        """Handle an exception of ``train()``, ``validate()`` or ``fit()``, including Ctrl-C."""
 
     def next_pause(self, global_step: int) -> int | None:
         """Return the step above `global_step` at which to call `on_pause` next; None for never."""
@@ -192,7 +192,7 @@ class History(list[dict[str, Any]]):
     """
 
     stop_reason: str | None = None
-    """Why ``fit()`` ended before its last epoch; None if it did not."""
+    """Why ``fit()`` ended before its last epoch. None if it reached the last one."""
 
 
 def adds_metrics(callback: Callback) -> bool:

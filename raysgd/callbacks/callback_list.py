@@ -1,4 +1,4 @@
-"""The callbacks of one trainer: the order of their calls, their errors, and their state."""
+"""The callbacks of one trainer: call order, error handling, and saved state."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ _HOOKS = {name: member for name, member in vars(Callback).items() if inspect.isf
 class _Entry:
     callback: Callback
     key: str
-    """Its name in the trainer's state."""
+    """Key of the callback in the trainer's state."""
     num_seen: int
-    """Number of the trainer's events that it has got or skipped."""
+    """Number of the trainer's events that the callback has received or skipped."""
     started: bool = False
     begun: bool = False
-    """Whether it has ever started. From then on it gets events, even after its end."""
+    """Whether the callback has ever started. From then on it receives events, even after its
+    end."""
     pause: int | None = None
-    """The step at which it wants the current call to pause."""
+    """Step at which the callback wants the current call to pause."""
 
 
 class CallbackList:
@@ -65,7 +66,7 @@ class CallbackList:
 
     @property
     def inside(self) -> Sequence[str]:
-        """The hooks that run now, the outermost first."""
+        """The hooks that are running, outermost first."""
         return tuple(self._inside)
 
     def _attach(self, callbacks: Sequence[Callback], num_seen: int) -> list[_Entry]:
@@ -163,7 +164,7 @@ class CallbackList:
 
     @contextlib.contextmanager
     def silenced(self) -> Iterator[None]:
-        """Call no callbacks in the block. They get its events afterwards."""
+        """Call no callbacks within the context. They receive the events afterwards."""
         entries, self._entries = self._entries, []
         try:
             yield
@@ -189,7 +190,7 @@ class CallbackList:
         return True
 
     def tell_events(self, trainer: Trainer) -> None:
-        """Call `on_event` with the events that callbacks have not got yet."""
+        """Call `on_event` for the events that callbacks have not received yet."""
         events = trainer.events
         for entry in list(self._entries):
             while entry.begun and entry.num_seen < len(events):
@@ -260,7 +261,7 @@ class CallbackList:
             raise first
 
     def note_failures(self, error: BaseException) -> None:
-        """Add the errors of callbacks to another error, as notes."""
+        """Add the errors of callbacks to another error as notes."""
         failures, self._failures = self._failures, []
         for failure in failures:
             error.add_note(f"Also: {failure}")
@@ -299,7 +300,7 @@ class CallbackList:
         return state
 
     def _load(self, entries: Sequence[_Entry]) -> None:
-        """Load the states that wait for these callbacks. If one fails, all states wait on."""
+        """Load the pending states of these callbacks. If one fails, all of them stay pending."""
         claiming = [entry for entry in entries if entry.key in self._loaded]
         for entry in claiming:
             try:
@@ -311,7 +312,7 @@ class CallbackList:
 
 
 def _with_position(trainer: Trainer, error: BaseException) -> BaseException:
-    """Return what the call raises. After Ctrl-C, it says how far training is."""
+    """Return the exception of the call. After Ctrl-C, add the current epoch and step to it."""
     from_worker = isinstance(error.__cause__, RemoteTraceback)
     if not isinstance(error, KeyboardInterrupt) or error.args or from_worker:
         return error

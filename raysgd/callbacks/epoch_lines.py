@@ -15,9 +15,9 @@ from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES, NUM_SKIPPED_STEPS
 __all__ = ["EpochLines", "is_interactive", "means_in", "place_of"]
 
 _MOST = 8
-"""Metrics in a line."""
+"""Maximum number of metrics in a line."""
 _WITHOUT_END = sys.maxsize
-"""`num_epochs` of a `fit` that ends by steps or time."""
+"""`num_epochs` of a `fit` that a number of steps or a duration limits."""
 
 
 class EpochLines(Callback):
@@ -89,7 +89,7 @@ def _width() -> float:
 
 
 def means_in(metrics: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers in the result of a call without counts and last values."""
+    """Return the numbers in the result of a call, without counts and last values."""
     counts = ("epoch", NUM_SAMPLES, BATCH_COUNT, NUM_SKIPPED_STEPS)
     return {
         name: value
@@ -112,6 +112,6 @@ def _in_notebook() -> bool:
 
 
 def place_of(trainer: Trainer, epoch: int) -> str:
-    """Return "epoch 2/8", or "epoch 2" if steps or time end the `fit`."""
+    """Return "epoch 2/8", or "epoch 2" if a number of steps or a duration limits the `fit`."""
     has_end = trainer.num_epochs is not None and trainer.num_epochs < _WITHOUT_END
     return f"epoch {epoch}/{trainer.num_epochs}" if has_end else f"epoch {epoch}"

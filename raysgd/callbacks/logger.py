@@ -25,16 +25,22 @@ class LoggerCallback(Callback):
     """Writes the result of each call and each event. Override `log`, `log_event` and `close`."""
 
     is_running = False
-    """Whether it has started and not ended. It ignores events in between."""
+    """Whether the logger has started and not ended. Otherwise it ignores events."""
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
-        """Write the result of a ``train()``, a ``validate()``, or some steps: see ``call.kind``."""
+        """Write the result of ``train()``, ``validate()``, or some steps.
+
+        ``call.kind`` tells which.
+        """
 
     def log_event(self, trainer: Trainer, event: Event) -> None:
         """Write an event."""
 
     def close(self, trainer: Trainer) -> None:
-        """Close what is open. Called at the end, also after an exception."""
+        """Close open files and connections.
+
+        The trainer calls this at the end, also after an exception.
+        """
 
     def on_train_start(self, trainer: Trainer) -> None:
         self.is_running = True
@@ -58,22 +64,25 @@ class LoggerCallback(Callback):
 
 
 class ServiceLogger(LoggerCallback):
-    """Writes to a run of a tracking service. A resumed training continues the same run."""
+    """Logs to a run of a tracking service. A resumed training continues the same run."""
 
     run_id: str | None = None
-    """The id of the run; None before it has begun."""
+    """ID of the run. None before the run starts."""
     _run: Any = None
     _failed = False
 
     def _open(self, trainer: Trainer) -> Any:
-        """Begin a run, or continue the one with `run_id`. Return it, and set `run_id`."""
+        """Start a run, or continue the run `run_id`. Return the run, and set `run_id`."""
         raise NotImplementedError
 
     def _end(self, run: Any, failed: bool) -> None:
         raise NotImplementedError
 
     def _opened(self, trainer: Trainer) -> Any:
-        """Return the run. It opens with the first record, because a state may load before that."""
+        """Return the run.
+
+        Open it with the first record, because loading a state can set `run_id`.
+        """
         if self._run is None:
             self._failed = False
             self._run = self._open(trainer)
@@ -99,7 +108,7 @@ class ServiceLogger(LoggerCallback):
 
 
 def record_of(trainer: Trainer, call: LastCall) -> dict[str, Any]:
-    """Return what files contain about a call, in addition to its metrics."""
+    """Return the fields of a call that a log contains in addition to its metrics."""
     record = {
         "kind": call.kind,
         "time": call.time,
@@ -114,13 +123,13 @@ def record_of(trainer: Trainer, call: LastCall) -> dict[str, Any]:
 def named_metrics(
     trainer: Trainer, call: LastCall, metrics: dict[str, Any]
 ) -> dict[str, float | int]:
-    """Return the numbers of a call by their names in services."""
+    """Return the numbers of a call under the names that services use."""
     numbers = {f"{call.kind}/{name}": value for name, value in numbers_in(metrics).items()}
     return {**numbers, "workers/num_workers": trainer.num_workers}
 
 
 def folder_for(trainer: Trainer, given: str | os.PathLike[str] | None, *below: str) -> Path:
-    """Return the folder that the user gave, or the one in the run folder."""
+    """Return the folder that the user passed, or else the run folder."""
     if given is not None:
         return checked_path("folder", given).absolute()
     assert trainer.logdir is not None  # because of `needs_logdir`
@@ -128,7 +137,7 @@ def folder_for(trainer: Trainer, given: str | os.PathLike[str] | None, *below: s
 
 
 def end_line(path: Path) -> None:
-    """End the last line of a file, because its writer may have been killed within the line."""
+    """End an incomplete last line, which a killed writer can leave in a file."""
     if not path.exists() or path.stat().st_size == 0:
         return
     with path.open("rb+") as file:

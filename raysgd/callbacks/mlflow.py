@@ -17,9 +17,9 @@ from raysgd.elastic.events import Event
 __all__ = ["MLflowLogger", "MLflowRun", "name_for_mlflow"]
 
 _LONGEST_NAME = 240
-"""Characters of a name. MLflow allows 250, and replacements can add some."""
+"""Maximum length of a name. MLflow allows 250 characters, and replacements can add some."""
 _LONGEST_VALUE = 500
-"""Characters of a parameter that every MLflow server accepts."""
+"""Maximum length of a parameter value that every MLflow server accepts."""
 
 
 class MLflowLogger(ServiceLogger):
@@ -81,7 +81,7 @@ class MLflowLogger(ServiceLogger):
 
 
 class MLflowRun:
-    """A new run of MLflow, or the one with `run_id`. Arguments are those of the callbacks."""
+    """A new MLflow run, or the existing run `run_id`. The arguments are those of the callbacks."""
 
     def __init__(
         self,

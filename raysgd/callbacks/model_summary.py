@@ -10,7 +10,7 @@ from raysgd.callbacks.base import Callback, Trainer
 __all__ = ["ModelSummary"]
 
 _WIDTH = 50
-"""Characters of a type and its arguments."""
+"""Maximum width of a layer's type and arguments, in characters."""
 
 
 class ModelSummary(Callback):
@@ -21,7 +21,7 @@ class ModelSummary(Callback):
 
 
 def _summary(operator: Any) -> str:
-    """Return the table of an operator's models. Runs on the worker."""
+    """Return a table of an operator's models. Runs on the worker."""
     rows: list[tuple[str, ...]] = [("part", "type", "parameters", "trained", "size")]
     models = operator._train_state.given_models
     totals = [0, 0, 0]
@@ -67,7 +67,7 @@ def _parts(model: Any) -> list[tuple[str, Any]]:
 
 
 def _counts(module: Any) -> tuple[int, int, int]:
-    """Return the numbers of parameters and of trained parameters, and their size in bytes."""
+    """Return the parameter count, the trainable parameter count, and the size in bytes."""
     if hasattr(module, "parameters"):
         found = list(module.parameters())
         trained = sum(p.numel() for p in found if p.requires_grad)

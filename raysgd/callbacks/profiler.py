@@ -18,7 +18,7 @@ __all__ = ["TorchProfiler", "exported"]
 logger = logging.getLogger(__name__)
 
 _RUNNING: dict[str, Any] = {}
-"""The running profilers of this worker."""
+"""The profilers that run on this worker."""
 
 
 class TorchProfiler(Callback):

@@ -16,7 +16,7 @@ from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 __all__ = ["ProgressBar"]
 
 _MOST = 4
-"""Metrics in a bar."""
+"""Maximum number of metrics in a bar."""
 
 
 class ProgressBar(EpochLines):

@@ -17,12 +17,12 @@ from raysgd.callbacks.run_log import BREAKS, Record, RunLog, goodput, time_spent
 __all__ = ["make_report"]
 
 _Line = tuple[str, list[tuple[float, float]]]
-"""A line of a chart: its name and its points."""
+"""A line of a chart: name and points."""
 _COLORS = ("#3366cc", "#e07b39", "#2e9e6b", "#b04a8f", "#8a7a3b", "#5a6b7b")
 _BREAK_COLOR = "#d33f49"
 _COUNTS = ("epoch", "batch_count", "num_samples", "profile")
 _GOOD = 0.95
-"""Goodput that needs no explanation."""
+"""Goodput above which the report gives no explanation."""
 _STYLE = """
 :root { color-scheme: light; font-family: system-ui, sans-serif; color: #1d2430; }
 body { margin: 0 auto; padding: 2rem 1.5rem 4rem; max-width: 72rem; background: #f6f7f9; }

@@ -1,4 +1,4 @@
-"""The folder of a run, and the callbacks that a trainer adds."""
+"""The run folder, and the callbacks that a trainer adds for it."""
 
 from __future__ import annotations
 

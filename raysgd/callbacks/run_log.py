@@ -1,4 +1,4 @@
-"""The log files of a run folder, and the share of the run's time that went into training."""
+"""The log files of a run folder, and the goodput computed from them."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def time_spent(log: RunLog) -> dict[str, float]:
 
 
 def _num_repeated(log: RunLog) -> int:
-    """Return how many steps were repeated, by runs that resumed and after restarts."""
+    """Return the number of steps that resumed runs and restarts repeated."""
     repeated = last_step = 0
     for before, run in pairwise(log.runs):
         calls = (c for c in log.of("train") if before["time"] <= c["time"] < run["time"])
@@ -136,7 +136,7 @@ def _num_repeated(log: RunLog) -> int:
 
 
 def _stops(events: Sequence[Record]) -> Iterator[tuple[float, float]]:
-    """Yield when training stopped and when it continued. The spans do not overlap."""
+    """Yield the times when training stopped and continued. The spans do not overlap."""
     broken_at: float | None = None
     repaired_at = 0.0
     for event in events:

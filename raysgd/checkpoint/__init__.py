@@ -1,4 +1,4 @@
-"""State on disk."""
+"""Checkpoint files and folders."""
 
 from raysgd.checkpoint.file import (
     check_writable,

@@ -31,7 +31,7 @@ _ARRAY = "raysgd-state/arrays/{}"
 
 
 def is_ours(file: IO[bytes]) -> bool:
-    """Return whether `write` wrote a file, whose hash is right."""
+    """Return whether `write` wrote the file and its hash is correct."""
     if not is_archive(file):
         return False
     with zipfile.ZipFile(file) as archive:

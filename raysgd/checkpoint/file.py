@@ -1,4 +1,4 @@
-"""Files with one state or one pickle: written completely or not at all, and checked when read."""
+"""Files with one state or one pickle. Writes are atomic, and reads verify the content."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def write_file(
 def prepare_write(
     state: Mapping[str, Any], path: str | os.PathLike[str], manifest: Manifest | None = None
 ) -> Callable[[], str]:
-    """Check a state as `write_file` does, and return a function that writes it unchanged."""
+    """Check a state as `write_file` does. Return a function that writes this state, unchanged."""
     target = locate(path)
     if "path" in (state.get("tensors") or ()):
         raise CheckpointError(
@@ -154,7 +154,10 @@ def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manif
 
 
 def write_pickle(blob: bytes, path: str | os.PathLike[str], manifest: Manifest) -> str:
-    """Write a pickle to a path or a URL, and return that. ``pickle.load`` also reads the file."""
+    """Write a pickle to a path or a URL, and return the destination.
+
+    ``pickle.load`` can read it.
+    """
 
     def fill(file: IO[bytes]) -> None:
         file.write(blob)
@@ -184,14 +187,14 @@ def read_pickle(path: str | os.PathLike[str]) -> tuple[bytes, Manifest | None]:
 
 
 def _file_at(path: str | os.PathLike[str]) -> Location:
-    """Return the file to read. In the folder of a sharded state, it is the checkpoint."""
+    """Return the file to read. For a folder with sharded state, this is its checkpoint file."""
     source = locate(path)
     is_folder = source.is_local and os.path.isfile(f"{source.name}/{STATE}")
     return source.child(STATE) if is_folder else source
 
 
 def _checked_tensors(source: Location, entry: Any) -> dict[str, str]:
-    """Return the path of a state's tensors, after a check of their hash."""
+    """Verify the hash of a state's tensors, and return their path."""
     name = entry.get("file") if isinstance(entry, dict) else None
     folder, _, file = name.partition("/") if isinstance(name, str) else ("", "", "")
     if not TENSORS_FOLDER.fullmatch(folder) or file != TENSORS_FILE:
@@ -208,7 +211,7 @@ def _checked_tensors(source: Location, entry: Any) -> dict[str, str]:
 
 
 def _holds_arrays(state: Mapping[str, Any]) -> bool:
-    """Return whether the models and optimizers have NumPy arrays, and no tensors."""
+    """Return whether the models and optimizers contain NumPy arrays and no tensors."""
     leaves: list[Any] = []
     map_leaves([state.get("models"), state.get("optimizers")], leaves.append)
     torch = sys.modules.get("torch")

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: which exist, which load, and which to keep."""
+"""Folders of checkpoints: list, load, rank, and remove them."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class CheckpointFolder:
         return sorted(found, key=position_of, reverse=True)
 
     def _check(self, name: str, manifest: Manifest) -> None:
-        """Raise if a checkpoint does not belong in this folder."""
+        """Raise an error if a checkpoint does not belong in this folder."""
 
     def _learn(self, names: Iterable[str]) -> None:
-        """Read the manifests that are unknown, and forget those of other names."""
+        """Read new manifests, and forget those of checkpoints that are not in `names`."""
         known = self._manifests
         self._manifests = {name: known[name] for name in names if name in known}
         for name in names:
@@ -108,7 +108,10 @@ class CheckpointFolder:
         return [name for name in ranked if name != newest]
 
     def _ranked(self, newest: str | None = None) -> list[str]:
-        """Return the names of the readable checkpoints, the best first; of equals the newer."""
+        """Return the names of the readable checkpoints, best first.
+
+        Of equal ones, the newer is first.
+        """
         known = (name for name, manifest in self._manifests.items() if manifest)
         return sorted(known, key=lambda name: self._goodness(name, newest), reverse=True)
 
@@ -127,7 +130,7 @@ class CheckpointFolder:
 
 
 def is_abandoned(name: str, newest: str) -> bool:
-    """Return whether training went back to before a checkpoint, to `newest`."""
+    """Return whether training was reset to `newest`, before the step of checkpoint `name`."""
     return position_of(name) > position_of(newest)
 
 

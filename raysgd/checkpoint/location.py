@@ -16,11 +16,12 @@ from raysgd.errors import CheckpointError
 __all__ = ["Location", "UnreachableError", "first_line", "locate"]
 
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci"}
-"""File systems in which a file appears when its upload is complete. They cannot rename."""
+"""File systems in which a file appears when its upload is complete. They do not support
+renaming."""
 
 
 class UnreachableError(CheckpointError):
-    """A place could not be read. The checkpoint itself may be intact."""
+    """raysgd could not read a location. The checkpoint itself may be intact."""
 
 
 class Location:
@@ -60,11 +61,11 @@ class Location:
                 ) from None  # the error could show a part of a password
 
     def child(self, name: str) -> Location:
-        """Return a file in this folder."""
+        """Return the location of a file in this folder."""
         return Location(f"{self.name.rstrip('/')}/{name}")
 
     def check_writable(self) -> str:
-        """Return the name of the file that a write replaces, after checks of a path."""
+        """Check that the path is writable. Return the name of the file that a write replaces."""
         return str(_target_of(self.name)) if self.is_local else self.name
 
     def write(self, fill: Callable[[IO[bytes]], None]) -> str:
@@ -107,12 +108,15 @@ class Location:
                 yield stack.enter_context(fs.open(path, "rb"))
 
     def remove(self) -> None:
-        """Remove the file, if it is there."""
+        """Remove the file if it exists."""
         with self._file_system("remove") as (fs, path), contextlib.suppress(FileNotFoundError):
             fs.rm_file(path)
 
     def make_folder(self) -> None:
-        """Create this folder, except in an object store, where it could be a bucket."""
+        """Create this folder.
+
+        In an object store, do nothing, because the folder could be a bucket.
+        """
         with self._file_system("make the folder") as (fs, path):
             if not _is_object_store(fs):
                 fs.makedirs(path, exist_ok=True)
@@ -131,7 +135,7 @@ class Location:
 
     @contextlib.contextmanager
     def _file_system(self, verb: str) -> Iterator[tuple[Any, str]]:
-        """Yield the file system and the path in it. Turn its errors into CheckpointError."""
+        """Yield the file system and the path in it. Convert its errors to CheckpointError."""
         from fsspec import filesystem
         from fsspec.core import url_to_fs
 

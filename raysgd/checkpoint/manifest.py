@@ -25,7 +25,7 @@ from raysgd.errors import CheckpointError
 __all__ = ["FORMAT", "Manifest", "is_archive", "seal", "sealed_size", "verify"]
 
 FORMAT = 1
-"""The format that raysgd writes, and the newest that it reads."""
+"""Format version that raysgd writes. It reads this version and older ones."""
 
 _LIBRARIES = ("raysgd", "torch", "keras", "ray")
 _RECORD = "raysgd-manifest.json"
@@ -81,7 +81,7 @@ class Manifest:
 
 
 def seal(file: IO[bytes], manifest: Manifest) -> None:
-    """Add a manifest and a hash to a file, which is open for reading and writing."""
+    """Append a manifest and a hash to a file that is open for reading and writing."""
     is_zip = is_archive(file)
     file.seek(0, 2)
     with zipfile.ZipFile(file, "a" if is_zip else "w") as archive:
@@ -133,7 +133,7 @@ def verify(file: IO[bytes], shown: str, whole: bool = True) -> Manifest | None:
 
 
 def is_archive(file: IO[bytes]) -> bool:
-    """Return whether a file begins like a zip archive. PyTorch recognizes archives by that."""
+    """Return whether a file starts like a zip archive. PyTorch uses the same test."""
     file.seek(0)
     return file.read(4) == b"PK\x03\x04"
 
@@ -151,7 +151,7 @@ def _digest_in(file: IO[bytes]) -> str | None:
 
 
 def _check_size(archive: zipfile.ZipFile) -> None:
-    """Check that an archive of another origin does not unpack to more than its own size."""
+    """Check that an archive from another program does not unpack to more than its own size."""
     if sum(record.file_size for record in archive.infolist()) > archive.start_dir:
         raise CheckpointError("the file is damaged: its records are compressed or overlap.")
 

@@ -30,11 +30,11 @@ __all__ = [
 
 
 class UnsharedFolderError(CheckpointError):
-    """Workers are on hosts that have different folders of one name."""
+    """The hosts of the workers have separate folders with the same name."""
 
 
 def writable_folder(place: Location) -> Path:
-    """Return a folder that workers write to together, and create it if it is missing."""
+    """Return a folder that all workers write to. Create it if it does not exist."""
     if not place.is_local or Path(place.name).is_file():
         raise CheckpointError(
             f"Cannot save to {place.shown} with sharded=True: it must be a folder on a file system "
@@ -46,7 +46,7 @@ def writable_folder(place: Location) -> Path:
 
 @contextlib.contextmanager
 def new_tensors(folder: Path) -> Iterator[Path]:
-    """Yield the name of a temporary folder for tensors, and remove it unless it is renamed."""
+    """Yield the name of a temporary folder for tensors. Remove the folder unless it was renamed."""
     tensors = folder / temporary_name("tensors")
     try:
         yield tensors
@@ -81,7 +81,7 @@ def write_folder(state: Mapping[str, Any], folder: Path, manifest: Manifest) -> 
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove the temporary folders of killed writers."""
+    """Remove temporary folders that killed writers left."""
     for each in folder.iterdir():
         match = TEMPORARY_NAME.fullmatch(each.name)
         if match and match[1] == "tensors":
@@ -89,6 +89,9 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a state: the checkpoint first, so that the rest is not a state."""
+    """Remove a sharded state.
+
+    Delete the checkpoint file first, so that the rest is never loaded.
+    """
     locate(folder / STATE).remove()
     shutil.rmtree(folder, ignore_errors=True)

@@ -39,11 +39,11 @@ class Restored(NamedTuple):
     path: str
     state: dict[str, Any]
     passed_over: list[tuple[str, str]]
-    """Checkpoints that were tried before and could not be loaded, and why."""
+    """Newer checkpoints that could not be loaded, each with the reason."""
 
     @property
     def shown(self) -> str:
-        """The path in messages: a URL without its password."""
+        """The location as messages show it: a URL has no password."""
         return locate(self.path).shown
 
 
@@ -138,7 +138,7 @@ class CheckpointStore(CheckpointFolder):
 
     @property
     def is_local(self) -> bool:
-        """Whether the folder is a path, not a URL."""
+        """Whether the folder is a local path and not a URL."""
         return self._folder.is_local
 
     @property
@@ -212,7 +212,10 @@ class CheckpointStore(CheckpointFolder):
         self._folder.child(_LATEST).write(fill)
 
     def _pointed_to(self) -> tuple[str | None, str | None]:
-        """Return the name in ``latest``, or what is wrong with that file; both None without it."""
+        """Return the name in ``latest``, or a description of a problem with it.
+
+        Without the file, both are None.
+        """
         if _LATEST not in self._folder.file_names():
             return None, None
         try:
@@ -228,7 +231,10 @@ class CheckpointStore(CheckpointFolder):
         return name, None
 
     def _tidy(self, newest: str) -> None:
-        """Remove what is not kept. An error is only logged, because the checkpoint is saved."""
+        """Remove surplus checkpoints.
+
+        Log errors and do not raise them: the new checkpoint is saved.
+        """
         try:
             for name in self._surplus(newest):
                 self._remove(name)

@@ -1,4 +1,4 @@
-"""States with tensors, as archives of ``torch.save``. Loading them runs no code."""
+"""States with tensors, as ``torch.save`` archives. Loading a state runs no code."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read(source: Location, file: IO[bytes]) -> Any:
 
 
 def check_loadable(owner: str, user_state: Any, target: Location) -> None:
-    """Check that the state of an operator or of callbacks will load again."""
+    """Check that the state of an operator or of callbacks can be loaded again."""
     if user_state is None:
         return
     buffer = io.BytesIO()

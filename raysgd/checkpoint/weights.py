@@ -1,4 +1,4 @@
-"""Weights of models for other programs."""
+"""Model weights for use in other programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing in the background: one write at a time, while training continues."""
+"""Background writes: one at a time, while training continues."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def load_operator(place: str) -> type[Any]:
 
 
 def _suggestion(given: str, known: Collection[str], before: str = "") -> str:
-    """Return a question with a similar name, or an empty string."""
+    """Return a "did you mean" question with a similar name, or an empty string."""
     close = closest(given, known)
     return f" Did you mean {before}{close}?" if close else ""
 

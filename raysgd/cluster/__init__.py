@@ -1,1 +1,1 @@
-"""Worker actors, their placement, and their supervision. Knows Ray and no framework."""
+"""Worker actors, their placement, and their supervision. This package depends only on Ray."""

@@ -1,4 +1,4 @@
-"""The clock of the driver's loop."""
+"""The clock of the driver's control loop."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ __all__ = ["Clock"]
 
 
 class Clock:
-    """Tells the time and waits. A simulation has its own, whose seconds take no time."""
+    """Reads the time and waits.
+
+    Simulations replace it by a clock whose waits return immediately.
+    """
 
     def monotonic(self) -> float:
-        """Return the seconds of a clock that never goes back."""
+        """Return the seconds of a monotonic clock."""
         return time.monotonic()
 
     def time(self) -> float:
-        """Return seconds since the epoch."""
+        """Return the seconds since the Unix epoch."""
         return time.time()
 
     def sleep(self, seconds: float) -> None:
-        """Wait for some seconds."""
+        """Sleep for some seconds."""
         time.sleep(seconds)
 
     def wait(self, futures: Iterable[Future[Any]], timeout_s: float) -> set[Future[Any]]:
-        """Wait until all futures are done, at most `timeout_s`; return those that are not."""
+        """Wait up to `timeout_s` seconds for the futures, and return those that are not done."""
         return concurrent.futures.wait(set(futures), timeout=timeout_s).not_done
 
     def queue(self) -> SimpleQueue[Any]:
-        """Return a queue whose ``get`` waits by this clock."""
+        """Return a queue whose ``get`` uses this clock for its timeout."""
         return SimpleQueue()

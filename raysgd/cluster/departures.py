@@ -1,4 +1,4 @@
-"""Notices that workers or nodes will be taken away: from Ray, SIGTERM, or the user."""
+"""Notices that workers or nodes will be preempted. They come from Ray, SIGTERM, or the user."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from raysgd.cluster.worker_handle import WorkerHandle
 __all__ = ["Drains", "Notice"]
 
 _LOOK_EVERY_S = 1.0
-"""How often to ask Ray."""
+"""Seconds between two requests to Ray."""
 _SILENT_S = 2.0
-"""Seconds without an answer after which the Ray head counts as silent."""
+"""Seconds without an answer after which the Ray head node counts as unresponsive."""
 _FORGET_S = 60.0
-"""Seconds after its deadline for which a node is still expected to go."""
+"""Seconds after its deadline during which a node still counts as preempted."""
 _TERM_S = 10.0
-"""Seconds that a process with SIGTERM may live, most likely."""
+"""Seconds that a process usually survives after SIGTERM."""
 
 
 class Notice(NamedTuple):
-    """The notice that a worker or a node will be taken away."""
+    """The notice that a worker or a node will be preempted."""
 
     cause: str
     deadline: float | None
-    """Seconds since the epoch; None if it is unknown."""
+    """Deadline in seconds since the Unix epoch. None if it is unknown."""
     leave_by: float
-    """Time until which to wait for a successor."""
+    """Time until which the worker may wait for a replacement."""
 
 
 class Drains:
-    """Keeps notices, and asks Ray for them."""
+    """Collects preemption notices, and polls Ray for them."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -49,11 +49,11 @@ class Drains:
     # ---- what is announced
 
     def drain_node(self, node_id: str, deadline_s: float | None) -> None:
-        """Add a notice of the user for a node."""
+        """Record the user's notice for a node."""
         self._of_nodes[node_id] = self._by_user(deadline_s)
 
     def drain_member(self, member: WorkerHandle, deadline_s: float | None) -> None:
-        """Add a notice of the user for a worker."""
+        """Record the user's notice for a worker."""
         self._of_members[member] = self._by_user(deadline_s)
 
     def _by_user(self, deadline_s: float | None) -> Notice:
@@ -61,7 +61,7 @@ class Drains:
         return _notice("drain() was called", deadline)
 
     def terminate(self, member: WorkerHandle) -> None:
-        """Add the notice that a worker was sent SIGTERM."""
+        """Record that a worker received SIGTERM."""
         if member not in self._of_members:
             leave_by = self._clock.time() + _TERM_S
             self._of_members[member] = Notice("its process was sent SIGTERM", None, leave_by)
@@ -69,14 +69,14 @@ class Drains:
     # ---- what Ray announces
 
     def ask_ray(self) -> None:
-        """Ask Ray in a thread until `stop`, because an answer may take long."""
+        """Poll Ray in a thread until `stop`, because a request can block for long."""
         if self._is_over is None:
             self._is_over = over = threading.Event()
             name = "raysgd-drains"
             threading.Thread(target=self._ask, args=(over,), name=name, daemon=True).start()
 
     def stop(self) -> None:
-        """Stop asking."""
+        """Stop polling."""
         if self._is_over is not None:
             self._is_over.set()
             self._is_over = self._asked_at = None
@@ -95,20 +95,20 @@ class Drains:
 
     @property
     def silence_s(self) -> float:
-        """Seconds for which the Ray head has not answered."""
+        """Seconds since the Ray head node last answered."""
         asked_at = self._asked_at
         return 0.0 if asked_at is None else self._clock.monotonic() - asked_at
 
     @property
     def is_ray_silent(self) -> bool:
-        """Whether the Ray head is silent, so that a request to it would block."""
+        """Whether the Ray head node is unresponsive. A request to it would then block."""
         return self.silence_s > _SILENT_S
 
     # ---- what there is
 
     @property
     def nodes(self) -> dict[str, Notice]:
-        """Notices of nodes, by Ray id."""
+        """Notices for nodes, by Ray node ID."""
         now, own = self._clock.time(), dict(self._of_nodes)  # which another thread may change
         own = {node: notice for node, notice in own.items() if now < notice.leave_by + _FORGET_S}
         return {**own, **self._of_ray}
@@ -117,7 +117,7 @@ class Drains:
         return bool(self._of_ray or self._of_nodes or self._of_members)
 
     def of(self, member: WorkerHandle) -> Notice | None:
-        """Return the notice of a worker."""
+        """Return the notice for a worker, or for its node."""
         return self._of_members.get(member) or self.nodes.get(member.node_id)
 
 

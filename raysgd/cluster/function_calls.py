@@ -24,7 +24,7 @@ def start(
     arguments: Sequence[Any] = (),
     keywords: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """Start a function on workers; return a Ray reference per worker."""
+    """Start a function on workers. Return one Ray reference per worker."""
     return [member.execute(function, *arguments, **(keywords or {})) for member in members]
 
 
@@ -39,7 +39,7 @@ def start_task(
 
 
 def finished(references: Sequence[Any], timeout_s: float | None) -> dict[Any, Any]:
-    """Wait for tasks at most `timeout_s`; return the result or exception of those that ended."""
+    """Wait up to `timeout_s` seconds. Return the results or exceptions of the finished tasks."""
     import ray
 
     found: dict[Any, Any] = {}
@@ -55,7 +55,7 @@ def finished(references: Sequence[Any], timeout_s: float | None) -> dict[Any, An
 
 
 def cancel(references: Sequence[Any]) -> None:
-    """End tasks that `start_task` started."""
+    """Cancel tasks that `start_task` started."""
     import ray
 
     for reference in references:
@@ -64,7 +64,7 @@ def cancel(references: Sequence[Any]) -> None:
 
 
 def are_idle(members: Sequence[WorkerHandle], patience_s: float) -> bool:
-    """Wait until workers are idle or dead, at most `patience_s`; return whether they are."""
+    """Wait up to `patience_s` seconds, and return whether all workers are idle or dead."""
     import ray
 
     pending = start([member for member in members if member.alive], _nothing)

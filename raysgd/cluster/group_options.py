@@ -1,4 +1,4 @@
-"""What a group of workers reserves, and how long it may take to start."""
+"""Resources that a group of workers reserves, and its start timeout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 __all__ = ["COME_UP_S", "WAIT_LONGER", "GroupOptions"]
 
 COME_UP_S = 60.0
-"""Seconds that worker processes may take to start when they have room."""
+"""Seconds that worker processes may take to start after Ray has reserved their resources."""
 WAIT_LONGER = (
     "To wait longer, set SGD_PLACEMENT_GROUP_TIMEOUT_S (raysgd.train: "
     "TRAIN_PLACEMENT_GROUP_TIMEOUT_S) to more seconds."
@@ -17,7 +17,7 @@ WAIT_LONGER = (
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions:
-    """The number of workers, and what each of them reserves."""
+    """The number of workers, and the resources of each."""
 
     num_workers: int
     min_workers: int = 1
@@ -39,5 +39,5 @@ class GroupOptions:
 
     @property
     def inline(self) -> bool:
-        """Whether the only worker runs in the caller's thread, without Ray."""
+        """Whether the only worker runs in the caller's thread, without a Ray actor."""
         return self.use_local and self.num_workers == 1

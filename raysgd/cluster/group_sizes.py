@@ -1,4 +1,4 @@
-"""How many workers fit into given resources, and which group sizes to try at the start."""
+"""How many workers fit into given resources, and which group sizes to try at a start."""
 
 from __future__ import annotations
 

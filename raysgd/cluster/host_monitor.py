@@ -35,7 +35,7 @@ __all__ = ["DriverWatch", "HostLostError", "HostMonitor", "HostWatch", "LostErro
 logger = logging.getLogger(__name__)
 
 _SILENCE_S = 4
-"""Seconds without an answer that end a connection."""
+"""Seconds without an answer after which the kernel closes a connection."""
 _KEEPALIVE = {
     "TCP_KEEPIDLE": 1,
     "TCP_KEEPINTVL": 1,
@@ -44,25 +44,27 @@ _KEEPALIVE = {
     "TCP_USER_TIMEOUT": _SILENCE_S * 1000,
 }
 _REACHED_MS = 1500
-"""Milliseconds since the last answer for which a host counts as reached. It answers each second."""
+"""Milliseconds since the last answer for which a host counts as reachable. It answers each
+second."""
 _LAST_ANSWER = slice(56, 60)
 """The field tcpi_last_ack_recv of struct tcp_info in linux/tcp.h, in milliseconds."""
 _RECONNECT_S = 3.0
-"""Seconds for a live worker to reconnect."""
+"""Seconds that a live worker may take to reconnect."""
 _TICK_S = 0.25
 _CONNECT_S, _REACH_S = 5.0, 0.5
 _NUM_REFUSALS = 3
-"""Refused attempts after which a worker ends. A single one can fail if many workers reconnect."""
+"""Number of refused connections after which a worker exits. One refusal can be due to a busy
+driver."""
 _END_S = 1.0
-"""Seconds for Ray to end a refused worker before it ends itself."""
+"""Seconds that Ray may take to kill a refused worker before the worker exits by itself."""
 
 
 class LostError(Exception):
-    """The kernel of a worker's host has closed its connection: the process has ended."""
+    """A worker process has ended: the kernel of its host closed the connection."""
 
 
 class HostLostError(LostError):
-    """The host of a worker does not answer."""
+    """The host of a worker does not respond."""
 
 
 def _end_if_silent(connection: socket.socket) -> None:
@@ -99,7 +101,7 @@ class HostWatch:
 
     @property
     def is_reached(self) -> bool:
-        """Whether the host answers, and the worker has been connected for a while."""
+        """Whether the host responds and the worker has been connected for a while."""
         connection = self._connection
         # after a cut of the driver's host the workers reconnect at different times
         if connection is None or time.monotonic() - self._connected_at < _RECONNECT_S:
@@ -110,14 +112,14 @@ class HostWatch:
         return False
 
     def close(self) -> None:
-        """Stop watching, and refuse the worker from now on."""
+        """Stop watching, and refuse later connections of the worker."""
         self._is_closed = True
         self._listener.forget(self.address)
         if (connection := self._connection) is not None:
             shut_down(connection)
 
     async def _follow(self, connection: socket.socket) -> None:
-        """Wait for the end of a connection, then for the worker to reconnect."""
+        """Wait until a connection ends, then wait for the worker to reconnect."""
         _end_if_silent(connection)
         self._connection, self._connected_at = connection, time.monotonic()
         self.is_silent = is_silent = False
@@ -165,7 +167,10 @@ class HostMonitor:
         self._cut_off_since = 0.0
 
     def watch(self, info: WorkerInfo, lose: Callable[[LostError], None]) -> HostWatch | None:
-        """Return a watch that the worker may connect to; None if its host is not watched."""
+        """Return a watch for the worker to connect to.
+
+        None if the driver does not watch its host.
+        """
         if sys.platform != "linux" or is_single_node([info.node_ip]):
             return None
         try:
@@ -177,7 +182,7 @@ class HostMonitor:
             return None
 
     def is_cut_off(self, watches: Sequence[HostWatch | None]) -> bool:
-        """Return whether all watches are silent; log when that begins and ends."""
+        """Return whether all watches are silent. Log when that starts and ends."""
         silent = [watch for watch in watches if watch is not None and watch.is_silent]
         is_cut_off = bool(silent) and len(silent) == len(watches)
         if is_cut_off and not self._cut_off:
@@ -228,7 +233,7 @@ class DriverWatch:
         self._stop = stop
 
     def start(self) -> str:
-        """Connect and start the thread; return why that fails, else ""."""
+        """Connect and start the thread. Return the reason of a failure, or an empty string."""
         try:
             first = (connect(self._address, _CONNECT_S),)
         except OSError as error:
@@ -247,7 +252,7 @@ class DriverWatch:
         _end()
 
     def _reconnect(self) -> socket.socket | None:
-        """Return a new connection; None if this process is to end."""
+        """Return a new connection. None if this process must exit."""
         began, num_refusals, reason = time.monotonic(), 0, ""
         while not reason:
             try:

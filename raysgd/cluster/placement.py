@@ -1,4 +1,4 @@
-"""Reserves room for workers, and reports in messages what is missing."""
+"""Reserves resources for workers, and reports which resources are missing."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _topped_up(
 
 
 def _captures_child_tasks() -> bool:
-    """Whether actors that this process starts go to its own placement group."""
+    """Return whether Ray starts the actors of this process in its own placement group."""
     context: Any = ray.get_runtime_context()
     return bool(context.should_capture_child_tasks_in_placement_group)
 
@@ -134,7 +134,7 @@ def _granted(
     is_wanted: Callable[[], bool],
     labels: Sequence[Mapping[str, str]],
 ) -> PlacementGroup | None:
-    """Request room and wait for it. Remove the request and return None after `timeout_s`."""
+    """Request a placement group and wait for it. After `timeout_s`, remove it and return None."""
     group = request_group(bundles, strategy, labels)
     is_granted = False
     try:
@@ -159,7 +159,7 @@ def _granted(
 
 
 def _advice() -> list[str]:
-    """Return hints on what holds resources that the caller could release."""
+    """Return hints about what holds resources that the caller could release."""
     advice = []
     groups = [group for kept in list(unreleased) for group in kept.groups if is_created(group)]
     held = _sum(bundle for group in groups for bundle in group.bundle_specs)
@@ -209,7 +209,7 @@ def _no_room(
 def _reserve_within(
     group: PlacementGroup, bundle: Mapping[str, float], num_workers: int, min_workers: int
 ) -> Reservation:
-    """Use room of the placement group that the caller runs in, which never grows."""
+    """Reserve resources in the placement group of the caller, which never grows."""
     held = ray.get_runtime_context().worker.core_worker.resource_ids()
     left = _left_beside(group.bundle_specs, held)
     num_beside = sum(workers_that_fit(each, bundle) for each in left)
@@ -258,7 +258,7 @@ def _sum(bundles: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def demand(bundle: Mapping[str, float], size: int = 1) -> str:
-    """Return what workers need and what is free, for messages."""
+    """Describe the resources that workers need and those that are free."""
     return (
         f"{_plural(size)} with {_described(bundle)} each: the cluster has "
         f"{_described(ray.cluster_resources(), bundle)}, of which "

@@ -1,4 +1,4 @@
-"""The connection of this process to a Ray cluster, and what the cluster has."""
+"""The connection of this process to a Ray cluster, and the cluster's resources."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _PROBE_S = 5.0
 _OF_EACH = ("node:", "ray.io/node-id=", "memory", "object_store_memory")
-"""Begins of the resources and labels that each node has."""
+"""Prefixes of the resources and labels that every node has."""
 _SPEED_TEST_S = 1.0
 _SPEED_TIMEOUT_S = 60.0
 
@@ -64,7 +64,7 @@ def connect() -> None:
 
 
 def _last_cluster() -> str:
-    """Return the address that ``ray start`` has stored on this machine, or an empty string."""
+    """Return the address that ``ray start`` stored on this machine, or an empty string."""
     folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray"
     with contextlib.suppress(OSError):
         return (folder / "ray_current_cluster").read_text().strip()
@@ -72,7 +72,7 @@ def _last_cluster() -> str:
 
 
 def _probe(address: str) -> None:
-    """Raise OSError if `address` has a port that refuses a connection."""
+    """Raise OSError if the port of `address` refuses a connection."""
     host, _, port = address.rpartition("//")[2].rpartition(":")
     if host and port.isdecimal():
         with socket.create_connection((host, int(port)), timeout=_PROBE_S):
@@ -105,7 +105,7 @@ def _connected(address: str) -> Iterator[None]:
 
 
 def free_cpus() -> float:
-    """Return the number of free CPUs of the cluster; infinity without a cluster."""
+    """Return the number of free CPUs of the cluster. Infinity without a cluster."""
     if not ray.is_initialized():
         return math.inf
     return float(ray.available_resources().get("CPU", 0))
@@ -172,7 +172,7 @@ def node_traits() -> dict[str, set[str]]:
 
 
 def is_own_cluster() -> bool:
-    """Return whether this process has started the cluster. Such a cluster does not grow."""
+    """Return whether this process started the cluster. Such a cluster does not grow."""
     with contextlib.suppress(psutil.NoSuchProcess):  # one that ends just now
         return any(child.name() == "gcs_server" for child in psutil.Process().children())
     return False

@@ -1,4 +1,4 @@
-"""Room that a group of workers has reserved in the cluster, as slots for one worker each."""
+"""Cluster resources that a group of workers has reserved, as one slot per worker."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 SETTLE_S = 1.0
-"""Least seconds that a request stays. The free resources that Ray reports lag behind. And Ray 2.60
-can lose resources for good if a request is removed while Ray grants it."""
+"""Minimum lifetime of a request, in seconds. The free resources that Ray reports lag behind. Ray
+2.60 can also lose resources permanently if a request is removed while Ray grants it."""
 POLL_S = 0.02
 
 
@@ -54,14 +54,14 @@ class Slot:
 
     @property
     def strategy(self) -> PlacementGroupSchedulingStrategy:
-        """How to schedule a worker there."""
+        """Ray scheduling strategy for a worker in this slot."""
         return PlacementGroupSchedulingStrategy(
             self.group, placement_group_bundle_index=self._index
         )
 
     @property
     def node_id(self) -> str | None:
-        """Its node; None if it has none, or Ray does not report it."""
+        """Node of the slot. None if it has no node or Ray does not report it."""
         if self._index < 0:
             return self.last_node_id
         table = placement_group_table(self.group)
@@ -73,7 +73,7 @@ class Slot:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it has a node. It loses a node that is lost, and may get another."""
+        """Whether the slot has a node. Ray may assign another node after a node failure."""
         return is_created(self.group) if self._index < 0 else self.node_id is not None
 
 
@@ -95,7 +95,7 @@ def is_created(group: PlacementGroup) -> bool:
 
 
 def _num_lost(group: PlacementGroup) -> int:
-    """Return how many bundles of a group Ray tries to place again, all at the same time."""
+    """Return how many bundles of a group Ray is rescheduling."""
     table = placement_group_table(group)
     # single requests cannot replace bundles that must share a node, or must not
     if table.get("state") != "RESCHEDULING" or table.get("strategy", "").startswith("STRICT_"):
@@ -111,7 +111,7 @@ def _is_free(group: PlacementGroup) -> bool:
 
 
 class Reservation:
-    """Room for workers: placement groups of our own, or the caller's group, as in a Tune trial."""
+    """Resources for workers: own placement groups, or the caller's group as in a Tune trial."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class Reservation:
         return slot
 
     def drop_pending(self, requested: Iterable[Slot]) -> None:
-        """Remove those requests for single slots that Ray has not granted."""
+        """Remove the requests for single slots that Ray has not granted."""
         for slot in requested:
             if not slot.is_ready:
                 self.slots.remove(slot)
@@ -191,12 +191,12 @@ class Reservation:
                 remove_placement_group(group)
 
     def include(self, other: Reservation) -> None:
-        """Take over the room of another reservation."""
+        """Take over the slots of another reservation."""
         self.groups += other.groups
         self.slots += other.slots
 
     def release(self, timeout_s: float = 10.0) -> None:
-        """Release the room, and wait until Ray counts it as free."""
+        """Release the resources, and wait until Ray reports them as free."""
         unreleased.discard(self)
         self._is_released = True
         if not ray.is_initialized():
@@ -210,4 +210,4 @@ class Reservation:
 
 
 unreleased: weakref.WeakSet[Reservation] = weakref.WeakSet()
-"""Reservations of this process that are not released."""
+"""Reservations of this process that were not released."""

@@ -28,16 +28,16 @@ class Packed:
     buffers: Sequence[Any] = ()
     """Memory of the large tensors and arrays."""
     reference: Any = None
-    """The reference to the value in Ray's object store, if this side has put it there."""
+    """Reference to the value in Ray's object store, if this process has put it there."""
 
     @property
     def is_large(self) -> bool:
-        """Whether it goes through Ray's object store."""
+        """Whether the value is sent through Ray's object store."""
         sizes = [memoryview(buffer).nbytes for buffer in (self.data, *self.buffers)]
         return sum(sizes) >= _STORED_BYTES
 
     def stored(self) -> Any:
-        """Return what to send: this, or if it is large its only copy in Ray's object store."""
+        """Return what to send: this object, or its only copy in the object store if it is large."""
         if self.reference is None and self.is_large:
             import ray
 
@@ -90,7 +90,7 @@ def sendable(what: str, value: Any) -> Packed:
 
 
 def unpicklable_key(values: Mapping[Any, Any]) -> Any:
-    """Return the key of the first value that cannot be pickled; None if all can."""
+    """Return the key of the first value that cannot be pickled. None if all can."""
     for key, value in values.items():
         try:
             pack(value)
@@ -177,7 +177,10 @@ def _location(storage: Any, torch: Any) -> str:
 
 
 def _is_plain(tensor: Any, torch: Any) -> bool:
-    """Return whether a tensor is only its memory, which PyTorch would pickle through a file."""
+    """Return whether a tensor consists only of its memory.
+
+    PyTorch would pickle it through a file.
+    """
     return bool(
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"

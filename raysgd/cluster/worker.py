@@ -56,7 +56,7 @@ class Outcome:
     progress: Progress
     traceback: str = ""
     note: str = ""
-    """The place in the user's code where it was raised, to be added to the exception."""
+    """Location in user code that raised the exception, as a note for it."""
     split: int = 0
     """Number of parts of each batch if the call is repeated after it ran out of memory; 0 if that
     would not help."""
@@ -76,7 +76,7 @@ class Outcome:
 
 
 class CarriedError(Exception):
-    """Carries an exception such as KeyboardInterrupt, which Ray takes for a cancellation."""
+    """Carries an exception such as KeyboardInterrupt, which Ray would treat as a cancellation."""
 
 
 _is_worker_process = False
@@ -207,7 +207,7 @@ class Worker:
         return self._attempt(enter)
 
     def call(self, request: Request | Packed) -> Outcome:
-        """Let the runner handle a request, which comes packed from another process."""
+        """Pass a request to the runner. Another process sends it packed."""
         try:
             return self._success(self._hosted.handle(_unpacked(request)))
         except BaseException as error:
@@ -230,7 +230,7 @@ class Worker:
                 self._backend.interrupt()
 
     def watch_driver(self, address: Address, driver_grace_s: float, stops_calls: bool) -> str:
-        """Watch the driver's host; return why that fails, else ""."""
+        """Watch the driver's host. Return the reason of a failure, or an empty string."""
         stop = self._stop_alone if stops_calls else lambda: None
         return DriverWatch(address, driver_grace_s, stop).start()
 
@@ -249,14 +249,14 @@ class Worker:
         return progress if collective is None else replace(progress, collective=collective)
 
     def announce(self, preemption: Preemption | None) -> None:
-        """Store which workers will be taken away."""
+        """Store which workers will be preempted."""
         self._hosted.announce(preemption)
 
     def _note_sigterm(self) -> None:
         self._terminated = True
 
     def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function of the user. Ray sends its exception to the driver."""
+        """Call a user function. Ray sends its exception to the driver."""
         try:
             return function(*args, **kwargs)
         except (Exception, SystemExit):  # the latter ends the process
@@ -265,21 +265,24 @@ class Worker:
             raise CarriedError(_bare(error)) from error
 
     def pause_at(self, generation: int, step: int | None) -> int:
-        """Let the call of a generation pause at a step; return the current step."""
+        """Make the call of a generation pause at a step. Return the current step."""
         with self._generation_lock:
             if generation < self._generation:
                 return self._hosted.progress().global_step
             return self._hosted.pause_at(step)
 
     def snapshot(self, step: int | None = None) -> bytes | None:
-        """Return the newest snapshot, pickled; None if it is not the one of `step`."""
+        """Return the newest snapshot, pickled.
+
+        None if `step` is given and the snapshot is of another step.
+        """
         state = None if self.runner is None else self.runner.snapshot()
         if state is None or (step is not None and state["global_step"] != step):
             return None
         return dumps(state)
 
     def stacks(self) -> str:
-        """Return the Python stack of every thread, as text."""
+        """Return the Python stacks of all threads as text."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         return "\n".join(
             f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
@@ -353,7 +356,7 @@ class Worker:
         return Outcome(kind, _packed_error(bare), progress, where, note, split)
 
     def _safe_progress(self) -> Progress:
-        """Return the progress, even if a half-built runner raises."""
+        """Return the progress. Do not fail if the runner is only partly set up."""
         with contextlib.suppress(Exception):
             return self.progress()
         return Progress()
@@ -409,14 +412,14 @@ def _packed(value: Any) -> Packed:
 
 
 def _bare(error: BaseException) -> BaseException:
-    """Remove the frames and causes of an exception, which keep tensors and groups alive."""
+    """Remove the frames and causes of an exception, because they keep tensors and groups alive."""
     bare = error.with_traceback(None)
     bare.__cause__ = bare.__context__ = None
     return bare
 
 
 def _packed_error(error: BaseException) -> Packed:
-    """Pack an exception, or a RemoteError with its text if it cannot be packed."""
+    """Pack an exception, or a RemoteError with its text if it cannot be pickled."""
     try:
         packed = pack(error)
         if isinstance(packed.value(), BaseException):

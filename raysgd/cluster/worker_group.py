@@ -1,4 +1,4 @@
-"""Starts and ends the workers of a trainer."""
+"""Starts and stops the workers of a trainer."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 _CONTROL_THREADS = 4
 _TEARDOWN_S = 5.0
 _MENTION_S = 30.0
-"""Seconds after which to log what a start waits for."""
+"""Seconds after which to log what a start is waiting for."""
 
 
 class WorkerGroup:
-    """The members in the order of their ranks, and their room in the cluster."""
+    """The members in rank order, and their resources in the cluster."""
 
     def __init__(self, options: GroupOptions, clock: Clock | None = None) -> None:
         self.options = options
@@ -75,7 +75,7 @@ class WorkerGroup:
             )
 
     def watch_hosts(self, driver_grace_s: float, stops_calls: bool) -> None:
-        """Watch the hosts of all workers that start from now on; see `HostMonitor`."""
+        """Watch the hosts of all workers that start after this call; see `HostMonitor`."""
 
         def is_any_reached() -> bool:
             return any(member.is_reached for member in list(self._slots))
@@ -83,7 +83,7 @@ class WorkerGroup:
         self._monitor = HostMonitor(driver_grace_s, stops_calls, is_any_reached)
 
     def is_cut_off(self) -> bool:
-        """Whether the driver's own host is cut off."""
+        """Whether the driver's own host has lost its network connection."""
         watches = [member.watch for member in self.members]
         return self._monitor is not None and self._monitor.is_cut_off(watches)
 
@@ -105,7 +105,7 @@ class WorkerGroup:
         self.members = self.in_order(self.members)
 
     def _reserve(self, num_workers: int, min_workers: int, timeout_s: float) -> Any:
-        """Return room for workers. A simulated cluster overrides it."""
+        """Reserve resources for workers. Simulated clusters override this method."""
         from raysgd.cluster import placement, ray_session
 
         ray_session.connect()
@@ -121,7 +121,10 @@ class WorkerGroup:
         )
 
     def add(self, num_workers: int) -> None:
-        """Append workers, and wait until they run. Raise like `start`, and then add none."""
+        """Append workers, and wait until they run.
+
+        On an error, raise like `start` and add no worker.
+        """
         slots = self.vacant_slots(request=False)[:num_workers]
         if missing := num_workers - len(slots):
             more = self._reserve(missing, missing, self.options.start_timeout_s)
@@ -180,7 +183,7 @@ class WorkerGroup:
         return member
 
     def nodes(self) -> set[str]:
-        """Return the Ray ids of all nodes."""
+        """Return the Ray node IDs of all nodes."""
         from raysgd.cluster.ray_session import nodes
 
         return nodes()
@@ -192,7 +195,7 @@ class WorkerGroup:
         return node_traits()
 
     def leaving(self) -> dict[WorkerHandle, Notice]:
-        """Return the members that will be taken away."""
+        """Return the members that will be preempted."""
         if not self.drains:
             return {}
         notices = {member: self.drains.of(member) for member in self.members if member.remote}
@@ -218,7 +221,7 @@ class WorkerGroup:
         return [slot for slot in slots if slot not in taken]
 
     def _request_missing(self, reservation: Any, going: list[Any]) -> None:
-        """Request room for missing workers, and in addition to room that may soon be lost."""
+        """Request slots for missing workers, and spare ones for slots that may soon be lost."""
         num_workers = self.options.num_workers - (self._local is not None)
         unsure = [*going, *(self._slots.get(member) for member in self.leaving())]
         self.suspects = [slot for slot in self.suspects if slot in reservation.slots]
@@ -234,18 +237,18 @@ class WorkerGroup:
                 self._extra.append(slot)
 
     def give_back(self) -> None:
-        """Remove requests that are no longer needed, before a node starts for them."""
+        """Remove unneeded requests before the autoscaler starts nodes for them."""
         taken = list(self._slots.values())
         extra, self._extra = [slot for slot in self._extra if slot not in taken], []
         if extra and self._reservation is not None:
             self._reservation.drop_pending(extra)
 
     def slot_of(self, member: WorkerHandle) -> Any:
-        """Return the room that a worker is in."""
+        """Return the slot of a worker."""
         return self._slots.get(member)
 
     def room(self) -> str:
-        """Return what a worker needs and what the cluster has, for messages."""
+        """Describe the resources that a worker needs and that the cluster has."""
         if self.options.inline:
             return "all workers are in the driver's process"
         from raysgd.cluster import placement
@@ -253,7 +256,7 @@ class WorkerGroup:
         return placement.demand(self.options.bundle)
 
     def discard(self, member: WorkerHandle) -> None:
-        """End a worker and leave its slot vacant."""
+        """Stop a worker and free its slot."""
         if not member.remote:
             member.control("interrupt")
             self.clock.wait([member.work("teardown")], _TEARDOWN_S)
@@ -264,7 +267,7 @@ class WorkerGroup:
             self.members.remove(member)
 
     def in_order(self, members: Sequence[WorkerHandle]) -> list[WorkerHandle]:
-        """Return workers ordered by node; otherwise the order stays."""
+        """Return the workers grouped by node. Within a node, keep their order."""
         nodes = list(dict.fromkeys(member.info.node_id for member in members))
         return sorted(members, key=lambda member: nodes.index(member.info.node_id))
 

@@ -1,4 +1,4 @@
-"""Handles of workers: an actor, or a worker in the driver's own process."""
+"""Handles of workers: Ray actors, or a worker in the driver's own process."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ __all__ = [
 
 
 _WHICH = ("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:")
-"""How lines begin that name the lost actor in an error of Ray."""
+"""Prefixes of the lines that identify the lost actor in a Ray error."""
 _SIGNAL_S = 10.0
-"""Seconds to send a signal on another node."""
+"""Timeout for sending a signal on another node, in seconds."""
 
 
 class WorkerHandle(ABC):
@@ -43,23 +43,23 @@ class WorkerHandle(ABC):
     """
 
     info = WorkerInfo(node_id="", node_ip="")
-    """Where it runs; empty until that is known."""
+    """Location of the worker. Its fields are empty until it is known."""
     remote: bool
-    """Whether it has its own process."""
+    """Whether the worker has its own process."""
     watch: HostWatch | None = None
-    """The watch on its host; None on the driver's own host."""
+    """The watch on the worker's host. None on the driver's own host."""
 
     def locate(self, info: WorkerInfo) -> None:
-        """Store where it runs, and start to watch its host."""
+        """Store where the worker runs, and start to watch its host."""
         self.info = info
 
     @property
     def is_reached(self) -> bool:
-        """Whether the driver knows its host and reaches it."""
+        """Whether the driver knows the worker's host and can reach it."""
         return bool(self.info.node_ip) if self.watch is None else self.watch.is_reached
 
     def may_live(self, error: BaseException) -> bool:
-        """Return whether the worker may live though Ray raised this error."""
+        """Return whether the worker may be alive although Ray raised this error."""
         return False
 
     @abstractmethod
@@ -71,21 +71,21 @@ class WorkerHandle(ABC):
         """Start a call that runs in parallel with the work."""
 
     def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Start a function of the user in the work thread, and return a Ray reference."""
+        """Start a user function in the work thread, and return a Ray reference."""
         raise RuntimeError(f"{self.name}: this worker is not a Ray actor.")
 
     @abstractmethod
     def kill(self) -> None:
-        """End the worker."""
+        """Kill the worker."""
 
     def leave(self, timeout_s: float) -> Future[bool]:
-        """Let the process exit normally; the answer says whether it has within `timeout_s`."""
+        """Let the process exit normally. The future tells whether it exited within `timeout_s`."""
         ended: Future[bool] = Future()
         ended.set_result(True)
         return ended
 
     def kill_process(self) -> None:
-        """End the worker even if its process is stopped."""
+        """Kill the worker even if its process is stopped."""
         self.kill()
 
     def signal(self, number: int) -> bool:
@@ -98,17 +98,17 @@ class WorkerHandle(ABC):
 
     @property
     def node_id(self) -> str:
-        """Ray id of its node; empty until that is known."""
+        """Ray node ID of the worker. Empty until it is known."""
         return self.info.node_id
 
     @property
     def alive(self) -> bool:
-        """Whether calls can reach the worker at all."""
+        """Whether the worker can still receive calls."""
         return True
 
     @property
     def name(self) -> str:
-        """Where it runs, for messages."""
+        """Location of the worker, for messages."""
         if not self.info.node_ip:
             return "a node that is not known yet"
         return f"node {self.info.node_id[:8] or 'unknown'} ({self.info.node_ip})"
@@ -140,7 +140,7 @@ class ActorHandle(WorkerHandle):
             self.control("watch_driver", *arguments).add_done_callback(monitor.note_start)
 
     def _lose(self, error: LostError) -> None:
-        """Fail all current and later calls, because the worker will not answer."""
+        """Fail all current and later calls, because the worker will not respond."""
         self._lost = error
         with contextlib.suppress(KeyError):  # when none is left
             while True:
@@ -199,7 +199,7 @@ class ActorHandle(WorkerHandle):
 
     @property
     def alive(self) -> bool:
-        """Whether Ray is initialized; otherwise a call would start Ray again."""
+        """Whether Ray is initialized. A call without it would start Ray again."""
         import ray
 
         return bool(ray.is_initialized())
@@ -312,7 +312,7 @@ def _send_signal(pid: int, number: int) -> None:
 
 
 def _await_end(pid: int, timeout_s: float) -> bool:
-    """Wait for the end of a process; return whether it has ended."""
+    """Wait until a process ends. Return whether it has ended in time."""
     try:
         psutil.Process(pid).wait(timeout_s)
     except psutil.TimeoutExpired:
@@ -323,7 +323,7 @@ def _await_end(pid: int, timeout_s: float) -> bool:
 
 
 def _is_here(info: WorkerInfo) -> bool:
-    """Return whether a worker runs on the driver's node, which needs no Ray task."""
+    """Return whether a worker runs on the driver's node. Signals to it then need no Ray task."""
     import ray
     import ray.util.client
 
@@ -334,7 +334,7 @@ def _is_here(info: WorkerInfo) -> bool:
 
 
 def loss_cause(error: BaseException, info: WorkerInfo) -> str:
-    """Return in one line what ended the process, by an error of Ray, without its advice."""
+    """Return one line that explains why a process ended, from a Ray error without its advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = next((x for x in reversed(lines) if not x.startswith(_WHICH)), type(error).__name__)
     said = said.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
@@ -357,7 +357,7 @@ def is_loss(error: BaseException) -> bool:
 
 
 def cause_of(member: WorkerHandle | None, error: BaseException) -> str:
-    """Return in one line why a worker is lost, or did not start."""
+    """Return one line that explains why a worker was lost or did not start."""
     if member is not None and is_loss(error):
         return without_secrets(loss_cause(error, member.info))
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

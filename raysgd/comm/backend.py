@@ -45,7 +45,10 @@ class Backend(ABC):
         """
 
     def met(self) -> None:  # noqa: B027  optional
-        """Release what only joining needed, on the driver, after all workers have joined."""
+        """Release what the workers needed to connect.
+
+        Runs on the driver after all workers have joined.
+        """
 
     @abstractmethod
     def interrupt(self) -> None:
@@ -63,7 +66,7 @@ class Backend(ABC):
         """Return whether `error` means that communication with another worker failed."""
 
     def advice(self, error: BaseException) -> str:
-        """Return what to do about an error that the end of an earlier generation caused."""
+        """Return advice for an error that was caused by the end of an earlier generation."""
         return ""
 
     def collective(self) -> int | None:
@@ -75,4 +78,4 @@ class Backend(ABC):
         return None
 
     def close(self) -> None:  # noqa: B027  optional
-        """Release the resources of `prepare`, on the driver."""
+        """Release the resources that `prepare` allocated. Runs on the driver."""
