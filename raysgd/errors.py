@@ -108,7 +108,7 @@ class InsufficientResourcesError(RaySGDError, TimeoutError, RuntimeError):
 
 
 class CheckpointError(RaySGDError, RuntimeError):
-    """A checkpoint cannot be written, is damaged, or does not belong to this trainer."""
+    """A checkpoint is damaged, cannot be written, or belongs to another trainer."""
 
 
 class CallbackError(RaySGDError, RuntimeError):

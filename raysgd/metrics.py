@@ -160,7 +160,7 @@ class Sums(MergeableMetric):
         return type(self)(self.function, **added)
 
     def compute(self) -> Any:
-        """Call the function with the sums."""
+        """Call the function with the sums, and return the result."""
         value = self.function(**self.sums)
         return value if isinstance(value, Mapping) else _value(value)
 
@@ -282,11 +282,11 @@ class AverageMeterCollection:
         return self.batch_count + sum(is_batch for *_, is_batch in self._held)
 
     def hold(self, metrics: Mapping[str, Any], n: float, is_batch: bool) -> None:
-        """Keep the arguments of `update` until `settle`. Without `settle`, they have no effect."""
+        """Store the arguments of `update` until `settle` applies them."""
         self._held.append((metrics, n, is_batch))
 
     def settle(self) -> None:
-        """Add the held metrics."""
+        """Apply the stored updates."""
         held, self._held = self._held, []
         for each in held:
             self.update(*each)
@@ -381,7 +381,7 @@ def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
 
 
 def _by_name(parts: Iterable[Mapping[str, Any]]) -> dict[str, tuple[list[Any], list[float]]]:
-    """Return the values of all parts, and their weights in a mean, by name."""
+    """Return the values of all parts and their weights in a mean, by name."""
     found: dict[str, tuple[list[Any], list[float]]] = {}
     for part in parts:
         for name, value in part.items():

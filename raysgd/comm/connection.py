@@ -165,7 +165,7 @@ def read(stream: BinaryIO) -> bytes:
 
 
 async def receive(connection: socket.socket) -> bytes:
-    """Return the next message, in the listener's thread. Raise like `read`."""
+    """Read the next message, in the listener's thread. Raise like `read`."""
     (length,) = _LENGTH.unpack(await exactly(connection, _LENGTH.size))
     return await exactly(connection, length)
 
@@ -176,7 +176,7 @@ async def send(connection: socket.socket, content: bytes) -> None:
 
 
 async def exactly(connection: socket.socket, length: int) -> bytes:
-    """Return exactly `length` bytes."""
+    """Read exactly `length` bytes."""
     loop, parts = asyncio.get_running_loop(), []
     while length:
         part = await loop.sock_recv(connection, min(length, _READ_BYTES))

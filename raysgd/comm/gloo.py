@@ -44,8 +44,8 @@ _NEWER_NAMES = {
 """Group methods that torch.distributed calls, by the backend method that implements each."""
 _NAME = "raysgd_gloo"
 SMALL_BYTES = 2**19
-"""Most bytes that a rank sends for a reduction by the mesh. For larger tensors or slow connections,
-gloo is faster because its ranks send less."""
+"""Maximum number of bytes that a rank sends for a reduction by the mesh. For larger tensors or slow
+connections, gloo is faster because its ranks send less."""
 _COMBINATIONS = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.MIN: torch.minimum,
@@ -312,7 +312,10 @@ class _Running:
                 self._collectives[key] = self._num_collectives
 
     def finish(self, key: int) -> bool:
-        """Record that gloo has finished an operation. Return whether its future is still open."""
+        """Record that gloo has finished an operation.
+
+        Return whether its future is still pending.
+        """
         with self._changed:
             self._count -= 1
             self._collectives.pop(key, None)

@@ -146,7 +146,10 @@ class StoreClient:
         return values
 
     def ask(self, operation: str, *arguments: Any, wait_s: float = 0.0) -> Any:
-        """Return the answer to a request. The server may delay it by `wait_s` seconds."""
+        """Send a request and return the answer.
+
+        The server may delay the answer by `wait_s` seconds.
+        """
         try:
             with self._lock:
                 self._socket.settimeout(wait_s + _ANSWER_S)

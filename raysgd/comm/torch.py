@@ -36,10 +36,11 @@ _CONNECT = datetime.timedelta(seconds=10)
 """Timeout of connecting to workers that are all present. The gloo group of NCCL cannot be
 interrupted: if a worker dies while it connects, the others wait five times as long."""
 _NCCL_CONNECT = datetime.timedelta(seconds=60)
-"""The same for ``TCPStore``, which first resolves the name of its address. That takes seconds if
-the name server does not answer."""
+"""Timeout of connecting ``TCPStore``. It first resolves the name of its address, which takes
+seconds if the name server does not answer."""
 _MOST_MESHED = 16
-"""With more workers, connections between all pairs cost more than they save."""
+"""Maximum number of workers in a mesh. With more, connections between all pairs cost more than they
+save."""
 _SIGNS = ("gloo/", "pair closure", "NCCL", "ProcessGroup")
 """Parts of the RuntimeErrors of gloo and NCCL, which have no types of their own."""
 

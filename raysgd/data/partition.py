@@ -48,7 +48,7 @@ class EpochPartition:
 
     @property
     def at_once(self) -> int:
-        """Maximal number of samples that a worker processes together."""
+        """Maximum number of samples that a worker processes at a time."""
         return -(-self.stride // (self.full_size or self.world_size))
 
     def end(self, offset: int) -> int:
@@ -127,7 +127,7 @@ class MicroBatch:
     is_part: bool = False
     """Whether the batches of the group are split into parts."""
     is_large: bool = False
-    """Whether this is a whole batch of more than `at_once` samples."""
+    """Whether this is an unsplit batch of more than `at_once` samples."""
     size: float | None = None
     """Number of samples, without repeated ones. None: unknown. In a split batch of unknown size,
     the sizes of the parts add up to 1."""

@@ -45,7 +45,7 @@ class BatchSource:
     shuffles = False
     """Whether the order of an epoch is known to be random."""
     partitioned_by = ""
-    """Who partitions the data. Empty if each worker reads all of it."""
+    """Name of what partitions the data. Empty if each worker reads all of it."""
 
     def __init__(
         self, loader: Any, has_length: bool = True, by_user: bool = False, why_whole: str = ""
@@ -151,7 +151,7 @@ class BatchSource:
         return offset + num_steps
 
     def close_workers(self) -> None:
-        """Stop the worker processes of the loader. The next iteration starts new ones."""
+        """Stop the worker processes of the loader. The next iteration starts new processes."""
 
     @property
     def can_be_tried(self) -> bool:
@@ -188,7 +188,7 @@ class BatchSource:
         return None
 
     def set_batch_size(self, size: int, follows_share: bool) -> None:
-        """Adopt the `batching` of another worker."""
+        """Apply the `batching` of another worker: its batch size, and whether that is a share."""
 
     def reseed(self, seed: int, own_seed: int | None = None) -> None:
         """Derive the order of the epochs from `seed`.
@@ -203,7 +203,7 @@ class BatchSource:
         return None
 
     def fingerprint(self) -> str:
-        """Return a text that must be equal on all workers."""
+        """Return a text that must be equal on all workers, to compare their data."""
         return ""
 
     @property

@@ -1,1 +1,1 @@
-"""Decisions about the group: pure functions of their arguments, for the controller to act on."""
+"""Recovery decisions about the group, and the controller that executes them."""

@@ -15,13 +15,13 @@ from raysgd.errors import CollectiveError
 __all__ = ["Attempt"]
 
 _ROOT_CAUSE_S = 0.5
-"""How long to look for the cause of a failed collective before the others are interrupted."""
+"""Seconds to look for the cause of a failed collective before the other workers are interrupted."""
 _OWN_STOP_S = 0.05
-"""The same if the driver itself interrupts the workers."""
+"""The same limit in seconds if the driver itself interrupts the workers."""
 _RETURN_S = 0.7
-"""How long interrupted workers may take to return."""
+"""Seconds that interrupted workers may take to return."""
 _NODE_LOSS_S = 10.0
-"""How long Ray may take to report a lost node."""
+"""Seconds that Ray may take to report a lost node."""
 
 
 class Attempt:
@@ -47,7 +47,7 @@ class Attempt:
 
     @property
     def pending(self) -> dict[WorkerHandle, Future[Outcome]]:
-        """The workers that have not returned."""
+        """Workers that have not returned."""
         return {member: future for future, member in self._pending.items()}
 
     @property
@@ -64,7 +64,7 @@ class Attempt:
 
     @property
     def paused(self) -> bool:
-        """Whether workers have paused at the requested step."""
+        """Whether the workers have paused at the requested step."""
         return any(o.kind == "paused" for o in self.outcomes.values())
 
     @property
@@ -73,7 +73,7 @@ class Attempt:
         return bool(self.lost) or self.first_error is not None
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait for an outcome, at most `timeout_s`; return whether one has come."""
+        """Wait up to `timeout_s` seconds for an outcome. Return whether one has arrived."""
         done = []
         with contextlib.suppress(Empty):
             done.append(self._done.get(timeout=max(0.0, timeout_s)))
@@ -99,7 +99,7 @@ class Attempt:
         return bool(done)
 
     def settle_until(self, timeout_s: float, is_reached: Callable[[], bool]) -> None:
-        """Wait until all workers have returned or a condition holds, at most `timeout_s`."""
+        """Wait up to `timeout_s` seconds until all workers have returned or a condition holds."""
         deadline = self._clock.monotonic() + timeout_s
         while (
             self._pending and not is_reached() and (left := deadline - self._clock.monotonic()) > 0
@@ -112,7 +112,7 @@ class Attempt:
         self.lost[member] = error
 
     def find_cause(self, interrupt: Callable[[], None]) -> None:
-        """Find the cause of a failure, and stop the other workers by `interrupt`."""
+        """Find the cause of a failure, and call `interrupt` to stop the other workers."""
         # the peers of a dead worker see a broken connection before Ray reports its death
         reason_s = _OWN_STOP_S if self.interrupted_by_us else _ROOT_CAUSE_S
         self.settle_until(reason_s, lambda: self.has_cause)

@@ -1,4 +1,4 @@
-"""A call on the workers, as a value: its goal, and its losses so far."""
+"""A call on the workers: its request, its goal, and its losses so far."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ class Call:
     request: Request = field(default_factory=Request)
     rank: int | None = None
     max_losses: float = 0
-    """How often workers may be lost; ``math.inf`` for no limit."""
+    """Maximum number of lost workers. ``math.inf`` means no limit."""
     any_size: bool = False
-    """Whether fewer workers than ``min_workers`` are enough."""
+    """Whether the call can run with fewer than ``min_workers`` workers."""
     has_batches: bool = False
-    """Whether workers finish batches, so that one that does not is stuck."""
+    """Whether workers finish batches. A worker that finishes none is then stuck."""
     can_pause: bool = False
-    """Whether it can pause at a step, where replacement workers join."""
+    """Whether the call can pause at a step, so that replacement workers can join."""
     on_wait: Callable[[Sequence[Progress]], None] | None = None
-    """Called with the progress of all workers while it runs."""
+    """Function that receives the progress of all workers while the call runs."""
     catch_up: Callable[[Progress], Call | None] | None = None
-    """Returns the call that repeats steps lost with all workers; None if this call needs none."""
+    """Function that returns the call to repeat steps lost with all workers. None if no call is
+    needed."""
     farewell: Request | None = None
     """Request for the metrics of a worker that leaves during the call."""
     at_once: bool = False
-    """Whether callbacks save as soon as possible, because workers will leave."""
+    """Whether callbacks save as soon as possible, because workers will be preempted."""
 
     num_losses: int = 0
     causes: list[str] = field(default_factory=list)
@@ -44,8 +45,8 @@ class Call:
 
     @property
     def may_repeat(self) -> bool:
-        """Whether it may be repeated after the driver interrupted it."""
+        """Whether the controller may repeat the call after the driver interrupted it."""
         return self.has_batches or self.max_losses > 0
 
     def begin(self, progress: Progress) -> None:
-        """Prepare to be sent for the first time. A call of train makes its goal absolute here."""
+        """Prepare the first attempt. A call of ``train`` computes its absolute goal here."""

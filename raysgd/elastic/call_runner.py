@@ -1,4 +1,4 @@
-"""Sends a call to the workers, and watches each attempt until its end."""
+"""Sends a call to the workers, and supervises each attempt until its end."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["CallRunner"]
 logger = logging.getLogger(__name__)
 
 _TICK_S = 1.0
-"""How often to look at a call under way."""
+"""Seconds between two checks of a running call."""
 _BUSY_TICK_S = 0.05
-"""The same while replacement workers start."""
+"""Seconds between two checks while replacement workers start."""
 _UNEVEN_TICK_S = 0.25
-"""The same while some workers have returned."""
+"""Seconds between two checks while some workers have returned."""
 
 
 class CallRunner:
@@ -64,7 +64,7 @@ class CallRunner:
         self._context.call.at_once = True
 
     def rescue_state(self) -> None:
-        """Keep the newest state of the remaining workers as the snapshot."""
+        """Fetch the newest state of the remaining workers as the snapshot."""
         if (progress := self._context.snapshots.rescue(self._commands)) is not None:
             self._journal.progress, self._context.has_state = progress, True
 
@@ -80,7 +80,7 @@ class CallRunner:
         self._sent = self._attempt = self._monitor = None
 
     def is_behind(self) -> bool:
-        """Whether steps were lost with all workers, and there is a call that repeats them."""
+        """Whether steps were lost with all workers and a call can repeat them."""
         step, reached, call = self._journal.progress.global_step, self._reached, self._context.call
         if step >= reached.global_step:
             return False
@@ -96,7 +96,7 @@ class CallRunner:
         return self._redo is not None
 
     def run(self, action: RunCall) -> Event:
-        """Make one attempt at the call; it ends shortly after a failure."""
+        """Make one attempt at the call. The attempt ends shortly after a failure."""
         self._sent, self._attempt, self._context.has_state = None, None, False
         self._context.pauses.cancel()
         call, group = self._context.call, self._group
@@ -180,13 +180,13 @@ class CallRunner:
                     self.interrupt()  # some have passed the step: discard it
 
     def interrupt(self) -> None:
-        """Interrupt the attempt though no worker has failed."""
+        """Interrupt the attempt although no worker has failed."""
         assert self._attempt is not None
         self._attempt.interrupted_by_us = True
         self._commands.stop(self._attempt)
 
     def abandon(self) -> None:
-        """Stop the work after Ctrl-C, and ask the workers for their progress."""
+        """Stop the work after Ctrl-C, and request the progress of the workers."""
         pending = self._sent or {} if self._attempt is None else self._attempt.pending
         self._commands.busy |= pending
         self._commands.interrupt()
@@ -194,7 +194,7 @@ class CallRunner:
             self._journal.progress = furthest(reached)
 
     def kill_stuck(self) -> None:
-        """Kill the workers that hang."""
+        """Kill stuck workers."""
         assert self._monitor is not None
         for member in self._monitor.stuck_members:
             cause = "no batch finished within hang_timeout_s"

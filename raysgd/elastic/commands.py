@@ -1,4 +1,4 @@
-"""Short calls from the driver to the members, most of which run in parallel with their work."""
+"""Short calls from the driver to the members. Most run in parallel with the members' work."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from raysgd.errors import WorkerTimeoutError
 __all__ = ["ANSWER_S", "Commands", "value_of"]
 
 ANSWER_S = 0.7
-"""How long a worker may take to answer a control call."""
+"""Seconds that a worker may take to answer a control call."""
 _SILENCE_S = 10.0
 _SALVAGE_S = 10.0
-"""How long a worker may take to send its state before all workers restart."""
+"""Seconds that a worker may take to send its state before all workers restart."""
 _LOOK_EVERY_S = 1.0
 _ASK_AGAIN_S = 0.05
 
 
 class Commands:
-    """Sends requests to all members, and knows which of them are busy."""
+    """Sends requests to all members, and tracks which of them are busy."""
 
     def __init__(
         self, group: WorkerGroup, journal: Journal, check_open: Callable[[], None]
@@ -41,32 +41,32 @@ class Commands:
         self.entering: list[WorkerHandle] = []
 
     def ask_progress(self) -> dict[WorkerHandle, Progress]:
-        """Return the progress of every member that answers, while they are busy."""
+        """Return the progress of the members that answer while they are busy."""
         asked = {member: member.control("progress") for member in self._group.members}
         self._clock.wait(asked.values(), ANSWER_S)
         return {m: f.result() for m, f in asked.items() if f.done() and f.exception() is None}
 
     def pause_at(self, step: int | None) -> list[Future[int]]:
-        """Send all members the step at which to pause; return their answers."""
+        """Send all members the step at which to pause. Return their answers."""
         number = self._journal.generation
         answers = [m.control("pause_at", number, step) for m in self._group.members]
         self._clock.wait(answers, ANSWER_S)
         return answers
 
     def interrupt(self, besides: Iterable[WorkerHandle] = ()) -> None:
-        """Make the calls under way fail on all members, since each may wait for any other."""
+        """Make the running calls fail on all members, because each may wait for any other."""
         members = dict.fromkeys([*self._group.members, *self.entering])
         concerned = [member for member in members if member not in besides]
         answers = [m.control("interrupt", self._journal.generation) for m in concerned]
         self._clock.wait(answers, ANSWER_S)
 
     def stop(self, attempt: Attempt) -> None:
-        """Find out why an attempt failed, and stop the rest of it."""
+        """Find out why an attempt failed, and stop its remaining calls."""
         attempt.find_cause(self.interrupt)
         self.busy |= attempt.pending
 
     def finish(self, request: Request) -> None:
-        """Interrupt all members, and send a request to those that are idle."""
+        """Interrupt all members, and send a request to the idle ones."""
         self.interrupt(besides=self.busy)  # the busy ones were interrupted before
         idle = [member for member in self._group.members if member not in self.busy]
         packed = sendable(request.name, request)
@@ -77,21 +77,24 @@ class Commands:
     def ask(
         self, members: Sequence[WorkerHandle], request: Request, timeout_s: float = _SALVAGE_S
     ) -> list[Outcome]:
-        """Send a request to idle members; return the outcomes of those that answer."""
+        """Send a request to idle members. Return the outcomes of those that answer."""
         packed = pack(request)
         asked = [member.work("call", packed) for member in members]
         self._clock.wait(asked, timeout_s)
         return [future.result() for future in asked if _error_of(future) is None]
 
     def ask_all(self, members: Sequence[WorkerHandle], request: Request) -> list[Any]:
-        """Return the answers of idle members; an empty list if one is missing or None."""
+        """Return the answers of idle members.
+
+        Return an empty list if any answer is missing or None.
+        """
         given = [value_of(outcome) for outcome in self.ask(members, request)]
         return given if len(given) == len(members) and None not in given else []
 
     def reach(
         self, members: Iterable[WorkerHandle]
     ) -> tuple[dict[WorkerHandle, Progress], dict[WorkerHandle, BaseException]]:
-        """Return the progress of workers, and the lost ones. Silent workers are killed."""
+        """Return the progress of workers, and the lost workers. Kill workers that do not answer."""
         asked = {member: member.control("progress") for member in members}
         deadline = self._clock.monotonic() + _SILENCE_S
         while True:
@@ -115,7 +118,7 @@ class Commands:
 
 
 def value_of(outcome: Outcome) -> Any:
-    """Return the value of a call that succeeded; else None."""
+    """Return the value of a successful call, otherwise None."""
     return outcome.value() if outcome.kind == "ok" else None
 
 

@@ -1,4 +1,4 @@
-"""How a trainer reacts to workers that are lost or come back."""
+"""How a trainer reacts when workers are lost or can be added."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ class ElasticConfig:
     """
 
     min_workers: int | None = None
-    """The fewest workers to train with. None uses the ``min_workers`` of the trainer."""
+    """Minimum number of workers for training. None uses the ``min_workers`` of the trainer."""
     max_attempts: int = 10
-    """How often to wait for enough workers, and how many replacements may fail in a row."""
+    """Maximum number of waits for enough workers, and of failed replacements in a row."""
     initial_s: float = 1.0
-    """Seconds before the second try. Each further wait is `factor` times longer."""
+    """Seconds before the second attempt. Each further wait is `factor` times longer."""
     factor: float = 2.0
     max_s: float = 60.0
-    """The longest wait, in seconds."""
+    """Maximum duration of a wait, in seconds."""
     jitter: float = 0.1
-    """Random share of a wait that is added or removed."""
+    """Fraction of a wait that is randomly added or subtracted."""
     resize_cooldown_s: float = 10.0
-    """Seconds between two changes of size for room that has appeared. The successor of a lost
-    worker does not wait."""
+    """Seconds between two changes of the group size when resources become free. The replacement of
+    a lost worker does not wait."""
     hang_timeout_s: float | None = None
     """Seconds without a finished batch after which stuck workers are killed; None for never."""
     driver_grace_s: float = 60.0
-    """Seconds that driver and workers wait for each other if the driver reaches no worker."""
+    """Seconds that driver and workers wait for each other when the driver can reach no worker."""
     in_place: bool = True
     """Whether survivors continue in their processes. Otherwise all restart from the snapshot."""
     grow: bool = True
-    """Whether lost workers are replaced, and missing ones added when there is room."""
+    """Whether to replace lost workers, and to add missing ones when resources become free."""
     snapshot_every: Literal["epoch"] | int | None = "epoch"
     """How often the driver copies the state, in case all workers are lost: at the start of each
-    epoch, after a number of steps, or never."""
+    epoch, after a number of steps, or never (None)."""
     global_batch: Literal["keep", "scale"] = "keep"
     """"keep" for steps of the size of the full group; "scale" for one batch per present worker."""
 

@@ -144,7 +144,7 @@ class Controller:
     # ---- life
 
     def start(self) -> None:
-        """Start the workers and set them up. If that fails, end them."""
+        """Start the workers and set them up. If that fails, stop them."""
         try:
             with self._supervised():
                 self._group.reserve(self._group.options.start_timeout_s)
@@ -156,7 +156,7 @@ class Controller:
             raise
 
     def shutdown(self, force: bool = False) -> None:
-        """End all workers."""
+        """Stop all workers."""
         busy = isinstance(self.state, machine.Running | machine.Starting | machine.Broken)
         self._is_shut_down = True
         self.state, _ = transition(self.state, machine.ShutDown(), self._policy)
@@ -176,7 +176,7 @@ class Controller:
 
     @contextlib.contextmanager
     def _supervised(self) -> Iterator[None]:
-        """Clean up after an exception, such as Ctrl-C, or a `shutdown` in another thread."""
+        """Clean up after an exception, such as Ctrl-C, or after a `shutdown` in another thread."""
         try:
             yield
         except BaseException as error:
@@ -216,12 +216,12 @@ class Controller:
             event = self._next
 
     def _apply(self, event: Event) -> None:
-        """Execute what follows from an event during an action."""
+        """Execute the actions that follow from an event during another action."""
         for action in self._feed(event):
             self._handler(action)()
 
     def _feed(self, event: Event) -> Sequence[machine.Action]:
-        """Enter the next state; return its actions."""
+        """Enter the next state, and return its actions."""
         self._check_open()
         self.state, actions = transition(self.state, event, self._policy)
         if self._is_shut_down:  # by another thread, just now
@@ -230,7 +230,7 @@ class Controller:
         return actions
 
     def _handler(self, action: machine.Action) -> Callable[[], Event | None]:
-        """Return the function that executes an action. The last one returns the next event."""
+        """Return the function that executes an action. The last action returns the next event."""
         match action:
             case Do():
                 return self._handlers[action]
@@ -369,7 +369,7 @@ class Controller:
 
     @property
     def members(self) -> list[WorkerHandle]:
-        """The workers, in the order of their ranks."""
+        """The workers, in rank order."""
         return self._group.members
 
     @property
@@ -389,19 +389,19 @@ class Controller:
 
     @property
     def progress(self) -> Progress:
-        """The newest known progress of training."""
+        """The newest known training progress."""
         return self.journal.progress
 
     @property
     def events(self) -> list[events.Event]:
-        """What happened to the group, oldest first."""
+        """Events of the group, oldest first."""
         return self.journal.events
 
     def ask_progress(self) -> Mapping[WorkerHandle, Progress]:
-        """Return the progress of every worker that answers, also during a call."""
+        """Return the progress of every worker that answers. Also works during a call."""
         return self._commands.ask_progress()
 
     def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:
-        """Accept a notice of preemption, in any thread."""
+        """Accept a preemption notice. Any thread may call this."""
         self._check_open()
         self._preemption.drain(node_id, rank, deadline_s)

@@ -1,4 +1,4 @@
-"""The parts of the driver that supervise one group."""
+"""The components of the driver that supervise one group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["DriverContext"]
 
 @dataclass(kw_only=True, eq=False)
 class DriverContext:
-    """The parts of the driver that supervise one group, and the call under way."""
+    """The components of the driver that supervise one group, and the running call."""
 
     group: WorkerGroup
     backend: Backend | None
@@ -43,9 +43,9 @@ class DriverContext:
     shares: Shares
     call: Call = field(default_factory=Call)
     leaving: list[WorkerHandle] = field(default_factory=list)
-    """Members that leave at the next restart."""
+    """Members that leave the group at the next restart."""
     has_state: bool = False
-    """Whether the snapshot is the newest state of a worker."""
+    """Whether the snapshot is the newest state of the workers."""
 
     @property
     def features(self) -> list[Feature]:
@@ -60,6 +60,6 @@ class DriverContext:
         return ready[:num_places], leaving
 
     def discard_members(self) -> None:
-        """End all members of the group."""
+        """Stop all members of the group."""
         for member in list(self.group.members):
             self.group.discard(member)

@@ -1,4 +1,4 @@
-"""What happened to the group, as users see it in ``trainer.events``."""
+"""The events of a group, as users see them in ``trainer.events``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EventKind = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One thing that happened to the group of workers."""
+    """One event of the group of workers."""
 
     kind: EventKind
     """``started``: the first generation. ``lost``: a worker died. ``hung``: a worker was stuck,
@@ -41,15 +41,15 @@ class Event:
     if a deadline is known. ``moved``: replacement workers have taken over from such workers.
     ``rebalanced``: the workers have new shares of the global batch."""
     generation: int
-    """The generation in which it happened."""
+    """Generation in which the event happened."""
     ranks: tuple[int, ...]
-    """World ranks concerned, in that generation; -1 for a worker that never joined."""
+    """World ranks of the affected workers in that generation. -1 for a worker that never joined."""
     nodes: tuple[str, ...] = ()
-    """Ray ids of the nodes of those ranks."""
+    """Ray node IDs of those ranks."""
     step: int = 0
-    """Committed steps, as far as the driver knew."""
+    """Number of committed steps that the driver knew of."""
     cause: str = ""
-    """The reason, from Ray or the exception."""
+    """Reason of the event, from Ray or the exception."""
     factor: int = 1
     """For ``split``: the number of parts of each batch from then on."""
     shares: tuple[float, ...] = ()
@@ -57,8 +57,8 @@ class Event:
     old_shares: tuple[float, ...] = ()
     """For ``rebalanced``: the shares before it."""
     num_workers: int = 0
-    """Size of the group after it."""
+    """Size of the group after the event."""
     seconds: float = 0.0
-    """How long it took, for what takes time."""
+    """Duration in seconds, for events that take time."""
     time: float = field(default_factory=time.time)
-    """When, in seconds since the epoch."""
+    """Time of the event, in seconds since the Unix epoch."""

@@ -1,4 +1,4 @@
-"""The interface of the driver-side features: preemption, snapshots, hangs, pauses, scale-up."""
+"""The interface of driver-side features: preemption, snapshots, hangs, pauses, scale-up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ __all__ = ["Feature"]
 
 
 class Feature:
-    """Observes the group. To add one, make it in `Controller`, and list it in `DriverContext`."""
+    """Observes the group.
+
+    To add a feature, create it in `Controller` and list it in `DriverContext`.
+    """
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> Event | None:
         """Look at the group; return an event if the call cannot continue.

@@ -1,4 +1,4 @@
-"""How workers form a group: the next generation of the members, or a start from a snapshot."""
+"""Forms a group: the next generation of the members, or a start from a snapshot."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ __all__ = ["GroupForming"]
 logger = logging.getLogger(__name__)
 
 _STRAGGLER_S = 60.0
-"""How long the next call waits for workers that are busy with a failed call."""
+"""Seconds that the next call waits for workers that are busy with a failed call."""
 _RESTART_STRAGGLER_S = 5.0
-"""The same for training functions, whose workers restart from a checkpoint."""
+"""The same limit in seconds for training functions, whose workers restart from a checkpoint."""
 _MENTION_S = 30.0
-"""After how long to log what a start or a rejoin waits for."""
+"""Seconds after which to log what a start or a rejoin is waiting for."""
 
 
 class GroupForming:
-    """Lets workers enter generations."""
+    """Moves workers into new generations."""
 
     def __init__(self, context: DriverContext) -> None:
         self._context = context
@@ -59,7 +59,7 @@ class GroupForming:
     # ---- the next generation
 
     def ask_progress(self) -> Event:
-        """Wait for busy workers, and ask each worker for its progress."""
+        """Wait for busy workers, and request the progress of each worker."""
         self._began = self._clock.monotonic()
         if lost := self.await_stragglers():
             return self.note_lost(lost)
@@ -79,12 +79,15 @@ class GroupForming:
         )
 
     def await_stragglers(self) -> dict[WorkerHandle, BaseException]:
-        """Wait for workers that did not return in time; return those that are lost."""
+        """Wait for workers that did not return in time. Return the lost ones."""
         patience_s = _STRAGGLER_S if self._context.recovery.can_join else _RESTART_STRAGGLER_S
         return await_stragglers(self._commands.busy, self._journal.ranks, self._clock, patience_s)
 
     def note_lost(self, lost: Mapping[WorkerHandle, BaseException]) -> Event:
-        """Pass lost members to the controller. The call does not count lost replacements."""
+        """Report lost members to the controller.
+
+        Lost replacements do not count against the call.
+        """
         for member in lost:
             self._commands.busy.pop(member, None)
         self._journal.lost = {
@@ -93,7 +96,7 @@ class GroupForming:
         return WorkersLost() if self._journal.lost else FormingFailed(by_newcomer=True)
 
     def form_group(self, action: FormGroup) -> Event:
-        """Let members and replacements enter a new generation."""
+        """Move members and replacements into a new generation."""
         before, journal = list(self._group.members), self._journal
         staying = [before[rank] for rank in action.staying]
         leader = before[action.leader]
@@ -153,12 +156,12 @@ class GroupForming:
         return FormingFailed(by_newcomer=bool(joining), is_communication=is_communication)
 
     def drop_newcomers(self) -> None:
-        """End the replacement workers that were about to join."""
+        """Stop the replacement workers that were about to join."""
         for replacement in self._joining.values():
             self._scale_up.drop(replacement)
 
     def collect_departing(self, members: Sequence[WorkerHandle]) -> None:
-        """Ask workers that are about to end for their metrics of the call."""
+        """Request the call's metrics from workers that are about to stop."""
         call = self._context.call
         if call.farewell is None or not members:
             return
@@ -168,7 +171,7 @@ class GroupForming:
     # ---- a start
 
     def start_group(self) -> Event:
-        """Form a group of the workers that are ready, with the state of the newest snapshot."""
+        """Form a group of the ready workers, with the state of the newest snapshot."""
         ready = self._scale_up.ready()
         joining = {r.member: r for r in ready if r.member is not None}
         _, lost = self._commands.reach(joining)
@@ -213,7 +216,7 @@ class GroupForming:
             self._load_snapshot(members)
 
     def _abort_forming(self, joining: Mapping[WorkerHandle, Replacement], error: Exception) -> None:
-        """Discard the lost workers. The others stay if they can."""
+        """Discard the lost workers. The other workers stay if possible."""
         # `on_start` may have changed the processes, and some can be in one group only
         are_used = bool(self._group.members) or not self._context.recovery.rejoins
         self._group.members.clear()
@@ -262,7 +265,7 @@ class GroupForming:
         contexts: Sequence[WorkerContext],
         leader: WorkerHandle | None,
     ) -> Attempt:
-        """Let workers enter a generation, with the state of `leader` or by their setup."""
+        """Move workers into a generation, with the state of `leader` or by running their setup."""
         rendezvous, leader_rank = None, None
         if self._backend is not None:
             rendezvous = self._backend.prepare([m.info.node_ip for m in entering])

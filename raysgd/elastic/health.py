@@ -25,13 +25,13 @@ __all__ = ["HealthMonitor", "await_stragglers"]
 logger = logging.getLogger(__name__)
 
 _STANDSTILL_S = 60.0
-"""How long no batch may finish before the stacks of all workers are logged."""
+"""Seconds without a finished batch after which to log the stacks of all workers."""
 _STACKS_S = 2.0
-"""How long a worker may take to send its stacks. A stopped process never does."""
+"""Seconds that a worker may take to send its stacks. A stopped process never answers."""
 _MENTION_STRAGGLER_S = 5.0
-"""How long workers may stay busy with an interrupted call before this is logged."""
+"""Seconds after which to log that workers are still busy with an interrupted call."""
 _BLOCKED_S = 0.7
-"""How long a collective that cannot end may take before it is interrupted."""
+"""Seconds that a blocked collective may take before the driver interrupts it."""
 _IN_COLLECTIVE = (
     "_engine_run_backward",
     "distributed_c10d",
@@ -64,7 +64,7 @@ class HealthMonitor(Feature):
         self._waiting_since = 0.0
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> Event | None:
-        """Return an event if the call does not move, or can never end."""
+        """Return an event if the call makes no progress or can never end."""
         stuck = self.stuck(progress)
         if stuck:
             self.stuck_members = stuck

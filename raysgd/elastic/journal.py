@@ -17,11 +17,11 @@ __all__ = ["Journal"]
 logger = logging.getLogger(__name__)
 
 _LOGGED_ELSEWHERE = ("lost", "hung", "grown", "restarted", "waiting", "newcomer_failed")
-"""Events that have a line of their own in the log."""
+"""Kinds of events that other code logs."""
 
 
 class Journal:
-    """Keeps ranks, generation, and progress, and records events."""
+    """Tracks ranks, generation, and progress, and records events."""
 
     def __init__(self, group: WorkerGroup, survivors_stay: bool) -> None:
         self._group = group
@@ -43,7 +43,7 @@ class Journal:
         self.ranks = {member: rank for rank, member in enumerate(members)}
 
     def listed(self, members: Iterable[WorkerHandle]) -> str:
-        """Return the ranks of workers, for messages."""
+        """Return the ranks of workers as text for messages."""
         return ", ".join(sorted(str(self.ranks.get(member, "(new)")) for member in members))
 
     def record(

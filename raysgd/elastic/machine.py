@@ -52,13 +52,13 @@ __all__ = [
 ]
 
 _MAX_FAILED_REJOINS = 2
-"""How often in a row workers that are all alive may fail to form a process group."""
+"""Maximum number of consecutive failures to form a process group while all workers are alive."""
 _NO_SNAPSHOT = "and there is no snapshot to restart from (snapshot_every=None)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The rules of the group, which never change."""
+    """The fixed rules of the group."""
 
     recovery: Recovery
     max_attempts: int = 10
@@ -68,14 +68,14 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The limits of the call under way, and its losses so far."""
+    """The limits of the running call, and its losses so far."""
 
     in_call: bool = False
     min_workers: int = 1
     max_losses: float = 0
     num_losses: int = 0
     num_early_losses: int = 0
-    """Losses before the call reached the workers. They cost no retry."""
+    """Losses before the call reached the workers. They do not count as retries."""
     has_begun: bool = False
 
 
@@ -94,7 +94,7 @@ class New(State):
 
 
 class Starting(State):
-    """The workers that come up become the group."""
+    """The started workers will become the group."""
 
 
 class Ready(State):
@@ -102,7 +102,7 @@ class Ready(State):
 
 
 class Running(State):
-    """A call is under way."""
+    """A call is running."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Broken(State):
     """Workers or their process group are missing. The next call repairs the group."""
 
     num_failed_rejoins: int = 0
-    """How often in a row workers failed to form a process group though all are alive."""
+    """Number of consecutive failures to form a process group while all workers are alive."""
 
 
 class Closed(State):
@@ -122,14 +122,14 @@ class Closed(State):
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that happened to the group. `why` is the reason, for messages."""
+    """An event of the group. `why` is the reason, for messages."""
 
     why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartRequested(Event):
-    """`start` was called, or `grow` found room."""
+    """`start` was called, or `grow` found free resources."""
 
     min_workers: int
 
@@ -143,13 +143,13 @@ class CallRequested(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Surveyed(Event):
-    """The driver has counted the members, and those that join and leave now."""
+    """The driver has counted the members, and the workers that join and leave now."""
 
     num_workers: int
     num_joining: int = 0
     num_leaving: int = 0
     must_save: bool = False
-    """Whether workers leave before any worker can replace them."""
+    """Whether to save, because workers leave before others can replace them."""
     is_behind: bool = False
     """Whether to repeat steps that were lost with all workers."""
     can_restart: bool = True
@@ -169,15 +169,15 @@ class ProgressKnown(Event):
 
 
 class GroupFormed(Event):
-    """The workers are in one process group and have one state."""
+    """The workers share one process group and one state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormingFailed(Event):
-    """The workers could not form a process group, though no member is lost."""
+    """The workers could not form a process group, although no member is lost."""
 
     by_newcomer: bool = False
-    """Whether workers that are no members yet may be the reason."""
+    """Whether workers that are not members yet may be the cause."""
     is_communication: bool = True
 
 
@@ -187,7 +187,7 @@ class StateLost(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StateRescued(Event):
-    """The driver has asked the workers for their state, before a restart."""
+    """The driver has requested the state of the workers before a restart."""
 
     can_restart: bool
 
@@ -201,7 +201,7 @@ class WorkersHung(Event):
 
 
 class CallBlocked(Event):
-    """Workers wait for each other, or for others that have returned."""
+    """Workers wait for each other, or for workers that have returned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,10 +216,11 @@ class CallReturned(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CallFailed(Event):
-    """The call has failed, though all workers are alive."""
+    """The call has failed although all workers are alive."""
 
     may_repeat: bool
-    """Whether the driver interrupted the workers, or they can split batches to save memory."""
+    """Whether to repeat the call: the driver interrupted it, or smaller micro-batches can save
+    memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,14 +279,14 @@ class RunCall:
     """Send the call to the workers, and wait for its end."""
 
     begins: bool
-    """Whether the call reaches the workers for the first time, and sets its goal."""
+    """Whether this is the first attempt, which sets the goal of the call."""
     is_redo: bool
-    """Whether to repeat steps that were lost with all workers instead."""
+    """Whether to run the call that repeats steps lost with all workers."""
 
 
 @dataclass(frozen=True)
 class GiveUpState:
-    """End all members, because none has a usable state."""
+    """Stop all members, because none has a usable state."""
 
     why: str
 
@@ -296,7 +297,7 @@ class Fail:
 
     why: str
     is_communication: bool = False
-    """Whether workers that are alive could not communicate. Otherwise workers are lost."""
+    """Whether live workers could not communicate. Otherwise workers are lost."""
 
 
 Action = Do | FormGroup | RunCall | GiveUpState | Fail
@@ -382,7 +383,7 @@ def _restart_from_snapshot(state: State, can_restart: bool) -> Next:
 
 
 def _after_survey(state: State, event: Surveyed, policy: Policy) -> Next:
-    """Repair the group, let workers join and leave, or run the call."""
+    """Repair the group, add and remove workers, or run the call."""
     budget, recovery = state.budget, policy.recovery
     if not event.num_workers:
         return _restart_from_snapshot(state, event.can_restart)
@@ -406,7 +407,7 @@ def _after_survey(state: State, event: Surveyed, policy: Policy) -> Next:
 
 
 def _choose_members(state: Broken, event: ProgressKnown, policy: Policy) -> Next:
-    """Choose whose state counts, and who is in the next generation."""
+    """Choose the rank with the newest state, and the members of the next generation."""
     progress = event.progress
     leader = choose_leader(progress)
     if progress[leader].partial and event.has_snapshot:
@@ -432,7 +433,7 @@ def _after_state_loss(state: Broken, why: str, policy: Policy) -> Next:
 
 
 def _after_loss(state: Broken, policy: Policy) -> Next:
-    """Count the loss, and let the others continue or restart."""
+    """Count the loss, and let the other workers continue or restart."""
     budget, recovery = state.budget, policy.recovery
     actions: list[Action] = [Do.REMOVE_LOST]
     if not recovery.survivors_stay:

@@ -24,7 +24,7 @@ class Pauses(Feature):
     def request(
         self, attempt: Attempt, progress: Mapping[WorkerHandle, Progress], num_members: int
     ) -> bool:
-        """Request a pause if possible; return False if workers have passed the step."""
+        """Request a pause if possible. Return False if workers have passed the step."""
         if len(progress) < num_members or attempt.outcomes:
             return True  # one does not answer, or the call ends
         if not all(p.step_s for p in progress.values()):

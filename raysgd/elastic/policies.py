@@ -1,4 +1,4 @@
-"""How many workers start, who is who in a generation, and whose state counts."""
+"""Recovery policies: group sizes, ranks, and the rank with the newest state."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ class Recovery:
     """How a group continues after a failure."""
 
     rejoins: bool
-    """Whether a process can be in a second process group. Otherwise any failure restarts all."""
+    """Whether a process can join a second process group. Otherwise any failure restarts all
+    workers."""
     in_place: bool
     can_join: bool
-    """Whether workers can join a call and take the state of the others, as with operators."""
+    """Whether workers can join a call and copy the state of the others, as with operators."""
 
     @property
     def survivors_stay(self) -> bool:
-        """Whether survivors of a loss keep their processes and state. Otherwise all restart."""
+        """Whether the survivors of a loss keep their processes and state. Otherwise all restart."""
         return self.rejoins and self.in_place
 
     @property
     def rescues_state(self) -> bool:
-        """Whether a restart continues from the state of a survivor. Otherwise from the snapshot."""
+        """Whether a restart uses the state of a survivor. Otherwise it uses the snapshot."""
         return self.can_join and not self.rejoins
 
     @property
     def joins(self) -> bool:
-        """Whether workers can set up alone, and join the others in their processes."""
+        """Whether a worker can set up alone and then join the others in the same process."""
         return self.can_join and self.rejoins
 
 
@@ -103,7 +104,7 @@ def choose_leader(progress: Sequence[Progress]) -> int:
 
 
 def furthest(progress: Sequence[Progress]) -> Progress:
-    """Return the leader's progress."""
+    """Return the progress of the leader."""
     return progress[choose_leader(progress)]
 
 

@@ -1,4 +1,4 @@
-"""Preemption: which workers will be taken away, and when they leave the group."""
+"""Preemption: which workers will be preempted, and when they leave the group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["PreemptionWatch"]
 logger = logging.getLogger(__name__)
 
 _LEAVE_S = 3.0
-"""How long leaving takes at most, in addition to some steps."""
+"""Maximum duration of leaving in seconds, in addition to some steps."""
 
 
 class PreemptionWatch(Feature):

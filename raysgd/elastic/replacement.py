@@ -1,4 +1,4 @@
-"""One worker that starts, until it is ready to join the group."""
+"""A worker that starts, until it can join the group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raysgd.errors import RemoteTraceback, WorkerTimeoutError
 __all__ = ["Goal", "Replacement", "Step"]
 
 _LOOK_EVERY_S = 0.25
-"""How often to ask whether there is room for a worker."""
+"""Seconds between two checks for free resources."""
 
 Goal = Literal["room", "process", "setup"]
 Step = Literal["come up", "start", "set up", "join"]
@@ -26,7 +26,7 @@ Step = Literal["come up", "start", "set up", "join"]
 
 @dataclass(eq=False)
 class Replacement:
-    """A worker that starts."""
+    """A worker that is starting."""
 
     group: WorkerGroup
     slot: Any
@@ -35,11 +35,11 @@ class Replacement:
     generation: int
     created: Sequence[Any]
     timeout_s: float
-    """Limit of each step from ``create`` on."""
+    """Timeout in seconds for each step from ``create`` on."""
     replaces_lost: bool
     goal: Goal = "setup"
-    """When it is ready: after its ``setup``, after ``create`` if all set up together, or as soon as
-    there is room if all workers will restart."""
+    """Step after which the worker is ready. "process" if all workers set up together; "room" if all
+    workers will restart."""
     context: WorkerContext | None = None
     member: WorkerHandle | None = None
     step: Step = "come up"
@@ -50,7 +50,7 @@ class Replacement:
         self._life = self._live()
 
     def advance(self) -> None:
-        """Take the next step if that is possible without waiting."""
+        """Take the next step if it does not need to wait."""
         if self.is_ready or self.error is not None:
             return
         try:
@@ -64,7 +64,7 @@ class Replacement:
                 raise
 
     def set_up_alone(self, generation: int) -> None:
-        """Set up alone instead of with the others."""
+        """Set up alone instead of together with the others."""
         self.goal, self.generation = "setup", generation
         if self.is_ready:
             self.is_ready, self._life = False, self._results(self._asked_to_set_up())
@@ -79,7 +79,7 @@ class Replacement:
             yield
 
     def _live(self) -> Iterator[None]:
-        """Reach the goal step by step; yield while there is something to wait for."""
+        """Take the steps up to the goal. Yield while a step must wait."""
         yield from self._wait_for_slot()
         if self.goal == "room":
             return

@@ -29,11 +29,11 @@ class RestartStateRequest(Request):
 
 
 class ExportReplicaRequest(Request):
-    """Return the shards that a worker holds."""
+    """Return the shards that a worker holds, before it leaves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportReplicaRequest(Request):
-    """Hold the shards of a worker that leaves."""
+    """Store the shards of a worker that leaves."""
 
     held: Sequence[Any]

@@ -1,4 +1,4 @@
-"""Starts a worker for each missing place. A start is a scale-up from no worker."""
+"""Starts a worker for each vacant rank. The first start is a scale-up from zero workers."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ __all__ = ["ScaleUp"]
 logger = logging.getLogger(__name__)
 
 _HEAD_SILENCE_S = 10.0
-"""How long the Ray head may be silent before this is logged."""
+"""Seconds of silence from the Ray head node after which to log it."""
 _GRACE_S = COME_UP_S
-"""How long a start waits for late workers once ``min_workers`` are ready."""
+"""Seconds that a start waits for late workers once ``min_workers`` are ready."""
 _SHORT_GRACE_S = 0.5
-"""The same if late workers can join later, in a restart or if all of them replace lost workers."""
+"""The same limit in seconds if late workers can join later: in a restart, or if all of them replace
+lost workers."""
 _MAX_SETUP_CRASHES = 3
-"""How many crashes in a row in the ``setup`` of one slot are an error."""
+"""Number of consecutive crashes in the ``setup`` of one slot that raises an error."""
 
 
 @dataclass(eq=False)
 class ScaleUp(Feature):
-    """Starts a replacement worker for each missing place."""
+    """Starts a replacement worker for each vacant rank."""
 
     group: WorkerGroup
     config: ElasticConfig
@@ -48,7 +49,7 @@ class ScaleUp(Feature):
     """Whether the workers set up in one process group, as in the first start until one is lost.
     Otherwise each sets up alone."""
     error: BaseException | None = None
-    """Why the newest worker failed, if another one would fail in the same way."""
+    """Error of the newest worker, if another worker would fail in the same way."""
 
     def __post_init__(self) -> None:
         self._replacements: list[Replacement] = []
@@ -68,7 +69,7 @@ class ScaleUp(Feature):
         return bool(self._replacements)
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
-        """Advance the replacements, and start missing ones, unless the group may not grow."""
+        """Advance the replacements. Start missing ones if the group may grow."""
         if self.config.grow and self.recovery.can_join and not self.group.options.inline:
             self.tick()
 
@@ -84,11 +85,11 @@ class ScaleUp(Feature):
             self.group.suspects.append(slot)
 
     def try_again(self) -> None:
-        """Forget the failures of replacement workers. Their cause may be gone."""
+        """Reset the failures of replacement workers, because their cause may be gone."""
         self._failures, self._retry_at, self.error = 0, {}, None
 
     def has_room(self) -> bool:
-        """Return whether the group may grow now and has room, and request the room."""
+        """Return whether the group may grow and has room. Request resources if it may."""
         if not self.config.grow or len(self.group.members) >= self.group.options.num_workers:
             return False
         if not self._has_cooled_down():
@@ -96,7 +97,7 @@ class ScaleUp(Feature):
         return any(slot.is_ready for slot in self.group.vacant_slots())
 
     def resized(self) -> None:
-        """Start the cooldown between two changes of size."""
+        """Start the cooldown after a change of the group size."""
         self._resized_at = self.group.clock.monotonic()
 
     def _has_cooled_down(self) -> bool:
@@ -139,7 +140,7 @@ class ScaleUp(Feature):
         return self.group.options.num_workers - num_staying
 
     def _num_missing(self) -> int:
-        """Return the number of places without a member that stays or a sure replacement."""
+        """Return the number of vacant ranks without a replacement that is certain to join."""
         return self._num_places() - self.coming()
 
     def _advance(self, replacements: Sequence[Replacement]) -> None:
@@ -210,7 +211,7 @@ class ScaleUp(Feature):
             logger.warning("No more replacement workers start after %d failures.", self._failures)
 
     def drop(self, replacement: Replacement) -> None:
-        """End a replacement worker."""
+        """Stop a replacement worker."""
         if replacement not in self._replacements:
             return  # `shutdown` in another thread has done it
         self._replacements.remove(replacement)
@@ -218,24 +219,27 @@ class ScaleUp(Feature):
             self.group.discard(replacement.member)
 
     def fail_member(self, member: WorkerHandle, error: BaseException) -> bool:
-        """Fail the replacement of a worker; return False if the worker is none."""
+        """Record the failure of a replacement worker.
+
+        Return False if the worker is not a replacement.
+        """
         found = next((r for r in self._replacements if r.member is member), None)
         if found is not None:
             self.fail(found, error)
         return found is not None
 
     def ready(self) -> list[Replacement]:
-        """Return the replacement workers that may join now."""
+        """Return the replacement workers that can join now."""
         is_short = len(self.group.members) < self.group.options.min_workers
         is_free = is_short or self._has_cooled_down()
         return [r for r in self._replacements if r.is_ready and (is_free or r.replaces_lost)]
 
     def coming(self) -> int:
-        """Return the number of replacement workers on hosts that answer."""
+        """Return the number of replacement workers on reachable hosts."""
         return sum(map(self._is_sure, self._replacements))
 
     def begin(self) -> None:
-        """Prepare for a start. The workers that come up become the group."""
+        """Prepare for a start, in which the started workers become the group."""
         self.try_again()
         self._enough_at = None
         # crashes while others trained do not count
@@ -261,14 +265,14 @@ class ScaleUp(Feature):
         return now >= self._enough_at + grace_s and all(member.remote for member in late.values())
 
     def set_up_alone(self) -> None:
-        """Let the remaining replacements set up alone, after the first start."""
+        """Make the remaining replacements set up alone, after the first start."""
         if self.together and self.recovery.joins:
             self.together, self._enough_at = False, None
             for replacement in self._replacements:
                 replacement.set_up_alone(self.journal.generation)
 
     def forget_joined(self, replacements: Sequence[Replacement]) -> None:
-        """Forget replacement workers that are members now."""
+        """Remove replacement workers that have joined the group."""
         for replacement in replacements:
             self._replacements.remove(replacement)
             self._crashes.pop(replacement.slot, None)
@@ -278,7 +282,7 @@ class ScaleUp(Feature):
         self.resized()
 
     def stop(self) -> None:
-        """End all replacement workers."""
+        """Stop all replacement workers."""
         for replacement in list(self._replacements):
             self.drop(replacement)
 

@@ -1,4 +1,4 @@
-"""Relative shares of the global batch, for workers of different speed."""
+"""Relative shares of the global batch, for workers of different speeds."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 _TOLERANCE = 1.25
 """Factor by which a share must be wrong before the shares change."""
 _LASTS_S = 3.0
-"""Seconds for which it must be wrong, so that shares do not follow noise."""
+"""Seconds that a share must be wrong before it changes, so that shares do not follow noise."""
 
 
 class Shares(Feature):
-    """Chooses the share of each member: even, given by node, or by its measured speed."""
+    """Chooses the share of each member: equal, set by node, or proportional to measured speed."""
 
     def __init__(self, group: WorkerGroup, config: ElasticConfig, journal: Journal) -> None:
         self._group, self._config, self._journal = group, config, journal
@@ -57,7 +57,7 @@ class Shares(Feature):
                 )
 
     def of(self, members: Sequence[WorkerHandle]) -> tuple[float, ...] | None:
-        """Return the shares of the workers that a request goes to. None: even shares."""
+        """Return the shares of the workers that receive a request. None means equal shares."""
         if self._config.shares != "measured" or len(members) < 2:
             return self.given(members)
         if self.wants_change or self._members != list(members):
@@ -65,7 +65,7 @@ class Shares(Feature):
         return tuple(self._current[member] for member in members) if self._current else None
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
-        """Note the speeds of the members, and whether their shares are wrong."""
+        """Record the speeds of the members, and whether their shares are wrong."""
         self._speeds |= {m: p.samples_per_s for m, p in progress.items() if p.samples_per_s}
         members, now = self._group.members, self._group.clock.monotonic()
         is_known = len(members) > 1 and all(member in self._speeds for member in members)
@@ -79,11 +79,14 @@ class Shares(Feature):
         self.wants_change = may_change and now >= self._wrong_since + _LASTS_S
 
     def on_loss(self, member: WorkerHandle, error: BaseException) -> None:
-        """Forget the speed of a lost member."""
+        """Discard the recorded speed of a lost member."""
         self._speeds.pop(member, None)
 
     def given(self, members: Sequence[WorkerHandle]) -> tuple[float, ...] | None:
-        """Return the shares that a mapping gives to the nodes of workers. None: even shares."""
+        """Return the shares that the user's mapping sets for these workers.
+
+        None means equal shares.
+        """
         shares = self._config.shares
         if not isinstance(shares, Mapping) or len(members) < 2:
             return None
@@ -115,11 +118,11 @@ class Shares(Feature):
         )
 
     def _shares_now(self, members: Sequence[WorkerHandle]) -> dict[WorkerHandle, float]:
-        """Return the current shares; a new worker has an even one."""
+        """Return the current shares. A new worker has an equal share."""
         return _normalized({member: self._current.get(member, 1.0) for member in members})
 
     def _measured(self, members: Sequence[WorkerHandle]) -> dict[WorkerHandle, float]:
-        """Return shares in proportion to speed; a worker of unknown speed has the mean."""
+        """Return shares proportional to speed. A worker of unknown speed gets the mean."""
         known = [self._speeds[member] for member in members if member in self._speeds]
         mean = sum(known) / len(known) if known else 1.0
         return _normalized({member: self._speeds.get(member, mean) for member in members})
@@ -135,6 +138,6 @@ def _normalized(shares: dict[WorkerHandle, float]) -> dict[WorkerHandle, float]:
 
 
 def _differ(before: Mapping[WorkerHandle, float], after: Mapping[WorkerHandle, float]) -> bool:
-    """Return whether a share is wrong by more than the tolerance."""
+    """Return whether any share is wrong by more than the tolerance."""
     ratios = [after[member] / before[member] for member in before]
     return max(ratios) > _TOLERANCE or min(ratios) < 1 / _TOLERANCE

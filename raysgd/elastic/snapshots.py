@@ -1,4 +1,4 @@
-"""The snapshot of the state on the driver, for the case that all workers are lost."""
+"""The driver's snapshot of the state, for the case that all workers are lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SnapshotKeeper(Feature):
         self._coming: tuple[int, list[Future[bytes | None]]] | None = None
 
     def set(self, state: Mapping[str, Any], step: int = -1) -> None:
-        """Keep a state. Only snapshots of more than `step` steps replace it."""
+        """Store a state. Only snapshots of more than `step` steps replace it."""
         self._state, self._pickled, self._coming = state, [], None
         self._step = step
 
@@ -50,7 +50,10 @@ class SnapshotKeeper(Feature):
             self.follow(first, progress[first], others)
 
     def rescue(self, commands: Commands) -> Progress | None:
-        """Keep the state of members that answer, and return their progress; None without one."""
+        """Store the state of a member that answers, and return its progress.
+
+        None if there is none.
+        """
         reached = commands.ask_progress()
         remote = [member for member in reached if member.remote]
         each = [[m] for m in sorted(remote, key=lambda m: -reached[m].global_step)]
@@ -86,7 +89,7 @@ class SnapshotKeeper(Feature):
             self._coming = (step, [each.control("snapshot", step) for each in (member, *others)])
 
     def state(self) -> Mapping[str, Any] | None:
-        """Return the newest snapshot; None without one."""
+        """Return the newest snapshot, or None."""
         self._receive()
         if self._pickled:
             states = [pickle.loads(each) for each in self._pickled]

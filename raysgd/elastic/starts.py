@@ -1,4 +1,4 @@
-"""Starts and restarts of all workers, and the wait for enough of them."""
+"""Starts and restarts of all workers, and the wait for enough workers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Starts:
         self._since, self._num_before, self._left = 0.0, 0, ""
 
     def await_workers(self, min_workers: int) -> Event:
-        """Wait until there are enough workers. Each wait for room is longer than the last."""
+        """Wait until there are enough workers. Each wait for resources is longer than the last."""
         config, causes = self._context.elastic, self._context.call.causes
         num_members, starting = len(self._group.members), not self._group.members
         missing = f"{num_members} left, min_workers={min_workers}"
@@ -68,7 +68,7 @@ class Starts:
             self._group.clock.sleep(_START_TICK_S if starting else _BUSY_TICK_S)
 
     def restart(self) -> None:
-        """End the members, and begin to start others."""
+        """Stop the members, and begin to start new workers."""
         self._since, self._num_before = self._group.clock.monotonic(), len(self._group.members)
         self._left = "; ".join(f"left {member.name}" for member in self._context.leaving)
         self._context.has_state |= bool(self._context.leaving)

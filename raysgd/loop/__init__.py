@@ -1,1 +1,1 @@
-"""What a worker does with an operator, whatever the framework that it is written for."""
+"""The worker's side of an operator, independent of the framework."""

@@ -19,7 +19,7 @@ __all__ = ["Evaluation", "no_batch", "weighted"]
 
 
 class Evaluation:
-    """Evaluates for a `Loop`, and adds to its results."""
+    """Evaluates for a `Loop`, and adds to the results of that loop."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
@@ -61,7 +61,10 @@ class Evaluation:
     def _evaluate(
         self, name: str, source: BatchSource, offset: int, left: int | None, info: Any
     ) -> int:
-        """Evaluate the rest of a loader, or `left` steps, and return the offset after them."""
+        """Evaluate up to `left` steps of a loader, or all of the rest.
+
+        Return the offset after them.
+        """
         operator, train_state = self._loop.operator, self._loop.train_state
         source.agree_on_order(0, offset, train_state)
         while left is None or left > 0:

@@ -1,4 +1,4 @@
-"""The interface of what takes part in each training step."""
+"""The interface of the features that take part in each training step."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class StepFeature:
     # ---- the group of workers
 
     def start_together(self) -> None:
-        """Take over the registered objects of rank 0. Every rank calls it."""
+        """Copy the registered objects of rank 0. Every rank calls it."""
 
     def enter(self) -> None:
-        """Prepare for the process group of a new generation."""
+        """Prepare for a new generation and its process group."""
 
     def receive(self, leader: int) -> Callable[[], None]:
         """Receive state of rank `leader` that the training state lacks. Every rank calls it.
@@ -62,10 +62,10 @@ class StepFeature:
         return lambda: None
 
     def export_replica(self) -> Any:
-        """Return what the remaining workers need from this one before it leaves."""
+        """Return the state that the remaining workers need, before this worker leaves."""
 
     def import_replica(self, replica: Any) -> None:
-        """Hold the replica of another worker until the next generation."""
+        """Store the replica of another worker until the next generation."""
 
     def sync_buffers(self) -> None:
         """Make buffers equal on all ranks after a call."""
@@ -76,7 +76,7 @@ class StepFeature:
         """Prepare for a call of ``train``, which may log metrics of single steps."""
 
     def step_metrics(self) -> Mapping[str, float]:
-        """Return further metrics of the newest step."""
+        """Return additional metrics of the newest step."""
         return {}
 
     def check_trained(self) -> None:
@@ -89,10 +89,10 @@ class StepFeature:
         """Use the gradients of an optimizer before the update."""
 
     def after_update(self, optimizer: Any) -> None:
-        """Handle the end of an update, or of one that was skipped because of an overflow."""
+        """Handle the end of an update, or an update that was skipped because of an overflow."""
 
     def before_commit(self) -> None:
-        """Raise an error if the step must not count."""
+        """Raise an error if the step must not be committed."""
 
     def commit(self) -> None:
         """Keep the changes of a step. The step counts even if this raises."""
@@ -108,12 +108,12 @@ class StepFeature:
         """Report findings at the end of a segment or a validation."""
 
     def end_epoch(self, epoch: int) -> None:
-        """Do what is due after `epoch` completed epochs."""
+        """Do the work that is due after `epoch` completed epochs."""
 
     # ---- state
 
     def settable(self) -> Any:
-        """Return the values that user code may set between steps, to compare them."""
+        """Return the values that user code may change between steps, for comparison."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the entries that this feature adds to the training state."""
@@ -133,9 +133,9 @@ class ShardedFeature(StepFeature):
     is_fully_sharded = False
     """Whether models are sharded too."""
     lacks_shards = False
-    """Whether shards were lost with all workers that had them."""
+    """Whether every worker that held some shard was lost."""
     ranks_in_sync = True
-    """Whether all shards are of the last committed step."""
+    """Whether all shards belong to the last committed step."""
 
     def shards(self) -> list[Any]:
         """Return this worker's shard of the optimizer's state."""

@@ -50,7 +50,7 @@ class Generators:
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Restore the generators at the end of the context."""
+        """Restore the states of the generators at the end of the context."""
         own = self.state()
         try:
             yield

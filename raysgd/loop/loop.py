@@ -140,7 +140,7 @@ class Loop:
         return {**self.state(), "call": self.call_state()}
 
     def call_state(self) -> dict[str, Any]:
-        """Return the progress of the current call, for workers that join it."""
+        """Return the progress of the current call, for workers that join the call."""
         return {
             "call": self._call,
             "scheduled": self.scheduled,
@@ -305,7 +305,7 @@ class Loop:
 
     @property
     def _ordered_as(self) -> int:
-        """The epoch whose order the current one uses."""
+        """The epoch whose sample order the current epoch uses."""
         return 0 if self._repeats else self.train_state.epoch
 
     def _draw(self, source: BatchSource, epoch: int, offset: int) -> Iterator[Any]:
@@ -321,7 +321,7 @@ class Loop:
         return bool(self._least(int(has_batch)))
 
     def _least(self, number: int) -> int:
-        """Return the smallest number of all workers, and store the rank of its worker."""
+        """Return the minimum over all workers, and store the rank that has it."""
         context = self.train_state.context
         found = self.train_state.minimum(number * context.world_size + context.world_rank)
         least, self._shortest = divmod(int(found), context.world_size)
@@ -338,7 +338,7 @@ class Loop:
         self._batches = None if source.sharded else itertools.chain(left, self._batches or ())
 
     def _settle_failure(self, segment: StepIterator, source: BatchSource) -> None:
-        """Keep the progress and the metrics of a segment that raised."""
+        """Save the progress and the metrics of a segment that raised."""
         again = segment.fail()
         if segment.loader_failed:
             source.close_workers()
@@ -380,7 +380,7 @@ class Loop:
             )
 
     def warm_up(self) -> None:
-        """Compute the gradients of one training batch, and restore everything."""
+        """Compute the gradients of one training batch, then restore the state."""
         train_state, operator = self.train_state, self.operator
         source, settings = train_state.data.readable("train"), train_state.settings
         if not source.can_be_tried:

@@ -1,4 +1,4 @@
-"""Batches in parts: whether the user's code allows it, and what the parts are."""
+"""Micro-batches: whether the user's code supports them, and how to split a batch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class MicroBatches(StepFeature):
             raise IndivisibleError(why)
 
     def begin_batch(self, place: MicroBatch) -> None:
-        """Warn about a whole batch that is larger because workers are missing."""
+        """Warn if a batch cannot be split and is larger because workers are missing."""
         if place.is_large:
             self._train_state.say(
                 "indivisible",
@@ -60,19 +60,22 @@ class MicroBatches(StepFeature):
             )
 
     def split_batch(self, batch: Any, place: MicroBatch) -> Sequence[tuple[Any, MicroBatch]]:
-        """Return the parts of a batch with their roles. By default, this is the whole batch."""
+        """Return the parts of a batch with their roles. By default, the batch is the only part."""
         return [(batch, place)]
 
     def split_after(self, error: BaseException, batch: Any) -> int:
-        """Return the number of parts to use after an error in a step; 0 to raise the error."""
+        """Return the number of parts to use after an error in a step.
+
+        0 means to raise the error.
+        """
         return 0
 
     def raise_split(self, factor: int) -> None:
-        """Use at least `factor` parts. Every rank must call it at the same step."""
+        """Use at least `factor` parts. All ranks must call this at the same step."""
 
     def explain(self, error: BaseException) -> None:
         """Add advice to an error of a step."""
 
     def is_tolerable(self, error: BaseException) -> bool:
-        """Return whether training can continue without an object that memory was too small for."""
+        """Return whether training can continue without an object that did not fit into memory."""
         return False

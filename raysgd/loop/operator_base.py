@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class OperatorBase:
-    """What operators of all frameworks offer to the methods of users."""
+    """The properties and methods that operators of all frameworks offer to users."""
 
     _train_state: TrainState
 
@@ -235,7 +235,7 @@ class OperatorBase:
 
 
 def with_logged(logged: Mapping[str, Any], metrics: Any) -> Any:
-    """Return the metrics of a batch with those that it logged."""
+    """Return the metrics that a batch returned, merged over those that it logged."""
     return {**logged, **metrics} if logged and isinstance(metrics, Mapping) else metrics
 
 
@@ -297,7 +297,10 @@ def check_registered(operator: Any) -> None:
 
 
 def check_operator(trainer: str, operator_cls: Any, base: type[Any], shown: str) -> None:
-    """Check that a trainer's operator class is a subclass of `base`, which users call `shown`."""
+    """Check that a trainer's operator class is a subclass of `base`.
+
+    Users know `base` as `shown`.
+    """
     fits = isinstance(operator_cls, type) and issubclass(operator_cls, base)
     if not fits:
         raise TypeError(

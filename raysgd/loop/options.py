@@ -142,7 +142,7 @@ class Options(ABC):
         vars(self).update(state)
 
     def unpacked(self) -> tuple[Any, dict[str, Any]]:
-        """Return the operator's class and the config. Each call on a worker returns new ones."""
+        """Return the operator's class and the config. Each call on a worker returns new objects."""
         packed: Packed | None = vars(self).get("packed")
         if packed is None:
             return self.training_operator_cls, self.config
@@ -161,7 +161,7 @@ class Options(ABC):
         return self.backend == "horovod"
 
     def decided(self) -> Self:
-        """Replace "auto" by whether the cluster, or this process, has GPUs."""
+        """Replace "auto" depending on whether the cluster, or this process, has GPUs."""
         asks_for_gpus = "GPU" in self.resources_per_worker
         if asks_for_gpus and self.use_gpu is False:
             raise ValueError(
@@ -186,7 +186,7 @@ class Options(ABC):
         return dataclasses.replace(self, use_gpu=use_gpu)
 
     def group(self, start_timeout_s: float) -> GroupOptions:
-        """Return the resources of the workers, for decided options."""
+        """Return the resources of the workers. Requires options from `decided`."""
         resources = dict(self.resources_per_worker)
         return GroupOptions(
             num_workers=self.num_workers,

@@ -34,7 +34,7 @@ class _EpochRequest(Request):
     call: int
     """Number of the call; a repeated request has the same number."""
     limit: float | None = None
-    """Number (int) or fraction (float) of the steps of an epoch; None for all."""
+    """Number (int) or fraction (float) of the steps of an epoch. None means all steps."""
     info: Mapping[str, Any] = field(default_factory=dict)
     profile: bool = False
     """Whether to measure the stages of a step."""
@@ -54,9 +54,9 @@ class TrainRequest(_EpochRequest):
     """
 
     until_epoch: int | None = None
-    """Completed epochs to train to; None if `until_step` is the goal."""
+    """Number of completed epochs to reach. None if `until_step` is the goal."""
     until_step: int | None = None
-    """Committed steps to train to."""
+    """Number of committed steps to reach."""
     start_step: int = 0
     """Committed steps before the call. Replayed steps of earlier calls do not count."""
     callback_pause: int | None = None
@@ -64,9 +64,9 @@ class TrainRequest(_EpochRequest):
     repeats: bool = False
     """Whether each epoch has the batches of the first one."""
     split: int | None = None
-    """Least number of micro-batches per batch, because memory ran out."""
+    """Minimum number of micro-batches per batch, after memory ran out."""
     logged: int | None = None
-    """Step up to which metrics are logged by the step; None if they are not."""
+    """Step up to which metrics are logged per step. None if they are not."""
     dataset: Dataset | None = None
     """Data set to train on instead of the registered loader."""
 
@@ -89,7 +89,7 @@ class ValidateRequest(_EpochRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class RehearseRequest(Request):
-    """Try the validation on some batches, restore everything, and return the metrics."""
+    """Try the validation on some batches, restore the state, and return the metrics."""
 
     num_steps: int
     info: Mapping[str, Any]
@@ -104,11 +104,11 @@ class PredictRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRequest(Request):
-    """Return what a worker measured in a call of `train` that has not ended."""
+    """Return a worker's metrics so far in a call of `train` that has not ended."""
 
     call: int
     since: int | None = None
-    """First step that counts; None for the whole call."""
+    """First step that counts. None means the whole call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,18 +140,18 @@ class KeepsGlobalBatchRequest(Request):
 
 
 class DescribeDataRequest(Request):
-    """Return how the workers divide each loader."""
+    """Return a description of how the workers partition each loader."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApplyRequest(Request):
-    """Call a function of the user."""
+    """Call a user function."""
 
     function: Callable[[], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApplyOperatorRequest(Request):
-    """Call a function of the user with the operator."""
+    """Call a user function with the operator."""
 
     function: Callable[[Any], Any]

@@ -1,4 +1,4 @@
-"""Hosts an operator in a worker, for all frameworks: requests, new generations, and state."""
+"""Runs an operator in a worker, for all frameworks: requests, new generations, and state."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ __all__ = ["LossReader", "OperatorRunner"]
 logger = logging.getLogger(__name__)
 
 _LOSS_WAIT_S = 0.02
-"""How long an answer waits for a loss on a GPU."""
+"""Seconds that an answer waits to read a loss from a GPU."""
 
 
 class OperatorRunner(ABC):
-    """Hosts one operator. `Runner` says which method runs in which thread."""
+    """Runs one operator. `Runner` says which method runs in which thread."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -119,7 +119,7 @@ class OperatorRunner(ABC):
             self._running.join_call(state["call"])
 
     def host(self, operator: Any) -> None:
-        """Take over an operator that is set up, with the data and the state of rank 0."""
+        """Run an operator that is set up. Use the data order and the state of rank 0."""
         self._loop = Loop(operator, self.signal)
         train_state = self._train_state
         train_state.settings.batch_share = self._set_share(train_state.context)
@@ -256,7 +256,7 @@ class OperatorRunner(ABC):
             return self.handle_own(request)
 
     def handle_own(self, request: Request) -> Any:
-        """Handle a request that only one framework has."""
+        """Handle a request that only one framework supports."""
         raise NotImplementedError(f"Operators of this framework do not support {request.name}.")
 
     def warm_up(self) -> None:
@@ -285,7 +285,7 @@ class OperatorRunner(ABC):
         """Return copies of the models."""
 
     def _apply_operator(self, function: Callable[[Any], Any]) -> Any:
-        """Call a function of the user with the operator, and renew the snapshot after a change."""
+        """Call a user function with the operator. Take a new snapshot if it changed the state."""
         train_state, loop = self._train_state, self._running
         before = train_state.settable()
         try:

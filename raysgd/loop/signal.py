@@ -12,7 +12,7 @@ __all__ = ["Signal", "StepInterruptedError"]
 
 
 class StepInterruptedError(Exception):
-    """Raised in a loop if the driver asked the worker to stop."""
+    """Raised in a loop if the driver requested a stop."""
 
 
 class Signal:
@@ -30,7 +30,7 @@ class Signal:
 
     @property
     def pause(self) -> int | None:
-        """Committed steps at which to pause first, or None."""
+        """Number of committed steps at which to pause first, or None."""
         pauses = (self.driver_pause, self.callback_pause)
         return min((step for step in pauses if step is not None), default=None)
 

@@ -1,4 +1,4 @@
-"""The loaders that an operator registered, and the one that it trains on."""
+"""The loaders that an operator registered, and the loader that it trains on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DataSources(ABC):
         """Return the source for a loader, or for a `Dataset` given with a call."""
 
     def by_name(self, loader: Any) -> Mapping[str, Any]:
-        """Return several loaders by name, or a single one by the empty name."""
+        """Return several loaders by name. A single loader has the empty name."""
         return {"": loader}
 
     def register(self, train_loader: Any, validation_loader: Any) -> None:
@@ -226,7 +226,7 @@ def _key_of(validation_name: str) -> str:
 
 
 class _Missing:
-    """Stands for an unregistered loader, because loops may have batches of their own."""
+    """A placeholder for an unregistered loader, because loops may have batches of their own."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -68,7 +68,7 @@ class Snapshots:
             )
 
     def clear(self) -> None:
-        """Discard the copy, because the state has been replaced or sharded again."""
+        """Discard the copy, because the state was replaced or resharded."""
         self._held = None
 
     def get(self) -> dict[str, Any] | None:

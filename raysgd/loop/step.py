@@ -13,11 +13,11 @@ __all__ = ["Step", "StepState", "WarmedUp"]
 
 
 class WarmedUp(BaseException):
-    """Raised when a warm-up has computed its gradients. User code does not catch it."""
+    """Raised when a warm-up has computed its gradients. User code must not catch it."""
 
 
 class StepState(enum.Enum):
-    """State of a step. The docstring of `raysgd.loop.loop` shows its life."""
+    """State of a step. The docstring of `raysgd.loop.loop` shows the transitions."""
 
     DRAWN = "the loader has given its batch"
     RUNNING = "the loop trains on the batch"
@@ -49,26 +49,26 @@ class Step:
 
     @property
     def is_updated(self) -> bool:
-        """Whether the step counts if the loop raises now."""
+        """Whether to commit the step if the loop raises now."""
         return self.state is StepState.UPDATED
 
     @property
     def has_several_updates(self) -> bool:
-        """Whether steps make more than one update, so that one can fail between them."""
+        """Whether steps make several updates, so that a step can fail between them."""
         return len(self.optimizers) > 1 or any(n > 1 for n in self._most_updates.values())
 
     def num_updates(self, optimizer: Any) -> int:
         return self._updates[id(optimizer)]
 
     def draw(self, batch: Any) -> None:
-        """Add a batch, and open a new step if none is open."""
+        """Record a batch of the loader, and open a new step if none is open."""
         if not self.is_open:
             self.state = StepState.DRAWN
             self._updates.clear()
         self.batches.append(batch)
 
     def run(self, place: MicroBatch) -> None:
-        """Record that the loop gets a batch or a part of one."""
+        """Record that the loop received a batch or a part of one."""
         self.place = place
         if self.state is not StepState.UPDATED:
             self.state = StepState.RUNNING
@@ -98,7 +98,7 @@ class Step:
             self.state = StepState.UPDATED
 
     def check_whole(self, global_step: int) -> None:
-        """Raise RuntimeError if a failed step left a partial state that nothing replaced."""
+        """Raise RuntimeError if a failed step left an inconsistent state that was not replaced."""
         if self.is_partial:
             raise RuntimeError(
                 f"The step after step {global_step} failed when it had changed some "

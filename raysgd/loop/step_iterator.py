@@ -77,7 +77,7 @@ class StepIterator:
 
     @property
     def step_s(self) -> float:
-        """Mean seconds per batch so far, or 0 before the first is done."""
+        """Mean seconds per batch so far. 0 before the first batch is done."""
         num_finished = self.num_finished
         if not num_finished:
             return 0.0
@@ -113,7 +113,7 @@ class StepIterator:
         return self
 
     def in_parts(self) -> StepIterator:
-        """Allow large batches to come in parts."""
+        """Allow large batches to be split into parts."""
         if not self.drawn_from:
             self._train_state.parts.in_use = self._train_state.parts.why_not is None
         return self
@@ -181,7 +181,7 @@ class StepIterator:
         return lost
 
     def _discard_group(self) -> list[Any]:
-        """Discard the current step, and return its batches and one that was read ahead."""
+        """Discard the current step. Return its batches, and one that was read ahead."""
         lost = self._step.batches + ([] if self._next_batch is _NOTHING else [self._next_batch])
         self._next_batch = _NOTHING
         self._forget_batch()
@@ -211,7 +211,7 @@ class StepIterator:
         return MicroBatch(position, self._planned, is_last, step=position)
 
     def _take(self) -> Any:
-        """Return the next batch, or _NOTHING if any rank has none."""
+        """Return the next batch, or _NOTHING if any rank has no more batches."""
         try:
             timer = (
                 contextlib.nullcontext() if self._timers is None else self._timers.record("data")

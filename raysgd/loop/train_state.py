@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Settings:
-    """The trainer's arguments, and where this worker is."""
+    """The trainer's arguments, and the rank and resources of this worker."""
 
     options: Options
     context: WorkerContext = field(default_factory=WorkerContext)
@@ -41,7 +41,7 @@ class Settings:
 
     @property
     def full_size(self) -> int | None:
-        """Workers of the full group, if smaller groups keep its size of steps, else None."""
+        """Number of workers in the full group if smaller groups keep its step size, else None."""
         keeps = self.options.elastic.global_batch == "keep"
         return self.options.num_workers if keeps else None
 
@@ -99,7 +99,7 @@ class TrainState(ABC):
 
     @property
     def given_models(self) -> list[Any]:
-        """The models that were registered as such, without criteria."""
+        """The models that the user registered as models, without criteria."""
         return self.models[: len(self.models) - self.num_criteria]
 
     def feature(self, name: str) -> Any:
@@ -211,7 +211,7 @@ class TrainState(ABC):
 
     @abstractmethod
     def share_training_state(self, leader: int, follows: bool) -> None:
-        """Take over the state of rank `leader`, if this rank `follows`. Every rank must call it."""
+        """Load the state of rank `leader` if this rank `follows`. Every rank must call it."""
 
     @property
     def replicated(self) -> bool:
@@ -219,12 +219,12 @@ class TrainState(ABC):
 
     @property
     def sharded(self) -> list[ShardedFeature]:
-        """Features that shard the state. With any, no worker has all of it."""
+        """Features that shard the state. If there are any, no worker has all of it."""
         return [each for each in self.features if isinstance(each, ShardedFeature)]
 
     @property
     def ranks_in_sync(self) -> bool:
-        """Whether the whole state is of the last committed step."""
+        """Whether the whole state belongs to the last committed step."""
         return all(feature.ranks_in_sync for feature in self.sharded)
 
     def shards(self) -> list[Any]:
@@ -241,7 +241,7 @@ class TrainState(ABC):
 
     @abstractmethod
     def training_state(self) -> dict[str, Any]:
-        """Return models, optimizers, and the state of features, as they are on this device."""
+        """Return models, optimizers, and the state of features. Tensors stay on their device."""
 
     @abstractmethod
     def check_training_state(self, state: dict[str, Any]) -> None:
@@ -257,7 +257,7 @@ class TrainState(ABC):
 
     @abstractmethod
     def to_cpu(self, state: Any) -> Any:
-        """Return a state on the CPU that does not change until the driver has it."""
+        """Return a copy of a state on the CPU, unchanged until the driver has received it."""
 
 
 def listed(given: Any) -> list[Any]:
