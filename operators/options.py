@@ -30,10 +30,10 @@ REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One key of a config."""
+    """One option: a key of a config, its default, and its allowed values."""
 
     default: Any
-    """Value if the config lacks the key. It need not fit."""
+    """Value if the config lacks the key. It need not be an allowed value."""
     fits: Callable[[Any], bool]
     """Function that returns whether a value is allowed."""
     allowed: str

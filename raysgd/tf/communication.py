@@ -15,7 +15,7 @@ __all__ = ["Communication", "GlooWorkers", "HorovodGroup", "communication_of"]
 
 
 class Communication:
-    """The collectives of a training step. This class is for a single worker."""
+    """The collectives of a training step. This class implements them for a single worker."""
 
     def __init__(self, size: int = 1, rank: int = 0) -> None:
         self.size, self.rank = size, rank
@@ -100,7 +100,7 @@ class GlooWorkers(Communication):
 
 
 _NONE, _ROWS, _DENSE = range(3)
-"""Kinds of gradients: none, some rows, or all of them."""
+"""Kinds of gradients: none, sparse rows, or dense."""
 
 
 def _kind(gradient: Any) -> int:
@@ -110,7 +110,7 @@ def _kind(gradient: Any) -> int:
 
 
 def _of_kind(kind: int, gradient: Any, variable: Any) -> Any:
-    """Convert a gradient to a kind; a missing one becomes zeros."""
+    """Convert a gradient to a kind. Replace a missing gradient by zeros."""
     if kind == _DENSE:
         return tf.zeros_like(variable) if gradient is None else tf.convert_to_tensor(gradient)
     if kind == _ROWS and gradient is None:
@@ -161,7 +161,7 @@ class HorovodGroup(Communication):
 
 
 def communication_of(context: WorkerContext, use_horovod: bool = False) -> Communication:
-    """Return the communication of this worker. Its group exists already."""
+    """Return the communication of this worker, whose process group already exists."""
     if not context.distributed:
         return Communication()
     if use_horovod:

@@ -93,7 +93,7 @@ class Engine:
 
 
 def _key(function: Callable[..., Any]) -> tuple[int, int]:
-    """Return a key that is the same each time a method is looked up."""
+    """Return a key for a method that is the same each time code looks up the method."""
     return id(getattr(function, "__func__", function)), id(getattr(function, "__self__", None))
 
 

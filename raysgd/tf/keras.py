@@ -29,7 +29,7 @@ __all__ = [
 
 
 def kerases() -> list[Any]:
-    """Return the Keras modules that are imported: ``keras``, ``tf_keras``, or both."""
+    """Return the imported Keras modules: ``keras``, ``tf_keras``, or both."""
     return [sys.modules[name] for name in ("keras", "tf_keras") if name in sys.modules]
 
 

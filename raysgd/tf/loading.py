@@ -217,7 +217,7 @@ class DatasetSource(BatchSource):
         return after if self._total is None else min(after, self._total)
 
     def agree_on_order(self, epoch: int, offset: int, train_state: Any) -> None:
-        """Make all workers read one order, because some may have started more iterations."""
+        """Make all workers use one order, because some may have started more iterations."""
         order = -train_state.minimum(-self._next_order(epoch, offset))
         self._iterate(order, epoch)
 
@@ -240,7 +240,7 @@ class DatasetSource(BatchSource):
         return self._shared(iteration, offset, stop, in_parts)
 
     def _next_order(self, epoch: int, offset: int) -> int:
-        """Return the number of the first iteration that can read `epoch` from `offset` on."""
+        """Return the index of the first iteration that can read `epoch` from `offset`."""
         # each validation pass is epoch 0, and starts a new iteration
         iteration, may_go_on = self._iteration, self._training or offset > 0
         if iteration is not None and may_go_on and iteration.can_go_on(epoch, offset):
@@ -289,7 +289,7 @@ class DatasetSource(BatchSource):
             yield tf.nest.map_structure(lambda leaf, a=first, b=stop: leaf[a:b], own)
 
     def _own_part(self, group: list[Any]) -> Any:
-        """Return this worker's part of a step; None if it has none."""
+        """Return this worker's part of a step, or None if it has none."""
         if len(group) == self._world_size and len(set(map(_num_rows, group))) == 1:
             return group[self._rank]
         rows = group[0] if len(group) == 1 else tf.nest.map_structure(_join, *group)
@@ -310,7 +310,7 @@ class DatasetSource(BatchSource):
 
 
 class _Iteration:
-    """An iteration over a data set that can repeat the batches that were taken last."""
+    """An iteration over a data set that can repeat the last batches."""
 
     def __init__(self, loader: Any, epoch: int) -> None:
         self._epoch: int | None = epoch
@@ -323,7 +323,7 @@ class _Iteration:
         return self._epoch == epoch and self._first <= offset
 
     def take(self, offset: int, size: int) -> list[Any]:
-        """Return up to `size` batches from `offset` on, and drop all before."""
+        """Return up to `size` batches from `offset`, and discard all earlier batches."""
         epoch, self._epoch = self._epoch, None  # if this fails, the position is unknown
         kept = self._kept
         while True:

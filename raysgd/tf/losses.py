@@ -69,7 +69,7 @@ _BY_SHAPE = ("crossentropy", "ce")
 
 
 def without_means(criterion: Any) -> list[str]:
-    """Return the losses that are no means over samples, as text."""
+    """Return the losses that are not means over samples, as text."""
     return [
         f"{type(loss).__name__}(reduction={loss.reduction!r})"
         for loss in tf.nest.flatten(criterion)
@@ -220,7 +220,7 @@ def _tensors(nest: Any) -> Any:
 
 
 def _stable(names: Any, metrics: list[Any]) -> list[str]:
-    """Remove the numbers that Keras appends to the names of repeated objects, as in auc_7."""
+    """Remove the numbers that Keras appends to repeated names, as in auc_7."""
     stable: list[str] = []
     for name, metric in zip(names, metrics, strict=True):
         kind = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(metric).__name__).lower()

@@ -344,7 +344,7 @@ class TrainingOperator(OperatorBase):
         return self._forward(features, target, weights, training=False)
 
     def _forward(self, features: Any, target: Any, weights: Any, training: bool) -> Any:
-        """Return the loss, the output, and the masks of the output, which a graph would lose."""
+        """Return the loss, the output, and the masks of the output, which graphs drop."""
         model = self._the_only("model")
         output = model(features, training=training)
         given = (features, target, output, weights)

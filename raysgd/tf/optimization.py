@@ -18,7 +18,7 @@ __all__ = ["Optimization"]
 
 
 class Optimization(StepFeature):
-    """Makes the updates of one operator."""
+    """Computes the updates of one operator."""
 
     def __init__(self, state: KerasTrainState, rollback: Rollback) -> None:
         self._state = state
@@ -32,7 +32,7 @@ class Optimization(StepFeature):
         self._has_stepped = False
 
     def update(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
-        """Average gradients over the workers, and update, or hold them until the last part."""
+        """Average gradients over the workers and update, or accumulate them until the last part."""
         communication, place = self._state.communication, self._state.step.place
         if self._has_stepped:
             self._state.parts.refuse("train_batch calls self.minimize() several times", place)

@@ -1,4 +1,4 @@
-"""Hosts a TensorFlow operator in a worker: environment, operator, state."""
+"""Runs a TensorFlow operator in a worker: environment, operator, and state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["TFRunner", "weights"]
 
 
 class TFRunner(OperatorRunner):
-    """Hosts one operator. `setup` imports TensorFlow, after the environment is set."""
+    """Runs one operator. `setup` imports TensorFlow after the environment is set."""
 
     _options: TFOptions
 

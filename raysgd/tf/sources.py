@@ -24,7 +24,7 @@ class KerasSources(DataSources):
 
     _state: KerasTrainState
     batch_size: int | None = None
-    """Samples of a worker's batch of arrays."""
+    """Number of samples in a worker's batch of arrays."""
     shuffle = True
 
     def wrap(self, loader: Any, training: bool) -> BatchSource:

@@ -1,4 +1,4 @@
-"""Where older scripts import the trainer from, and its Trainable."""
+"""Import path of the trainer and its Trainable in older scripts."""
 
 import importlib
 from typing import Any

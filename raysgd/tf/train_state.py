@@ -36,7 +36,7 @@ __all__ = ["KerasTrainState", "TFSettings", "copy_leaf_to_arrays"]
 
 @dataclass
 class TFSettings(Settings):
-    """The trainer's arguments, and where this worker is."""
+    """The trainer's arguments, and the rank and resources of this worker."""
 
     options: TFOptions = field(default_factory=TFOptions)
 
@@ -98,25 +98,25 @@ class KerasTrainState(TrainState):
 
     @property
     def needs_criterion(self) -> bool:
-        """Whether no loss was registered or compiled, and the model does not compute its own."""
+        """Whether no loss is registered or compiled and the model does not compute a loss."""
         model = self.models[0]
         is_compiled = getattr(model, "optimizer", None) is not None
         return self.criterion is None and not (is_compiled or overrides(model, "compute_loss"))
 
     def measured(self, prefix: str, target: Any, output: Any, weights: Any) -> dict[str, Any]:
-        """Return the losses of the outputs, and the registered metrics of a batch, by name."""
+        """Return the losses of the outputs and the registered metrics of a batch, by name."""
         assert self.metrics is not None
         parts = self.criterion.parts() if self.criterion is not None else {}
         found = {**parts, **self.metrics.measure(target, output, weights)}
         return {f"{prefix}_{name}": value for name, value in found.items()}
 
     def check_masks(self, masks: Any) -> None:
-        """Warn if losses are means over the steps that a mask leaves."""
+        """Warn if losses are means over only the steps that a mask keeps."""
         if any(mask is not None for mask in tf.nest.flatten(masks)):
             self.warn_of_loss("The model masks its output, and Keras losses skip masked steps.")
 
     def warn_of_loss(self, what: str) -> None:
-        """Warn once that several workers do not train as one worker does."""
+        """Warn once if training on several workers differs from training on one."""
         size = self.communication.size
         if size > 1:
             self.say(

@@ -1,4 +1,4 @@
-"""How the default methods of an operator read a batch and the output of a model."""
+"""Interpret batches and model outputs for the default methods of an operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives besides the averaging of gradients, by torch.distributed or Horovod."""
+"""Collectives other than gradient averaging, by torch.distributed or Horovod."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _MESSAGE_BYTES = 64 * 2**20
-"""Bytes of tensors from which a combined message is sent."""
+"""Size in bytes at which a combined message of tensors is sent."""
 
 
 def _horovod() -> Any:
@@ -139,7 +139,7 @@ def _broadcast_flat(tensors: list[torch.Tensor], source: int, to: Sequence[int] 
 
 
 class _Slot:
-    """Replaces a tensor in the pickled structure."""
+    """A placeholder for a tensor in the pickled structure."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape = tuple(tensor.shape)

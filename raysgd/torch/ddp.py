@@ -52,7 +52,7 @@ _METHODS_OF_THE_MODULE = (
     "state_dict",
     "train",
 )
-"""Methods of a wrapper that call the module's, so that names have no prefix."""
+"""Methods of a wrapper that call the module's methods, so that names have no prefix."""
 _METHODS_OF_CONTAINERS = ("__delitem__", "__getitem__", "__iter__", "__len__", "__setitem__")
 """The same for modules that have any of them."""
 
@@ -70,7 +70,7 @@ class ReplicatedModel(DistributedDataParallel):
     _has_forward = False
     """Whether a forward pass with gradients has run since an optimizer last stepped."""
     _stepped: Collection[int] = ()
-    """IDs of the optimizers that have stepped since then."""
+    """IDs of the optimizers that have stepped since that forward pass."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -303,7 +303,7 @@ def averaged_parameters(
 
 
 def begin_step(model: DistributedDataParallel) -> None:
-    """Begin a step that calls the module of a wrapper directly."""
+    """Prepare a step that calls the module of a wrapper directly."""
     if model._check_sync_bufs_pre_fwd():
         model._sync_buffers()
 

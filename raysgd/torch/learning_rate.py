@@ -17,11 +17,11 @@ class LearningRates(NamedTuple):
     """The result of ``trainer.find_learning_rate()``."""
 
     suggestion: float | None
-    """The rate at which the loss fell fastest; None if it never fell."""
+    """The rate at which the loss fell fastest. None if it never fell."""
     rates: list[float]
     """The tested rates."""
     losses: list[float]
-    """The loss at each rate, before its update."""
+    """The loss at each rate, before the update."""
 
 
 def geometric(lowest: float, highest: float, number: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""Batch sources for PyTorch loaders: partitioned if possible, otherwise read by every worker."""
+"""Batch sources for PyTorch loaders. Each loader is partitioned or read by every worker."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 Order = torch.Tensor | list[Any] | None
-"""Order of an epoch: indices or other keys of a sampler; None for the order of the data set."""
+"""Order of an epoch: indices or other keys of a sampler. None means the order of the data set."""
 
 
 class ShardedLoader(PartitionedSource):
@@ -112,7 +112,7 @@ class ShardedLoader(PartitionedSource):
 
     @property
     def shuffles(self) -> bool:  # type: ignore[override]
-        """Whether the loader uses a shuffle of PyTorch."""
+        """Whether the loader uses a PyTorch shuffle."""
         sampler = self.order_sampler
         return type(sampler) is RandomSampler or (
             isinstance(sampler, DistributedSampler) and sampler.shuffle
@@ -435,7 +435,7 @@ def _is_hugging_face(loader: Any) -> bool:
 
 
 def _why_whole(loader: Any) -> str:
-    """Return why a loader cannot be partitioned; an empty text if it can."""
+    """Return why a loader cannot be partitioned. Return "" if it can."""
     if not isinstance(loader, DataLoader):
         return "it is not a torch.utils.data.DataLoader"
     if isinstance(loader.dataset, IterableDataset):
@@ -453,7 +453,7 @@ def _sampler_of(loader: DataLoader[Any]) -> Any:
 
 
 def makes_own_batches(loader: DataLoader[Any]) -> bool:
-    """Return whether a loader reads an IterableDataset, or has a batch sampler of the user."""
+    """Return whether a loader reads an IterableDataset or has a user-defined batch sampler."""
     if isinstance(loader.dataset, IterableDataset):
         return True
     batches: Any = loader.batch_sampler
@@ -464,7 +464,7 @@ def makes_own_batches(loader: DataLoader[Any]) -> bool:
 
 
 def changed(loader: DataLoader[Any], **settings: Any) -> DataLoader[Any]:
-    """Return a copy of a loader, of the same type, with other settings and no processes."""
+    """Return a copy of a loader of the same type with other settings and no worker processes."""
     made = copy.copy(loader)
     for name, value in settings.items():
         object.__setattr__(made, name, value)  # bypass the guards of DataLoader
@@ -499,7 +499,7 @@ def drawn_order(sampler: Any, seed: int, is_plain: bool) -> Order:
 
 
 def is_plain_shuffle(sampler: Any) -> bool:
-    """Return whether a sampler is PyTorch's own shuffle of all samples."""
+    """Return whether a sampler is the PyTorch shuffle of all samples."""
     return (
         type(sampler) is RandomSampler
         and not sampler.replacement
@@ -518,7 +518,7 @@ def _compact(keys: list[Any]) -> torch.Tensor | list[Any]:
 
 
 def bytes_of(order: Order) -> bytes:
-    """Return bytes to compare an order with. Keys without a ``repr`` of their own differ."""
+    """Return bytes that identify an order. Keys without their own ``repr`` never compare equal."""
     return order.numpy().tobytes() if isinstance(order, torch.Tensor) else repr(order).encode()
 
 

@@ -156,7 +156,7 @@ def materialize(
 
 
 def _unfilled(like: torch.Tensor) -> torch.Tensor:
-    """Return a CPU tensor of a mark, which shows if a function has not filled it."""
+    """Return a CPU tensor filled with a marker, to detect functions that do not write to it."""
     return torch.full(like.shape, _mark(like.dtype), dtype=like.dtype)
 
 
@@ -189,14 +189,14 @@ def _checked(module: torch.nn.Module, name: str, empty: torch.Tensor | None, fou
 
 
 def make_whole(models: Sequence[torch.nn.Module], init: Init, device: torch.device) -> None:
-    """Initialize models completely. The parameters remain the same objects."""
+    """Initialize models completely. The parameter objects stay the same."""
     for parameter, content in list(materialize(models, init, device)):
         whole = torch.nn.Parameter(content.to(device), parameter.requires_grad)
         torch.utils.swap_tensors(parameter, whole)
 
 
 def _own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters on the meta device that a module has itself."""
+    """Return the meta-device parameters of a module, without those of its submodules."""
     own = module.named_parameters(recurse=False, remove_duplicate=False)
     return {name: parameter for name, parameter in own if parameter.is_meta}
 

@@ -285,7 +285,7 @@ class TrainingOperator(OperatorBase):
             yield output
 
     def state_dict(self) -> dict[str, Any]:
-        """Return your own state, which is saved with the models and sent to new workers."""
+        """Return your own state. raysgd saves it with the models and sends it to new workers."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -533,7 +533,10 @@ class TrainingOperator(OperatorBase):
 
     @property
     def device_ids(self) -> list[int] | None:
-        """Index of this worker's GPU in a list, for DistributedDataParallel; None without GPU."""
+        """List with the index of this worker's GPU, for DistributedDataParallel.
+
+        None without a GPU.
+        """
         return None if self.device.index is None else [self.device.index]
 
     @property
@@ -569,7 +572,7 @@ class TrainingOperator(OperatorBase):
         return {**info, **dict(zip(_INFO_KEYS, given, strict=True))}
 
     def _seed_worker(self) -> None:
-        """Seed this worker after `setup`; the ready-made operators override it."""
+        """Seed this worker after `setup`. The ready-made operators override this method."""
 
 
 class CreatorOperator(CreatorMethods, TrainingOperator):
@@ -584,7 +587,7 @@ def _is_floating(target: Any) -> bool:
 
 
 def _accuracy(output: Any, target: Any) -> torch.Tensor | None:
-    """Return the share of positions whose argmax along dimension 1 is the target."""
+    """Return the fraction of positions whose argmax along dimension 1 equals the target."""
     if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
         return None
     if output.dim() < 2 or output.shape[1] < 2:

@@ -196,7 +196,10 @@ class Optimization(StepFeature):
         return self._state.optimizers
 
     def begin(self) -> None:
-        """Register hooks of the optimizers, after the hooks that may reject a step."""
+        """Register optimizer hooks.
+
+        Call this after registering the hooks that may reject a step.
+        """
         if (steps := self._state.accumulation_steps) > 1:
             self.needs_helper = f"gradient_accumulation_steps={steps}"
         may_come_in_parts = (self._state.settings.full_size or 1) > 1
@@ -427,7 +430,7 @@ class Optimization(StepFeature):
         )
 
     def _check_unchanged(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse parts if user code changes the gradients of one, for example by clipping."""
+        """Reject parts if user code changes the gradients of a part, for example by clipping."""
         seen = self._seen.get(id(optimizer))
         if seen is not None and seen != _gradients_of(optimizer):
             self._refuse_parts("train_batch changes gradients before it steps an optimizer")

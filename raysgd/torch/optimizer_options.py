@@ -18,13 +18,13 @@ Options = list[list[dict[str, Any]]]
 """Options that are numbers or lists of numbers, by optimizer and parameter group."""
 
 Owners = Sequence[int | None]
-"""Index of the optimizer of each scheduler; None if unknown."""
+"""Index of the optimizer of each scheduler. None if it is unknown."""
 
 _Rates = list[tuple[list[Any], list[Any]]]
 
 
 def inspect(operator: TrainingOperator) -> tuple[bool, Options, Owners]:
-    """Return whether there is a validation loader, the options, and the owners of schedulers."""
+    """Return whether a validation loader exists, the options, and the owners of schedulers."""
     optimizers = operator._train_state.optimizers
     options = [[_plain(group) for group in optimizer.param_groups] for optimizer in optimizers]
     owners = [_owner(scheduler, optimizers) for scheduler in operator._train_state.schedulers]
@@ -82,7 +82,7 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _move(value: Any, old: Any, new: Any) -> Any:
-    """Return `value`, whose initial value was `old`, scaled to the initial value `new`."""
+    """Return `value` scaled by the change of the initial value from `old` to `new`."""
     if isinstance(new, list):
         return type(value)(map(_move, value, old, new))
     if isinstance(new, bool) or value == old or not old:
@@ -91,7 +91,7 @@ def _move(value: Any, old: Any, new: Any) -> Any:
 
 
 def _move_scheduler(state: Any, rates: _Rates) -> None:
-    """Change the learning rates in the state of a scheduler, and of schedulers in it."""
+    """Change the learning rates in the state of a scheduler and of nested schedulers."""
     if isinstance(state, Mapping):
         for name in state.keys() & {"base_lrs", "_last_lr"}:
             for before, after in rates:

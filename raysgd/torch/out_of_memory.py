@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 _SIGNS = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "_ALLOC_FAILED")
-"""Texts of errors without a class of their own."""
+"""Messages that identify errors without their own class."""
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
@@ -38,7 +38,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory() -> None:
-    """Free tensors that frames of a failed step hold, and GPU memory that PyTorch caches."""
+    """Free tensors that the frames of a failed step hold, and GPU memory that PyTorch caches."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -103,7 +103,7 @@ def concatenated(parts: Sequence[Any]) -> Any:
 
 
 def in_own_containers(batch: Any) -> Any:
-    """Return a batch in new containers, with the same tensors and other objects."""
+    """Return a copy of the containers of a batch, with the same tensors and other objects."""
     try:
         return _mapped(batch, lambda tensor: tensor, strict=False)
     except Exception:  # classes of user code may raise

@@ -99,7 +99,7 @@ def check_untrained(
 def check_same_parameters(
     models: Sequence[torch.nn.Module], dtypes: Mapping[torch.nn.Parameter, torch.dtype]
 ) -> None:
-    """Reject training of parameters that are not in `dtypes`, or have another dtype there."""
+    """Reject training of parameters that `dtypes` lacks or has with another dtype."""
     for index, model in enumerate(models):
         for name, parameter in model.named_parameters():
             before = dtypes.get(parameter)
@@ -133,7 +133,7 @@ def needs_metric(scheduler: Any) -> bool:
 
 
 def checked(name: str, given: Any, kind: type | None) -> list[Any]:
-    """Return the arguments as a list. Without a `kind`, they must have a method ``step``."""
+    """Return the arguments as a list. Without a `kind`, each must have a method ``step``."""
     members = listed(given)
     for member in members:
         fits = isinstance(member, kind) if kind else hasattr(member, "step")
@@ -246,7 +246,7 @@ def check_divisible(
     optimizers: Sequence[torch.optim.Optimizer],
     models: Sequence[torch.nn.Module],
 ) -> None:
-    """Reject parameters whose update cannot be divided over the workers."""
+    """Reject parameters whose update cannot be sharded."""
     for model in models:
         for module in model.modules():
             if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
@@ -272,7 +272,7 @@ def check_divisible(
 
 
 def warn_of_strangers(optimizers: list[torch.optim.Optimizer], modules: list[Any]) -> None:
-    """Warn of an optimizer without any parameter of the registered models or the criterion."""
+    """Warn about an optimizer without parameters of the registered models or the criterion."""
     registered = {id(p) for m in modules if isinstance(m, torch.nn.Module) for p in m.parameters()}
     for optimizer in optimizers:
         held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -286,7 +286,7 @@ def warn_of_strangers(optimizers: list[torch.optim.Optimizer], modules: list[Any
 
 
 def warn_of_own_schedulers(operator: Any, schedulers: Sequence[Any], frequency: str | None) -> None:
-    """Warn of schedulers that step although no attribute holds them, unlike in RaySGD v1."""
+    """Warn about schedulers that no attribute holds. RaySGD v1 did not step them."""
     kept = [held for value in vars(operator).values() for held in listed(value)]
     lost = [each for each in schedulers if not any(each is held for held in kept)]
     if lost and frequency in ("batch", "epoch"):
@@ -300,7 +300,7 @@ def warn_of_own_schedulers(operator: Any, schedulers: Sequence[Any], frequency: 
 
 
 def warn_of_unregistered(operator: Any, registered: Sequence[Any]) -> None:
-    """Warn of attributes that look trained, but belong to no registered object."""
+    """Warn about attributes that look trained but do not belong to registered objects."""
     known = {*map(id, registered), *map(id, operator.config.values())}
     for each in registered:  # an optimizer may contain another
         known.update(map(id, getattr(each, "__dict__", {}).values()))
@@ -343,7 +343,7 @@ def _looks_trained(held: Any, registered: Collection[int]) -> bool:
 
 
 def warn_of_order(source: BatchSource) -> None:
-    """Warn of training data that are not shuffled."""
+    """Warn about training data that are not shuffled."""
     if source.sharded and type(source.order_sampler) is SequentialSampler:
         logger.warning(
             "The train loader does not shuffle, and RaySGD v1 did. Write DataLoader(..., "

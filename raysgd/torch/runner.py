@@ -1,4 +1,4 @@
-"""Hosts a TrainingOperator in a worker."""
+"""Runs a TrainingOperator in a worker."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class TorchRunner(OperatorRunner):
-    """Hosts one operator. `Runner` says which method runs in which thread."""
+    """Runs one operator. `Runner` says which method runs in which thread."""
 
     _options: TorchOptions
 
@@ -42,7 +42,7 @@ class TorchRunner(OperatorRunner):
     # ---- life
 
     def prepare(self, context: WorkerContext) -> None:
-        """Give torch its threads and its GPU."""
+        """Set the number of PyTorch threads, and select the GPU."""
         if not context.in_driver:
             postpone_dynamo()
             torch.set_num_threads(max(1, int(context.num_cpus)))
@@ -105,7 +105,7 @@ class TorchRunner(OperatorRunner):
         loop.snapshots.maybe_take(loop.state_with_call)
 
     def models(self) -> Any:
-        """Return copies of the models on CPU, as the user made them."""
+        """Return copies of the models on the CPU, without wrappers."""
         self._train_state.step.check_whole(self._train_state.global_step)
         return self._train_state.whole_models()
 

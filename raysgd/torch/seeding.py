@@ -17,7 +17,10 @@ __all__ = ["TorchGenerators", "seeded"]
 
 @contextlib.contextmanager
 def seeded(seed: int, generator: Any = None) -> Iterator[None]:
-    """Seed the global generators and a PyTorch `generator`, and restore them at the end."""
+    """Seed the global generators and a PyTorch `generator`.
+
+    Restore them at the end of the context.
+    """
     # torch.manual_seed would reseed the GPUs as well
     own = [generator] if isinstance(generator, torch.Generator) else []
     generators: list[torch.Generator] = [torch.default_generator, *own]

@@ -108,7 +108,7 @@ def _hash_in(folder: str) -> str:
 
 
 def _check_shared(path: Path) -> None:
-    """Reject a folder that rank 0 created and other ranks do not see."""
+    """Reject a folder that rank 0 created and other ranks cannot see."""
     dist.barrier()
     seen = [False] * dist.get_world_size()
     dist.all_gather_object(seen, path.is_dir())
@@ -139,7 +139,7 @@ def _reporting(folder: str) -> Iterator[None]:
 
 
 def _named_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Remove the tensors from an unsharded state, and return them by their names in the file."""
+    """Remove the tensors from an unsharded state. Return them under their names in the file."""
     found: dict[str, torch.Tensor] = {}
     for index, model in enumerate(state["models"]):
         for name in [name for name, value in model.items() if _is_large(value)]:

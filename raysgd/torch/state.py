@@ -51,7 +51,7 @@ def on_cpu(tree: Any) -> Any:
 
 
 def copy_leaf(leaf: Any) -> Any:
-    """Return a copy of a tensor on its device, or of other data."""
+    """Return a copy of a leaf of a state. Tensors stay on their device."""
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().clone()
     # copying a scheduler inside another one's state, or its method, would copy the optimizer
@@ -60,7 +60,7 @@ def copy_leaf(leaf: Any) -> Any:
 
 
 def copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of `model` on the CPU that can be pickled, without a copy on its device."""
+    """Return a CPU copy of `model` that can be pickled, without a temporary copy on its device."""
     memo: dict[int, Any] = {}
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         memo[id(tensor)] = _twin(tensor)
@@ -250,7 +250,7 @@ def _scheduler_problem(held: Any, state: Any) -> str:
 
 
 def _number_problem(held: Mapping[str, Any], state: Mapping[str, Any]) -> str:
-    """Return which number, or list of numbers, has another form in a state."""
+    """Return the number, or list of numbers, that has another form in a state."""
     for name in sorted(held.keys() & state.keys()):
         own, given = held[name], state[name]
         if _is_number(own):

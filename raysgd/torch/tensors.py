@@ -1,4 +1,4 @@
-"""What raysgd needs of tensors and modules that PyTorch has only private names for."""
+"""Tensor and module helpers that PyTorch offers only under private names."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ __all__ = ["buffer_names", "copy_all", "multiply_all", "version_of"]
 
 
 def buffer_names(module: torch.nn.Module) -> list[str]:
-    """Return the names of a module's own buffers. `named_buffers` omits those that are None."""
+    """Return the names of a module's own buffers. `named_buffers` omits buffers that are None."""
     return list(module._buffers)
 
 
 def copy_all(into: Iterable[torch.Tensor], content: Iterable[torch.Tensor]) -> None:
-    """Copy tensors into others. On a GPU, one kernel copies many tensors of one dtype."""
+    """Copy the tensors of `content` into those of `into`.
+
+    On a GPU, one kernel copies many tensors of one dtype.
+    """
     if into := list(into):
         torch._foreach_copy_(into, list(content))
 

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class OperatorSettings(Settings):
-    """The trainer's arguments, and where this worker is."""
+    """The trainer's arguments, and the rank and resources of this worker."""
 
     options: TorchOptions = field(default_factory=TorchOptions)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -72,7 +72,10 @@ class TorchTrainState(TrainState):
         self.optimization = Optimization(self, precision)
 
     def set_mode(self, training: bool) -> None:
-        """Set the modes of the models. Frozen models keep those of `register` in training."""
+        """Set the modes of the models.
+
+        In training, frozen models keep their mode from `register`.
+        """
         for model in self.models:
             model.train(training)
         for model, modes in self.frozen_modes if training else ():
@@ -135,7 +138,7 @@ class TorchTrainState(TrainState):
             apply()
 
     def broadcast_buffers(self, buffers: list[torch.Tensor]) -> None:
-        """Send some buffers of rank 0 to every rank."""
+        """Broadcast some buffers of rank 0 to every rank."""
         if buffers:
             collectives.broadcast_tensors(buffers, source=0)
             self.buffers.commit()
@@ -143,7 +146,7 @@ class TorchTrainState(TrainState):
     # ---- state
 
     def whole_models(self) -> list[torch.nn.Module]:
-        """Return copies of the models on CPU. If they are sharded, only rank 0 has them."""
+        """Return copies of the models on the CPU. If models are sharded, only rank 0 has them."""
         if (full := self.feature("FullyShardedModel")) is not None:
             copies: list[torch.nn.Module] = full.copies(len(self.given_models))
             return copies
@@ -156,7 +159,10 @@ class TorchTrainState(TrainState):
         return copy_leaf(leaf)
 
     def to_cpu(self, state: Any) -> Any:
-        """Return a copy of a state on CPU. CPU tensors are shared if it is pickled later."""
+        """Return a copy of a state on the CPU.
+
+        CPU tensors are shared if the state is pickled later.
+        """
         return to_cpu(state) if self.context.in_driver else on_cpu(state)
 
     def settable(self) -> Any:
@@ -182,7 +188,7 @@ class TorchTrainState(TrainState):
         return state
 
     def _partial_models(self) -> list[Any] | None:
-        """Return stand-ins for fully sharded models, with their other state."""
+        """Return placeholders for fully sharded models, with all state except the parameters."""
         full = self.feature("FullyShardedModel")
         return None if full is None else full.unsharded()
 

@@ -164,7 +164,7 @@ class TorchTrainer(OperatorTrainer):
 
     @functools.cached_property
     def temp_dir(self) -> str:
-        """A temporary folder on the driver, for older scripts. They delete it themselves."""
+        """A temporary folder on the driver for older scripts, which delete it themselves."""
         return tempfile.mkdtemp(prefix="raysgd")
 
     def get_model(self, to_cpu: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""The state of a TorchTrainer: shards of optimizers and models, which workers may write."""
+"""The state of a TorchTrainer, in which workers can write shards of optimizers and models."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class TorchTrainerState(TrainerState):
     """See :class:`raysgd.trainer.state.TrainerState`."""
 
     def assemble(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state without shards."""
+        """Return the state with all shards merged."""
         return with_tensors(gather_state(state), copy=True)
 
     def save_sharded(self, path: str | os.PathLike[str]) -> str:
-        """Let each worker write its shards of the models into a folder."""
+        """Make each worker write its shards of the models into a folder."""
         self.calls.check_open()
         self.calls.writer.wait()
         folder = writable_folder(locate(path))
@@ -47,7 +47,7 @@ class TorchTrainerState(TrainerState):
 
     @contextlib.contextmanager
     def sharded(self, folder: Path) -> Iterator[dict[str, Any]]:
-        """Yield the state, whose tensors the workers have written into `folder`."""
+        """Yield the state after the workers have written its tensors into `folder`."""
 
         def collect() -> dict[str, Any]:
             generators = self._rng_states()
@@ -61,7 +61,7 @@ class TorchTrainerState(TrainerState):
             yield self._complete(collect)
 
     def write_weights(self, target: str) -> str:
-        """Write the weights, each worker its shards if it can."""
+        """Write the weights. If possible, each worker writes its shards."""
         if not self.is_fully_sharded or not locate(target).is_local:
             return super().write_weights(target)
         try:

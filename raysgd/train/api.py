@@ -137,7 +137,7 @@ def load_checkpoint() -> dict[str, Any] | None:
 
 
 def get_checkpoint() -> Checkpoint | None:
-    """Return the same checkpoint as `load_checkpoint`, as a :class:`Checkpoint`."""
+    """Return the checkpoint of `load_checkpoint` as a :class:`Checkpoint`."""
     session = _within_run("get_checkpoint")
     return None if session is None else session.load()
 
@@ -230,7 +230,7 @@ def get_preemption_info() -> PreemptionInfo | None:
 
 @dataclass(frozen=True)
 class TrainContext:
-    """This worker's place in the group; the defaults hold outside of a worker."""
+    """This worker's ranks and run. Outside of a worker, methods return defaults."""
 
     worker: WorkerContext = field(default_factory=WorkerContext)
     local_world_size: int = 1

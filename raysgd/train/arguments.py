@@ -29,7 +29,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 RESULTS = "~/ray_results"
-"""Folder of runs that have no folder or a relative one."""
+"""Parent folder of runs that have no folder or a relative one."""
 
 
 def checked_size(num_workers: Any) -> tuple[int, int]:

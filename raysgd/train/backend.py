@@ -1,4 +1,4 @@
-"""Backends set up a framework on the workers before a training function runs."""
+"""Backends, which set up a framework on the workers before a training function runs."""
 
 from __future__ import annotations
 

@@ -42,10 +42,10 @@ class CheckpointStrategy:
     """
 
     num_to_keep: int | None = None
-    """How many to keep; None for all, 0 to write none. During the run the newest is kept as well,
-    because a restart needs it."""
+    """Number of checkpoints to keep. None keeps all, 0 writes none. During the run, the newest is
+    also kept, because a restart needs it."""
     checkpoint_score_attribute: str = "_timestamp"
-    """Name of the number that rates a checkpoint; NaN is worst."""
+    """Name of the number that rates a checkpoint. NaN is worst."""
     checkpoint_score_order: Literal["max", "min"] = "max"
     """Whether larger or smaller numbers are better."""
 
@@ -121,7 +121,7 @@ class Checkpoint:
 
     @classmethod
     def taken_from(cls, checkpoint: Any) -> Checkpoint:
-        """Convert a Ray checkpoint, which is a folder, to a raysgd checkpoint."""
+        """Convert a Ray checkpoint (a folder) to a raysgd checkpoint."""
         if isinstance(checkpoint, Checkpoint):
             return checkpoint
         with checkpoint.as_directory() as folder:
@@ -131,7 +131,7 @@ class Checkpoint:
 
     @property
     def path(self) -> str | None:
-        """The folder or file of the checkpoint; None if it is in memory."""
+        """Path of the checkpoint's folder or file. None if the checkpoint is in memory."""
         return None if self._path is None else str(self._path)
 
     def to_dict(self) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class Checkpoint:
         self._metadata = dict(metadata)
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Add to the metadata."""
+        """Update the metadata with the given items."""
         self._metadata = {**self.get_metadata(), **metadata}
 
     def packed(self, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -224,7 +224,7 @@ class Checkpoint:
 
 
 def _read_folder(folder: Path) -> dict[str, Any]:
-    """Return the packed form of a folder. Links count as what they point to."""
+    """Return the packed form of a folder. Follow links."""
     paths = [
         Path(parent, name)
         for parent, _, names in os.walk(folder, followlinks=True)

@@ -29,7 +29,7 @@ __all__ = [
 
 @dataclass
 class ScalingConfig:
-    """How many workers there are, and what each reserves."""
+    """The number of workers, and the resources that each reserves."""
 
     num_workers: int | tuple[int, int] = 1
     """Number of workers; ``(min, max)`` uses as many of them as fit."""
@@ -48,8 +48,8 @@ class FailureConfig:
     """How to respond to lost workers."""
 
     max_failures: int = 0
-    """How often a run may lose workers; -1: no limit. Exceptions of the function are not
-    retried."""
+    """Maximum number of times that a run may lose workers. -1 means no limit. Exceptions of the
+    function are not retried."""
     elastic: ElasticConfig | None = None
     """How to wait for resources after a loss; None for the defaults of
     :class:`raysgd.ElasticConfig`."""
@@ -64,9 +64,9 @@ class CheckpointConfig:
     """
 
     num_to_keep: int | None = None
-    """How many of the best to keep; None for all, 0 to write none."""
+    """Number of the best checkpoints to keep. None keeps all, 0 writes none."""
     checkpoint_score_attribute: str | None = None
-    """Name of the reported number that rates a checkpoint; None: newer checkpoints are better."""
+    """Name of the reported number that rates a checkpoint. None means that newer is better."""
     checkpoint_score_order: Literal["max", "min"] = "max"
     """Whether larger or smaller numbers are better."""
 
@@ -76,7 +76,7 @@ class CheckpointConfig:
 
 @dataclass
 class RunConfig:
-    """Where a run is kept, how it handles losses, and which callbacks it calls."""
+    """Where to store a run, how to handle losses, and which callbacks to call."""
 
     name: str | None = None
     """Name of the folder of the run; None for the trainer's name and the date."""
@@ -85,11 +85,11 @@ class RunConfig:
     failure_config: FailureConfig = field(default_factory=FailureConfig)
     checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
     callbacks: Sequence[TrainingCallback] | None = None
-    """Receive what the workers report."""
+    """Callbacks that receive what the workers report."""
 
 
 def checked_scaling(given: Any) -> ScalingConfig:
-    """Return the scaling config for an argument of a trainer: raysgd's or Ray's, or a dict."""
+    """Return the ScalingConfig for a trainer argument: a config of raysgd or Ray, or a dict."""
     if given is None:
         return ScalingConfig()
     if isinstance(given, Mapping):
@@ -100,7 +100,7 @@ def checked_scaling(given: Any) -> ScalingConfig:
 
 
 def checked_run(given: Any) -> RunConfig:
-    """Return the run config for an argument of a trainer, raysgd's or Ray's."""
+    """Return the RunConfig for a trainer argument, from raysgd or Ray."""
     if given is None:
         return RunConfig()
     _check_kind("run_config", given, "failure_config", "a RunConfig, such as RunConfig(name='a')")
@@ -136,7 +136,7 @@ def _check_kind(name: str, given: Any, attribute: str, allowed: str) -> None:
 
 
 def _converted(kind: Any, given: Any) -> Any:
-    """Return a config of raysgd with the attributes of another; defaults for None."""
+    """Return a raysgd config with the attributes of another config. None gives the defaults."""
     names = [field.name for field in fields(kind)]
     return kind(**{name: getattr(given, name) for name in names if hasattr(given, name)})
 

@@ -101,7 +101,7 @@ class DataParallelTrainer:
         self._check()
 
     def _check(self) -> None:
-        """Check the arguments before anything starts."""
+        """Check the arguments before starting anything."""
         if not isinstance(self.backend_config, BackendConfig):
             raise TypeError(f"backend_config={self.backend_config!r}: must be a BackendConfig.")
         for name in ("train_loop_config", "datasets", "metadata"):
@@ -200,7 +200,7 @@ class DataParallelTrainer:
         return CallbackHandler(self.run_config.callbacks)
 
     def executor(self) -> BackendExecutor:
-        """Return a new executor, not started, for the workers that the configs ask for."""
+        """Return a new executor for the workers that the configs describe. It is not started."""
         failure = self.run_config.failure_config
         return executor_for(self.backend_config, self.scaling_config, failure)
 

@@ -47,7 +47,7 @@ class Datasets:
         return [{name: each[rank] for name, each in shares.items()} for rank in range(len(actors))]
 
     def materialize(self) -> None:
-        """Read the data sets to split, before workers reserve the CPUs that reading needs."""
+        """Read the data sets to split before the workers reserve the CPUs that reading needs."""
         for name, dataset in self._named.items():
             if dataset is not None and self._is_split(name):
                 self._materialized(name, dataset)

@@ -8,7 +8,7 @@ __all__ = ["InactiveWorkerGroupError", "TrainBackendError", "TrainingWorkerError
 
 
 class TrainBackendError(RaySGDError, RuntimeError):
-    """Methods of the executor were called in the wrong order."""
+    """Code called methods of the executor in the wrong order."""
 
 
 class InactiveWorkerGroupError(RaySGDError, RuntimeError):

@@ -113,7 +113,7 @@ class BackendExecutor:
     # ---- life
 
     def start(self, initialization_hook: Callable[[], None] | None = None) -> None:
-        """Start the workers and the backend, as `Trainer.start` documents."""
+        """Start the workers and the backend. See `Trainer.start`."""
         if self.is_started:
             raise RuntimeError("The workers are already started. Call shutdown() first.")
         check_hook("start", initialization_hook)
@@ -186,7 +186,7 @@ class BackendExecutor:
 
     @property
     def is_started(self) -> bool:
-        """Whether there are workers."""
+        """Whether the executor has workers."""
         return self._controller is not None
 
     @property
@@ -287,7 +287,7 @@ class BackendExecutor:
             return run.next_result(self._backend.decode_data)
 
     def pause_reporting(self) -> None:
-        """Skip reports from now on; checkpoints are still kept."""
+        """Skip reports from now on. Checkpoints are still kept."""
         self._training("pause_reporting").is_silent = True
 
     def finish_training(self) -> list[Any]:
@@ -301,7 +301,7 @@ class BackendExecutor:
         return run.values
 
     def abort(self) -> None:
-        """End the run, if there is one."""
+        """End the current run, if any."""
         run, self._run = self._run, None
         if run is not None:
             run.abort()
@@ -334,7 +334,7 @@ class BackendExecutor:
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint of the newest run that saved one; None if there is none."""
+        """The newest checkpoint of the newest run that saved one, or None."""
         return self._saved.latest
 
     @property
@@ -350,7 +350,7 @@ class BackendExecutor:
 
     @property
     def latest_checkpoint_path(self) -> Path | None:
-        """Path of the newest checkpoint on disk, of the same run; None if there is none."""
+        """Path of the newest checkpoint on disk, of the same run. None if there is none."""
         return self._saved.latest_path
 
     @property

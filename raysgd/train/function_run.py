@@ -1,4 +1,4 @@
-"""One run of a training function on the driver: turns that all workers take, and checkpoints."""
+"""One run of a training function on the driver: the sequence of turns, and checkpoints."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ class FunctionRun:
     controller: Controller
     group: WorkerGroup
     plan: Plan
-    """The function, and what it starts from."""
+    """The function, and the checkpoint and data that it starts from."""
     checkpoints: RunCheckpoints
     datasets: Datasets
     max_losses: float
-    """How often workers may be lost."""
+    """Maximum number of lost workers."""
     is_silent: bool = False
-    """Whether reports are skipped."""
+    """Whether to skip reports."""
     values: list[Any] | None = None
     """The results of the function by rank; None until it has returned."""
     _num_losses: int = 0
     _causes: list[str] = field(default_factory=list)
 
     def start(self, max_attempts: int) -> None:
-        """Start the function on all workers. Some of them may be lost before it begins."""
+        """Start the function on all workers. Tolerate the loss of workers before it begins."""
         with self._as_training_errors():
             self.controller.snapshots.set({"plan": self.plan})
             repair(self.controller, max_attempts)

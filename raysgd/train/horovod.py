@@ -21,7 +21,7 @@ _LOG_LEVELS = ("error", "warning", "info", "debug")
 
 
 class HorovodBackend(Backend):
-    """Sets up nothing, because the function calls ``hvd.init()``."""
+    """Backend that sets up nothing, because the function calls ``hvd.init()``."""
 
     share_cuda_visible_devices = True
 
@@ -36,8 +36,8 @@ class HorovodConfig(BackendConfig):
     """
 
     nics: set[str] | None = None
-    """Names of the network interfaces of the workers; None for that of the node's address. NCCL
-    uses all of them, gloo the first in alphabetical order."""
+    """Names of the network interfaces of the workers. None selects the interface of the node's
+    address. NCCL uses all of them, gloo the first in alphabetical order."""
     verbose: int = 1
     """Log level of Horovod: 0 errors, 1 warnings, 2 info, 3 debug."""
     key: str | None = None

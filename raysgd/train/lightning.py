@@ -40,7 +40,7 @@ __all__ = [
 
 
 class _OnWorkers:
-    """Takes the device and the part of the data from this worker's place."""
+    """Sets the device and the data part from this worker's rank."""
 
     @property
     def root_device(self) -> torch.device:

@@ -1,4 +1,4 @@
-"""What a training function can learn about the preemption of workers."""
+"""Preemption information for training functions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ class PreemptionInfo:
 
 
 def agreed(preemption: Preemption | None) -> PreemptionInfo | None:
-    """Return worker 0's knowledge on all workers; without a process group, this worker's."""
+    """Return worker 0's announcement on all workers.
+
+    Without a process group, return this worker's.
+    """
     info = None
     if preemption is not None:
         deadline, ranks = preemption.deadline, preemption.ranks_by_node

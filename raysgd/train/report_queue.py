@@ -42,13 +42,13 @@ class Turn:
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Numbers that can rate the checkpoint, by name."""
     names: tuple[str, ...] = ()
-    """Names of all values that came with the checkpoint."""
+    """Names of all values that were reported with the checkpoint."""
     iteration: int = 0
     """Number of reports so far, including this one."""
     validation: Any = False
     """Whether to validate the checkpoint, or a ValidationTaskConfig."""
     is_portable = True
-    """Tells `pack` that the driver may lack GPUs and a process group."""
+    """Makes `pack` assume that the driver may lack GPUs and a process group."""
 
     @property
     def metrics(self) -> Any:
@@ -67,7 +67,7 @@ class Turn:
 
     @property
     def value(self) -> Any:
-        """The return value of the function; None, with a warning, if unpickling fails."""
+        """The return value of the function. None, with a warning, if unpickling fails."""
         try:
             return None if self.content is None else self.content.value()
         except Exception as error:
@@ -106,7 +106,7 @@ class ReportQueue:
             self._wait_until(lambda: turn is not self._turn and turn is not self._taken, timeout_s)
 
     def end(self, turn: Turn | None, error: BaseException | None = None) -> None:
-        """Hand over how the function ended. This is the last action of its thread."""
+        """Pass the end of the function to the driver. This is the last action of its thread."""
         with self._changed:
             self._waiting = True  # the function has ended
             self._changed.wait_for(lambda: self._turn is None or self._stopped)
@@ -145,13 +145,13 @@ class ReportQueue:
         raise error
 
     def stop(self) -> None:
-        """Make the function raise at its current or next wait for the driver."""
+        """Make the function raise when it next waits for the driver, or now if it is waiting."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
 
     @property
     def blocked_on_driver(self) -> bool:
-        """Whether the function waits for the driver or has ended."""
+        """Whether the function is waiting for the driver or has ended."""
         with self._changed:
             return self._ended or self._waiting

@@ -21,7 +21,7 @@ class BeginRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class NextRequest(Request):
-    """Return the next turn of the function. The driver has handled the previous one."""
+    """Return the next turn of the function, because the driver has handled the previous one."""
 
     reported: Sequence[Reported] | None
     """The checkpoints on disk; None if they have not changed."""

@@ -50,7 +50,7 @@ class Result:
 
     @property
     def log_dir(self) -> str:
-        """The same as `path`."""
+        """Path of the run folder, like `path`."""
         return self.path
 
 

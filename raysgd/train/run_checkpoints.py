@@ -114,7 +114,7 @@ class RunCheckpoints(CheckpointFolder):
         self.blob, self.has_saved = blob, True
 
     def _check_score(self, turn: Turn) -> None:
-        """Warn once if a checkpoint has no number that rates it."""
+        """Warn once if a checkpoint lacks the number that rates it."""
         name = self._unwarned_score
         if name is None or name in turn.numbers or turn.validation:
             return
@@ -127,7 +127,7 @@ class RunCheckpoints(CheckpointFolder):
         )
 
     def finish(self) -> None:
-        """Remove the newest checkpoint, unless it is one of the best."""
+        """Remove the newest checkpoint unless it is one of the best."""
         self._tidy(None)
 
     def _tidy(self, newest: str | None) -> None:
@@ -141,12 +141,12 @@ class RunCheckpoints(CheckpointFolder):
                 logger.warning("A checkpoint was not removed: %s", error)
 
     def await_validations(self) -> None:
-        """Wait for all validations, which rate the checkpoints, and keep only the best."""
+        """Wait for all validations, which rate the checkpoints. Then keep only the best."""
         self._measure(wait=True)
         self.finish()
 
     def abort(self) -> None:
-        """Cancel the validations, because the run has ended early."""
+        """Cancel the validations because the run has ended early."""
         self._validations.cancel()
 
     def _measure(self, wait: bool = False) -> None:
@@ -170,13 +170,13 @@ class RunCheckpoints(CheckpointFolder):
         return found
 
     def news(self) -> list[Reported] | None:
-        """Return `reported`, or None if it has not changed since the last call."""
+        """Return `reported`, or None if it is unchanged since the last call."""
         before, self._last_news = self._last_news, self.reported()
         return None if self._last_news == before else self._last_news
 
     @property
     def latest(self) -> dict[str, Any] | None:
-        """The newest checkpoint, as it was saved."""
+        """The newest checkpoint, in the form in which it was saved."""
         return None if self.blob is None else pickle.loads(self.blob)
 
     @property

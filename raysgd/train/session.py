@@ -68,7 +68,7 @@ class Plan:
     function: bytes
     """The pickled training function of no arguments."""
     checkpoint: bytes | None = None
-    """The newest checkpoint, pickled; None if there is none yet."""
+    """The newest checkpoint, pickled. None if there is none yet."""
     iteration: int = 0
     """Number of reports before the checkpoint."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Plan:
     validates: bool = False
     """Whether the trainer has a validation config."""
     detailed: bool = field(default_factory=lambda: env_flag(ENABLE_DETAILED_AUTOFILLED_METRICS_ENV))
-    """Whether reports include date, host, and process; set by the driver's environment."""
+    """Whether reports include date, host, and process. The driver's environment sets it."""
 
 
 class Session:
@@ -222,7 +222,7 @@ class Session:
             self._uploading = lambda: hand_over(uploaded.result())
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Hand a checkpoint to the driver, and wait until the driver holds it."""
+        """Send a checkpoint to the driver, and wait until the driver has stored it."""
         self._settle()
         self._hand_over("checkpoint", None, state, {**state, TIMESTAMP: int(time.time())})
 
@@ -272,7 +272,7 @@ class Session:
         checkpoint: dict[str, Any] | None = None,
         options: ReportOptions = _DEFAULTS,
     ) -> None:
-        """Hand a turn to the driver; `scores` holds the values that came with the checkpoint."""
+        """Pass a turn to the driver. `scores` contains the values that were reported with it."""
         blob = None
         if checkpoint is not None:
             if self._newest is not None:  # the driver may still request its checkpoint
@@ -358,14 +358,14 @@ def __getattr__(name: str) -> Any:
 class _Here:
     session: Session | None = None
     place: WorkerContext | None = None
-    """Also between runs, for the classes of `to_worker_group`."""
+    """Context of this worker. It stays set between runs, because `to_worker_group` needs it."""
     shards: Any = None
     """This worker's data sets, for the next session."""
     preemption: Preemption | None = None
 
 
 here = _Here()
-"""What this process knows as a worker."""
+"""State of this process as a worker."""
 
 
 def current() -> Session | None:
@@ -374,7 +374,7 @@ def current() -> Session | None:
 
 
 def worker_context() -> WorkerContext | None:
-    """Return this worker's place, also between runs; None outside of a worker."""
+    """Return this worker's context, also between runs. None outside of a worker."""
     return here.place if here.session is None else here.session.context
 
 

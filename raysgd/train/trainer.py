@@ -1,4 +1,4 @@
-"""The trainer of Ray 1.7 to 1.13: start, run, shutdown."""
+"""The trainer of Ray 1.7 to 1.13, with the methods start, run, and shutdown."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ class Trainer:
 
     @property
     def latest_checkpoint(self) -> dict[str, Any] | None:
-        """The newest checkpoint of the newest run that saved one; None if there is none."""
+        """The newest checkpoint of the newest run that saved one, or None."""
         return self._executor.latest_checkpoint
 
     @property

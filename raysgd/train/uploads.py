@@ -1,4 +1,4 @@
-"""How a reported checkpoint is stored in the run."""
+"""How the run stores a reported checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["CheckpointUploadMode", "ReportOptions"]
 
 
 class CheckpointUploadMode(Enum):
-    """When a reported checkpoint is stored."""
+    """When to store a reported checkpoint."""
 
     ASYNC = "ASYNC"
     """In the background: `report` returns immediately."""
@@ -37,13 +37,13 @@ class ReportOptions:
     """
 
     checkpoint_dir_name: str | None = None
-    """Name for `checkpoint_upload_fn`. The run's own files are numbered."""
+    """Name that `checkpoint_upload_fn` receives. The run's own files are numbered."""
     checkpoint_upload_mode: Any = CheckpointUploadMode.SYNC
     """The mode, as raysgd's enum or Ray's."""
     delete_local_checkpoint_after_upload: bool | None = None
-    """Whether to remove the folder after it is stored; None: only with ASYNC."""
+    """Whether to remove the folder after it is stored. None means only with ASYNC."""
     checkpoint_upload_fn: Callable[[Any, str], Any] | None = None
-    """Takes the checkpoint and a name, stores it, and returns the stored checkpoint."""
+    """Function that stores a checkpoint under a name and returns the stored checkpoint."""
     validation: Any = False
     """Whether to validate the checkpoint: True, or a ValidationTaskConfig."""
 
@@ -114,7 +114,7 @@ class ReportOptions:
         return Checkpoint.linked(path, metadata)
 
     def discard(self, checkpoint: Any, packed: Mapping[str, Any]) -> None:
-        """Remove the folder of a stored checkpoint, if the options ask for it."""
+        """Remove the folder of a stored checkpoint if the options request it."""
         path = getattr(checkpoint, "path", None)
         if self._deletes and path and Checkpoint.link_in(packed) != os.path.abspath(path):
             shutil.rmtree(path, ignore_errors=True)

@@ -85,8 +85,8 @@ class ValidationConfig:
     """How to validate checkpoints that are reported with ``validation=``."""
 
     fn: Callable[..., dict[str, Any]]
-    """Takes a :class:`Checkpoint` and keyword arguments; returns metrics by name. Runs in a Ray
-    task."""
+    """Function of a :class:`Checkpoint` and keyword arguments that returns metrics by name. Runs in
+    a Ray task."""
     task_config: ValidationTaskConfig | None = None
     """Default settings of validations; those in `report` take precedence."""
     ray_remote_kwargs: dict[str, Any] | None = None
@@ -95,13 +95,13 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class Reported:
-    """A checkpoint on disk, as the driver describes it to workers."""
+    """A checkpoint on disk, in the form that the driver sends to workers."""
 
     path: Path
     numbers: Mapping[str, float]
     status: ReportedCheckpointStatus
     task: Any = None
-    """The validation task; None if there is none, or its result is included."""
+    """The validation task. None if there is none or its result is included."""
 
     def ended(self) -> Reported:
         """Return a copy with the result of the validation, if it has ended."""
@@ -112,7 +112,7 @@ class Reported:
         return Reported(self.path, {**self.numbers, **numbers}, status)
 
     def as_checkpoint(self) -> ReportedCheckpoint:
-        """Return the object for users."""
+        """Return the public object for this checkpoint."""
         return ReportedCheckpoint(Checkpoint(path=self.path), dict(self.numbers), self.status)
 
 
@@ -131,7 +131,7 @@ class Validations:
         """Status of finished validations."""
 
     def start(self, number: int, blob: bytes, requested: Any) -> None:
-        """Start to validate a checkpoint, as the argument ``validation`` of `report` asks."""
+        """Start the validation of a checkpoint that `report` requested with ``validation=``."""
         config = self._config.task_config or ValidationTaskConfig()
         own = config if requested is True else requested
         keywords = {**(config.fn_kwargs or {}), **(own.fn_kwargs or {})}
@@ -140,7 +140,7 @@ class Validations:
         self.tasks[number] = tasks.start_task(_validate, arguments, options)
 
     def collect(self, wait: bool = False) -> dict[int, Mapping[str, float]]:
-        """Return the metrics of finished validations; `wait` waits for all of them."""
+        """Return the metrics of finished validations. With `wait`, first wait for all of them."""
         done = tasks.finished(list(self.tasks.values()), None if wait else 0)
         found: dict[int, Mapping[str, float]] = {}
         for number, task in list(self.tasks.items()):
@@ -169,7 +169,7 @@ def _result(value: Any) -> tuple[ReportedCheckpointStatus, Mapping[str, float]]:
 def _validate(
     function: Callable[..., Any], blob: bytes, keywords: Mapping[str, Any], timeout_s: float | None
 ) -> Any:
-    """Return the metrics of a checkpoint; None after a timeout. Runs in a task."""
+    """Return the metrics of a checkpoint. None after a timeout. Runs in a task."""
     pool = multiprocessing.pool.ThreadPool(1)  # its thread ends with the process of the task
     try:
         result = pool.apply_async(function, (Checkpoint(blob=blob),), keywords)

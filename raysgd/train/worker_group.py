@@ -26,7 +26,7 @@ __all__ = ["TrainWorkerGroup", "WorkerGroup", "group_options"]
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker of a group: the Ray handle of its actor, and where it runs."""
+    """One worker of a group: the Ray handle of its actor, and its location."""
 
     actor: Any
     metadata: WorkerInfo

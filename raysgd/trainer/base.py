@@ -1,4 +1,4 @@
-"""The base class of trainers of operators: the methods that users call."""
+"""The base class of trainers of operators, with the methods that users call."""
 
 from __future__ import annotations
 
@@ -557,7 +557,7 @@ class OperatorTrainer(TrainerInfo):
 
     @classmethod
     def _trial_arguments(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Check the arguments for trials, as far as that is possible without a trainer."""
+        """Check the arguments for trials, as far as possible without a trainer."""
         known = known_arguments(cls)
         for name in arguments:
             if name not in known:
@@ -572,7 +572,7 @@ def known_arguments(trainer_cls: type[OperatorTrainer]) -> list[str]:
 
 
 def _event_notifier(trainer: weakref.ref[OperatorTrainer]) -> Callable[[], None]:
-    """Return a function that shows events to callbacks without keeping the trainer alive."""
+    """Return a function that passes events to callbacks without keeping the trainer alive."""
 
     def notify() -> None:
         if (alive := trainer()) is not None:

@@ -43,15 +43,16 @@ class TrainCall(Call):
 
     request: TrainRequest
     num_steps: int | None
-    """Steps to train; None for the rest of the epoch."""
+    """Number of steps to train. None means the rest of the epoch."""
     next_pause: Callable[[int, bool], int | None]
-    """Returns the step of the next pause, from the number of committed steps and `at_once`."""
+    """Function that returns the step of the next pause, given the number of committed steps and
+    `at_once`."""
     has_batches: bool = True
     can_pause: bool = True
     start: Progress | None = None
     seconds: float = 0.0
     logged_s: float = 0.0
-    """The same at the last logged step."""
+    """Value of `seconds` at the last logged step."""
 
     def __post_init__(self) -> None:
         self.farewell = MeasuredRequest(call=self.request.call)
@@ -88,10 +89,10 @@ class Calls:
     _limits: Limits = field(default_factory=lambda: Limits(FitOptions(num_epochs=1)))
     _log_every: int | None = None
     _changed_at: int = 0
-    """The step at which `info` or `dataset` of train last changed."""
+    """Step at which `info` or `dataset` of train last changed."""
 
     def check_open(self, moves: bool = False) -> None:
-        """Check that the trainer may call its workers now and, with `moves`, change the state."""
+        """Check that the trainer may call its workers now and, if `moves`, change the state."""
         for hook in self.callback_list.inside:
             if hook in ("on_event", "on_progress"):
                 raise RuntimeError(
@@ -112,7 +113,7 @@ class Calls:
 
     @contextlib.contextmanager
     def limited(self, limits: Limits) -> Iterator[None]:
-        """Apply the limits and the logging of a ``fit()`` while it runs."""
+        """Apply the limits and the logging of a ``fit()`` within the context."""
         before, self._limits, self._log_every = self._limits, limits, limits.options.log_every
         try:
             yield
@@ -124,7 +125,7 @@ class Calls:
         return next(self._numbers)
 
     def make(self, call: Call, own: bool = True, moves: bool = False) -> list[Any]:
-        """Make a call, and return the answers by rank. With `own`, the caller may change them."""
+        """Run a call, and return the answers by rank. With `own`, the caller may change them."""
         self.check_open(moves)
         return self._run(call, own)
 
@@ -148,7 +149,7 @@ class Calls:
         return Call(request=request, has_batches=True, can_pause=True)
 
     def warn_of_replay(self) -> None:
-        """Warn if a restart repeats steps of earlier calls with the arguments of the newest."""
+        """Warn if a restart repeats steps of earlier calls with the newest call's arguments."""
         event = self.controller.events[-1]
         if event.kind in ("restarted", "grown", "moved") and event.step < self._changed_at:
             logger.warning(

@@ -1,4 +1,4 @@
-"""The loop of ``trainer.fit()``: epochs, validations, and why it ends."""
+"""The loop of ``trainer.fit()``: epochs, validations, and stop conditions."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class FitLoop:
         validations.has_run = True
 
     def _monitored(self) -> dict[str, str]:
-        """Return the monitored metrics, by argument; none if operator or callbacks add metrics."""
+        """Return the monitored metrics by argument. Empty if operator or callbacks add metrics."""
         callbacks = self.calls.callback_list.callbacks
         own_epoch = getattr(self.options.training_operator_cls, "train_epoch", None)
         is_ours = getattr(own_epoch, "__module__", "raysgd.").startswith("raysgd.")

@@ -67,12 +67,12 @@ class FitOptions:
 
     @property
     def train_batches(self) -> float | None:
-        """Steps of an epoch, or their share of it as a float; None for all."""
+        """Steps of an epoch, or a float for a fraction of them. None means all."""
         return self.limit_train_batches if self.overfit_batches is None else self.overfit_batches
 
     @property
     def val_batches(self) -> float | None:
-        """Steps of a validation, or their share of it as a float; None for all."""
+        """Steps of a validation, or a float for a fraction of them. None means all."""
         return self.limit_val_batches if self.overfit_batches is None else self.overfit_batches
 
 
@@ -88,7 +88,7 @@ def _check_share(name: str, given: Any) -> None:
 
 
 class Limits:
-    """The end of a ``fit()`` by steps or time. It begins now."""
+    """The step and time limits of a ``fit()``. The time starts now."""
 
     def __init__(self, options: FitOptions) -> None:
         self.options = options
@@ -97,7 +97,7 @@ class Limits:
         self._began_at: int | None = None
 
     def reached(self, global_step: int) -> str | None:
-        """Return the limit that is reached, or None."""
+        """Return the reached limit, or None."""
         options = self.options
         if options.max_steps is not None and global_step >= options.max_steps:
             return f"max_steps={options.max_steps} is reached"
@@ -106,7 +106,7 @@ class Limits:
         return None
 
     def next_look(self, global_step: int) -> int | None:
-        """Return the step at which to check the time again; None without a time limit."""
+        """Return the step at which to check the time next. None without a time limit."""
         if self._end == math.inf:
             return None
         if self._began_at is None:

@@ -96,7 +96,7 @@ class TrainerInfo:
 
     @property
     def epoch(self) -> int:
-        """The epoch that training is in or has just finished, from 1; 0 before the first."""
+        """The current or just finished epoch, counted from 1. 0 before the first epoch."""
         progress = self._controller.progress
         return progress.epoch + progress.in_epoch
 
@@ -132,7 +132,7 @@ class TrainerInfo:
 
     @property
     def num_epochs(self) -> int | None:
-        """The number of epochs at which the current `fit` ends; None outside of `fit`."""
+        """The number of epochs at which the current `fit` ends. None outside of `fit`."""
         return self._validations.num_epochs
 
     @property
@@ -142,5 +142,5 @@ class TrainerInfo:
 
     @property
     def stop_reason(self) -> str | None:
-        """The reason of `request_stop`; None if `fit` was not asked to stop since it began."""
+        """The reason passed to `request_stop`. None if no stop was requested since `fit` began."""
         return self._fit_loop.stop_reason

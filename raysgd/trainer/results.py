@@ -1,4 +1,4 @@
-"""The newest metrics of a trainer, and how callbacks see them."""
+"""The newest metrics of a trainer, and how callbacks receive them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Results"]
 
 @dataclass(eq=False)
 class Results:
-    """Keeps the newest metrics, and shows each result to the callbacks."""
+    """Keeps the newest metrics, and passes each result to the callbacks."""
 
     callback_list: CallbackList
     latest: dict[str, Any] = field(default_factory=dict)
@@ -24,11 +24,11 @@ class Results:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The newest metrics, including those that callbacks see now."""
+        """The newest metrics, including those that callbacks are processing."""
         return {**self.latest, **self._shown}
 
     def show(self, hook: str, trainer: Trainer, metrics: dict[str, Any], call: LastCall) -> None:
-        """Show the metrics of a call to the callbacks, which may add to them."""
+        """Pass the metrics of a call to the callbacks, which may add metrics."""
         self.last_call = call
         before, self._shown = self._shown, metrics
         try:
@@ -39,7 +39,7 @@ class Results:
 
     @contextlib.contextmanager
     def trial(self, trainer: Trainer) -> Iterator[None]:
-        """Train without callbacks, and restore the state and the metrics at the end."""
+        """Train without callbacks. Restore the state and the metrics at the end of the context."""
         state, latest, last_call = trainer.state_dict(), self.latest, self.last_call
         self.latest = dict(latest)
         try:

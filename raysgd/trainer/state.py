@@ -1,4 +1,4 @@
-"""The state of a trainer: collecting it from the workers, files, and loading."""
+"""The state of a trainer: collect it from the workers, save it, and load it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TrainerState:
         return self.calls.controller.progress.is_fully_sharded
 
     def assemble(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state without shards."""
+        """Return the state with all shards merged."""
         return dict(state)
 
     def weights(self) -> Any:
@@ -71,7 +71,7 @@ class TrainerState:
         return self._complete(lambda: self._collect_from_workers(own))
 
     def _complete(self, collect_from_workers: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the state of the workers with that of the driver."""
+        """Return the workers' state combined with the driver's state."""
         callbacks = self.calls.callback_list.state_dict()
         state = collect_from_workers()
         if callbacks:

@@ -1,4 +1,4 @@
-"""The validations of a trainer, and the schedulers that wait for a metric."""
+"""The validations of a trainer, and schedulers that wait for a metric."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Validations:
     calls: Calls
     results: Results
     monitor: str | None
-    """Metric that ``fit()`` steps schedulers with; None if it steps none."""
+    """Metric with which ``fit()`` steps schedulers. None if it steps none."""
     has_run: bool = False
     _owed_at: int | None = None
     _num_epochs: int = 0
@@ -49,7 +49,7 @@ class Validations:
         profile: bool = False,
         from_start: bool = False,
     ) -> CallResult:
-        """Validate, and show the result to callbacks."""
+        """Validate, and pass the result to callbacks."""
         self.calls.check_open(moves=True)
         with self.calls.callback_list.calling(trainer):
             result = self.calls.validate(
@@ -80,7 +80,7 @@ class Validations:
 
     @property
     def num_epochs(self) -> int | None:
-        """The goal of the current ``fit()``; None outside of `fit`."""
+        """The number of epochs at which the current ``fit()`` ends. None outside of `fit`."""
         return self._num_epochs or None
 
     @property
@@ -91,7 +91,7 @@ class Validations:
 
     @property
     def owed(self) -> bool:
-        """Whether the validation of an earlier ``fit()`` is missing, without training since."""
+        """Whether an earlier ``fit()`` left a validation out, without training since."""
         return self._owed_at == self._progress.global_step
 
     @property
@@ -100,7 +100,7 @@ class Validations:
         return self.owed or (self._progress.epoch > self._settled and self.due)
 
     def note_owed(self, owed: bool) -> None:
-        """Record whether a validation is missing at the end of a ``fit()``, or after a load."""
+        """Record whether a validation is missing at the end of a ``fit()`` or after a load."""
         self._owed_at = self._progress.global_step if owed else None
 
     # ---- schedulers that wait for a metric
@@ -112,7 +112,7 @@ class Validations:
         self.calls.make(Call(request=request, max_losses=3))
 
     def end_epoch(self, metrics: Mapping[str, Any]) -> None:
-        """Step the schedulers after an epoch, unless the validation that is due does it."""
+        """Step the schedulers after an epoch, unless a validation that is due will step them."""
         if not self.due and (self.monitor in metrics or self._every is None):
             self._step_schedulers(metrics)
 

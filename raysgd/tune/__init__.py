@@ -1,4 +1,4 @@
-"""Ray Tune: trainers and functions as trials. Imports Ray on first use."""
+"""Ray Tune integration: trainers and functions as trials. Imports Ray on first use."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class FunctionTrainable(Trainable):
         return PlacementGroupFactory(bundles, strategy="PACK", bundle_label_selector=labels)
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Start the workers. The function starts in the first `step`, after a possible load."""
+        """Start the workers. The first `step` starts the function, after a possible load."""
         self._own = self.trial_trainer(config)
         self._own.setup()
         self._start: Any = None
@@ -73,7 +73,7 @@ class FunctionTrainable(Trainable):
         self._callbacks = contextlib.ExitStack()
 
     def step(self) -> dict[str, Any]:
-        """Wait for the next reports, and return that of worker 0."""
+        """Wait for the next reports, and return the report of worker 0."""
         try:
             return self._step(self._checkpoints or self._begin())
         except BaseException:

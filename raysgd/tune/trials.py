@@ -214,7 +214,7 @@ class TFTrainable(BaseTrainable):
 
     @staticmethod
     def trainer_cls(**arguments: Any) -> OperatorTrainer:
-        """Create the trainer."""
+        """Create the trainer of a trial."""
         from raysgd.tf import TFTrainer
 
         return TFTrainer(**arguments)
@@ -269,7 +269,7 @@ def trainable_class(
 
 
 def _check(arguments: Mapping[str, Any]) -> None:
-    """Check the resources of a trial before Tune waits for room that cannot exist."""
+    """Check the resources of a trial before Tune waits for resources that the cluster lacks."""
     check_int("trial", "num_workers", arguments["num_workers"], 1, MOST_WORKERS)
     cpus = arguments["num_cpus_per_worker"]
     if not is_number(cpus) or not cpus > 0:

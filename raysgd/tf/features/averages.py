@@ -18,7 +18,7 @@ __all__ = ["Averages"]
 
 
 class Averages(StepFeature):
-    """Puts the averages that optimizers keep into the models while they are evaluated."""
+    """Replaces the weights by the averages that optimizers keep while models are evaluated."""
 
     def __init__(self, state: KerasTrainState) -> None:
         self._state = state

@@ -17,7 +17,7 @@ __all__ = ["Replication"]
 
 
 class Replication(StepFeature):
-    """Shares the state at the start, and statistics after each call."""
+    """Copies the state at the start, and averages statistics after each call."""
 
     replicates = True
 
@@ -32,7 +32,7 @@ class Replication(StepFeature):
         self._state.communication = communication_of(context, options.use_horovod)
 
     def sync_buffers(self) -> None:
-        """Give every rank the mean of the statistics that are not trained."""
+        """Average non-trainable variables, such as batch statistics, over the ranks."""
         communication = self._state.communication
         if communication.size == 1:
             return

@@ -14,14 +14,14 @@ __all__ = ["Rollback"]
 
 
 class Rollback(StepFeature):
-    """Copies what an update changes, because another optimizer of the step may fail after it."""
+    """Copies what an update changes, because a later optimizer of the step may fail."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
         self._before: dict[int, tuple[Any, Any]] = {}
 
     def remember(self, variables: list[Any]) -> None:
-        """Copy variables, unless the step has copied them before."""
+        """Copy variables, unless the step has copied them already."""
         for variable in map(tf_variable, variables):
             if id(variable) not in self._before:
                 self._before[id(variable)] = variable, tf.identity(variable)

@@ -1,4 +1,4 @@
-"""Averages of the weights, which are validated and returned in their place."""
+"""Averages of the weights, which replace the weights in validation and exports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Averages", "Averaging"]
 
 
 class Averaging(StepFeature):
-    """Averages the weights if a callback asks for it, and evaluates the averages."""
+    """Averages the weights if a callback requests it, and evaluates the averages."""
 
     def __init__(self, state: TorchTrainState) -> None:
         self._state = state
@@ -129,7 +129,7 @@ class Averages:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the models have the averages within the context, if there are any yet."""
+        """Replace the weights by the averages within the context, if averages exist."""
         pairs = self._pairs() if self._count else []
         held = [parameter.clone() for parameter, _ in pairs]
         try:
@@ -162,7 +162,7 @@ class Averages:
 
 
 def _problem(models: Sequence[torch.nn.Module], state: Any) -> str:
-    """Return why a state of averages does not fit the models; an empty text if it does."""
+    """Return why a state of averages does not fit the models. Return "" if it does."""
     try:
         decay, counts = state["decay"], (state["count"], state["start_epoch"])
         if not (decay is None or 0 < decay < 1) or not all(

@@ -1,4 +1,4 @@
-"""Copies of buffers, because a forward pass changes them also in a step that fails."""
+"""Copies of buffers, because a forward pass changes buffers even if its step fails."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BufferCopies(StepFeature):
         self.commit()
 
     def tensors(self) -> list[torch.Tensor | None]:
-        """Return the buffers; None for a removed one."""
+        """Return the buffers. A removed buffer is None."""
         found = [getattr(module, name, None) for module, name in self._slots]
         return [None if buffer is None else buffer.detach() for buffer in found]
 

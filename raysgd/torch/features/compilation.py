@@ -22,7 +22,7 @@ _REGIONAL = "regional"
 
 
 def checked_compile(given: Any) -> dict[str, Any] | None:
-    """Return the arguments of ``torch.compile``, and ``regional``; None to compile nothing."""
+    """Return the arguments of ``torch.compile``, and ``regional``. None compiles nothing."""
     if given is None or given is False:
         return None
     if given is not True and not isinstance(given, dict):
@@ -148,7 +148,7 @@ def _is_torchs(module: torch.nn.Module) -> bool:
 
 
 def repeated_blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the outermost blocks that a list has several of, of one class."""
+    """Yield the outermost blocks of lists that contain several blocks of one class."""
     is_list = isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
     kinds = Counter(type(child) for child in module.children())
     for child in module.children():

@@ -162,7 +162,10 @@ class FullyShardedModel(ShardedOptimizer):
         return {**state, "optimizers": [{**of_optimizer, "state": {}}]}
 
     def load_shards(self, state: Mapping[str, Any]) -> None:
-        """Shard the whole states of models and optimizer. Only rows of them go to the device."""
+        """Shard complete states of models and optimizer.
+
+        Move only this worker's rows to the device.
+        """
         (of_optimizer,) = state["optimizers"]
         states = renamed_states(self.models.models, state["models"])
         values: list[Any] = [None] * len(self._parameters)
@@ -217,7 +220,7 @@ class FullyShardedModel(ShardedOptimizer):
             self._place()
 
     def import_replica(self, replica: Any) -> None:
-        """Keep a replica of the same step, and ignore any other."""
+        """Keep a replica of the same step. Ignore a replica of another step."""
         version, content = replica
         if version == self._version:
             super().import_replica(content)
@@ -324,7 +327,7 @@ class FullyShardedModel(ShardedOptimizer):
 
     @torch.no_grad()
     def _place(self) -> None:
-        """Shard the models over the current group, and fill their rows."""
+        """Shard the models over the current group, and copy this worker's rows into them."""
         new = dict(zip(map(id, self._parameters), range(len(self._parameters)), strict=True))
         self.models.shard()
         parameters = self.models.parameters
@@ -344,7 +347,7 @@ class FullyShardedModel(ShardedOptimizer):
     # ---- whole models
 
     def copies(self, count: int) -> list[torch.nn.Module]:
-        """Return whole copies of the first models on rank 0. All ranks must call this."""
+        """Return complete copies of the first models on rank 0. All ranks must call this."""
         # the collectives of DTensor hold the GIL while they wait, and gloo's threads need it
         layout, is_first = self._layout, self._layout.rank == 0
         values = [torch.empty(p.shape if is_first else 0, dtype=p.dtype) for p in self._parameters]
@@ -391,7 +394,7 @@ def _rows(parameters: Sequence[torch.Tensor]) -> list[Any]:
 
 
 def _whole_norm(norm: torch.Tensor) -> torch.Tensor:
-    """Return the norm of all workers' gradients, given the norm of this worker's."""
+    """Return the norm of the gradients of all workers, given this worker's norm."""
     squared = norm.square()
     dist.all_reduce(squared)
     return squared.sqrt()

@@ -37,7 +37,7 @@ class TorchMicroBatches(MicroBatches):
 
     @functools.cached_property
     def batch_norms(self) -> set[type[torch.nn.Module]]:
-        """Kinds of batch normalization in the models."""
+        """Types of batch normalization in the models."""
         modules = (module for model in self._train_state.models for module in model.modules())
         return {type(module) for module in modules if isinstance(module, _BatchNorm)}
 
@@ -93,7 +93,7 @@ class TorchMicroBatches(MicroBatches):
         return 2 * self.split
 
     def _why_not_split(self, batch: Any) -> str:
-        """Return why a batch cannot be split into more parts; an empty text if it can."""
+        """Return why a batch cannot be split further. Return "" if it can."""
         try:
             rows = num_rows(batch, self._num_samples)
         except Exception as error:
@@ -115,7 +115,7 @@ class TorchMicroBatches(MicroBatches):
 
 
 def _num_rows(batch: Any, samples: float = 0) -> int:
-    """Return the rows of a batch; 0 if it cannot be split."""
+    """Return the number of rows of a batch, or 0 if it cannot be split."""
     try:
         return num_rows(batch, samples)
     except Exception:  # classes of user code may raise

@@ -20,7 +20,7 @@ __all__ = ["Replication"]
 
 
 class Replication(StepFeature):
-    """Follows the wrappers of models. `wraps`: raysgd created them, and not user code."""
+    """Tracks the wrappers of models. `wraps`: raysgd created them, and not user code."""
 
     def __init__(self, state: TorchTrainState, wraps: bool) -> None:
         self._state, self._wraps = state, wraps
@@ -96,7 +96,7 @@ class Replication(StepFeature):
             self._exchange(place.is_last)
 
     def _exchange(self, wanted: bool) -> None:
-        """Set whether wrappers average gradients, from the next forward pass on."""
+        """Set whether wrappers average gradients from the next forward pass on."""
         for model in self._state.models:
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = wanted

@@ -1,4 +1,4 @@
-"""Step schedulers, and find those that `train_batch` steps in each part of a batch."""
+"""Step schedulers, and find schedulers that `train_batch` steps in each part of a batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Schedules(StepFeature):
         self._note()
 
     def step_with(self, metric: float) -> None:
-        """Step the schedulers that need a metric; all of them if there is no monitor."""
+        """Step the schedulers that need a metric, or all of them if there is no monitor."""
         has_monitor = self._state.settings.options.monitor is not None
         for scheduler in self._state.schedulers:
             if not has_monitor or needs_metric(scheduler):
@@ -67,7 +67,7 @@ class Schedules(StepFeature):
         self._last_epochs = [getattr(each, "last_epoch", None) for each in schedulers]
 
     def begin_batch(self, place: MicroBatch) -> None:
-        """Undo and reject a step of a scheduler by `train_batch` in a part of a batch."""
+        """Undo and reject a scheduler step that `train_batch` makes in a part of a batch."""
         if not place.is_part:
             return
         train_state = self._state

@@ -56,7 +56,7 @@ ELEMENTWISE = (
 )
 """Optimizers that update each element independently of the others."""
 _PARTIAL = -1
-"""Version of state that is partly updated, and therefore useless."""
+"""Version of a partly updated state, which is unusable."""
 
 
 class ShardedOptimizer(ShardedFeature):
@@ -150,7 +150,7 @@ class ShardedOptimizer(ShardedFeature):
         optimizer.state = self._state
 
     def _meet(self) -> None:
-        """Wait until all workers have the gradients, so that all or none update."""
+        """Wait until all workers have computed the gradients, so that either all or none update."""
         if self._layout.size > 1:
             collectives.minimum(self._version, self._device)
 
@@ -206,7 +206,7 @@ class ShardedOptimizer(ShardedFeature):
         return rooms
 
     def _give_back(self) -> None:
-        """Give the optimizer its parameters back, and keep the state of the shares."""
+        """Restore the parameters of the optimizer, and keep the state of the shares."""
         if self._swapped is None:
             return
         for group, parameters in zip(self.optimizer.param_groups, self._swapped, strict=True):
@@ -255,7 +255,10 @@ class ShardedOptimizer(ShardedFeature):
     # ---- what this worker holds
 
     def take_state(self) -> None:
-        """Keep this worker's shares of the optimizer's state, which is whole on every worker."""
+        """Keep this worker's shares of the optimizer state.
+
+        Every worker starts with the full state.
+        """
         whole = self.optimizer.state
         updated = {p for p, n in zip(self._parameters, self._numbers, strict=True) if n is not None}
         rest = {p: whole[p] for p in whole.keys() - updated}
@@ -305,7 +308,7 @@ class ShardedOptimizer(ShardedFeature):
         ]
 
     def _elements_of(self, index: int, start: int, stop: int) -> torch.Tensor | None:
-        """Return elements of a parameter for a piece, if parameters are sharded too."""
+        """Return elements of a parameter for a piece if parameters are sharded too."""
         return None
 
     def export_replica(self) -> Any:
@@ -416,7 +419,7 @@ class ShardedOptimizer(ShardedFeature):
         return contents
 
     def _held_base(self, piece: Piece, version: int) -> torch.Tensor | None:
-        """Return the elements of a piece in a version, if parameters are sharded too."""
+        """Return the elements of a piece in a version if parameters are sharded too."""
         return None
 
     def _add(

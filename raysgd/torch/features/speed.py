@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Speed"]
 
 _NUM_STEPS = 15
-"""Number of newest steps whose median speed counts."""
+"""Number of recent steps whose median speed counts."""
 
 
 class Speed(StepFeature):
@@ -44,7 +44,7 @@ class Speed(StepFeature):
 
     @property
     def needs_warm_up(self) -> bool:
-        """A replacement worker joins with a known speed."""
+        """A warm-up measures the speed, so that a replacement worker joins with a known speed."""
         return True
 
     @property
@@ -71,7 +71,7 @@ class Speed(StepFeature):
             self._step, self._is_first = [], False
 
     def roll_back(self) -> None:
-        """Read the time of a warm-up batch too, which never commits."""
+        """Record the time of a warm-up batch too. A warm-up never commits."""
         self.before_commit()
 
     def _end_batch(self) -> None:

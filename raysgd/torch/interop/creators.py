@@ -1,4 +1,4 @@
-"""Operators made of creator functions, as in the oldest scripts."""
+"""Operators made from creator functions, as in the oldest scripts."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class CreatorMethods(_Base):
     optimizers: Any
     optimizer: Any
     criterion: Any
-    """The loss; None without a ``loss_creator``."""
+    """The loss. None without a ``loss_creator``."""
     schedulers: Any
-    """Result of the ``scheduler_creator``; missing without one."""
+    """Result of the ``scheduler_creator``. Not set without a creator."""
     scheduler: Any
 
     _model_creator: Callable[..., Any]
@@ -90,7 +90,7 @@ def mixed_bases(base: type, own: type) -> tuple[type, ...]:
 
 
 def lock_of_node() -> contextlib.AbstractContextManager[Any]:
-    """Return a lock, so that workers of one node do not download to the same files together."""
+    """Return a lock that prevents workers of one node from downloading to the same files."""
     user = os.getuid() if hasattr(os, "getuid") else 0
     return FileLock(Path(tempfile.gettempdir()) / f"raysgd-data-{user}.lock")
 

@@ -131,7 +131,7 @@ class HorovodExchange:
         self._done = False
 
     def expect(self, passes: int) -> None:
-        """Start the exchange in the last of `passes` backward passes."""
+        """Start the allreduce in the last of `passes` backward passes."""
         passes = max(passes, self._passes)
         if passes != self._distributed.backward_passes_per_step:
             self._distributed.set_backward_passes_per_step(passes)
@@ -143,7 +143,7 @@ class HorovodExchange:
             self._done = True
 
     def abandon(self) -> None:
-        """Forget the exchange of a discarded step."""
+        """Discard the pending allreduce of a discarded step."""
         distributed, self._done = self._distributed, False
         distributed._handles.clear()
         for parameter in distributed._allreduce_delay:

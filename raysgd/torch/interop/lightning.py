@@ -248,7 +248,10 @@ class LightningMethods(_Base):
                 module.on_before_zero_grad(optimizer)
 
     def _step(self, step: Callable[..., Any], batch: Any, index: int) -> Any:
-        """Run a step of the module. In training, the wrapper runs it to average the gradients."""
+        """Run a step of the module.
+
+        In training, call it through the wrapper to average gradients.
+        """
         arguments = [batch, index][: len(inspect.signature(step).parameters)]
         wrapper, module = self.model, self.module
         if not isinstance(wrapper, DistributedDataParallel) or not torch.is_grad_enabled():
@@ -461,14 +464,14 @@ def lightning_operator(
 
 
 def _base_of(kind: type[Any]) -> type[Any] | None:
-    """Return the class of Lightning that a module or data module derives from."""
+    """Return the Lightning class that a module or data module derives from."""
     names = ("LightningModule", "LightningDataModule")
     own = (each for each in kind.__mro__ if each.__name__ in names and _package_of(each))
     return next(own, None)
 
 
 def _package_of(kind: type[Any]) -> str:
-    """Return the package of a Lightning class, which has two names; empty for other classes."""
+    """Return the package of a Lightning class (it has two names). Return "" for other classes."""
     package = kind.__module__.partition(".core.")[0]
     return package if package in ("lightning.pytorch", "pytorch_lightning") else ""
 

@@ -1,4 +1,4 @@
-"""The precisions to train in. A new one takes a file and a line here."""
+"""The supported precisions. To add one, write a file and add a line here."""
 
 from __future__ import annotations
 

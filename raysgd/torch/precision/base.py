@@ -70,7 +70,7 @@ class Precision(StepFeature):
         """Unscale the gradients of `optimizer`, for clipping. Call at most once before `step`."""
 
     def parameters(self, optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
-        """Return the tensors whose gradients `optimizer` steps with."""
+        """Return the tensors that `optimizer` updates."""
         return [p for group in optimizer.param_groups for p in group["params"]]
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -85,7 +85,7 @@ class Precision(StepFeature):
         """Load the result of `scale_state`."""
 
     def scale_problem(self, state: Any) -> str:
-        """Return why `load_scale_state` cannot load a state; an empty text if it can."""
+        """Return why `load_scale_state` cannot load a state. Return "" if it can."""
         return "" if isinstance(state, Mapping) else f"it is {type(state).__name__}, not a dict"
 
     def state_dict(self) -> dict[str, Any]:

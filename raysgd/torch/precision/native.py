@@ -52,7 +52,7 @@ class NativeAmp(Precision):
 
     @property
     def num_skipped(self) -> int | None:
-        """The number of skipped steps. Waits for the device."""
+        """The number of skipped steps. Reading it synchronizes with the device."""
         return int(self._committed_skipped.item()) if self.scales else None
 
     def prepare(
@@ -92,7 +92,7 @@ class NativeAmp(Precision):
             self._update()
 
     def commit(self) -> None:
-        """Update the scale if that is still due."""
+        """Update the scale if the step has not done so."""
         if self._checked:
             self._update()
         self._committed_skipped = self._num_skipped
@@ -123,7 +123,7 @@ class NativeAmp(Precision):
         return f"{wrong[0]} is no number" if wrong else ""
 
     def _update(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Update the scale from the overflows that were found; return the old and the new scale."""
+        """Update the scale from the detected overflows. Return the old and the new scale."""
         assert self.scaler is not None
         before = self.scaler.scale(self._one)
         self.scaler.update()
@@ -135,7 +135,7 @@ class NativeAmp(Precision):
         return before, after
 
     def _rescale(self) -> None:
-        """Update the scale, and adjust gradients that wait for their update."""
+        """Update the scale, and rescale accumulated gradients."""
         held = [
             parameter.grad
             for optimizer in self._optimizers

@@ -167,7 +167,7 @@ class ShardedModels:
                 yield module
 
     def _shared(self, block: torch.nn.Module) -> str:
-        """Return the name of a parameter that modules outside of a block have too."""
+        """Return the name of a parameter that a block shares with modules outside of it."""
         within, index = set(block.modules()), self._index
         for name, parameter in block.named_parameters():
             if any(module not in within for module, _ in self._places[index[id(parameter)]]):
@@ -175,7 +175,7 @@ class ShardedModels:
         return ""
 
     def shard(self) -> None:
-        """Shard the models over the current group. The rows have no content yet."""
+        """Shard the models over the current group. The rows are uninitialized."""
         group = dist.group.WORLD
         assert group is not None
         mesh = DeviceMesh.from_group(group, self.device.type)
@@ -203,7 +203,7 @@ class ShardedModels:
             self._units[model].register_forward_pre_hook(functools.partial(hook, model))
 
     def put_whole(self, values: Sequence[torch.Tensor]) -> None:
-        """Let the models have whole parameters until `shard`."""
+        """Let the models have complete parameters until `shard`."""
         self.release()
         for number, value in enumerate(values):
             parameter = torch.nn.Parameter(value, self.trained[number])
@@ -212,7 +212,7 @@ class ShardedModels:
                 setattr(module, name, parameter)
 
     def release(self) -> None:
-        """Make plain modules of the models again. Their parameters are useless."""
+        """Convert the models back to plain modules. Their parameters become unusable."""
         for unit in self._units.values():
             unit.release()
         self._units = {}
@@ -237,12 +237,12 @@ class ShardedModels:
         )
 
     def gradient(self, number: int) -> torch.Tensor | None:
-        """Return the gradient of `local`."""
+        """Return the gradient of the tensor from `local`."""
         held: Any = self.parameters[number].grad
         return None if held is None else held.detach().to_local().view(-1)
 
     def reset(self) -> None:
-        """Forget a forward or backward pass that has failed."""
+        """Discard the state of a failed forward or backward pass."""
         for model in self.models:
             unit = self._units.get(model)
             if unit is not None and unit.was_called:  # otherwise PyTorch has nothing to reset

@@ -16,7 +16,7 @@ from raysgd.torch.sharding.pieces import Slot, rows_of
 __all__ = ["Layout", "RowLayout", "Transfer", "share_of", "transfers"]
 
 _ALIGNMENT = 16
-"""Bytes; a multiple of the size of every dtype."""
+"""Alignment in bytes, a multiple of the size of every dtype."""
 
 
 def share_of(total: int, size: int, rank: int) -> tuple[int, int]:
@@ -29,7 +29,7 @@ def share_of(total: int, size: int, rank: int) -> tuple[int, int]:
 
 
 class Transfer(NamedTuple):
-    """Elements that a rank has, and the ranks that need them. It may be one of these."""
+    """Elements that one rank has, and the ranks that need them. These can include that rank."""
 
     start: int
     stop: int
@@ -133,7 +133,7 @@ class Layout:
         return [(self.rank - n) % self.size for n in range(self.num_copies(self.size) + 1)]
 
     def cuts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the index, first element, and end of each parameter in a range of the row."""
+        """Yield the index, first element, and end of each parameter in a range of all elements."""
         index = bisect.bisect_right(self.starts, start) - 1
         while start < stop:
             first, end = self.starts[index], min(self.starts[index + 1], stop)
@@ -142,7 +142,7 @@ class Layout:
             start, index = max(start, end), index + 1
 
     def lay_out(self) -> None:
-        """Lay out shares for the current group."""
+        """Compute the shares for the current group."""
         # a worker that loads a snapshot before it enters a group has none
         is_in_group = dist.is_initialized()
         self.rank, size = (dist.get_rank(), dist.get_world_size()) if is_in_group else (0, 1)
@@ -164,7 +164,7 @@ class RowLayout(Layout):
     """The rows of each parameter that ``fully_shard`` gives the ranks."""
 
     def part(self, index: int, number: int, size: int) -> tuple[int, int]:
-        """Return the first element of a parameter in a share, and the end."""
+        """Return the start and the exclusive end of a share within a flattened parameter."""
         num_rows, *rest = self._shapes[index]
         width = math.prod(rest)
         start, stop = rows_of(num_rows, size, number)

@@ -1,4 +1,4 @@
-"""Merge the shards of all workers into a whole state."""
+"""Merge the shards of all workers into a complete state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raysgd.torch.sharding.pieces import flat, is_divided
 __all__ = ["PARAMETER", "gather_state"]
 
 PARAMETER = "parameter"
-"""Name of a model's parameter in a worker's shard of the state."""
+"""Key of the model parameter in a worker's shard of the state."""
 
 
 def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:

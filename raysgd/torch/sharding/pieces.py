@@ -38,29 +38,29 @@ class Piece:
     """Consecutive elements of one parameter, in the order of memory."""
 
     which: int
-    """Index of the parameter."""
+    """Index of the parameter that the piece belongs to."""
     start: int
     stop: int
     stepped: torch.Tensor
     """The tensor that the optimizer updates, and its key in the state. It has content only within a
-    step, and if it has an uncommitted update."""
+    step or while an update is uncommitted."""
     base: torch.Tensor | None = None
-    """The current elements, if parameters are sharded too."""
+    """The current elements if parameters are sharded too."""
 
 
 @dataclass(eq=False)
 class Block:
-    """Consecutive elements of the row of all parameters, from one source."""
+    """Consecutive elements of all parameters, concatenated, from one source."""
 
     start: int
     stop: int
     version: int
-    """Number of their updates."""
+    """Number of updates of the elements."""
     pieces: list[Piece]
 
 
 class Slot(NamedTuple):
-    """Where the elements of a parameter are in the buffer of a share."""
+    """Position of a parameter's elements in the buffer of a share."""
 
     which: int
     start: int
@@ -70,16 +70,16 @@ class Slot(NamedTuple):
 
 
 class Content(NamedTuple):
-    """The message for a piece."""
+    """The message that transfers a piece."""
 
     which: int
     start: int
     stop: int
     value: torch.Tensor | None
-    """The updated elements, if the update is not committed."""
+    """The updated elements if the update is not committed."""
     state: dict[str, Any]
     base: torch.Tensor | None = None
-    """The elements, if parameters are sharded too."""
+    """The elements if parameters are sharded too."""
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

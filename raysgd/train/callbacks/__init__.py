@@ -1,4 +1,4 @@
-"""Callbacks of training functions: they see what the workers report."""
+"""Callbacks of training functions, which receive what the workers report."""
 
 from __future__ import annotations
 

@@ -23,9 +23,10 @@ class TrainingCallback:
     """Receives what the workers report. Runs on the driver; override what you need."""
 
     results_preprocessor: ResultsPreprocessor | None = None
-    """Applied to results before `handle_result` gets them."""
+    """Preprocessor of the results that `handle_result` receives."""
     RESERVED_KEYS: Iterable[str] = ()
-    """Names of reserved metrics that the callback gets, such as traces of `TorchWorkerProfiler`."""
+    """Names of reserved metrics that the callback receives, such as traces of
+    `TorchWorkerProfiler`."""
 
     def start_training(
         self, logdir: str | os.PathLike[str], config: dict[str, Any] | None = None, **info: Any
@@ -67,7 +68,7 @@ class FileCallback(TrainingCallback):
     """
 
     logdir: Path
-    """The folder. It exists from the first run on."""
+    """The folder of the callback. It exists from the first run on."""
     _subfolder = ""
     """Default folder, relative to the folder of the run."""
 
@@ -86,4 +87,4 @@ class FileCallback(TrainingCallback):
         self._begin(config or {})
 
     def _begin(self, config: dict[str, Any]) -> None:
-        """Begin to write. The folder exists."""
+        """Begin to write. The folder already exists."""

@@ -33,7 +33,7 @@ class CallbackHandler:
 
     @contextlib.contextmanager
     def run(self, logdir: Path, config: dict[str, Any]) -> Iterator[None]:
-        """Start the callbacks, and finish those that started, the last one first."""
+        """Start the callbacks. At the end, finish those that started, in reverse order."""
         with contextlib.ExitStack() as started:
             for callback in self._callbacks:
                 started.push(functools.partial(_finish, callback))

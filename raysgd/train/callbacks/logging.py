@@ -68,7 +68,7 @@ class JsonLoggerCallback(FileCallback):
 
     @property
     def log_path(self) -> Path:
-        """The file."""
+        """Path of the log file."""
         return self.logdir / self._filename
 
 

@@ -101,7 +101,7 @@ class _Aggregating(ResultsPreprocessor):
         return [{**result, **added} for result in results]
 
     def _aggregate(self, numbers: Mapping[int, float], results: Results) -> float:
-        """Return one value for the numbers, which are by rank."""
+        """Return one value for the numbers, which are keyed by rank."""
         raise NotImplementedError
 
 

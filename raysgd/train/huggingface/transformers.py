@@ -67,7 +67,7 @@ def get_checkpoint_path() -> str | None:
 
 
 class _Batches(IterableDataset[Any]):
-    """Batches that come from an iterable, such as ``shard.iter_torch_batches()`` of Ray Data."""
+    """Batches from an iterable, such as ``shard.iter_torch_batches()`` of Ray Data."""
 
     def __init__(self, batches: Any) -> None:
         self.batches = batches

@@ -53,7 +53,7 @@ class _Accelerator:
 
 
 _OUTSIDE: dict[str, Any] = {}
-"""Replaces `Session.extras` outside of a run."""
+"""State that replaces `Session.extras` outside of a run."""
 
 
 def _extras() -> dict[str, Any]:
@@ -294,7 +294,7 @@ def _float32(value: Any) -> Any:
 
 
 class _AmpOptimizer:
-    """Steps an optimizer in mixed precision, and delegates everything else to it."""
+    """Steps an optimizer in mixed precision, and delegates everything else to the optimizer."""
 
     def __init__(self, optimizer: Optimizer, precision: Precision) -> None:
         self.optimizer = optimizer

@@ -184,7 +184,7 @@ class _SharedSampler(DistributedSampler[Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next pass. If the user's sampler has one, that is it."""
+        """The epoch of the next pass. A user's sampler with an epoch takes precedence."""
         own = getattr(self._given, "epoch", None) if hasattr(self._given, "set_epoch") else None
         return own if isinstance(own, int) else self._epoch
 
@@ -247,7 +247,7 @@ def _can_share(loader: DataLoader[Any]) -> bool:
 
 
 def _is_part(sampler: Any) -> bool:
-    """Return whether a sampler, or one that it wraps, is for one of several workers."""
+    """Return whether a sampler, or one that it wraps, selects the part of one worker."""
     while sampler is not None:
         if hasattr(sampler, "num_replicas"):  # the name in PyTorch and most other libraries
             return True
