@@ -32,7 +32,7 @@ def confusion_matrix(
             [0, 1]])
     """
     size = num_classes**2
-    # One more bin for ignored positions, because filtering them would wait for the device.
+    # Count ignored positions in an extra bin, because filtering them would wait for the device.
     place = torch.where(target == ignore_index, size, target * num_classes + predicted)
     counts = torch.bincount(place.reshape(-1), minlength=size + 1)
     return counts[:size].reshape(num_classes, num_classes)

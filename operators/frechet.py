@@ -42,7 +42,7 @@ def frechet_distance(
         clouds.append((mean, (moment - count * torch.outer(mean, mean)) / (count - 1)))
     (mean, one), (other_mean, other) = clouds
     root = _root(one)
-    # S T and S^½ T S^½ have the same eigenvalues, and the latter is symmetric
+    # S T and S^½ T S^½ have the same eigenvalues, and the latter is symmetric.
     shared = torch.linalg.eigvalsh(root @ other @ root).clamp(min=0).sqrt().sum()
     distance = (mean - other_mean).square().sum() + one.trace() + other.trace() - 2 * shared
     return max(0.0, float(distance))

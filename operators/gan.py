@@ -127,8 +127,8 @@ class GAN(ConfiguredOperator):
             fake = self.generator(self.noise(count))
             on_real = in_full_precision(self.discriminator(real))
             loss_real = _loss(on_real, 1 - smoothing)
-        # Separate passes: normalization layers must not mix real and generated samples, and a layer
-        # that changes its buffers needs its backward pass before the next forward pass.
+        # Use separate passes: normalization layers must not mix real and generated samples, and a
+        # layer that changes its buffers needs its backward pass before the next forward pass.
         num_items = self._count_items(batch, count)
         self.backward(loss_real, num_samples=num_items)
         with self.timers.record("fwd"), self.autocast():

@@ -59,7 +59,7 @@ class Regressor(SupervisedOperator):
                 f"but the target {tuple(target.shape)}. They must be equal."
             )
         if not target.is_floating_point():
-            # At least float32, because outputs can have 16 bits in mixed precision.
+            # Use at least float32, because outputs can have 16 bits in mixed precision.
             target = target.to(torch.promote_types(output.dtype, torch.float32))
         return output, target
 

@@ -115,7 +115,7 @@ class WithMetrics(TrainingOperator):
     _metrics: dict[str, Metric] | None = None
 
     def _prepare_metrics(self) -> dict[str, Metric]:
-        # Not only in setup, because a user's setup may not call super().setup().
+        # Do this not only in setup, because a user's setup may not call super().setup().
         if self._metrics is None:
             given = _by_name(type(self).__name__, self.build_metrics(self.config))
             self._metrics = {name: _alone(metric).to(self.device) for name, metric in given.items()}
@@ -165,7 +165,7 @@ class MergedStates(MergeableMetric):
 def _reduced(states: list[Any], reduce: Any) -> Any:
     """Merge the states of several parts like TorchMetrics merges those of processes."""
     if len(states) == 1:
-        # A copy, because some metrics change their states in compute().
+        # Copy, because some metrics change their states in compute().
         return list(states[0]) if isinstance(states[0], list) else states[0].clone()
     if isinstance(states[0], list):
         # Lists of batches are concatenated.

@@ -56,7 +56,7 @@ def suggests(method: _Method) -> _Method:
             if name not in own and not takes_any:
                 if not is_init:
                     raise unknown_argument(f"{type(self).__name__}.{method.__name__}", name, own)
-                # a subclass may pass on its own arguments
+                # A subclass may pass on its own arguments.
                 known = {**own, **inspect.signature(type(self)).parameters}
                 raise unknown_argument(type(self).__name__, name, known)
         try:

@@ -83,7 +83,7 @@ def _is_postponed() -> bool:
 def _load() -> ModuleType:
     import torch
 
-    with _swapping:  # do not hold it while loading: the import locks do that
+    with _swapping:  # do not hold this lock while loading: the import locks protect that
         if _is_postponed():
             del sys.modules[_NAME]
             vars(torch).pop("_dynamo", None)

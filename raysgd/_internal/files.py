@@ -32,7 +32,7 @@ def replacing(target: Path) -> Iterator[IO[bytes]]:
     try:
         with temporary.open("xb+") as file:
             with contextlib.suppress(FileNotFoundError):
-                # Before the file has content that others must not read.
+                # Set the mode before the file has content that others must not read.
                 os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
             yield file
             file.flush()

@@ -11,10 +11,10 @@ __all__ = ["HIDDEN", "checked_path", "shown_url", "without_secrets"]
 
 HIDDEN = "***"
 
-# Up to the last @ before the next URL of a chain, because passwords can contain @.
+# Match up to the last @ before the next URL of a chain, because passwords can contain @.
 _PASSWORD = re.compile(r"//([^/:]*):(?!:\w+://)(?:(?!::\w+://).)*@", re.DOTALL)
 _QUERY = re.compile(r"\?.*", re.DOTALL)
-# Bounded, because foreign text can be long and contain many partial matches.
+# Limit the length, because foreign text can be long and contain many partial matches.
 _PASSWORD_IN_TEXT = re.compile(r"""//([^/:\s'"]*):(?!:\w+://)\S{0,2000}@""")
 # A user name without a password can be a token.
 _USER = re.compile(r"""//[^/:@\s'"]+@""")

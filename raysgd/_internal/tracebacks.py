@@ -100,14 +100,14 @@ def _shorten_one(error: BaseException) -> None:
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
-    if not frames:  # a cause from a worker, or already shortened
+    if not frames:  # the traceback of a worker, or already shortened
         return
     own = [each for each in frames if is_the_users(each.tb_frame.f_code.co_filename)]
     is_ours = frames[-1].tb_frame.f_code.co_filename.startswith(_PACKAGE + os.sep)
     hidden = len(frames) - len(own)
     if not is_wanted() or (hidden < _MANY and not is_ours):
         return
-    if not is_ours and isinstance(error, Exception):  # the place of Ctrl-C does not matter
+    if not is_ours and isinstance(error, Exception):  # for Ctrl-C, the place does not matter
         with contextlib.suppress(Exception):  # user classes may refuse notes
             if not any(map(_HIDDEN.match, getattr(error, "__notes__", []))):
                 error.add_note(_HIDDEN_NOTE.format(hidden))

@@ -30,5 +30,5 @@ from raysgd.callbacks.tensorboard import TensorBoardLogger as TensorBoardLogger
 from raysgd.callbacks.terminate_on_nan import TerminateOnNaN as TerminateOnNaN
 from raysgd.callbacks.wandb import WandbLogger as WandbLogger
 
-# every class above
+# Export every class above.
 __all__ = sorted(name for name, value in globals().items() if isinstance(value, type))

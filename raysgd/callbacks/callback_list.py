@@ -106,7 +106,7 @@ class CallbackList:
         finally:
             self._entries = [entry for entry in self._entries if entry not in added]
             for entry in added:
-                if entry.key not in self._loaded:  # it could load its state
+                if entry.key not in self._loaded:  # this callback has loaded its state
                     with contextlib.suppress(CallbackError):  # nothing is saved now
                         self._detached[entry.key] = self._state_of(entry)
 
@@ -115,7 +115,7 @@ class CallbackList:
         self._end(trainer, list(self._entries))
 
     def _start(self, trainer: Trainer) -> None:
-        # callbacks that save come first, because they may load a state
+        # Callbacks that save come first, because they may load a state.
         new = [entry for entry in self._entries if not entry.started]
         for entry in sorted(new, key=lambda entry: -entry.callback.stage):
             entry.started = self._call_one(entry, "on_train_start", trainer)

@@ -55,7 +55,7 @@ class CheckpointCallback(Callback):
         ValueError: if an argument has a value that is not allowed.
     """
 
-    stage: ClassVar[int] = 1  # after the callbacks that change their state, but starts before them
+    stage: ClassVar[int] = 1  # run after callbacks that change the state, but start before them
     saves_state: bool = True
 
     def __init__(
@@ -140,7 +140,7 @@ class CheckpointCallback(Callback):
         self.restored_from, self.passed_over = restored.path, restored.passed_over
         self._newest = restored.shown
         self._saved_at = trainer.global_step
-        # a warning, because the script's learning rate, for example, has no effect now
+        # Warn because, for example, the script's learning rate has no effect now.
         logger.warning(
             "Resuming from %s, with its optimizers: epoch %d, step %d. To start from scratch, use "
             "another folder.",
@@ -188,7 +188,7 @@ class CheckpointCallback(Callback):
             )
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        # after a loss, the other workers may not answer
+        # After a loss, the other workers may not answer.
         can_save = self._on_exception and not isinstance(error, WorkerLostError)
         if can_save and trainer.global_step != self._saved_at:
             self._save(trainer, {}, unless_nan=True)
@@ -207,9 +207,9 @@ class CheckpointCallback(Callback):
     ) -> None:
         assert self._store is not None
         self._num_epochs_missing = 0
-        self._writer.wait()  # before the state is copied, to hold one copy at a time
+        self._writer.wait()  # wait before copying the state, to hold one copy at a time
         if self.monitor is not None:
-            metrics = {self.monitor: math.nan, **metrics}  # it is unknown within an epoch
+            metrics = {self.monitor: math.nan, **metrics}  # the metric is unknown within an epoch
         with self._state(trainer, self._store, unless_nan) as state:
             if state is None:
                 logger.warning("Nothing is saved after the exception, because the state has NaN.")

@@ -45,7 +45,7 @@ class CsvLogger(LoggerCallback):
             name: json.dumps(value) if isinstance(value, list) else value
             for name, value in plain_values(metrics).items()
         }
-        row = {**record, **cells, **record}  # the order of the record, and its values
+        row = {**record, **cells, **record}  # keep the order and the values of the record
         columns = _columns_of(path)
         if missing := [name for name in row if name not in columns]:
             columns += missing

@@ -27,7 +27,7 @@ class DeviceStats(Callback):
     peak of allocated GPU memory since the last call.
     """
 
-    stage: ClassVar[int] = -1  # before the loggers
+    stage: ClassVar[int] = -1  # run before the loggers
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         try:

@@ -59,7 +59,7 @@ class EarlyStopping(Callback):
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         if self.monitor in metrics:
-            if not self._of_validation:  # forget the values of training
+            if not self._of_validation:  # forget the values of training metrics
                 self._of_validation, self.best, self.num_waited = True, None, 0
             self._compare(trainer, metrics[self.monitor])
         elif self.monitor not in trainer.latest_metrics:

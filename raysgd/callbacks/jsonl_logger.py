@@ -77,7 +77,7 @@ class JsonlLogger(LoggerCallback):
         self._write(trainer, "metrics.jsonl", line)
 
     def on_event(self, trainer: Trainer, event: Event) -> None:
-        # also between two runs, because no file stays open
+        # This file can also get events between two runs, because it does not stay open.
         self._write(trainer, "events.jsonl", dataclasses.asdict(event))
 
     def _write(self, trainer: Trainer, name: str, line: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ class LearningRateLogger(Callback):
     groups ``lr/group0``, ``lr/group1``.
     """
 
-    stage: ClassVar[int] = -1  # before the loggers
+    stage: ClassVar[int] = -1  # run before the loggers
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         try:
@@ -45,5 +45,5 @@ def learning_rates(operator: Any) -> dict[str, float]:
 def _rates_of(optimizer: Any) -> list[float]:
     if hasattr(optimizer, "param_groups"):
         return [float(group["lr"]) for group in optimizer.param_groups]
-    rate = optimizer.learning_rate  # of Keras: with several workers, float() rejects the variable
+    rate = optimizer.learning_rate  # in Keras with several workers, float() rejects the variable
     return [float(rate.numpy() if hasattr(rate, "numpy") else rate)]

@@ -97,7 +97,7 @@ class MLflowRun:
         from mlflow import MlflowClient
 
         if _is_folder(tracking_uri):
-            # a URI, because MLflow decodes percent signs in a path
+            # Pass a URI, because MLflow decodes percent signs in a path.
             tracking_uri = Path(tracking_uri).expanduser().absolute().as_uri()
         if tracking_uri is not None and tracking_uri.startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -114,7 +114,7 @@ class MLflowRun:
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Write the numbers and strings in a config as parameters."""
         shown = scalars(shown_config(config))
-        # a dict, because two names may become one, and MLflow refuses a second value
+        # Use a dict, because two names may become one, and MLflow refuses a second value.
         given = {name_for_mlflow(name): str(value) for name, value in shown.items()}
         for name, value in given.items():
             self.client.log_param(self.id, name, value[:_LONGEST_VALUE])

@@ -65,7 +65,7 @@ class TorchProfiler(Callback):
 
     def next_pause(self, global_step: int) -> int | None:
         due = self._begin_at if self._end_at is None else self._end_at
-        # a step may be past already, if all workers were lost
+        # The step may have passed already if all workers were lost.
         return None if due is None else max(due, global_step + 1)
 
     def on_pause(self, trainer: Trainer) -> None:

@@ -53,7 +53,7 @@ class ProgressBar(EpochLines):
             return
         names = dict.fromkeys(name for each in progress for name in each.latest)
         latest = {n: _mean([p.latest[n] for p in progress if n in p.latest]) for n in names}
-        # the workers start to count again after a pause or a failure within the call
+        # The workers restart their count after a pause or a failure within the call.
         done = first.num_batches
         if kind == "train":
             done = max(done, first.global_step - self._first_step)
@@ -92,7 +92,7 @@ class ProgressBar(EpochLines):
         self._kind = self._label = kind
         if trainer.num_epochs is not None:
             is_validation = kind == "validate"
-            # a guess for training: the workers report the epoch with their first batch
+            # For training, guess: the workers report the epoch with their first batch.
             self._label = place_of(trainer, trainer.epoch + (not is_validation))
             self._label += ", validation" * is_validation
         if is_interactive():
@@ -105,7 +105,7 @@ class ProgressBar(EpochLines):
 
     def _finish(self, trainer: Trainer, label: str, metrics: dict[str, Any]) -> None:
         if self._display is not None and trainer.num_epochs is None:
-            # a user's loop may not count its batches
+            # A user's loop may not count its batches.
             steps = trainer.global_step - self._first_step if self._kind == "train" else None
             counted = metrics.get(BATCH_COUNT, steps)
             num_batches = None if counted is None else round(counted)
@@ -157,7 +157,7 @@ class _Bar:
         self.show(num_batches, num_batches or None, shown)
 
     def close(self, is_done: bool) -> None:
-        if is_done:  # a notebook shows a bar that is not full as a failure
+        if is_done:  # a notebook shows an incomplete bar as failed
             self._bar.total = self._bar.n
         self._bar.close()
         self._logs_above.close()

@@ -71,7 +71,7 @@ def _page(name: str, log: RunLog, script: str) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
-        # an empty icon, because the browser would request one
+        # Add an empty icon, because the browser would request one.
         f'<link rel="icon" href="data:,"><style>{_STYLE}</style>{script}</head><body>'
         f"<h1>{title}</h1>"
         f'<p class="when">{began:%A, %d %B %Y, %H:%M:%S %Z} · {html.escape(_made_with(run))}</p>'
@@ -189,7 +189,7 @@ def _group_of(name: str) -> str:
     for part, title in (("loss", "Loss"), ("acc", "Accuracy")):
         if part in name:
             return title
-    # entries of one vector or dict share a chart: val_f1_0 and val_f1_1, profile/mean_fwd_s
+    # Entries of one vector or dict share a chart: val_f1_0 and val_f1_1, profile/mean_fwd_s.
     whole = name.removeprefix("train_").removeprefix("val_").partition("/")[0]
     return re.sub(r"[-_]\d+$", "", whole) or name
 
@@ -228,7 +228,7 @@ def _worker_chart(log: RunLog) -> Iterator[str]:
         name="workers",
         hoverinfo="skip",
     )
-    # breaks last, because repairs at nearly the same time would hide them
+    # Draw breaks last, because repairs at nearly the same time would hide them.
     for number, kind in enumerate(sorted(marks, key=BREAKS.__contains__)):
         is_break = kind in BREAKS
         color = _BREAK_COLOR if is_break else _COLORS[number % len(_COLORS)]

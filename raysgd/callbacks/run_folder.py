@@ -65,6 +65,6 @@ def trainer_callbacks(
     if logdir is not None:
         check_can_write(logdir)
         if not any(isinstance(c, JsonlLogger) and c.folder in (None, logdir) for c in found):
-            found.append(JsonlLogger())  # last, after callbacks that add metrics
+            found.append(JsonlLogger())  # last, to run after callbacks that add metrics
         found.append(RunReport())
     return found

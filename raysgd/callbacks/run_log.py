@@ -141,7 +141,7 @@ def _stops(events: Sequence[Record]) -> Iterator[tuple[float, float]]:
     repaired_at = 0.0
     for event in events:
         if event["kind"] == "started":
-            broken_at = None  # another run
+            broken_at = None  # the gap to another run is not a break
         elif event["kind"] in BREAKS and broken_at is None:
             broken_at = event["time"]
         elif event["kind"] in _REPAIRS:

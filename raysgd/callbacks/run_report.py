@@ -18,7 +18,7 @@ class RunReport(Callback):
     ``raysgd report RUNDIR`` writes it at any other time.
     """
 
-    stage = 2  # after the loggers
+    stage = 2  # run after the loggers
     needs_logdir = True
 
     def on_train_end(self, trainer: Trainer) -> None:

@@ -77,7 +77,7 @@ class TensorBoardLogger(LoggerCallback):
     def _opened(self, trainer: Trainer) -> TensorBoardWriter:
         if self._writer.summary_writer is None:
             folder = folder_for(trainer, self._folder, "tensorboard")
-            # hide later steps, which were trained after the checkpoint
+            # Hide later steps, which were trained after the checkpoint.
             board = self._writer.open(folder, self._began_at + 1)
             shown = json.dumps(json_dict(shown_config(trainer.config)), indent=1)
             board.add_text("config", f"```json\n{shown}\n```")
@@ -97,7 +97,7 @@ class TensorBoardWriter:
     def __init__(self, owner: str) -> None:
         import_extra(owner, "tensorboard", "callbacks")
         if "tensorflow" not in sys.modules:
-            # a switch of TensorBoard: otherwise it imports TensorFlow, which takes seconds
+            # Disable TensorFlow in TensorBoard: importing it takes seconds.
             sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("notf"))
         import_extra(owner, "torch.utils.tensorboard", "callbacks")
         self.summary_writer: Any = None

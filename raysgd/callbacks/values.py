@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 _SECRET = re.compile(r"(?i:password|passwd|passphrase|secret|credential)")
-# secrets unless they are numbers, such as num_tokens
+# These are secrets unless they are numbers, such as num_tokens.
 _MAYBE_SECRET = re.compile(
     r"(?i:key|token)s?(?![a-z])|(?<![a-z])(?:pass|pwd|auth)(?![a-z])|(?i:authorization)"
 )

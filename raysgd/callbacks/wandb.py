@@ -84,7 +84,7 @@ class WandbLogger(ServiceLogger):
             given |= {"id": self.run_id, "resume": "allow"}
         run = wandb.init(**given)
         self.run_id = run.id
-        # the steps of wandb cannot go back, as ours do after a restart from a snapshot
+        # Steps in wandb cannot decrease, but a restart from a snapshot repeats steps.
         run.define_metric("*", step_metric=_STEP)
         return run
 

@@ -137,7 +137,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manif
     source = _file_at(path)
     with source.open() as file:
         manifest = verify(file, source.shown)
-        # load from the open file, because the path may lead to another file by now
+        # Load from the open file, because the path may lead to another file by now.
         archive = arrays if arrays.is_ours(file) else _tensors()
         file.seek(0)
         state = archive.read(source, file)

@@ -52,7 +52,7 @@ class Location:
         for protocol in (part.partition("://")[0] for part in self.name.split("::")):
             try:
                 get_filesystem_class(protocol)
-            except ImportError as error:  # names the package to install
+            except ImportError as error:  # the error names the package to install
                 raise CheckpointError(f"Cannot open {self.shown}: {error}") from error
             except ValueError:
                 raise CheckpointError(
@@ -126,7 +126,7 @@ class Location:
     def file_names(self) -> list[str]:
         """Return the names of the files in this folder; none if it does not exist."""
         with self._file_system("list") as (fs, path):
-            fs.invalidate_cache()  # another process may have written since
+            fs.invalidate_cache()  # another process may have written the file since
             with contextlib.suppress(FileNotFoundError):
                 infos = fs.ls(path, detail=True)
                 files = (info["name"] for info in infos if info["type"] != "directory")
@@ -140,7 +140,7 @@ class Location:
         from fsspec.core import url_to_fs
 
         try:
-            # url_to_fs would split a path with ::
+            # Do not use url_to_fs for local paths, because it would split a path at "::".
             yield (filesystem("file"), self.name) if self.is_local else url_to_fs(self.name)
         except CheckpointError:
             raise
@@ -150,7 +150,7 @@ class Location:
             text = without_secrets(first_line(error).replace(self.name, self.shown))
             may_be_intact = not self.is_local or isinstance(error, PermissionError)
             kind = UnreachableError if may_be_intact else CheckpointError
-            # the text of a remote error may have a secret
+            # The text of a remote error may contain a secret.
             cause = error if self.is_local else None
             raise kind(f"Cannot {verb} {self.shown}: {text}") from cause
 

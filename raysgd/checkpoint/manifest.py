@@ -120,7 +120,7 @@ def verify(file: IO[bytes], shown: str, whole: bool = True) -> Manifest | None:
             records = [name for name in archive.namelist() if name.endswith(f"/{_RECORD}")]
             if digest:
                 return Manifest.from_json(archive.read(records[0]))
-            # an archive that starts later is a tensor of a truncated file
+            # An archive that starts later is a tensor in a truncated file.
             if archive.comment or records or archive.infolist()[0].header_offset > 0:
                 raise CheckpointError("the file is damaged: its seal is not as it was written.")
             return None

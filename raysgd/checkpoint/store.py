@@ -239,7 +239,7 @@ class CheckpointStore(CheckpointFolder):
             for name in self._surplus(newest):
                 self._remove(name)
                 del self._manifests[name]
-            for name in self._folders(whole=False):  # left by a killed process
+            for name in self._folders(whole=False):  # a killed process may have left them
                 self._remove(name)
             for name in self._folder.file_names():
                 unfinished = TEMPORARY_NAME.fullmatch(name)  # its writer was killed

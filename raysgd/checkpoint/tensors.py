@@ -35,7 +35,7 @@ def read(source: Location, file: IO[bytes]) -> Any:
                 f"Cannot load {source.shown}: it has objects of a type that is not allowed. "
                 f"Loading never runs code from a file. {_ALLOW}\n{_refused_type(error)}"
             ) from error
-        # these errors of PyTorch advise to load without protection
+        # These PyTorch errors advise loading without protection.
         text = "" if "weights_only" in str(error) else f": {first_line(error)}"
         raise CheckpointError(
             f"Cannot load {source.shown}: the file is damaged or is not a checkpoint "

@@ -132,7 +132,7 @@ def doctor(
     rows += [("memory here", _gib(memory.total), f"{_gib(memory.available)} free")]
     rows += _torch_rows()
     _show(rows)
-    if address == "local":  # would start a cluster
+    if address == "local":  # Ray would start a cluster
         typer.echo("\nThere is no cluster at the address 'local': each script starts its own Ray.")
         return
     try:

@@ -46,7 +46,7 @@ class Drains:
         self._asked_at: float | None = None
         """When the question was sent that Ray has not answered; None if there is none."""
 
-    # ---- what is announced
+    # ---- notices of the user
 
     def drain_node(self, node_id: str, deadline_s: float | None) -> None:
         """Record the user's notice for a node."""
@@ -66,7 +66,7 @@ class Drains:
             leave_by = self._clock.time() + _TERM_S
             self._of_members[member] = Notice("its process was sent SIGTERM", None, leave_by)
 
-    # ---- what Ray announces
+    # ---- notices of Ray
 
     def ask_ray(self) -> None:
         """Poll Ray in a thread until `stop`, because a request can block for long."""
@@ -85,7 +85,7 @@ class Drains:
         while not is_over.wait(_LOOK_EVERY_S):
             self._asked_at = self._clock.monotonic()
             with contextlib.suppress(Exception):  # Ray is shut down
-                from ray._private.state import state  # nothing public says it (Ray 2.60)
+                from ray._private.state import state  # Ray 2.60 has no public API for this
 
                 self._of_ray = {
                     node: _notice("Ray drains its node", deadline_ms / 1000 or None)
@@ -104,12 +104,12 @@ class Drains:
         """Whether the Ray head node is unresponsive. A request to it would then block."""
         return self.silence_s > _SILENT_S
 
-    # ---- what there is
+    # ---- all notices
 
     @property
     def nodes(self) -> dict[str, Notice]:
         """Notices for nodes, by Ray node ID."""
-        now, own = self._clock.time(), dict(self._of_nodes)  # which another thread may change
+        now, own = self._clock.time(), dict(self._of_nodes)  # another thread may change it
         own = {node: notice for node, notice in own.items() if now < notice.leave_by + _FORGET_S}
         return {**own, **self._of_ray}
 

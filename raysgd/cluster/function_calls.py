@@ -59,7 +59,7 @@ def cancel(references: Sequence[Any]) -> None:
     import ray
 
     for reference in references:
-        with contextlib.suppress(Exception):  # one that has ended, or whose cluster has
+        with contextlib.suppress(Exception):  # the task or its cluster may have ended
             ray.cancel(reference, force=True)
 
 

@@ -40,7 +40,8 @@ _KEEPALIVE = {
     "TCP_KEEPIDLE": 1,
     "TCP_KEEPINTVL": 1,
     "TCP_KEEPCNT": _SILENCE_S - 1,
-    # of the same length, for the end of the handshake: the kernel does not probe before its answer
+    # Use the same length for the end of the handshake: the kernel sends no probe before the peer's
+    # answer.
     "TCP_USER_TIMEOUT": _SILENCE_S * 1000,
 }
 _REACHED_MS = 1500
@@ -103,10 +104,10 @@ class HostWatch:
     def is_reached(self) -> bool:
         """Whether the host responds and the worker has been connected for a while."""
         connection = self._connection
-        # after a cut of the driver's host the workers reconnect at different times
+        # After a network failure of the driver's host, the workers reconnect at different times.
         if connection is None or time.monotonic() - self._connected_at < _RECONNECT_S:
             return False
-        with contextlib.suppress(OSError):  # it is closed
+        with contextlib.suppress(OSError):  # the socket is closed
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ANSWER.stop)
             return int.from_bytes(info[_LAST_ANSWER], sys.byteorder) < _REACHED_MS
         return False
@@ -123,7 +124,7 @@ class HostWatch:
         _end_if_silent(connection)
         self._connection, self._connected_at = connection, time.monotonic()
         self.is_silent = is_silent = False
-        if self._is_closed:  # by another thread, just now
+        if self._is_closed:  # another thread has just closed it
             return
         try:
             await asyncio.get_running_loop().sock_recv(connection, 1)  # the worker sends nothing
@@ -178,7 +179,7 @@ class HostMonitor:
             if own not in self._listeners:
                 self._listeners[own] = Listener(own, "raysgd-host-monitor")
             return HostWatch(info.node_ip, lose, self, self._listeners[own])
-        except (OSError, RuntimeError):  # nothing can listen, or there can be no further thread
+        except (OSError, RuntimeError):  # no port can be opened, or no thread can start
             return None
 
     def is_cut_off(self, watches: Sequence[HostWatch | None]) -> bool:

@@ -75,7 +75,7 @@ def reserve(
     if capacity < min_workers and is_own_cluster():
         raise _no_room("", bundle, min_workers, num_workers)
     for size in start_sizes(num_workers, min_workers, capacity, free):
-        # the last one is the least that will do
+        # The last size is the minimum, so spend the remaining time on it.
         left = deadline - time.monotonic() if size == min_workers else 0.0
         wait_s = max(left, SETTLE_S)
         group = _granted([bundle] * size, strategy, wait_s, is_wanted, label_selectors[:size])
@@ -115,7 +115,7 @@ def _topped_up(
                 _described(bundle),
                 _described(ray.cluster_resources(), bundle),
             )
-    except BaseException:  # Ctrl-C, most likely
+    except BaseException:  # most likely Ctrl-C
         reservation.release()
         raise
     return reservation
@@ -139,7 +139,7 @@ def _granted(
     is_granted = False
     try:
         started = mentioned = time.monotonic()
-        # the wait() of a placement group takes whole seconds only
+        # The wait() of a placement group supports whole seconds only.
         while not (is_granted := is_created(group)):
             now = time.monotonic()
             if not is_wanted():

@@ -43,7 +43,7 @@ def connect() -> None:
     """
     if ray.is_initialized():
         return
-    # ray.init() would try for minutes if the cluster is gone
+    # ray.init() would retry for minutes if the cluster is gone.
     given = os.environ.get("RAY_ADDRESS")
     last = _last_cluster()
     try:
@@ -96,7 +96,7 @@ def overview(address: str) -> dict[str, tuple[float, float]]:
 
 @contextlib.contextmanager
 def _connected(address: str) -> Iterator[None]:
-    _probe(address)  # Ray itself would try for minutes
+    _probe(address)  # Ray itself would retry for minutes
     ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     try:
         yield
@@ -173,6 +173,6 @@ def node_traits() -> dict[str, set[str]]:
 
 def is_own_cluster() -> bool:
     """Return whether this process started the cluster. Such a cluster does not grow."""
-    with contextlib.suppress(psutil.NoSuchProcess):  # one that ends just now
+    with contextlib.suppress(psutil.NoSuchProcess):  # the process may end at this moment
         return any(child.name() == "gcs_server" for child in psutil.Process().children())
     return False

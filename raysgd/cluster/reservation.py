@@ -65,7 +65,7 @@ class Slot:
         if self._index < 0:
             return self.last_node_id
         table = placement_group_table(self.group)
-        # while Ray replaces the bundles of a lost node, the others stay
+        # While Ray replaces the bundles of a lost node, the other bundles stay reserved.
         if table.get("state") not in ("CREATED", "RESCHEDULING"):
             return None
         nodes: dict[int, str] = table.get("bundles_to_node_id", {})
@@ -97,7 +97,7 @@ def is_created(group: PlacementGroup) -> bool:
 def _num_lost(group: PlacementGroup) -> int:
     """Return how many bundles of a group Ray is rescheduling."""
     table = placement_group_table(group)
-    # single requests cannot replace bundles that must share a node, or must not
+    # Single requests cannot replace bundles with a strict placement strategy.
     if table.get("state") != "RESCHEDULING" or table.get("strategy", "").startswith("STRICT_"):
         return 0
     return sum(not node for node in table.get("bundles_to_node_id", {}).values())
@@ -105,7 +105,7 @@ def _num_lost(group: PlacementGroup) -> int:
 
 def _is_free(group: PlacementGroup) -> bool:
     state = placement_group_table(group).get("state", "REMOVED")
-    # while a group holds resources, the cluster shows them under names that end in its id
+    # While a group holds resources, Ray lists them under names that end in the group's ID.
     held = group.id.hex()
     return state == "REMOVED" and not any(name.endswith(held) for name in ray.available_resources())
 
@@ -150,7 +150,7 @@ class Reservation:
                 vacant.remove(labels)
         group = request_group([bundle], "SPREAD", vacant[:1])
         self.groups.append(group)
-        if self._is_released:  # by another thread meanwhile
+        if self._is_released:  # another thread has released it meanwhile
             remove_placement_group(group)
             return None
         slot = Slot(group, 0, vacant[0] if vacant else None)

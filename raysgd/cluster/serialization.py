@@ -160,7 +160,8 @@ def _pickler(portable: bool, shares_tensors: bool) -> Any:
             if torch is not None and type(obj) is torch.Tensor and _is_plain(obj, torch):
                 flat = obj.reshape(-1).view(torch.uint8).numpy()
                 return rebuild, (flat, obj.dtype, tuple(obj.shape))
-            # such as torch.distributed.config, if a function uses names like these
+            # Ray pickles such modules by value, for example torch.distributed.config, if a function
+            # uses names like these.
             if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
                 name = obj.__name__
                 if sys.modules.get(name) is obj:

@@ -259,7 +259,7 @@ class Worker:
         """Call a user function. Ray sends its exception to the driver."""
         try:
             return function(*args, **kwargs)
-        except (Exception, SystemExit):  # the latter ends the process
+        except (Exception, SystemExit):  # SystemExit would end the process
             raise
         except BaseException as error:
             raise CarriedError(_bare(error)) from error
@@ -317,7 +317,7 @@ class Worker:
     def _failure(self, error: BaseException) -> Outcome:
         in_main_thread = threading.current_thread() is threading.main_thread()
         if isinstance(error, KeyboardInterrupt) and in_main_thread and not self._remote:
-            raise error  # Ctrl-C of the driver
+            raise error  # Ctrl-C on the driver
         split = 0
         if isinstance(error, OutOfMemoryError):
             assert error.__cause__ is not None
@@ -325,7 +325,7 @@ class Worker:
         text = "".join(traceback.format_exception(error))
         raised_in = _raised_in(error)
         if isinstance(error, SystemExit):
-            # it would end the driver's program silently
+            # SystemExit would end the driver's program silently.
             error = RemoteError(
                 f"SystemExit: user code called sys.exit({error.code!r}). Return, or raise an "
                 "exception."
@@ -347,10 +347,10 @@ class Worker:
             return Outcome(kind, error, progress, split=split)
         where = f"Raised on worker {self._rank} (pid {os.getpid()}, {_host()}):\n{text}"
         bare = _bare(error)
-        # sent as text, because unpickling a TensorFlow error would import TensorFlow
+        # Send the error as text, because unpickling a TensorFlow error would import TensorFlow.
         if kind != "user":
             return Outcome(kind, pack(_as_text(bare)), progress, where)
-        # often the only line that is read
+        # Users often read only this line.
         note = f"Raised on worker {self._rank}, {raised_in}; its traceback is above."
         note = note if raised_in else ""
         return Outcome(kind, _packed_error(bare), progress, where, note, split)

@@ -99,7 +99,7 @@ class WorkerGroup:
             WorkerLostError: if one dies as it starts.
         """
         self.reserve(timeout_s)
-        # stored before they are up, so that a failed start leaves no process behind
+        # Store the members before they are up, so that a failed start leaves no process behind.
         self.members = [self.new_member(slot) for slot in self.vacant_slots(request=False)]
         self._find_places(self.members, max(timeout_s, COME_UP_S))
         self.members = self.in_order(self.members)
@@ -128,7 +128,7 @@ class WorkerGroup:
         slots = self.vacant_slots(request=False)[:num_workers]
         if missing := num_workers - len(slots):
             more = self._reserve(missing, missing, self.options.start_timeout_s)
-            if self._reservation is None:  # ended by another thread meanwhile
+            if self._reservation is None:  # another thread has ended the group
                 more.release()
                 raise RuntimeError("The workers are shut down.")
             self._reservation.include(more)
@@ -214,7 +214,7 @@ class WorkerGroup:
             reservation.drop_lost(taken)
             going = [s for s in reservation.slots if s.last_node_id in nodes and s not in taken]
             going = [slot for slot in going if slot.node_id in (None, *nodes)]
-            # in a start too, because its reserved room may never come back
+            # Do this in a start too, because reserved resources may never come back.
             if request or len(reservation.slots) < num_before:
                 self._request_missing(reservation, going)
             slots += [slot for slot in reservation.slots if slot not in going]
@@ -226,7 +226,7 @@ class WorkerGroup:
         unsure = [*going, *(self._slots.get(member) for member in self.leaving())]
         self.suspects = [slot for slot in self.suspects if slot in reservation.slots]
         if len(reservation.slots) < num_workers + len(unsure) + len(self.suspects):
-            # Ray may have found another place for some of them
+            # Ray may have moved some of the slots to another node.
             self.suspects = [s for s in self.suspects if s.node_id in (None, s.last_node_id)]
         unsure += self.suspects
         while len(reservation.slots) < num_workers + len(unsure):
@@ -281,7 +281,7 @@ class WorkerGroup:
         """
         self._is_wanted = False
         self.drains.stop()
-        with self._ending:  # another thread may be at it
+        with self._ending:  # another thread may be ending the group
             self._shutdown(force, patience_s)
 
     def _shutdown(self, force: bool, patience_s: float) -> None:
@@ -290,25 +290,25 @@ class WorkerGroup:
         try:
             pending = []
             for member in self.members:
-                if not member.remote:  # its process lives on, and must be clean
+                if not member.remote:  # its process continues to run and must be clean
                     member.control("interrupt")
                     pending.append(member.work("teardown"))
                 elif not force and member.alive:
                     pending.append(member.work("teardown"))
             if self.clock.wait(pending, patience_s) or force:
-                return  # one hangs
+                return  # at least one member hangs
             for member in self.members:
                 if member.remote and member.alive:
-                    with contextlib.suppress(Exception):  # it may be gone already
+                    with contextlib.suppress(Exception):  # the process may be gone already
                         leaving[member] = member.leave(patience_s)
             self.clock.wait(list(leaving.values()), patience_s)
-        finally:  # also when Ctrl-C ends the wait
+        finally:  # also if Ctrl-C ends the wait
             self.members = []
             self._slots.clear()
             self._extra.clear()
             for member in everyone:
                 if member in leaving and not _has_ended(leaving[member]):
-                    member.kill_process()  # for Ray it is dead already
+                    member.kill_process()  # Ray already considers it dead
                 else:
                     member.kill()
             reservation, self._reservation, self._local = self._reservation, None, None
@@ -333,12 +333,13 @@ class _LocalSlot:
 def _actor_class() -> Any:
     import ray
 
-    # set on the methods, because Ray Client does not support concurrency groups per call
+    # Set the groups on the methods, because Ray Client does not support concurrency groups per
+    # call.
     for name, method in inspect.getmembers(Worker, inspect.isfunction):
         if not name.startswith("_"):
             group = "control" if name in CONTROL_METHODS else "work"
             ray.method(concurrency_group=group)(method)
-    remote: Any = ray.remote  # its types lack concurrency_groups
+    remote: Any = ray.remote  # the type stubs lack concurrency_groups
     return remote(concurrency_groups={"work": 1, "control": _CONTROL_THREADS})(Worker)
 
 

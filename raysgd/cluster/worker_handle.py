@@ -142,7 +142,7 @@ class ActorHandle(WorkerHandle):
     def _lose(self, error: LostError) -> None:
         """Fail all current and later calls, because the worker will not respond."""
         self._lost = error
-        with contextlib.suppress(KeyError):  # when none is left
+        with contextlib.suppress(KeyError):  # no worker is left
             while True:
                 self._waiting.popitem()[0].set_exception(error)
 
@@ -154,7 +154,7 @@ class ActorHandle(WorkerHandle):
 
     def control(self, method: str, *arguments: Any) -> Future[Any]:
         assert method in CONTROL_METHODS, f"{method} would wait for the work thread"
-        return self.work(method, *arguments)  # the method itself has the thread group
+        return self.work(method, *arguments)  # the actor's method defines the concurrency group
 
     def _unless_lost(self, answer: Future[Any]) -> Future[Any]:
         """Return a future of the same answer, which fails if the host is lost.
@@ -168,7 +168,7 @@ class ActorHandle(WorkerHandle):
 
         def pass_on(answer: Future[Any]) -> None:
             if self._waiting.pop(waiting, waiting) is waiting:
-                return  # it was lost first
+                return  # it was lost before
             if (error := answer.exception()) is not None:
                 waiting.set_exception(error)
             else:
@@ -210,13 +210,13 @@ class ActorHandle(WorkerHandle):
         if self.watch is not None:
             self.watch.close()
         if self.alive:
-            with contextlib.suppress(Exception):  # it may be gone already
+            with contextlib.suppress(Exception):  # the worker may be gone already
                 ray.kill(self.actor)
 
     def leave(self, timeout_s: float) -> Future[bool]:
         self._check_alive()
         self.actor.__ray_terminate__.remote()
-        # Ray reports the end of an actor before its exit handlers run
+        # Ray reports the end of an actor before its exit handlers run.
         return self._on_node(_await_end, timeout_s)
 
     def kill_process(self) -> None:
@@ -268,7 +268,7 @@ class InlineHandle(WorkerHandle):
         return future
 
     def control(self, method: str, *arguments: Any) -> Future[Any]:
-        try:  # in this thread, even if work has its own
+        try:  # run in this thread, even if work has its own thread
             return InlineHandle.work(self, method, *arguments)
         except Exception as error:
             failed: Future[Any] = Future()
@@ -308,7 +308,7 @@ def _on_node(function: Any, node_id: str) -> Callable[..., Any]:
 
 
 def _send_signal(pid: int, number: int) -> None:
-    os.kill(pid, number)  # itself not a Python function, which Ray refuses to send
+    os.kill(pid, number)  # Ray cannot send os.kill itself, because it is not a Python function
 
 
 def _await_end(pid: int, timeout_s: float) -> bool:
@@ -351,7 +351,7 @@ def is_loss(error: BaseException) -> bool:
         | ray.exceptions.RayActorError
         | ray.exceptions.WorkerCrashedError
         | ray.exceptions.NodeDiedError
-        # of Ray, for a worker that it killed; exceptions of user code come as outcomes
+        # Ray raises it for a worker that it killed. Exceptions of user code arrive as outcomes.
         | ray.exceptions.OutOfMemoryError,
     )
 

@@ -251,7 +251,7 @@ class _Service:
         self._loop = asyncio.SelectorEventLoop()
 
     def end(self) -> None:
-        with contextlib.suppress(RuntimeError):  # has ended
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._closed.set)
 
     def _run(self) -> None:

@@ -95,7 +95,7 @@ class Entry:
                 raise made
             return made
         finally:
-            del made  # the exception refers to this frame: avoid a cycle
+            del made  # the exception refers to this frame, which would be a cycle
 
 
 class GlooGroup(ProcessGroup):
@@ -156,7 +156,7 @@ class GlooGroup(ProcessGroup):
         gloo would abort the process of a rank that receives more than it expects.
         """
         size = sum(tensor.nbytes for tensor in args[1])
-        with torch.inference_mode(False):  # the mesh writes the result in any thread
+        with torch.inference_mode(False):  # another thread may write the result
             bounds = torch.tensor([size, -size], device="cpu")
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
@@ -271,7 +271,7 @@ def _keep(gloo: Any, running: _Running) -> None:
 
 def _collective(name: str) -> Callable[..., Work]:
     def method(self: GlooGroup, *args: Any, **kwargs: Any) -> Work:
-        output = args[0] if args else None  # the first argument of all of them
+        output = args[0] if args else None  # all operations take it as first argument
         return _Operation(self._running, lambda: getattr(self._gloo, name)(*args, **kwargs), output)
 
     method.__name__ = name
@@ -381,7 +381,7 @@ class _Operation(Work):
 
         try:
             future = self._work.get_future()
-        except RuntimeError:  # some operations have none: a thread waits for them
+        except RuntimeError:  # some operations have no future: a thread waits for them
             work, self._outputs = self._work, output if isinstance(output, list) else [output]
             outputs = self._outputs
             waiting = threading.Thread(
@@ -427,7 +427,7 @@ class _Operation(Work):
         self.wait()
         if self._outputs is not None:
             return self._outputs
-        self._work.wait()  # gloo's Work ends shortly after its future
+        self._work.wait()  # the Work in gloo ends shortly after its future
         tensors: list[torch.Tensor] = self._work.result()
         return tensors
 
@@ -488,7 +488,7 @@ class _SmallReduction(Work):
             at_end()
             raise
         if is_async and not _in_backward_pass():
-            # asynchronous: make progress even if no thread waits
+            # For an asynchronous operation, make progress even if no thread waits.
             self._finish_elsewhere(Future())
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:

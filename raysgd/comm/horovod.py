@@ -59,7 +59,7 @@ class HorovodBackend(Backend):
         framework: Literal["torch", "tensorflow"] | None = "torch",
     ) -> None:
         check_horovod()
-        self.rejoins = framework != "tensorflow"  # its collectives cannot be reconfigured
+        self.rejoins = framework != "tensorflow"  # TensorFlow cannot reconfigure its collectives
         self._timeout_s = timeout_s
         self._framework = framework
         self._server: Any = None
@@ -74,7 +74,7 @@ class HorovodBackend(Backend):
         host = driver_address(addresses)
         # Horovod's RendezvousServer would listen on all interfaces.
         server = self._server = RendezvousHTTPServer((host, 0), RendezvousHandler, 0)
-        server.socket.listen(1024)  # its own backlog is five
+        server.socket.listen(1024)  # the default backlog is five
         server.daemon_threads = True  # a silent client does not block shutdown
         server.init([SlotInfo(**_slot(addresses, rank)) for rank in range(len(addresses))])
         serve = functools.partial(server.serve_forever, poll_interval=_POLL_S)
@@ -192,7 +192,7 @@ def _slot(addresses: Sequence[str], rank: int) -> dict[str, Any]:
     hosts = list(dict.fromkeys(addresses))
     local_rank = addresses[:rank].count(address)
     sizes = Counter(addresses)
-    # hosts that have a worker with this local rank
+    # Select the hosts that have a worker with this local rank.
     cross = [host for host in hosts if sizes[host] > local_rank]
     return {
         "hostname": address,

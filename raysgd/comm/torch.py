@@ -130,7 +130,7 @@ class TorchBackend(Backend):
         ranks = (context.world_rank, context.world_size, min(self._timeout, _CONNECT))
         if self._name == "gloo":
             is_meshed = self._mesh is not None and all(mesh_addresses)
-            if self._mesh is not None and is_meshed:  # first: its errors name missing ranks
+            if self._mesh is not None and is_meshed:  # its errors name missing ranks
                 self._mesh.connect(mesh_addresses)
             self._group = GlooGroup.init(store, *ranks, entry)
             if self._mesh is not None and is_meshed:
@@ -177,7 +177,7 @@ class TorchBackend(Backend):
         group, self._group = self._group, None
         if group is not None:
             group.release()
-        # a group that user code made is not ours to destroy
+        # User code created this group, so raysgd must not destroy it.
         if self._made and dist.is_initialized():
             dist.destroy_process_group()
         self._made = False

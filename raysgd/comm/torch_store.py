@@ -61,7 +61,7 @@ class TorchStore(Store):
     def num_keys(self) -> int:
         return int(self._ask("num_keys"))
 
-    # names that PyTorch looks up from C++
+    # PyTorch looks up these names from C++.
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 

@@ -283,7 +283,7 @@ def _dealt_to(
         return
     num_dealt = [0] * world_size
     for batch in range(num_batches):
-        # the worker that finishes one more batch first
+        # Choose the worker that finishes one more batch first.
         chosen = min(range(world_size), key=lambda r: ((num_dealt[r] + 1) / shares[r], r))
         num_dealt[chosen] += 1
         if chosen == rank:

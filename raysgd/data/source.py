@@ -19,7 +19,7 @@ def own_split(loader: Any) -> tuple[Any, Any] | None:
     for part in (loader, *sources, batches, getattr(batches, "sampler", None)):
         if hasattr(part, "num_replicas"):  # as in PyTorch's DistributedSampler
             return part.num_replicas, getattr(part, "rank", None)
-        # set by split_dataset_by_node of Hugging Face, without a public name
+        # Hugging Face's split_dataset_by_node sets it, without a public name.
         split: Any = getattr(part, "_distributed", None)
         if hasattr(split, "world_size"):
             return split.world_size, split.rank
@@ -75,7 +75,7 @@ class BatchSource:
 
     def __getattr__(self, name: str) -> Any:
         """Return attributes of the user's loader, such as ``dataset``."""
-        if name == "loader":  # not set yet while unpickling
+        if name == "loader":  # the attribute is missing while unpickling
             raise AttributeError(name)
         return getattr(self.loader, name)
 

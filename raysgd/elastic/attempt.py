@@ -113,7 +113,7 @@ class Attempt:
 
     def find_cause(self, interrupt: Callable[[], None]) -> None:
         """Find the cause of a failure, and call `interrupt` to stop the other workers."""
-        # the peers of a dead worker see a broken connection before Ray reports its death
+        # The peers of a dead worker see a broken connection before Ray reports its death.
         reason_s = _OWN_STOP_S if self.interrupted_by_us else _ROOT_CAUSE_S
         self.settle_until(reason_s, lambda: self.has_cause)
         interrupt()

@@ -71,7 +71,7 @@ class CallRunner:
     def begin(self, call: Call) -> None:
         """Set the call of the next attempts."""
         self._context.call, self._redo, self._split = call, None, 0
-        # committed steps count, even if a later step has left the state partial
+        # Committed steps count, even if a later step has left the state partial.
         self._reached = replace(self._journal.progress, partial=False)
 
     def end(self) -> None:
@@ -116,7 +116,7 @@ class CallRunner:
             packed = sendable(f"the arguments of {call.request.name}", packed)
         self._context.check_open()
         self._sent = {}
-        for member in members:  # one by one, because Ctrl-C must find those that were sent
+        for member in members:  # send one by one, because Ctrl-C must find the calls that were sent
             self._sent[member] = member.work("call", packed)
         self._attempt = attempt = Attempt(self._sent, self._clock)
         self._watch(call, attempt)
@@ -163,7 +163,7 @@ class CallRunner:
             if attempt.settle(_BUSY_TICK_S if is_busy else idle_s):
                 continue
             if self._group.is_cut_off():
-                continue  # the workers wait too
+                continue  # the workers also wait
             progress = self._commands.ask_progress()
             if call.on_wait is not None:
                 call.on_wait(list(progress.values()))
@@ -177,7 +177,7 @@ class CallRunner:
                 moves = moves or self._context.shares.wants_change
                 num_members = len(self._group.members)
                 if moves and not self._context.pauses.request(attempt, progress, num_members):
-                    self.interrupt()  # some have passed the step: discard it
+                    self.interrupt()  # some workers have passed the step: discard it
 
     def interrupt(self) -> None:
         """Interrupt the attempt although no worker has failed."""

@@ -72,7 +72,7 @@ class Commands:
         packed = sendable(request.name, request)
         attempt = Attempt({m: m.work("call", packed) for m in idle}, self._clock)
         attempt.settle_until(ANSWER_S, lambda: False)
-        self.busy |= attempt.pending  # the next call finds one that was lost
+        self.busy |= attempt.pending  # the next call detects lost workers among them
 
     def ask(
         self, members: Sequence[WorkerHandle], request: Request, timeout_s: float = _SALVAGE_S
@@ -101,7 +101,7 @@ class Commands:
             self._clock.wait(asked.values(), _LOOK_EVERY_S)
             if self._group.is_cut_off():
                 deadline = self._clock.monotonic() + _SILENCE_S
-            # Ray loses answers with its connection to a worker, after 20 s without a link
+            # Ray loses answers when its connection to a worker breaks, after 20 s without a link.
             again = [m for m, f in asked.items() if (e := _error_of(f)) and m.may_live(e)]
             is_done = not again and all(f.done() for f in asked.values())
             if is_done or self._clock.monotonic() >= deadline:
@@ -112,7 +112,7 @@ class Commands:
             self._check_open()
         lost = {member: error for member, f in asked.items() if (error := _error_of(f))}
         for member, error in lost.items():
-            if not is_loss(error):  # it may be stopped
+            if not is_loss(error):  # the process may be stopped
                 member.kill_process()
         return {m: f.result() for m, f in asked.items() if m not in lost}, lost
 

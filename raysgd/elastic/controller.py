@@ -89,14 +89,14 @@ class Controller:
             may_grow=elastic.grow and not group.options.inline,
             keeps_snapshots=elastic.snapshot_every is not None,
         )
-        # pickled here, so that an error comes before a worker starts
+        # Pickle here, so that an error is raised before a worker starts.
         created: dict[str, Any]
         created = {"initialization_hook": hook, "the runner": runner, "backend": backend}
         if not group.options.inline:
             created = {name: sendable(name, value) for name, value in created.items()}
         self.journal = journal = Journal(group, self.recovery.survivors_stay)
         self._commands = commands = Commands(group, journal, self._check_open)
-        # the driver's own worker stays, unless all restart
+        # The driver's own worker stays unless all workers restart.
         of_driver = not elastic.in_place and not group.options.inline
         self.snapshots = SnapshotKeeper(of_driver, group)
         self._preemption = PreemptionWatch(group, journal, can_join)
@@ -126,7 +126,7 @@ class Controller:
             Do.ASK_PROGRESS: self.forming.ask_progress,
             Do.START_GROUP: self.forming.start_group,
             Do.SAVE_STATE: self._calls.save,
-            Do.RETURN_OUTCOMES: lambda: None,  # `run` returns them
+            Do.RETURN_OUTCOMES: lambda: None,  # `run` returns the outcomes
             Do.RAISE_ERROR: self._raise_error,
             Do.KILL_STUCK: self._calls.kill_stuck,
             Do.INTERRUPT_CALL: self._calls.interrupt,
@@ -141,7 +141,7 @@ class Controller:
             Do.NOTE_START: self._starts.note_start,
         }
 
-    # ---- life
+    # ---- lifecycle
 
     def start(self) -> None:
         """Start the workers and set them up. If that fails, stop them."""
@@ -202,7 +202,7 @@ class Controller:
                 "workers. Create the trainer in this process, and start the process by spawn."
             )
 
-    # ---- the loop
+    # ---- event loop
 
     def _steps(self, event: Event | None) -> Iterator[Callable[[], Event | None]]:
         """Yield a function for each action that follows from an event and its results.
@@ -224,7 +224,7 @@ class Controller:
         """Enter the next state, and return its actions."""
         self._check_open()
         self.state, actions = transition(self.state, event, self._policy)
-        if self._is_shut_down:  # by another thread, just now
+        if self._is_shut_down:  # another thread has just called `shutdown`
             self.state = machine.Closed()
             raise RuntimeError(_SHUT_DOWN)
         return actions
@@ -267,7 +267,7 @@ class Controller:
         try:
             with self._supervised():
                 if len(self.members) < min_workers:
-                    self._scale_up.try_again()  # once per call, so that tries are bounded
+                    self._scale_up.try_again()  # once per call, to limit the number of attempts
                 for step in self._steps(machine.CallRequested(budget=budget)):
                     self._next = step()
                 return self._calls.outcomes
@@ -311,7 +311,7 @@ class Controller:
     def _remove_lost(self) -> None:
         for member, error in self.journal.lost.items():
             rank, said = self.journal.ranks.get(member, -1), cause_of(member, error)
-            # if no survivor can be asked, use the last polled progress
+            # If no survivor answers, use the last polled progress.
             step = max(self.progress.global_step, self.journal.seen_step)
             self.journal.record("lost", [member], cause=said, step=step)
             self._context.call.causes.append(f"worker {rank} on {member.name}: {said}")
@@ -331,7 +331,7 @@ class Controller:
         raise self.journal.failure(action.why, self._context.call.causes, member, error)
 
     def _raise_error(self) -> None:
-        error, self.journal.error = self.journal.error, None  # or its frames stay alive
+        error, self.journal.error = self.journal.error, None  # else its frames stay alive
         assert error is not None
         raise error
 
@@ -343,7 +343,7 @@ class Controller:
         logger.warning("All workers restart from the snapshot: %s.", why)
         self._context.discard_members()
 
-    # ---- for trainers
+    # ---- methods for trainers
 
     def grow(self) -> bool:
         """Restart from the snapshot with more workers if there is room; return whether it did.

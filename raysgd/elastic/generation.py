@@ -56,7 +56,7 @@ class GroupForming:
         self.on_start: Callable[[], None] | None = None
         """Called after all workers have started, before they load a snapshot."""
 
-    # ---- the next generation
+    # ---- next generation
 
     def ask_progress(self) -> Event:
         """Wait for busy workers, and request the progress of each worker."""
@@ -141,7 +141,8 @@ class GroupForming:
     def _forming_failed(
         self, attempt: Attempt, joining: Mapping[WorkerHandle, Replacement]
     ) -> Event:
-        # discard lost replacements, or all of them if no worker is lost: one may be the cause
+        # Discard lost replacements. If no worker is lost, discard all, because one may be the
+        # cause.
         reason = None if attempt.lost else attempt.error()
         for member, replacement in joining.items():
             if (error := attempt.lost.pop(member, reason)) is not None:
@@ -168,7 +169,7 @@ class GroupForming:
         given = self._commands.ask(members, call.farewell, ANSWER_S)
         call.departed_results += [outcome for outcome in given if value_of(outcome) is not None]
 
-    # ---- a start
+    # ---- first start
 
     def start_group(self) -> Event:
         """Form a group of the ready workers, with the state of the newest snapshot."""
@@ -207,7 +208,7 @@ class GroupForming:
             self._raise_failure(prepared)
         else:
             leader = members[0]
-            self._load_snapshot([leader])  # the others get it from the leader
+            self._load_snapshot([leader])  # the other workers get the snapshot from the leader
         self._raise_failure(self._enter(members, contexts, leader))
         self._group.members[:] = members
         if self.on_start is not None:
@@ -217,7 +218,7 @@ class GroupForming:
 
     def _abort_forming(self, joining: Mapping[WorkerHandle, Replacement], error: Exception) -> None:
         """Discard the lost workers. The other workers stay if possible."""
-        # `on_start` may have changed the processes, and some can be in one group only
+        # `on_start` may have changed the processes, and some processes can join only one group.
         are_used = bool(self._group.members) or not self._context.recovery.rejoins
         self._group.members.clear()
         _, lost = self._commands.reach(joining)
@@ -229,7 +230,7 @@ class GroupForming:
                 self._scale_up.fail(replacement, lost[member])
             elif are_used:
                 self._scale_up.drop(replacement)
-        # a late interruption of this generation must not reach later work
+        # A late interruption of this generation must not reach later work.
         self._next_generation()
 
     def _load_snapshot(self, members: Sequence[WorkerHandle]) -> None:
@@ -242,11 +243,11 @@ class GroupForming:
         self._raise_failure(attempt)
         self._journal.progress = next(iter(attempt.outcomes.values())).progress
 
-    # ---- both
+    # ---- shared helpers
 
     def _next_generation(self) -> int:
         self._journal.generation += 1
-        self._context.pauses.step = None  # as on the workers that enter
+        self._context.pauses.step = None  # workers that enter a generation also reset it
         return self._journal.generation
 
     def _next_contexts(self, members: Sequence[WorkerHandle]) -> list[WorkerContext]:
@@ -321,7 +322,7 @@ class GroupForming:
 
     def _stop(self, attempt: Attempt) -> None:
         if self._backend is not None:
-            self._backend.close()  # wakes workers that still look for each other
+            self._backend.close()  # wakes workers that still wait for each other
         self._commands.stop(attempt)
 
     def _raise_failure(self, attempt: Attempt) -> None:

@@ -92,7 +92,7 @@ class HealthMonitor(Feature):
             not returned
             or None in waiting.values()
             or not all(p.blocked_on_driver for p in returned.values())
-            # a worker that has returned may have started a collective that is still running
+            # A worker that has returned may have started a collective that is still running.
             or any(p.collective is not None for p in returned.values())
         ):
             self._waiting = {}
@@ -124,7 +124,7 @@ class HealthMonitor(Feature):
             stacks = self._show_stacks()
             self._moved_at = now
             silent = [member for member, text in stacks.items() if text is None]
-            # workers in a collective wait for those that are not in it
+            # Workers in a collective wait for workers that are not in it.
             busy = [
                 member
                 for member, text in stacks.items()
@@ -190,7 +190,7 @@ def await_stragglers(
             del busy[member]
     why = f"still busy {patience_s:g} s after it was stopped"
     for member in stragglers.pending:
-        if not member.remote:  # it cannot be killed
+        if not member.remote:  # the driver cannot kill its own process
             raise WorkerTimeoutError(
                 f"The worker in the driver's process is {why}.",
                 ranks=[ranks[member]],

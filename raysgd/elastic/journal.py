@@ -68,7 +68,7 @@ class Journal:
             ranks=tuple(self.ranks.get(member, -1) for member in members),
             nodes=tuple(member.node_id for member in members),
             step=self.progress.global_step if step is None else step,
-            cause=without_secrets(cause),  # it goes into files, and to servers
+            cause=without_secrets(cause),  # events are written to files and sent to servers
             seconds=seconds,
             factor=factor,
             shares=shares,
@@ -82,7 +82,7 @@ class Journal:
                 kind.capitalize(),
                 self.listed(members) or "none",
                 event.generation,
-                # a state may be loaded later
+                # A state may be loaded later, so omit the step.
                 "" if kind == "started" else f", step {event.step}",
                 f", {seconds:.2f} s" if seconds else "",
                 f" {event.cause}." if event.cause else "",

@@ -359,7 +359,7 @@ def transition(state: State, event: Event, policy: Policy) -> Next:
         case Running(), WorkersHung():
             return state, (Do.KILL_STUCK,)
         case Running(), CallReturned(is_complete=is_complete, interrupted=interrupted):
-            # only a new generation revokes an interruption
+            # Only a new generation revokes an interruption.
             after = Broken(budget) if interrupted else Ready(budget)
             return after, (Do.RETURN_OUTCOMES if is_complete else Do.SURVEY,)
         case Running(), CallFailed(may_repeat=may_repeat):

@@ -26,9 +26,9 @@ class Pauses(Feature):
     ) -> bool:
         """Request a pause if possible. Return False if workers have passed the step."""
         if len(progress) < num_members or attempt.outcomes:
-            return True  # one does not answer, or the call ends
+            return True  # a worker does not answer, or the call is ending
         if not all(p.step_s for p in progress.values()):
-            return True  # before the first step, its duration is unknown
+            return True  # the step duration is unknown before the first step
         step = self.step = pause_step(list(progress.values()))
         heard = self._commands.pause_at(step)
         return all(f.done() and f.exception() is None and f.result() < step for f in heard)

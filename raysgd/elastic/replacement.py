@@ -58,7 +58,7 @@ class Replacement:
         except StopIteration:
             self.is_ready, self.step = True, "join"
         except BaseException as error:
-            self.error = error  # after Ctrl-C too: the generator has ended
+            self.error = error  # also store it after Ctrl-C, because the generator has ended
             from_worker = isinstance(error.__cause__, RemoteTraceback)
             if not isinstance(error, Exception) and not from_worker:
                 raise
@@ -84,7 +84,7 @@ class Replacement:
         if self.goal == "room":
             return
         self.member = member = self.group.new_member(self.slot)
-        if not member.info.node_ip:  # known for the driver's own worker
+        if not member.info.node_ip:  # the driver's own worker has it already
             place = member.control("info")
             limit_s = max(self.group.options.start_timeout_s, COME_UP_S)
             yield from self._until(place, "come up", limit_s)
@@ -96,7 +96,7 @@ class Replacement:
         if self.goal == "process":
             yield from self._results(asked)
             asked = []
-        if self.goal == "setup":  # all calls are queued on the worker
+        if self.goal == "setup":  # the worker queues all calls
             yield from self._results(asked + self._asked_to_set_up())
 
     def _asked_to_set_up(self) -> list[tuple[Step, Future[Outcome]]]:
@@ -109,9 +109,9 @@ class Replacement:
                 num_cpus=self.group.options.num_cpus,
             )
             self.context = replace(alone, world_rank=self.rank, world_size=self.size)
-        # a process cannot change which GPUs it sees
+        # A process cannot change which GPUs it sees.
         context = self.context = replace(self.context, generation=self.generation)
-        # both are one step, because a process that dies in the second may lose both answers
+        # Combine both in one step, because a process that dies in the second may lose both answers.
         return [
             ("set up", self.member.work("prepare", context)),
             ("set up", self.member.work("enter", context, None, None, True)),

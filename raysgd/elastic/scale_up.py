@@ -126,7 +126,7 @@ class ScaleUp(Feature):
         if missing <= 0:
             in_order = sorted(self._replacements, key=self._is_sure, reverse=True)
             for replacement in in_order[self._num_places() :]:
-                self.drop(replacement)  # others were first, or all members stay
+                self.drop(replacement)  # other workers were first, or all members stay
             if not self._replacements:
                 self.group.give_back()
         if missing > 0 and self._failures < self.config.max_attempts:
@@ -147,7 +147,7 @@ class ScaleUp(Feature):
         missing = self._num_missing()
         for replacement in list(replacements):
             if (waits := replacement.member is None) and missing <= 0:
-                continue  # another one was first
+                continue  # another replacement was first
             replacement.advance()
             missing -= waits and self._is_sure(replacement)
             if replacement.error is not None:
@@ -203,7 +203,7 @@ class ScaleUp(Feature):
             if step in ("start", "set up"):  # these run user code
                 self.error = _died_in_a_row(replacement, error, count)
         elif self._is_first or not isinstance(error, WorkerTimeoutError):
-            self.error = error  # a timeout may not happen again
+            self.error = error  # a repeated attempt may not time out
         wait_s = backoff_s(self._failures, self.config, random.random())
         self._retry_at[slot] = self.group.clock.monotonic() + wait_s
         self._failures += 1
@@ -213,7 +213,7 @@ class ScaleUp(Feature):
     def drop(self, replacement: Replacement) -> None:
         """Stop a replacement worker."""
         if replacement not in self._replacements:
-            return  # `shutdown` in another thread has done it
+            return  # `shutdown` in another thread has done this
         self._replacements.remove(replacement)
         if replacement.member is not None:
             self.group.discard(replacement.member)
@@ -242,7 +242,7 @@ class ScaleUp(Feature):
         """Prepare for a start, in which the started workers become the group."""
         self.try_again()
         self._enough_at = None
-        # crashes while others trained do not count
+        # Crashes while other workers trained do not count.
         self._crashes = {slot: c for slot, c in self._crashes.items() if c[0] != "set up"}
 
     def are_enough(self, min_workers: int) -> bool:

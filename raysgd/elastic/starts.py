@@ -74,7 +74,7 @@ class Starts:
         self._context.has_state |= bool(self._context.leaving)
         self._context.discard_members()
         if not self._context.recovery.joins:
-            self._scale_up.stop()  # they only waited for room
+            self._scale_up.stop()  # they only waited for resources
         self._scale_up.begin()
 
     def note_start(self) -> None:

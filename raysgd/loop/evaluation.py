@@ -79,11 +79,11 @@ class Evaluation:
                 source.close_workers()
                 raise
             metrics = checked_result(operator.validate, metrics)
-            # the metrics of a worker without a batch have no weight
+            # The metrics of a worker without a batch have no weight.
             metrics = weighted(metrics, batches.count or not batches.exhausted)
             metrics = rename_metrics(metrics, f"val/{name}") if name else metrics
             self._loop.results.append((train_state.global_step, metrics))
-            # with a known length, the steps of the group count, and not this rank's batches
+            # With a known length, count the steps of the group, and not this rank's batches.
             taken = batches.count if num_left is None or limit is None else limit
             if offset == 0 and (num_left == 0 or (batches.exhausted and taken == 0)):
                 context = train_state.context

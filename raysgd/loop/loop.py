@@ -69,20 +69,20 @@ class Loop:
         self.operator = operator
         self.signal = signal
         self.train_state: TrainState = operator._train_state
-        # the rest of the iteration over the training data, to continue in the next segment
+        # Iterator over the rest of the training data, for the next segment.
         self._batches: Iterator[Any] | None = None
         self._in_parts = False
         self._repeats = False
         self._source: BatchSource | None = None
-        # the worker whose own loader has the fewest batches
+        # Rank of the worker whose own loader has the fewest batches.
         self._shortest: int | None = None
         self._call = -1
         self.scheduled = -1
         """The newest call whose metric the schedulers have got."""
         self._until_epoch: int | None = None
-        # committed steps at the start of each segment, and its metrics
+        # Start step and metrics of each segment.
         self.results: list[tuple[int, Mapping[str, Any]]] = []
-        # epochs to end in addition to the goal, because the call began exactly before an end
+        # Epochs to end in addition to the goal, because the call began exactly before an end.
         self._more_epochs = 0
         self._began_at = 0
         self._skipped_before = 0
@@ -195,7 +195,7 @@ class Loop:
                 left = logged - train_state.global_step  # replayed steps have their own segment
             self._train_segment(source, left, request.info)
         if source.sharded and train_state.offset and source.steps_left(train_state.offset) == 0:
-            # a failure came between the last step and the end of the epoch
+            # A failure came between the last step and the end of the epoch.
             self._train_segment(source, None, request.info)
         train_state.check_trained()  # user code can unfreeze parameters during the call
         if train_state.context.distributed:
@@ -252,7 +252,7 @@ class Loop:
             left = segment.finish()
         except IndivisibleError:  # train the step again with whole batches
             if segment.num_batches == 0:
-                train_state.meters = None  # its metrics will come again
+                train_state.meters = None  # its metrics will be computed again
             self._settle_failure(segment, source)
             train_state.step.check_whole(train_state.global_step)
             return
@@ -274,7 +274,7 @@ class Loop:
         if train_state.global_step == started_at and not segment.paused:
             self._check_empty_segment(segment, source, limit)
         train_state.segment = None
-        # a loop that ends before its iterator does ends the epoch
+        # A loop that ends before its iterator does ends the epoch.
         if segment.epoch_is_over or (limit is None and not segment.paused):
             train_state.offset = 0
             train_state.epoch += 1
@@ -288,7 +288,7 @@ class Loop:
         go_on: Callable[[bool], bool] | None = None
         self._shortest = None
         if not source.sharded and train_state.context.world_size > 1:
-            # the workers' own loaders can differ in length; the first end is the end for all
+            # The workers' own loaders can differ in length. The first end is the end for all.
             if left is not None:
                 left = self._least(left)
             else:
@@ -364,7 +364,7 @@ class Loop:
             train_state = self.train_state
             is_last = train_state.epoch + 1 >= (self._until_epoch or 0) + self._more_epochs
             if train_state.global_step == self._began_at and is_last:
-                # the previous call stopped at the end of an epoch of unknown length
+                # The previous call stopped at the end of an epoch of unknown length.
                 self._more_epochs += 1
         elif limit is None:
             warnings.warn(
@@ -385,7 +385,7 @@ class Loop:
         source, settings = train_state.data.readable("train"), train_state.settings
         if not source.can_be_tried:
             return
-        # the batch size of the full group, although this worker is still alone
+        # Use the batch size of the full group, although this worker is still alone.
         source.reshard(settings.options.num_workers, 0, settings.batch_share)
         positional, named = _arguments_of(operator, {}, 1, 0)
         with (
@@ -423,7 +423,7 @@ class Loop:
         result = merge_segments([metrics for _, metrics in self.results])
         timers = self.train_state.timers
         profile = {"profile": timers.stats()} if timers.enabled else {}
-        return Summary({**result, **profile}, result.weights)  # a copy, which the caller changes
+        return Summary({**result, **profile}, result.weights)  # copy: the caller changes it
 
 
 def _arguments_of(

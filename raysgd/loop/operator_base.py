@@ -199,7 +199,7 @@ class OperatorBase:
         """Add the metrics of a batch or a part of one. They count after the update."""
         place = self._train_state.step.place
         metrics, weight = checked_metrics(self.train_batch, returned, place.weight)
-        if not place.weight:  # the samples are repeated ones
+        if not place.weight:  # the samples are repeated
             metrics, weight = {}, 0
         meters.hold(metrics, weight, place.ends_step)
         if place.is_last:
@@ -341,7 +341,7 @@ def class_from_creators(
     for name, function in creators.items():
         if not callable(function) and (function is not None or name in required):
             raise TypeError(f"{caller}({name}=...) must be a function, but it is {function!r}.")
-    # a plain function in a class would become a method
+    # A plain function in a class would become a method.
     functions = {f"_{name}": staticmethod(f) for name, f in creators.items() if f is not None}
     return type("CustomCreatorOperator", bases, functions)
 

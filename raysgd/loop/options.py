@@ -146,7 +146,7 @@ class Options(ABC):
         packed: Packed | None = vars(self).get("packed")
         if packed is None:
             return self.training_operator_cls, self.config
-        # large arrays stay in Ray's shared memory, which is read-only
+        # Large arrays stay in Ray's shared memory, which is read-only.
         found: tuple[Any, dict[str, Any]] = packed.value(own=not packed.is_large)
         return found
 

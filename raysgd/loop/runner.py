@@ -63,7 +63,7 @@ class OperatorRunner(ABC):
         self.generators = Generators()
         self._loss = LossReader()
 
-    # ---- life
+    # ---- lifecycle
 
     @abstractmethod
     def prepare(self, context: WorkerContext) -> None:
@@ -108,7 +108,7 @@ class OperatorRunner(ABC):
             train_state.data.check_like(state["fingerprint"])
             train_state.data.set_batch_size(state["batching"])
             train_state.parts.why_not = train_state.parts.why_not or state["indivisible"]
-        # without replication each worker keeps its own models, unless it is new
+        # Without replication, each worker keeps its own models unless it is new.
         follows = rank != leader and (train_state.replicated or train_state.global_step == 0)
         train_state.share_training_state(leader, follows)
         if follows:
@@ -124,7 +124,7 @@ class OperatorRunner(ABC):
         train_state = self._train_state
         train_state.settings.batch_share = self._set_share(train_state.context)
         if train_state.context.world_size > 1:
-            # each process may have drawn its own seed
+            # Each process may have drawn its own seed.
             sources = train_state.data
             seed, data = train_state.from_rank(
                 lambda: (train_state.seed, sources.fingerprint(with_batches=True)), 0
@@ -161,7 +161,7 @@ class OperatorRunner(ABC):
         train_state: TrainState = self.operator._train_state
         return train_state
 
-    # ---- read and set from another thread
+    # ---- access from another thread
 
     def progress(self) -> Progress:
         if self._loop is None:
@@ -274,7 +274,7 @@ class OperatorRunner(ABC):
             except Exception as error:
                 logger.warning("The warm-up of a replacement worker failed: %r", error)
 
-    # ---- other calls
+    # ---- answers to requests
 
     @abstractmethod
     def update_schedulers(self, call: int, metric: float) -> None:
@@ -293,7 +293,7 @@ class OperatorRunner(ABC):
         finally:
             if train_state.settable() != before:
                 has_snapshot = loop.snapshots.step is not None
-                loop.snapshots.clear()  # the next segment takes a new one
+                loop.snapshots.clear()  # the next segment takes a new snapshot
                 if not has_snapshot:
                     loop.snapshots.maybe_take(loop.state_with_call)
 
@@ -314,7 +314,7 @@ class OperatorRunner(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         train_state = self._train_state
         if train_state.context.in_driver:
-            # training would change the caller's tensors
+            # Copy the state, because training would change the caller's tensors.
             state = copy.deepcopy(state)
         check_position(state)
         train_state.check_training_state(state)
@@ -329,7 +329,7 @@ class OperatorRunner(ABC):
         self._running.forget_iteration()
         self._running.evaluation.start = None
         self._running.snapshots.clear()
-        if "call" in state:  # a snapshot, from which the call continues
+        if "call" in state:  # the state is a snapshot, from which the call continues
             self._running.join_call(state["call"])
         else:
             warn_of_other_steps(train_state, position)
@@ -384,5 +384,5 @@ class LossReader:
         return self._values
 
     def _wait(self, meters: AverageMeterCollection) -> None:
-        with contextlib.suppress(Exception):  # an error of the GPU also reaches the training thread
+        with contextlib.suppress(Exception):  # the training thread raises GPU errors too
             self._values = meters.latest()

@@ -37,7 +37,7 @@ class Signal:
     def raise_stop(self) -> None:
         """Raise StepInterruptedError if the call must stop, or deliver a deferred Ctrl-C."""
         if self._interrupted:
-            signal.raise_signal(signal.SIGINT)  # the second one is not deferred
+            signal.raise_signal(signal.SIGINT)  # only the first Ctrl-C is deferred
         if self.stop:
             raise StepInterruptedError("The driver asked this worker to stop.")
 

@@ -48,7 +48,7 @@ class DataSources(ABC):
             self._sources[_key_of(name)] = self._wrapped(given, loader, training=False)
 
     def _wrapped(self, given: str, loader: Any, training: bool) -> BatchSource:
-        # map-style data sets are iterable by __getitem__
+        # Map-style data sets are iterable by __getitem__.
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise TypeError(f"{given} must be iterable, but it is {loader!r}.")
         if isinstance(loader, GeneratorType):
@@ -233,7 +233,7 @@ class _Missing:
 
     def __iter__(self) -> Iterator[Any]:
         raise _missing(self._name)
-        yield  # makes it a generator
+        yield  # makes this function a generator
 
 
 def _missing(name: str) -> RuntimeError:

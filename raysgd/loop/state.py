@@ -25,7 +25,7 @@ class Snapshots:
     def __init__(self, state: TrainState) -> None:
         self._state = state
         self._every = state.settings.options.elastic.snapshot_every
-        # epoch, committed steps, and state
+        # Epoch, committed steps, and state.
         self._held: tuple[int, int, dict[str, Any]] | None = None
 
     @property

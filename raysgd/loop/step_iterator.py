@@ -134,7 +134,7 @@ class StepIterator:
         if batch is _NOTHING:
             self._ended = True
             raise StopIteration
-        # a partitioned source can read the batch again by its offset
+        # A partitioned source can read the batch again by its offset.
         self._step.draw(None if self._source.sharded else batch)
         place = self._next_place()
         self.batch = batch
@@ -205,7 +205,7 @@ class StepIterator:
             return self._places[position]
         is_last = position + 1 == self._planned
         if not is_last and not self._source.sharded:
-            # the loader may end before its claimed length
+            # The loader may end before its claimed length.
             self._next_batch = self._take()
             is_last = self._next_batch is _NOTHING
         return MicroBatch(position, self._planned, is_last, step=position)

@@ -130,7 +130,7 @@ class TrainState(ABC):
         if self.parts.split > 1:
             position["split"] = self.parts.split
         if self.data.trains_on != "train":
-            # the offset is in the data set of the newest call
+            # The offset refers to the data set of the newest call.
             position["trains_on"] = self.data.trains_on
         return position
 

@@ -221,7 +221,7 @@ class Chaos:
         self._thread.join()
         for member in self._trainer._controller.members:
             if member in self._hit and member.remote:
-                member.signal(signal.SIGCONT)  # no effect on a killed one
+                member.signal(signal.SIGCONT)  # has no effect on a killed process
         if self._error is not None and error is None:
             raise self._error
 
@@ -250,7 +250,7 @@ class Chaos:
             now = time.time()
             _check_signalled(member, fault.rank)
             if not member.signal(number):
-                continue  # it has died, and a replacement will get the rank
+                continue  # the worker has died, and a replacement will get the rank
             self._hit.add(member)
             self._pending.remove(fault)
             self._injected.append(

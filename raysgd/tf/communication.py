@@ -77,7 +77,7 @@ class GlooWorkers(Communication):
         import torch.distributed as dist
 
         parts: list[Any] = [None] * self.size
-        # the numbers of rows differ
+        # Workers have different numbers of rows.
         dist.all_gather_object(parts, (slices.values.numpy(), slices.indices.numpy()))
         values = np.concatenate([values for values, _ in parts]) / self.size
         indices = np.concatenate([indices for _, indices in parts])
@@ -168,5 +168,5 @@ def communication_of(context: WorkerContext, use_horovod: bool = False) -> Commu
         return HorovodGroup(context.world_size, context.world_rank)
     import torch.distributed as dist
 
-    # during setup, a replacement is alone in its group, unlike its context
+    # During setup, a replacement is alone in its group, unlike its context.
     return GlooWorkers(dist.get_world_size(), dist.get_rank())

@@ -80,7 +80,7 @@ class CreatorOperator(TrainingOperator):
             kind = self._train_state.keras.callbacks.CallbackList
             self._callbacks = kind(list(self._given), model=self.model)
             self._callbacks.on_train_begin()
-        # the epoch of fit(): endless data stay in their first epoch
+        # The epoch of fit(). Endless data stay in their first epoch.
         steps = self._steps_per_epoch
         epoch = self.global_step // steps if steps else epoch_idx
         if not steps or self._begun != epoch:
@@ -88,7 +88,7 @@ class CreatorOperator(TrainingOperator):
             self._callbacks.on_epoch_begin(epoch)
         result = super().train_epoch(iterator, info, num_steps, epoch_idx)
         if steps and self.global_step // steps == epoch:
-            return result  # interrupted by a loss or the end of the data
+            return result  # a loss or the end of the data interrupted it
         logs = {
             name.removeprefix("train_"): float(value)
             for name, value in result.items()

@@ -24,7 +24,7 @@ class Engine:
         self._gradients: dict[Any, Any] = {}
         self._updates: dict[Any, Any] = {}
         self._calls: dict[Any, Any] = {}
-        # compiled steps are stored by the IDs of these objects, so keep them alive
+        # The keys of compiled steps are IDs of these objects, so keep the objects alive.
         self._kept: list[Any] = []
 
     def call(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
@@ -98,7 +98,7 @@ def _key(function: Callable[..., Any]) -> tuple[int, int]:
 
 
 def _scaled_loss(optimizer: Any, loss: Any) -> Any:
-    if hasattr(optimizer, "get_scaled_loss"):  # LossScaleOptimizer of tf_keras
+    if hasattr(optimizer, "get_scaled_loss"):  # the LossScaleOptimizer of tf_keras
         return optimizer.get_scaled_loss(loss)
     return optimizer.scale_loss(loss) if hasattr(optimizer, "scale_loss") else loss
 

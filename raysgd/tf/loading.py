@@ -130,7 +130,7 @@ class ItemSource(ArraySource):
             tf.nest.map_structure(tf.convert_to_tensor, sample)
             for sample in self._dataset.fetch(rows.tolist())
         ]
-        # a sample with a dimension is a small batch itself
+        # A sample with a dimension is a small batch itself.
         return tf.nest.map_structure(
             lambda *rows: tf.concat(rows, 0) if rows[0].shape.rank else tf.stack(rows), *samples
         )
@@ -181,7 +181,7 @@ class DatasetSource(BatchSource):
         """Batches of the data set in a step."""
         if self._splits:
             return 1
-        # for validation data of unknown length, each worker counts its own batches
+        # For validation data of unknown length, each worker counts its own batches.
         keeps = self._full_size is not None and (self._training or self._total is not None)
         return self._full_size or 1 if keeps else self._world_size
 
@@ -192,7 +192,7 @@ class DatasetSource(BatchSource):
         return left
 
     def __iter__(self) -> Iterator[Any]:
-        return self._shared(self._iterate(self._num_begun + 1, epoch=-1), 0)  # of no epoch
+        return self._shared(self._iterate(self._num_begun + 1, epoch=-1), 0)  # not in any epoch
 
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
         self._world_size, self._rank = world_size, rank
@@ -241,7 +241,7 @@ class DatasetSource(BatchSource):
 
     def _next_order(self, epoch: int, offset: int) -> int:
         """Return the index of the first iteration that can read `epoch` from `offset`."""
-        # each validation pass is epoch 0, and starts a new iteration
+        # Each validation pass is epoch 0 and starts a new iteration.
         iteration, may_go_on = self._iteration, self._training or offset > 0
         if iteration is not None and may_go_on and iteration.can_go_on(epoch, offset):
             return self._num_begun
@@ -315,7 +315,7 @@ class _Iteration:
     def __init__(self, loader: Any, epoch: int) -> None:
         self._epoch: int | None = epoch
         self._batches = iter(loader)
-        # the batches that were taken last, and the offset of the first
+        # The last batches, and the offset of the first.
         self._kept = collections.deque[Any]()
         self._first = 0
 

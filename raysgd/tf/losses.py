@@ -54,7 +54,7 @@ def loss_function(
     elif not isinstance(criterion, str | dict | list | tuple) and not callable(criterion):
         raise TypeError(f"register(criterion=...) must be callable, but it is {criterion!r}.")
     if inspect.isfunction(criterion) and criterion.__module__.startswith(f"{keras.__name__}."):
-        # a Keras function or its name: wrap it like compile(), to apply masks and match ranks
+        # Wrap a Keras function or its name like compile() does, to apply masks and match ranks.
         wrapper = keras.losses.MeanSquaredError.__base__
         criterion = wrapper(criterion, name=criterion.__name__)
     compiled = _compiled(keras, model, loss=criterion, loss_weights=loss_weights)
@@ -260,7 +260,7 @@ def batch_metric(
 
 
 def _begin(metric: Any) -> None:
-    for variable in metric.variables:  # reset_state may miss some
+    for variable in metric.variables:  # reset_state may miss some variables
         variable.assign(tf.zeros_like(variable))
     metric.reset_state()
 

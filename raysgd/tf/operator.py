@@ -50,7 +50,7 @@ class TrainingOperator(OperatorBase):
         super().__init__(config)
         self._train_state = train_state
 
-    # ---- what users override
+    # ---- methods to override
 
     def setup(self, config: dict[str, Any]) -> None:
         """Create models, optimizers, and data, and register them. Must be overridden.
@@ -188,7 +188,7 @@ class TrainingOperator(OperatorBase):
         If it raises, the trainer loads nothing, and calls this again with the previous state.
         """
 
-    # ---- what users call
+    # ---- methods for user code
 
     @suggests
     def register(

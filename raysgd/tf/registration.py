@@ -49,7 +49,7 @@ def register(
         state.criterion = loss_function(state.keras, criterion, model)
     elif (criterion := getattr(model, "loss", None)) is not None:
         held = getattr(model, "_compile_loss", None) or model.compiled_loss
-        # no public attribute has the weights
+        # No public attribute has the weights.
         weights = getattr(held, "_user_loss_weights", None)
         state.criterion = loss_function(state.keras, criterion, model, weights, as_compiled=True)
     for loss in without_means(criterion):
@@ -142,7 +142,7 @@ def build_operator(
     policy = policy_name(settings.options.use_fp16)
     if policy is not None:
         set_policy(policy)
-    # data sets without a seed shuffle equally on all workers
+    # Data sets without a seed shuffle equally on all workers.
     tf.random.set_seed(seed % 2**31)
     train_state = KerasTrainState(settings, communication, seed)
     operator: TrainingOperator = create_operator(operator_cls, config, train_state)

@@ -21,7 +21,7 @@ class TFRunner(OperatorRunner):
 
     _options: TFOptions
 
-    # ---- life
+    # ---- lifecycle
 
     def prepare(self, context: WorkerContext) -> None:
         """Set the environment of TensorFlow."""
@@ -68,7 +68,7 @@ class TFRunner(OperatorRunner):
         operator = build_operator(operator_cls, config, settings, communication, options.seed)
         self.host(operator)
 
-    # ---- other calls
+    # ---- answers to requests
 
     def update_schedulers(self, call: int, metric: float) -> None:
         raise NotImplementedError(

@@ -44,7 +44,7 @@ class KerasSources(DataSources):
             )
         if isinstance(loader, tf.data.Dataset) and settings.options.add_dist_sampler:
             splits = settings.options.splits_batches
-            del placing["global_batch"]  # its batches exist already
+            del placing["global_batch"]  # the batches of the data set exist already
             return DatasetSource(loader, training=training, splits=splits, **placing)
         why_whole = "it is neither arrays nor a tf.data.Dataset"
         return BatchSource(

@@ -218,7 +218,7 @@ def mean_of(loss: torch.Tensor, num_items: float | None) -> Any:
     """Return the metric of a loss that is a mean over samples, or over `num_items`."""
     if num_items is None:
         return loss.detach()
-    # the mean of no items may be NaN
+    # The mean of no items may be NaN.
     return Sums(ratio, total=loss.detach() * num_items if num_items else 0.0, weight=num_items)
 
 
@@ -231,7 +231,7 @@ def loss_of(operator: Any, output: Any, batch: Batch) -> Any:
         if batch.target is None:
             raise _no_loss(output, batch)
     criterion = operator._default("criterion")
-    # a criterion of user code may take the whole output
+    # A criterion of user code may take the whole output.
     given = scores_in(output) if _is_torchs(criterion) else output
     try:
         return criterion(given, batch.target)

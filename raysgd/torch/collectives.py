@@ -83,7 +83,7 @@ def broadcast(tensor: torch.Tensor, source: int, to: Sequence[int] | None = None
     If `to` is given, only these ranks receive it, and only they and `source` call this.
     """
     hvd = _horovod()
-    content = tensor.view(-1).view(torch.uint8)  # gloo, NCCL and Horovod each lack some types
+    content = tensor.view(-1).view(torch.uint8)  # gloo, NCCL and Horovod each lack some dtypes
     if hvd is not None:
         hvd.broadcast_(content, root_rank=source, name="raysgd.broadcast")
     elif to is None:
@@ -197,7 +197,7 @@ def fingerprint(state: Any) -> bytes:
         pickler.fast = True  # otherwise equal strings differ from one shared string
         try:
             pickler.dump(map_leaves(state, summary))
-        except Exception:  # probably a cycle: a scheduler that holds its own method
+        except Exception:  # probably a reference cycle: a scheduler that holds its own method
             return os.urandom(32)
         return hashlib.sha256(file.getvalue()).digest()
 

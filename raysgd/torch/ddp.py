@@ -98,7 +98,7 @@ class ReplicatedModel(DistributedDataParallel):
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = vars(self)
-        # its constructor sets attributes of the wrapper
+        # The constructor sets attributes of the wrapper.
         is_own = "_wrapped" not in own or name in own or hasattr(type(self), name)
         is_part = isinstance(value, torch.nn.Module | torch.nn.Parameter)
         if is_own or name == "module" or not (is_part or hasattr(self.module, name)):
@@ -142,7 +142,7 @@ def wrapped(
     ):
         return model  # DistributedDataParallel rejects a model without trainable parameters
     given = {"device_ids": None if device.index is None else [device.index], **arguments}
-    # a criterion may run several times in a step, and a broadcast would modify its buffers
+    # A criterion may run several times in a step, and a broadcast would modify its buffers.
     stays = is_criterion or only_running_statistics(model)
     if stays and "broadcast_buffers" not in given:
         given.setdefault("forward_sync_buffers", False)
@@ -248,9 +248,10 @@ def rebuild(model: DistributedDataParallel, required: dict[str, bool]) -> None:
     group, comm_hooks = model.process_group, model._comm_hooks
     kept = {k: v for k, v in vars(model).items() if k not in ("process_group", "reducer", "logger")}
     with _requiring_gradients(model.module, required):
-        model.__setstate__(kept)  # sets up an unpickled wrapper
+        model.__setstate__(kept)  # sets up a wrapper as after unpickling
     model._lazy_init_ran = model._static_graph_delay_allreduce_enqueued = False
-    # as on a replacement worker: a forward pass without gradients or synchronization changes them
+    # Do this as on a replacement worker: a forward pass without gradients or synchronization
+    # changes the flags.
     model.require_forward_param_sync = model.require_backward_grad_sync = True
     model._comm_hooks = []
     for hook, state in comm_hooks:
@@ -294,7 +295,7 @@ def averaged_parameters(
     averaged = [name for name, is_set in required.items() if is_set]
     num_averaged = model._get_ddp_logging_data()["num_parameter_tensors"]
     if len(set(averaged) - model.parameters_to_ignore) != num_averaged:
-        # user code wrapped the model and froze parameters since, so that any may be averaged
+        # User code wrapped the model and froze parameters since, so any parameter may be averaged.
         return {
             name: parameter.is_floating_point() or parameter.is_complex()
             for name, parameter in model.module.named_parameters()

@@ -77,7 +77,7 @@ class ShardedLoader(PartitionedSource):
         # batches of a user's batch sampler.
         size = 1 if loader.batch_size is None else loader.batch_size
         full_size = None if loader.batch_size is None else full_size
-        # the loader uses config[BATCH_SIZE], which is a share of the global batch
+        # The loader uses config[BATCH_SIZE], which is a share of the global batch.
         follows_share = batch_share is not None and loader.batch_size == batch_share
         if follows_share and full_size is not None and global_batch is not None:
             size = global_batch // full_size
@@ -119,7 +119,7 @@ class ShardedLoader(PartitionedSource):
         )
 
     def __iter__(self) -> Iterator[Any]:
-        # use a copy, so that a running iteration keeps its worker processes
+        # Use a copy, so that a running iteration keeps its worker processes.
         apart = copy.copy(self)
         apart._worker_loader = None
         return apart.batches(epoch=0, offset=0)
@@ -135,10 +135,11 @@ class ShardedLoader(PartitionedSource):
         loader = self._reader(begins=offset == 0)
         indices = loader._index_sampler
         indices.begin(order, partial(shard.batches, offset, num_steps, in_parts))
-        # A seed per worker: the loader must not draw from generators that a resumed run restores.
+        # Use a seed per worker: the loader must not draw from generators that a resumed run
+        # restores.
         seed = self._seed + (epoch + 1) * shard.world_size + shard.rank
         if self._iterates_itself and self.loader.generator is None:
-            # an __iter__ that is a generator function draws only later, outside of `seeded`
+            # An __iter__ that is a generator function draws only later, outside of `seeded`.
             loader.generator = torch.Generator().manual_seed(seed)
         with seeded(seed):
             batches = iter(loader)
@@ -165,7 +166,7 @@ class ShardedLoader(PartitionedSource):
         """Yield the batches of a loader, whose own ``__iter__`` may not use `indices`."""
         kind = type(self.loader).__name__
         num_batches, num_given = len(indices), 0
-        # a loader that repeats forever ends here
+        # A loader that repeats forever ends here.
         for batch in itertools.islice(batches, num_batches):
             if not indices.drawn:
                 raise RuntimeError(
@@ -245,7 +246,7 @@ class ShardedLoader(PartitionedSource):
         if train_state.minimum(digest) != -train_state.minimum(-digest):
             if train_state.minimum(-int(self._orders_agreed)) == 0:
                 raise orders_differ(epoch, self.order_sampler, "the trainer")
-            # a worker has joined since, and its sampler has drawn less often
+            # A worker has joined since, and its sampler has drawn less often.
             leader = train_state.minimum(rank if was_drawn else size) % size
             order = train_state.from_rank(lambda: self._order_of(epoch), leader)
             self._order = (self._seed, epoch), order
@@ -373,7 +374,7 @@ def wrap_loader(
         )
     if shard and not splits_itself and _is_hugging_face(loader):
         return HuggingFaceSource(loader, world_size, rank)
-    # PyTorch can only guess the length of an IterableDataset
+    # PyTorch can only guess the length of an IterableDataset.
     guessed = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
     return BatchSource(loader, has_length=not guessed, by_user=not shard, why_whole=why_whole)
 
@@ -420,7 +421,7 @@ def _is_distributed(loader: Any) -> bool:
 
 def _shuffle_state(loader: Any) -> str:
     """Return the generators of ``shuffle(seed=...)`` in a Hugging Face stream."""
-    # they have no public name; each iterable of examples holds the one that it reads from
+    # They have no public name. Each iterable of examples holds the one that it reads from.
     examples, states = getattr(getattr(loader, "dataset", loader), "_ex_iterable", None), ""
     while examples is not None:
         if (generator := getattr(examples, "generator", None)) is not None:
@@ -457,9 +458,10 @@ def makes_own_batches(loader: DataLoader[Any]) -> bool:
     if isinstance(loader.dataset, IterableDataset):
         return True
     batches: Any = loader.batch_sampler
-    # torchdata's StatefulDataLoader has its own; raysgd itself keeps the position in the data
+    # StatefulDataLoader in torchdata has its own batch sampler. raysgd itself keeps the position in
+    # the data.
     known = isinstance(batches, BatchSampler) and type(batches).__module__.startswith("torch")
-    # if a batch sampler is passed, PyTorch sets batch_size to None and sampler to a dummy
+    # If a batch sampler is passed, PyTorch sets batch_size to None and sampler to a dummy.
     return batches is not None and not (known and loader.batch_size is not None)
 
 
@@ -494,7 +496,7 @@ def drawn_order(sampler: Any, seed: int, is_plain: bool) -> Order:
     with seeded(seed, getattr(sampler, "generator", None)):
         if is_plain:
             return torch.randperm(len(sampler.data_source))
-        # an endless sampler ends at its length
+        # An endless sampler ends at its length.
         return _compact(list(itertools.islice(sampler, len(sampler))))
 
 
@@ -511,7 +513,7 @@ def _compact(keys: list[Any]) -> torch.Tensor | list[Any]:
     """Return integer keys as a tensor, and other keys unchanged."""
     keys = [k.item() if isinstance(k, torch.Tensor) and not k.dim() else k for k in keys]
     if all(isinstance(key, numbers.Integral) for key in keys):
-        # versions of PyTorch raise different errors for keys beyond 64 bits
+        # Versions of PyTorch raise different errors for keys beyond 64 bits.
         with contextlib.suppress(OverflowError, RuntimeError, ValueError):
             return torch.tensor(keys, dtype=torch.int64)
     return keys

@@ -177,7 +177,7 @@ def _checked(module: torch.nn.Module, name: str, empty: torch.Tensor | None, fou
     """
     is_filled = isinstance(found, torch.Tensor) and not found.isnan().any()
     if is_filled and empty is not None and found is empty and empty.numel():
-        # a bool cannot show a mark, but its version shows whether it was written
+        # A bool cannot hold a marker, but its version shows whether it was written.
         is_written = empty.dtype == torch.bool and version_of(empty)
         is_filled = bool(is_written or (empty != _mark(empty.dtype)).any())
     if not is_filled:

@@ -69,10 +69,10 @@ class TrainingOperator(OperatorBase):
     def __init__(self, config: Mapping[str, Any], settings: OperatorSettings | None = None) -> None:
         super().__init__(config)
         self._train_state: TorchTrainState = TorchTrainState(settings or OperatorSettings())
-        # why the last batch had no accuracy; None after it was reported
+        # Why the last batch had no accuracy. None after this was reported.
         self._no_accuracy: str | None = ""
 
-    # ---- what users override
+    # ---- methods to override
 
     def setup(self, config: dict[str, Any]) -> None:
         """Build models, optimizers and loaders, and register them. Must be overridden.
@@ -105,7 +105,7 @@ class TrainingOperator(OperatorBase):
             Metrics by name. Numbers are averaged over the workers, weighted by ``num_samples``.
         """
         self.train_mode(True)
-        # an override may call this without it
+        # An override may call this without the argument.
         epoch_idx = epoch_idx or self._train_state.epoch
         given = {name: value for name, value in (info or {}).items() if name not in _INFO_KEYS}
         train_state, meters = self._train_state, self._new_meters()
@@ -191,7 +191,7 @@ class TrainingOperator(OperatorBase):
     def _count_items(self, batch: Any, num_samples: int) -> float | None:
         self._train_state.optimization.group.samples = num_samples
         count = type(self).num_items
-        # whether workers communicate must not depend on the batch
+        # Whether workers communicate must not depend on the batch.
         if count is TrainingOperator.num_items:
             return None
         found = count(self, batch)
@@ -592,7 +592,7 @@ def _accuracy(output: Any, target: Any) -> torch.Tensor | None:
         return None
     if output.dim() < 2 or output.shape[1] < 2:
         return None
-    if target.is_floating_point() or target.is_complex():  # no class indices
+    if target.is_floating_point() or target.is_complex():  # these are not class indices
         return None
     batch, _, *rest = output.shape
     if list(target.shape) not in ([batch, *rest], [batch, 1, *rest]):

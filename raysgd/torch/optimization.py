@@ -107,7 +107,7 @@ class Group:
         if self._this is not None:
             return 1.0, self._weight(self._this)
         self._given = given
-        # samples that another worker has as well do not count
+        # Samples that another worker also has do not count.
         self._this = size = 0.0 if place.size == 0 else given
         self._share = place.share if num_samples is None else 1.0
         if self._held == 0:
@@ -121,7 +121,7 @@ class Group:
         total = self._held + size
         if self.is_last and num_samples is not None:
             total = mean_over_workers(total)
-        # sizes of parts are fractions with rounding errors
+        # Sizes of parts are fractions with rounding errors.
         if self.is_last and total and not math.isclose(total, self._taken_as, rel_tol=1e-12):
             correction, self._taken_as = self._taken_as / total, total
         return correction, self._weight(size)
@@ -171,7 +171,7 @@ class Optimization(StepFeature):
         self._step = state.step
         self.group = Group()
         self._aside: dict[torch.nn.Parameter, torch.Tensor] = {}
-        # accumulated gradients that are back in the parameters, until their optimizer steps
+        # Accumulated gradients that are back in the parameters, until their optimizer steps.
         self._returned: dict[torch.nn.Parameter, torch.Tensor] = {}
         self._versions: dict[torch.nn.Parameter, int] = {}
         self._asked: set[int] = set()
@@ -251,8 +251,8 @@ class Optimization(StepFeature):
     def before_commit(self) -> None:
         self.check_complete()
         if self._used and len(self._optimizers) > 1 and self._has_updated():
-            # a loss may leave gradients in parameters of another optimizer; if no optimizer
-            # stepped, the loop accumulates by itself
+            # A loss may leave gradients in parameters of another optimizer. If no optimizer
+            # stepped, the loop accumulates by itself.
             self._zero_gradients()
 
     def commit(self) -> None:
@@ -459,7 +459,7 @@ def _zero_gradients_of(loss: torch.Tensor) -> None:
     nodes, seen = [loss.grad_fn], set()
     while nodes:
         node = nodes.pop()
-        # nodes of parameters outlive this pass, with their hooks
+        # Nodes of parameters outlive this pass, with their hooks.
         if node is None or node in seen or hasattr(node, "variable"):
             continue
         seen.add(node)

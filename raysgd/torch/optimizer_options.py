@@ -67,7 +67,7 @@ def with_options(
 
 
 def _owner(scheduler: Any, optimizers: Sequence[Any]) -> int | None:
-    # compare the groups, which a wrapper shares with its optimizer
+    # Compare the groups, which a wrapper shares with its optimizer.
     groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
     return next((i for i, o in enumerate(optimizers) if o.param_groups is groups), None)
 

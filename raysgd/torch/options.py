@@ -59,7 +59,7 @@ class TorchOptions(Options):
         if self.backend == "nccl" and not decided.use_gpu:
             raise ValueError('backend="nccl" needs GPUs: pass use_gpu=True, or backend="gloo".')
         if self.backend == "auto":
-            # NCCL does not support two workers on one GPU
+            # NCCL does not support two workers on one GPU.
             has_own = decided.use_gpu and self.resources_per_worker.get("GPU", 1) >= 1
             return dataclasses.replace(decided, backend="nccl" if has_own else "gloo")
         return decided

@@ -31,7 +31,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
     """Return whether an exception reports that GPU or process memory is exhausted."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    inner = getattr(error, "inner_exception", None)  # of errors of torch.compile
+    inner = getattr(error, "inner_exception", None)  # torch.compile wraps the original error
     if isinstance(inner, BaseException):
         return ran_out_of_memory(inner)
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)

@@ -124,7 +124,7 @@ def register(
             'other within a step, as with sharding="full". Their shares are even. Give relative '
             "shares by node label, accelerator type, or resource.",
         )
-    # shards roll back before Rollback restores the optimizers
+    # Shards roll back before Rollback restores the optimizers.
     state.features = [
         *sharded,
         precision,

@@ -39,7 +39,7 @@ class TorchRunner(OperatorRunner):
         super().__init__(options)
         self.generators = TorchGenerators()
 
-    # ---- life
+    # ---- lifecycle
 
     def prepare(self, context: WorkerContext) -> None:
         """Set the number of PyTorch threads, and select the GPU."""
@@ -49,7 +49,7 @@ class TorchRunner(OperatorRunner):
         if context.visible_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(context.visible_gpus)
         if self._options.use_gpu:
-            # without Ray, it uses the current GPU of the script
+            # Without Ray, use the current GPU of the script.
             alone = context.in_driver and context.world_size == 1
             if not (context.gpu_index is not None or alone) or not torch.cuda.is_available():
                 raise RuntimeError(
@@ -71,7 +71,7 @@ class TorchRunner(OperatorRunner):
         )
         self.host(build_operator(operator_cls, config, settings))
 
-    # ---- other calls
+    # ---- answers to requests
 
     def handle_own(self, request: Request) -> Any:
         match request:
@@ -134,7 +134,7 @@ def build_operator(
         warn_of_unregistered(
             operator, [*train_state.models, *train_state.criteria, *train_state.optimizers]
         )
-    # after setup, so that torch.manual_seed there decides the order of the epochs
+    # Reseed after setup, so that torch.manual_seed there decides the order of the epochs.
     operator._train_state.reseed(torch.initial_seed() % 2**62)
     operator._seed_worker()
     return operator

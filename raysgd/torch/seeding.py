@@ -21,7 +21,7 @@ def seeded(seed: int, generator: Any = None) -> Iterator[None]:
 
     Restore them at the end of the context.
     """
-    # torch.manual_seed would reseed the GPUs as well
+    # torch.manual_seed would reseed the GPUs as well.
     own = [generator] if isinstance(generator, torch.Generator) else []
     generators: list[torch.Generator] = [torch.default_generator, *own]
     held = random.getstate(), np.random.get_state(), [g.get_state() for g in generators]
@@ -44,7 +44,7 @@ class TorchGenerators(Generators):
     def state(self) -> dict[str, Any]:
         state = super().state()
         kind, keys, *rest = state["numpy"]
-        # a tensor, because `weights_only` loading rejects arrays
+        # Use a tensor, because `weights_only` loading rejects arrays.
         state["numpy"] = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)
         state["torch"] = torch.get_rng_state()
         if torch.cuda.is_initialized():

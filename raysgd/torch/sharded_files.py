@@ -126,7 +126,7 @@ def _write_rows(tensors: Mapping[str, Any], folder: str) -> None:
     writer = HuggingFaceStorageWriter(folder, save_distributed=True, enable_consolidation=True)
     try:
         save(dict(tensors), storage_writer=writer)
-    except CheckpointException as error:  # a BaseException
+    except CheckpointException as error:  # CheckpointException is a BaseException
         raise next(iter(error.failures.values()))[0] from error
 
 

@@ -54,7 +54,7 @@ def copy_leaf(leaf: Any) -> Any:
     """Return a copy of a leaf of a state. Tensors stay on their device."""
     if isinstance(leaf, torch.Tensor):
         return leaf.detach().clone()
-    # copying a scheduler inside another one's state, or its method, would copy the optimizer
+    # Copying a scheduler inside another one's state, or its method, would copy the optimizer.
     is_data = not (callable(leaf) or hasattr(leaf, "optimizer"))
     return deep_copied(leaf) if is_data else leaf
 
@@ -64,7 +64,7 @@ def copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
     memo: dict[int, Any] = {}
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         memo[id(tensor)] = _twin(tensor)
-    # tensors that a forward pass left in attributes have a graph and cannot be copied
+    # Tensors that a forward pass left in attributes have a graph and cannot be copied.
     for tensor in _tensors_in([vars(module) for module in model.modules()], set()):
         if id(tensor) not in memo:
             memo[id(tensor)] = _twin(tensor)
@@ -127,7 +127,7 @@ def model_state(model: torch.nn.Module) -> dict[str, Any]:
     """Return the state of `model` by saved names."""
     state: dict[str, Any] = model.state_dict()
     if all(name == saved_name(name) for name in state):
-        return state  # includes the versions of its modules
+        return state  # the dict also holds the versions of its modules
     return {saved_name(name): value for name, value in state.items()}
 
 
@@ -221,11 +221,12 @@ def _optimizer_problem(held: torch.optim.Optimizer, state: Mapping[str, Any]) ->
     expected = [len(group["params"]) for group in held.param_groups]
     if sizes != expected:
         return f"groups of {sizes} parameters, not of {expected}"
-    # flags come and go with releases of PyTorch
+    # Releases of PyTorch add and remove flags.
     defaults = getattr(held, "defaults", {}).items()
     options = {name for name, value in defaults if not isinstance(value, bool | None)}
     for own, group in zip(held.param_groups, groups, strict=True):
-        # missing options alone are those of a wrapper, such as Lookahead, which fills them in
+        # A wrapper, such as Lookahead, fills in its own options. Missing options are fine if none
+        # are unknown.
         missing, unknown = (own.keys() & options) - group.keys(), group.keys() - own.keys()
         if missing and unknown:
             return f"groups {_differing(missing, unknown)}"

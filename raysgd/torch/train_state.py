@@ -129,9 +129,9 @@ class TorchTrainState(TrainState):
         lacks = follows and own != expected
         if self.minimum(-int(lacks)) < 0:
             state = collectives.broadcast_state(self.training_state, leader, device)
-        # shards come last, because they count from then on
+        # Receive shards last, because they are valid from then on.
         received = [feature.receive(leader) for feature in reversed(self.features)]
-        # apply the state only if all of it has arrived: `leader` may be lost meanwhile
+        # Apply the state only if all of it has arrived: `leader` may be lost meanwhile.
         if lacks:
             self._load(state)
         for apply in received if follows else ():
@@ -213,7 +213,7 @@ class TorchTrainState(TrainState):
     def _load(self, state: Mapping[str, Any]) -> None:
         keeps_dtypes, partial = self._has_own_dtypes(state), self._partial_models()
         with contextlib.ExitStack() as undoing:
-            # models last, because loading changes their tensors in place
+            # Load models last, because loading changes their tensors in place.
             for name, objects in reversed(self._stateful(state)):
                 if name == "models" and partial is not None:
                     objects = partial[: len(objects)]
@@ -240,7 +240,7 @@ class TorchTrainState(TrainState):
     def _stateful(self, state: Mapping[str, Any]) -> list[tuple[str, list[Any]]]:
         models, saved = self.models, state.get("models")
         if self.num_criteria and isinstance(saved, list | tuple):
-            # older files lack the criterion
+            # Older files lack the criterion.
             models = models[: max(len(saved), len(models) - self.num_criteria)]
         found: list[tuple[str, list[Any]]] = [
             ("models", [ddp.unwrap(model) for model in models]),

@@ -295,6 +295,6 @@ def _checked_operator(operator_cls: Any) -> type[TrainingOperator]:
 
 
 def __getattr__(name: str) -> Any:
-    if name != "BaseTorchTrainable":  # where older scripts import it from; it needs Ray Tune
+    if name != "BaseTorchTrainable":  # import path of older scripts; it needs Ray Tune
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module("raysgd.tune").BaseTorchTrainable

@@ -153,7 +153,7 @@ class DataParallelTrainer:
                 executor.finish_training()
         finally:
             executor.shutdown()
-        checkpoints.await_validations()  # they may need the resources of the workers
+        checkpoints.await_validations()  # validations may need the resources of the workers
         return Result(
             metrics=log.last,
             checkpoint=checkpoints.newest_checkpoint(),
@@ -229,7 +229,7 @@ class DataParallelTrainer:
             folder = folder.with_name(config.name)
         if config.storage_path is not None:
             folder = Path(config.storage_path).expanduser().absolute() / folder.name
-        packed = self._packed()  # before the folder exists, because it may fail
+        packed = self._packed()  # pack before creating the folder, because packing may fail
         folder = make_folder(folder)
         write_pickle(packed, folder / _TRAINER, Manifest())
         return folder

@@ -102,7 +102,7 @@ class BackendExecutor:
                 'steps of a training function. Use "even", or give relative shares by node '
                 "label, accelerator type, or resource."
             )
-        # the run's newest checkpoint is its snapshot
+        # The newest checkpoint of the run is its snapshot.
         self._elastic = dataclasses.replace(elastic, in_place=False, snapshot_every="epoch")
         self._controller: Controller | None = None
         self._group: core.WorkerGroup | None = None
@@ -110,7 +110,7 @@ class BackendExecutor:
         self._run: FunctionRun | None = None
         self._finalizer: Any = None
 
-    # ---- life
+    # ---- lifecycle
 
     def start(self, initialization_hook: Callable[[], None] | None = None) -> None:
         """Start the workers and the backend. See `Trainer.start`."""
@@ -131,11 +131,11 @@ class BackendExecutor:
             self._elastic,
             can_join=False,
         )
-        # a reference to the executor would keep it from being collected
+        # A reference to the executor would keep it from being collected.
         prepare = BackendExecutor._prepare_workers
         controller.forming.on_start = functools.partial(prepare, weakref.proxy(self))
         self._controller = controller
-        # also if the executor is dropped without shutdown(), or the script ends
+        # Shut down even if the executor is dropped without shutdown(), or the script ends.
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
         try:
             controller.start()
@@ -162,7 +162,7 @@ class BackendExecutor:
             return
         controller.check_process()
         try:
-            # calls of the backend would wait for busy workers without a limit
+            # Calls of the backend would wait for busy workers without a limit.
             gently = graceful_termination and self._is_idle(controller, patience_s)
             if gently:
                 self._backend.on_shutdown(self.worker_group, self._backend_config)
@@ -262,7 +262,7 @@ class BackendExecutor:
         )
         datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
         assert self._group is not None
-        # from here on there is a run, and a failure must end it
+        # From here on there is a run, and a failure must end it.
         self._earlier, self._checkpoints = self._saved, checkpoints
         self._run = FunctionRun(
             controller, self._group, plan, checkpoints, datasets, self._max_losses
@@ -327,7 +327,7 @@ class BackendExecutor:
             ) from error
         except BaseException:
             if self._run is None and self._controller is not None:
-                self._controller.stop(EndRunRequest())  # others may wait for the one that failed
+                self._controller.stop(EndRunRequest())  # other workers may wait for the failed one
             raise
 
     # ---- checkpoints

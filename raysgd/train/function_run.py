@@ -58,7 +58,7 @@ class FunctionRun:
             try:
                 self.share_data()
             except WorkerLostError as error:
-                # if only the connection is lost, kill the process: the next call restarts it
+                # If only the connection is lost, kill the process. The next call restarts it.
                 self.group.members[error.rank].kill_process()
             self._call(BeginRequest(plan=self.plan))
 

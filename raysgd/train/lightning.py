@@ -85,7 +85,7 @@ class RayLightningEnvironment(LightningEnvironment):
         return get_context().get_node_rank()
 
     def teardown(self) -> None:
-        pass  # the process group stays
+        pass  # the process group stays alive
 
 
 class RayTrainReportCallback(Callback):

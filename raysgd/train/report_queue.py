@@ -87,7 +87,7 @@ class ReportQueue:
         self._stopped = False
         self._waiting = False
 
-    # ---- the function's side
+    # ---- used by the function
 
     def put(self, turn: Turn) -> None:
         """Hand over a turn as soon as the driver has taken the previous one.
@@ -122,7 +122,7 @@ class ReportQueue:
         if self._stopped:
             raise RunStoppedError("The driver has stopped this training function.")
 
-    # ---- the driver's side
+    # ---- used by the driver
 
     def take(self) -> Turn:
         """Mark the previous turn as handled, then wait for the next one and take it.
@@ -135,7 +135,7 @@ class ReportQueue:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._turn is not None or self._ended)
             turn, error = self._turn, self._error
-            if turn is None or turn.kind != "end":  # an end can be taken again
+            if turn is None or turn.kind != "end":  # the driver can take an end again
                 self._turn, self._taken = None, turn
             self._changed.notify_all()
         if turn is not None:

@@ -132,7 +132,7 @@ class RunCheckpoints(CheckpointFolder):
 
     def _tidy(self, newest: str | None) -> None:
         for name in self._surplus(newest):
-            if _number_of(name) in self._validations.tasks:  # its rating is still unknown
+            if _number_of(name) in self._validations.tasks:  # its score is still unknown
                 continue
             del self._manifests[name]
             try:

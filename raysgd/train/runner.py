@@ -43,7 +43,7 @@ class FunctionRunner(Runner):
         self._plan: Plan | None = None
         self._session: Session | None = None  # None until the function has started
 
-    # ---- life
+    # ---- lifecycle
 
     def prepare(self, context: WorkerContext) -> None:
         if self._share_gpus and context.visible_gpus:
@@ -60,7 +60,7 @@ class FunctionRunner(Runner):
         self.request_stop(True)
         here.place = None
 
-    # ---- read and set from another thread
+    # ---- access from another thread
 
     def progress(self) -> Progress:
         session = self._session
@@ -86,7 +86,7 @@ class FunctionRunner(Runner):
     def warm_up(self) -> None:
         pass  # no worker joins while a function runs
 
-    # ---- calls of the driver
+    # ---- requests of the driver
 
     def handle(self, request: Request) -> Any:
         match request:

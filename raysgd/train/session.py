@@ -127,7 +127,7 @@ class Session:
         self._began_at = self._reported_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="raysgd-train-function", daemon=True)
 
-    # ---- the function
+    # ---- running the function
 
     def start(self) -> None:
         """Run the function in its own thread."""
@@ -161,7 +161,7 @@ class Session:
                 self.context.world_size,
             )
 
-    # ---- calls of the function
+    # ---- calls from the function
 
     def report(
         self,
@@ -315,7 +315,7 @@ def _pickled(state: Any) -> bytes:
 def _reported(metrics: Any) -> Packed:
     """Pack reported metrics immediately, so that the function may change the originals."""
     try:
-        packed = pack(metrics, portable=True)  # its buffers are still the memory of the originals
+        packed = pack(metrics, portable=True)  # its buffers still share memory with the originals
         return Packed(packed.data, [bytes(buffer.raw()) for buffer in packed.buffers])
     except Exception as error:
         name = unpicklable_key(metrics) if isinstance(metrics, Mapping) else None
@@ -328,7 +328,7 @@ def _num_collectives() -> int | None:
     """Return the number of PyTorch collectives so far; None if unknown."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_initialized() or len(dist.distributed_c10d._world.pg_map) > 1:
-        return None  # groups of the function are not counted
+        return None  # raysgd does not count groups that the function creates
     return getattr(dist.group.WORLD, "num_operations", None)
 
 
@@ -352,7 +352,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'raysgd.train.session' has no attribute {name!r}")
 
 
-# ---- the state of this process
+# ---- state of this process
 
 
 class _Here:

@@ -78,12 +78,12 @@ class Trainer:
         self._iterator: TrainingIterator | None = None
         self.logdir = run_folder(logdir, "train")
         if logdir is None:
-            self.logdir = make_folder(self.logdir)  # another trainer may have the same date
+            self.logdir = make_folder(self.logdir)  # another run may have the name
         else:
             self.logdir.mkdir(parents=True, exist_ok=True)
         logger.info("The runs are in %s.", self.logdir)
 
-    # ---- life
+    # ---- lifecycle
 
     def start(self, initialization_hook: Callable[[], None] | None = None) -> None:
         """Start the workers and the backend.

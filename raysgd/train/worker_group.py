@@ -67,7 +67,7 @@ class WorkerGroup:
         made._group = group
         return made
 
-    # ---- life
+    # ---- lifecycle
 
     def start(self) -> None:
         """Start the workers.

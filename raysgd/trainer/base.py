@@ -88,11 +88,11 @@ class OperatorTrainer(TrainerInfo):
         self._validations = Validations(options.trainer, calls, self._results, monitor)
         self._state = self._state_cls(options, calls, self._results, self._validations)
         self._fit_loop = FitLoop(options, calls, self._results, self._validations)
-        # if the trainer is dropped without shutdown(), or the driver ends
+        # Shut down even if the trainer is dropped without shutdown(), or the driver ends.
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
         controller.journal.on_event = _event_notifier(weakref.ref(self))
         controller.start()
-        # whether steps have config[BATCH_SIZE] samples with any number of workers
+        # Whether steps have config[BATCH_SIZE] samples with any number of workers.
         self._keeps_batch = True
         if options.config.get(BATCH_SIZE) is not None:
             request = KeepsGlobalBatchRequest()
@@ -550,7 +550,7 @@ class OperatorTrainer(TrainerInfo):
             ValueError: if `override_tune_step` does not take two arguments.
         """
         arguments = cls._trial_arguments(trainer_kwargs)
-        tune = importlib.import_module("raysgd.tune")  # a layer above
+        tune = importlib.import_module("raysgd.tune")  # tune is a layer above this module
         base = getattr(tune, cls._trainable)
         made: type[Any] = tune.trainable_class(base, cls, override_tune_step, arguments)
         return made

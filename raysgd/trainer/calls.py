@@ -285,7 +285,7 @@ class Calls:
 def _has_same_input(first: TrainRequest, second: TrainRequest) -> bool:
     try:
         return first.dataset is second.dataset and bool(first.info == second.info)
-    except Exception:  # arrays are not compared as a whole
+    except Exception:  # comparing whole arrays raises
         return False
 
 

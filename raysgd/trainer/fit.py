@@ -144,7 +144,7 @@ class FitLoop:
         request = RehearseRequest(num_steps=num_steps, info=dict(info or {}))
         call = Call(request=request, max_losses=3, has_batches=True)
         try:
-            # a worker without a batch has no metrics
+            # A worker without a batch has no metrics.
             parts = [each for each in self.calls.make(call) if each]
             names = dict.fromkeys(itertools.chain.from_iterable([*parts, _merge_few(parts)]))
             if names:
@@ -172,7 +172,7 @@ def _merge_few(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         return merge_workers(parts)
     except (AttributeError, NameError, TypeError):
         raise
-    except Exception as error:  # the batches may be too few, for example all of one class
+    except Exception as error:  # a few batches may not suffice, for example if all are of one class
         notes = " ".join(getattr(error, "__notes__", ()))
         logger.warning("A metric cannot be computed on the first batches: %r %s", error, notes)
         return {}

@@ -112,6 +112,6 @@ class Limits:
         if self._began_at is None:
             self._began_at = global_step
         now, num_steps = time.monotonic(), global_step - self._began_at
-        # in one second, or at the end
+        # Check again in one second, or at the end.
         steps = min(1.0, self._end - now) * num_steps / (now - self._began)
         return global_step + max(1, int(steps))

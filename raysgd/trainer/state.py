@@ -40,7 +40,7 @@ class TrainerState:
     results: Results
     validations: Validations
 
-    # ---- what families define
+    # ---- methods of each framework
 
     @property
     def is_fully_sharded(self) -> bool:
@@ -64,7 +64,7 @@ class TrainerState:
         """Return a context with the state. Its tensors are in `folder` until the context ends."""
         raise NotImplementedError(f"{self.options.trainer} has no sharded models.")
 
-    # ---- from the workers
+    # ---- collection from the workers
 
     def collect(self, own: bool) -> dict[str, Any]:
         """Return the state. With `own`, the caller may change its tensors and arrays."""
@@ -78,14 +78,14 @@ class TrainerState:
             state["callbacks"] = callbacks
         state["config"] = self._shown_config()
         if self.validations.missing:
-            # callbacks need these metrics in the next validation
+            # Callbacks need these metrics in the next validation.
             state["validation_due"] = scalars(self.results.metrics)
         return state
 
     def _collect_from_workers(self, own: bool) -> dict[str, Any]:
         controller = self.calls.controller
         if not controller.members and (snapshot := controller.snapshots.state()):
-            # copied, because it may be a state that the user loaded
+            # Copy the state, because it may be one that the user loaded.
             state = self.assemble(snapshot)
             return copy.deepcopy({key: value for key, value in state.items() if key != "call"})
         generators = self._rng_states()
@@ -110,7 +110,7 @@ class TrainerState:
         """Write the state to one file."""
         self.calls.check_open()
         target = checkpoint.check_writable(path)
-        self.calls.writer.wait()  # so that there is one copy at a time
+        self.calls.writer.wait()  # hold only one copy of the state at a time
         state = self.collect(own=False)
         write = checkpoint.prepare_write(state, target, self._manifest())
         if blocking:
@@ -131,14 +131,14 @@ class TrainerState:
     def read(self, path: str | os.PathLike[str]) -> Mapping[str, Any]:
         """Return the state in a file."""
         self.calls.check_open(moves=True)
-        self.calls.writer.wait()  # it may write the same file by another path
+        self.calls.writer.wait()  # it may be writing the same file by another path
         return checkpoint.read_file(path)
 
     def find_best(self, trainer: Trainer) -> str:
         """Return the path of the best checkpoint of a callback."""
         self.calls.check_open(moves=True)
         callback_list = self.calls.callback_list
-        with callback_list.calling(trainer):  # it starts callbacks
+        with callback_list.calling(trainer):  # starts callbacks
             callbacks = callback_list.callbacks
             paths = [each.best for each in callbacks if isinstance(each, CheckpointCallback)]
         best = next((path for path in paths if path is not None), None)
@@ -165,7 +165,7 @@ class TrainerState:
         for key, value in of_driver.items():
             if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
                 raise CheckpointError(f"state[{key!r}] must be a dict, but it is {value!r}.")
-        # the "call" of a snapshot belongs to its run
+        # The "call" of a snapshot belongs to its run.
         of_workers = {key: v for key, v in state.items() if key not in (*of_driver, "call")}
         with self.calls.callback_list.loading(copy.deepcopy(of_driver["callbacks"])):
             call = Call(request=LoadRequest(state=of_workers), max_losses=3)
@@ -173,7 +173,7 @@ class TrainerState:
         self.calls.controller.snapshots.set(of_workers)
         self.results.latest.update(of_driver["validation_due"])
         self._warn_of_changes(of_driver["config"])
-        # an empty dict counts too: the state was saved before any metric
+        # An empty dict counts too: the state was saved before any metric.
         self.validations.note_owed("validation_due" in state)
 
     def _shown_config(self) -> dict[str, float | int | str]:

@@ -56,7 +56,7 @@ class Validations:
                 trainer, num_steps, profile=profile, info=info, from_start=from_start
             )
             if from_start and self.missing:
-                # before callbacks save the state
+                # Step the schedulers before callbacks save the state.
                 self._step_schedulers({**self.results.metrics, **result.merged})
             self.has_run = True
             self._owed_at, self._settled = None, self._progress.epoch
@@ -107,7 +107,7 @@ class Validations:
 
     def update_schedulers(self, metric: float) -> None:
         """Call ``scheduler.step(metric)`` on every scheduler of every worker, once."""
-        self.calls.controller.snapshots.outdate()  # snapshots so far lack this metric
+        self.calls.controller.snapshots.outdate()  # earlier snapshots lack this metric
         request = UpdateSchedulersRequest(call=self.calls.next_number(), metric=metric)
         self.calls.make(Call(request=request, max_losses=3))
 

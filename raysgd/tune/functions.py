@@ -174,6 +174,6 @@ def function_trainable(
         run_config=RunConfig(failure_config=failure),
         dataset_config=dict.fromkeys(named, True),
     )
-    trainer.datasets = dataset  # also one without a name
+    trainer.datasets = dataset  # also a single dataset without a name
     name = getattr(train_func, "__name__", "train_func")
     return type(name, (_OldStyleTrainable,), {"trainer": trainer})

@@ -89,10 +89,10 @@ class BaseTrainable(Trainable):
 
     def _create_trainer(self, config: dict[str, Any]) -> OperatorTrainer:
         arguments = self.trainer_arguments(config)
-        if "callbacks" in arguments:  # the next trial needs fresh ones
+        if "callbacks" in arguments:  # the next trial needs new callbacks
             arguments["callbacks"] = copy.deepcopy(arguments["callbacks"])
         if arguments["use_gpu"] == "auto" and self.trial_resources is not None:
-            # the cluster may have gained GPUs since then
+            # The cluster may have gained GPUs since then.
             arguments["use_gpu"] = any("GPU" in b for b in self.trial_resources.bundles)
         return type(self).trainer_cls(**arguments)
 
@@ -174,7 +174,7 @@ class BaseTrainable(Trainable):
 class BaseTorchTrainable(BaseTrainable):
     """A trial that trains with a TorchTrainer: the base of what ``as_trainable`` returns."""
 
-    # not among the options in checkpoints, because it is the same for all trials of a script
+    # Not among the options in checkpoints, because it is the same for all trials of a script.
     _owners: Sequence[int | None] = ()
 
     def look_at_operator(self) -> tuple[bool, Any]:
@@ -264,7 +264,7 @@ def trainable_class(
         "override_tune_step": step,
     }
     trainable: type[BaseTrainable] = type(name, (base,), attributes)
-    trainable.trainer_arguments({})  # checks them
+    trainable.trainer_arguments({})  # only checks the arguments
     return trainable
 
 

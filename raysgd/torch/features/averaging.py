@@ -70,7 +70,7 @@ class Averaging(StepFeature):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "averages" in state:
             self.averages = Averages.of(self._models, state["averages"])
-        elif self.averages is not None:  # begin again with the loaded weights
+        elif self.averages is not None:  # start again from the loaded weights
             self.averages = Averages.of(self._models, {**self.averages.state_dict(), "count": 0})
 
 

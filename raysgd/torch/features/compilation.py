@@ -55,7 +55,7 @@ class Compilation(StepFeature):
     def needs_warm_up(self) -> bool:
         state = self._state
         if any(feature.is_fully_sharded for feature in state.sharded):
-            return False  # a replacement has no model before it joins
+            return False  # a replacement has no compiled model before it joins
         compiled = any(
             module._compiled_call_impl is not None or ddp.plain(module) is not ddp.unwrap(module)
             for model in state.models
@@ -125,7 +125,7 @@ def _compile(blocks: Sequence[torch.nn.Module], options: Mapping[str, Any]) -> N
     module, because ``torch.compile`` looks up names of a script in the worker's ``__main__``, which
     is another script.
     """
-    # PyTorch keeps graphs and graph breaks per code object, so each model gets its own
+    # PyTorch keeps graphs and graph breaks per code object, so each model gets its own.
     code = _caller(blocks[0]).__code__.replace()
     for block in blocks:
         call = _caller(block)

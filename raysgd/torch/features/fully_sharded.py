@@ -79,7 +79,7 @@ class FullyShardedModel(ShardedOptimizer):
             with_content = [value for value in self._values if not value.is_meta]
             collectives.broadcast_tensors(with_content, source=0)
         if init is not None and is_alone:
-            for _ in materialize(models, init, device):  # for the buffers
+            for _ in materialize(models, init, device):  # only the buffers are needed
                 pass
         self._is_alone = is_alone
         copies, parameters = arguments.get("copies"), list(self.models.parameters)
@@ -87,7 +87,7 @@ class FullyShardedModel(ShardedOptimizer):
         state.optimization.rows, state.optimization.whole_norm = _rows, _whole_norm
         state.optimization.sums_each_batch = True
 
-    # ---- a step
+    # ---- training step
 
     def _meet(self) -> None:
         super()._meet()
@@ -155,7 +155,7 @@ class FullyShardedModel(ShardedOptimizer):
         buffers = self._train_state.buffers
         buffers.set(self._train_state.from_rank(buffers.tensors, 0))
 
-    # ---- what this worker holds
+    # ---- state of this worker
 
     def without_shards(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         (of_optimizer,) = state["optimizers"]
@@ -202,7 +202,7 @@ class FullyShardedModel(ShardedOptimizer):
             self._make(source=0)
         super().take_state()
         self._values, self._made = (), {}
-        # otherwise `reshard` does this later
+        # Otherwise `reshard` does this later.
         if dist.is_initialized() and not self._lacks_content:
             self._place()
 
@@ -293,7 +293,7 @@ class FullyShardedModel(ShardedOptimizer):
         self.models.put_whole(empty)
         index = {id(parameter): n for n, parameter in enumerate(self.models.parameters)}
         self._lacks_content = False
-        # if setup seeds all ranks alike, their random states remain alike
+        # If setup seeds all ranks alike, their random states remain alike.
         differ = not torch.equal(numbers, torch.get_rng_state())
         with torch.random.fork_rng(devices=[], enabled=differ):
             torch.set_rng_state(numbers)
@@ -321,7 +321,7 @@ class FullyShardedModel(ShardedOptimizer):
         return given.reshape(-1)[start:stop].clone()
 
     def _held_base(self, piece: Piece, version: int) -> torch.Tensor | None:
-        # a rank that is behind has computed the update, like all ranks, but not applied it
+        # A rank that is behind has computed the update, like all ranks, but has not applied it.
         is_behind = self._version < version and len(piece.stepped)
         return piece.stepped if is_behind else self._now(piece)
 
@@ -344,11 +344,11 @@ class FullyShardedModel(ShardedOptimizer):
             room = self.models.local(piece.which)[piece.start - first : piece.stop - first]
             piece.base = room.copy_(self._now(piece))
 
-    # ---- whole models
+    # ---- complete models
 
     def copies(self, count: int) -> list[torch.nn.Module]:
         """Return complete copies of the first models on rank 0. All ranks must call this."""
-        # the collectives of DTensor hold the GIL while they wait, and gloo's threads need it
+        # The collectives of DTensor hold the GIL while they wait, and gloo's threads need it.
         layout, is_first = self._layout, self._layout.rank == 0
         values = [torch.empty(p.shape if is_first else 0, dtype=p.dtype) for p in self._parameters]
         for number in range(layout.size):

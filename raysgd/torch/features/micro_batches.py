@@ -51,7 +51,7 @@ class TorchMicroBatches(MicroBatches):
         return factor if rows and smallest == 1 else max(1, min(factor, rows // smallest))
 
     def split_batch(self, batch: Any, place: MicroBatch) -> Sequence[tuple[Any, MicroBatch]]:
-        # copies, because user code may remove items from a batch that a retry needs
+        # Copy the containers, because user code may remove items from a batch that a retry needs.
         whole = [(in_own_containers(batch), place)]
         self._num_samples = place.size or 0
         is_wanted = self.in_use and self._train_state.settings.options.split_on_oom
@@ -59,7 +59,7 @@ class TorchMicroBatches(MicroBatches):
             return whole
         factor, rows = self.split, _num_rows(batch, self._num_samples)
         number = self._num_parts(rows)
-        # a forward pass may communicate, so all workers make the same number
+        # A forward pass may communicate, so all workers make the same number.
         repeats = factor - number if self._train_state.context.world_size > 1 else 0
         if number + repeats == 1:
             return whole

@@ -41,7 +41,7 @@ class Rollback(StepFeature):
         self._step = step
         self._updates_late = updates_late
         self._images = [_BeforeImage(optimizer) for optimizer in optimizers]
-        renormalized = {  # each forward pass changes these
+        renormalized = {  # Each forward pass changes these parameters.
             module.weight
             for model in models
             for module in model.modules()
@@ -107,12 +107,12 @@ class _BeforeImage:
         self._tensors, self.parameters = {}, set()
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                # a frozen parameter with state may be trained later in the step
+                # A frozen parameter with state may be trained later in the step.
                 if parameter.requires_grad or parameter in self.optimizer.state:
                     self._note(parameter)
                     self.parameters.add(parameter)
         self._state = map_leaves(self.optimizer.state, self._note)
-        # some optimizers keep an estimated step size in the groups
+        # Some optimizers keep an estimated step size in the groups.
         self._groups = [
             {key: map_leaves(value, self._note) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
@@ -125,7 +125,7 @@ class _BeforeImage:
 
     def _note(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            # group by device and dtype so that `_foreach_copy_` stays fused
+            # Group by device and dtype so that `_foreach_copy_` stays fused.
             self._tensors.setdefault((leaf.device, leaf.dtype), []).append(leaf)
         return leaf
 

@@ -96,19 +96,20 @@ class ShardedOptimizer(ShardedFeature):
         self._blocks: list[Block] = []
         self._swapped: list[list[torch.Tensor]] | None = None
         self._buffers: dict[int, torch.Tensor] = {}
-        # number of updates of the parameters, now and at the last commit
+        # Number of updates of the parameters, now and at the last commit.
         self._version = self._committed = 0
-        # identifies the run and the states that it loaded; workers with another have other shards
+        # Identifies the run and the states that it loaded. Workers with another token have other
+        # shards.
         self._token: tuple[bytes, int] = os.urandom(16), 0
         self.take_state()
-        # first, so that other hooks see the parameters with the update
+        # Register this hook first, so that other hooks see the updated parameters.
         optimizer.register_step_post_hook(self._end_step)
 
     def begin(self) -> None:
         """Shard the steps from now on. Register this hook after hooks that inspect a step."""
         self.optimizer.register_step_pre_hook(self._begin_step)
 
-    # ---- a step
+    # ---- training step
 
     @torch.no_grad()
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -201,7 +202,7 @@ class ShardedOptimizer(ShardedFeature):
         ]
         for work in works:
             work.wait()
-        if rooms[0].device.type == "cuda":  # a failure must show before parameters change
+        if rooms[0].device.type == "cuda":  # errors must surface before parameters change
             torch.cuda.current_stream().synchronize()
         return rooms
 
@@ -252,7 +253,7 @@ class ShardedOptimizer(ShardedFeature):
                 "before register."
             )
 
-    # ---- what this worker holds
+    # ---- state of this worker
 
     def take_state(self) -> None:
         """Keep this worker's shares of the optimizer state.
@@ -360,7 +361,7 @@ class ShardedOptimizer(ShardedFeature):
             if rank in to:
                 for (start, stop, newest, *_), contents in zip(of_it, found, strict=True):
                     self._add(state, blocks, start, stop, newest, contents)
-        collectives.minimum(0, self._device)  # from now on no worker needs the old shards
+        collectives.minimum(0, self._device)  # after this, no worker needs the old shards
         self._state, self._blocks, self._buffers = state, blocks, {}
         self._token, self._version, self._committed = token, version, version
         layout.lay_out()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from raysgd.torch.operator import CreatorOperator, TrainingOperator
 
     _Base = TrainingOperator
-else:  # operator.py imports this module
+else:  # operator.py imports this module, so avoid an import cycle
     _Base = object
 
 __all__ = ["CreatorMethods", "creator_operator", "lock_of_node", "mixed_bases"]

@@ -115,7 +115,7 @@ class HorovodExchange:
 
         if (before := self._distributed) is not None:
             before._grad_accs.clear()  # removes its hooks
-            # if the graph of a failed step still exists, its hooks must never start an exchange
+            # If the graph of a failed step still exists, its hooks must never start an exchange.
             for parameter in before._allreduce_delay:
                 before._allreduce_delay[parameter] = sys.maxsize
         own = {id(p) for group in self._optimizer.param_groups for p in group["params"]}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from raysgd.torch.operator import TrainingOperator
 
     _Base = TrainingOperator
-else:  # operator.py imports this module
+else:  # operator.py imports this module, so avoid an import cycle
     _Base = object
 
 __all__ = ["LightningMethods", "lightning_operator"]
@@ -75,7 +75,7 @@ class LightningMethods(_Base):
 
     def setup(self, config: dict[str, Any]) -> None:
         """Create the module, its data and its optimizers, and register them."""
-        # the data creator gets the whole config
+        # The data creator gets the whole config.
         unused = set() if self._data_creator is not None else set(config)
         module = self.module = _make(self._module_cls, config, unused)
         _check_hooks(module)
@@ -89,7 +89,7 @@ class LightningMethods(_Base):
             if schedulers:
                 given["schedulers"] = schedulers
             if not module.automatic_optimization:
-                # a backward pass may leave out parameters that another one reaches
+                # A backward pass may leave out parameters that another one reaches.
                 given["ddp_args"] = {"find_unused_parameters": True}
             self.model, self.optimizers, *_ = self.register(**given)
             self.schedulers = schedulers
@@ -104,14 +104,14 @@ class LightningMethods(_Base):
                 ", ".join(sorted(map(repr, unused))),
             )
 
-    # ---- the parts
+    # ---- setup
 
     def _load(self, config: dict[str, Any], unused: set[str]) -> dict[str, Any]:
         """Return the loaders, as arguments of ``register_data``."""
         module, data = self.module, self._datamodule
         with lock_of_node():  # one worker per node at a time, because they may download
             if data is not None:
-                # a copy, because other trainers may use the same object
+                # Copy the data module, because other trainers may use the same object.
                 data = self._surroundings.datamodule = copy.copy(_make(data, config, unused))
                 data.trainer = self._surroundings
                 data.prepare_data()
@@ -177,7 +177,7 @@ class LightningMethods(_Base):
         module.trainer = module.fabric = surroundings
         module._fabric_optimizers = surroundings.offered
         for name in ("log", "log_dict"):
-            # Lightning does not pass reduce_fx on to a fabric, and has no public hook for it
+            # Lightning does not pass reduce_fx on to a fabric, and has no public hook for it.
             setattr(module, name, surroundings.noting_reduction(getattr(module, name)))
         try:
             yield surroundings
@@ -304,7 +304,7 @@ class LightningMethods(_Base):
         module.on_validation_batch_end(output, batch, index)
         returned = dict(output) if isinstance(output, Mapping) else {"loss": output}
         loss = returned.pop("loss", None)
-        # modules for older versions of Lightning return what newer ones log
+        # Modules for older versions of Lightning return what newer ones log.
         metrics = {name: value for name, value in returned.items() if _is_scalar(value)}
         if isinstance(loss, torch.Tensor):
             metrics["val_loss"] = mean_of(loss, self._count_items(batch, num_samples))
@@ -540,7 +540,7 @@ class _Reduced(MergeableMetric):
 
     def __init__(self, reduce_fx: str, value: Any) -> None:
         self._reduce_fx = reduce_fx
-        # a GPU tensor stays there, because reading it would synchronize
+        # A GPU tensor stays on the GPU, because reading it would synchronize.
         self._value = value.detach().double() if isinstance(value, torch.Tensor) else value
 
     def merge(self, other: _Reduced) -> _Reduced:

@@ -62,7 +62,7 @@ class ApexAmp(Precision):
         return list(patched)
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
-        # accumulated gradients stay scaled until the last backward pass
+        # Accumulated gradients stay scaled until the last backward pass.
         with self._amp.scale_loss(loss, self._optimizers, delay_unscale=not is_last) as scaled:
             scaled.backward()
 

@@ -42,7 +42,7 @@ class NativeAmp(Precision):
         self._optimizers: list[torch.optim.Optimizer] = []
         self._stepped: set[int] = set()
         self._checked: set[int] = set()
-        # on the device, because reading it would synchronize at each step
+        # Keep it on the device, because reading it would synchronize at each step.
         self._one = torch.ones((), device=device)
         self._num_skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._committed_skipped = self._num_skipped
@@ -76,7 +76,7 @@ class NativeAmp(Precision):
             return
         if id(optimizer) in self._stepped:
             self._rescale()
-        self._checked.add(id(optimizer))  # before unscale_, which may raise halfway
+        self._checked.add(id(optimizer))  # record this first, because unscale_ may raise halfway
         self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -128,7 +128,7 @@ class NativeAmp(Precision):
         before = self.scaler.scale(self._one)
         self.scaler.update()
         after = self.scaler.scale(self._one)
-        # the scale shrinks only after an overflow
+        # The scale shrinks only after an overflow.
         self._num_skipped = self._num_skipped + (after < before)
         self._stepped.clear()
         self._checked.clear()

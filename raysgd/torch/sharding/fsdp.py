@@ -49,7 +49,7 @@ class _Unit(torch.nn.Module):
     ) -> None:
         super().__init__()
         self._places = places
-        self.inner = torch.nn.ModuleList(inner)  # where the outermost unit looks for the others
+        self.inner = torch.nn.ModuleList(inner)  # the outermost unit finds the others here
         self.was_called = False
         kind = type(block)
         self._compute = functools.partial(kind.__call__, block)
@@ -226,7 +226,7 @@ class ShardedModels:
     def rows_as(self, number: int, rows: torch.Tensor) -> DTensor:
         """Return a DTensor of this rank's `rows`, with the sharding of a parameter."""
         parameter = self.parameters[number]
-        # PyTorch may have cached the mesh of the parameter for an equal group with another rank
+        # PyTorch may have cached the mesh of the parameter for an equal group with another rank.
         return DTensor.from_local(
             rows.view(-1, *parameter.shape[1:]),
             self._rows_mesh,
@@ -246,7 +246,7 @@ class ShardedModels:
         for model in self.models:
             unit = self._units.get(model)
             if unit is not None and unit.was_called:  # otherwise PyTorch has nothing to reset
-                with contextlib.suppress(RuntimeError):  # a work that failed in another thread
+                with contextlib.suppress(RuntimeError):  # a collective has failed
                     cast(FSDPModule, unit).reset_iter_state()
 
     @contextlib.contextmanager

@@ -72,7 +72,7 @@ Transfer(start=3, stop=6, version=1, source=0, to=(1,))]
     for rank, of_rank in enumerate(held):
         for start, stop, version in of_rank:
             for number in range(place[start], place[stop]) if version >= lowest else ():
-                # a rank may hold a range and have imported it too
+                # A rank may hold a range and have imported it too.
                 versions[number][rank] = max(version, versions[number].get(rank, version))
     planned: list[Transfer] = []
     load = [0] * size
@@ -143,7 +143,7 @@ class Layout:
 
     def lay_out(self) -> None:
         """Compute the shares for the current group."""
-        # a worker that loads a snapshot before it enters a group has none
+        # A worker that loads a snapshot before it enters a group has no process group.
         is_in_group = dist.is_initialized()
         self.rank, size = (dist.get_rank(), dist.get_world_size()) if is_in_group else (0, 1)
         self.slots = []

@@ -100,7 +100,7 @@ def get_device() -> torch.device:
     index = worker_context.gpu_index
     if index is None:
         return torch.device("cpu")
-    # each worker sees only its own GPUs unless the workers of a node share them
+    # Each worker sees only its own GPUs unless the workers of a node share them.
     return torch.device("cuda", index if index < torch.cuda.device_count() else 0)
 
 
@@ -255,7 +255,7 @@ def enable_reproducibility(seed: int = 0) -> None:
     torch.manual_seed(seed)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
-    # deterministic matrix products on CUDA need this
+    # Deterministic matrix products on CUDA need this.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     _extras()[_SEED] = seed
@@ -305,7 +305,7 @@ class _AmpOptimizer:
         return type(self.optimizer)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("optimizer", "_precision"):  # not set yet
+        if name in ("optimizer", "_precision"):  # the attribute is not set yet
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 

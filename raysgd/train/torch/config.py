@@ -84,14 +84,15 @@ class TrainProcessGroup(ProcessGroup):
                 LOCAL_WORLD_SIZE=str(context.local_world_size),
                 NODE_RANK=str(context.node_rank),
                 GROUP_RANK=str(context.node_rank),
-                # Lightning finds the other workers by these, unless its Trainer gets devices
+                # Lightning uses these variables to find the other workers, unless its Trainer gets
+                # devices.
                 TORCHELASTIC_RUN_ID="raysgd",
                 PL_TRAINER_DEVICES=str(context.local_world_size),
                 PL_TRAINER_NUM_NODES=str(context.world_size // context.local_world_size),
             )
             if context.gpu_index is None:
                 os.environ.setdefault("PL_TRAINER_ACCELERATOR", "cpu")
-                # otherwise Accelerate and Transformers use one process on CPU workers
+                # Otherwise, Accelerate and Transformers use one process on CPU workers.
                 os.environ.setdefault("ACCELERATE_USE_CPU", "true")
             if rendezvous is not None:
                 os.environ.update(

@@ -171,12 +171,12 @@ class _SharedSampler(DistributedSampler[Any]):
         shares: tuple[float, ...] | None,
     ) -> None:
         given: Any = loader.sampler
-        # DistributedSampler shuffles the data set, so it cannot replace a sampler of other items
+        # DistributedSampler shuffles the data set, so it cannot replace a sampler of other items.
         self._is_plain = is_plain_shuffle(given) and len(given) == len(loader.dataset)  # type: ignore[arg-type]
         self._given = given
         super().__init__(given, num_replicas, rank, shuffle=self._is_plain, seed=seed)
         self.dataset = loader.dataset
-        # without a batch size, each item of the loader is a batch and cannot become larger
+        # Without a batch size, each item of the loader is a batch and cannot become larger.
         self._batch_size = loader.batch_size or 1
         self._full_size = num_replicas if loader.batch_size is None else full_size
         self._drops_last = loader.drop_last
@@ -229,7 +229,7 @@ class _SharedSampler(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         epoch = self.epoch
         order = drawn_order(self._given, self.seed + epoch, self._is_plain)
-        self.set_epoch(epoch + 1)  # holds unless the user sets another
+        self.set_epoch(epoch + 1)  # applies unless the user sets another epoch
         spans = self._partition.batches()
         return itertools.chain.from_iterable(picked(order, *span) for span in spans)
 
