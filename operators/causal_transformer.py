@@ -13,16 +13,16 @@ class CausalTransformer(nn.Module):
     """A decoder-only Transformer.
 
     The blocks follow Vaswani et al. 2017 (arXiv:1706.03762). Layer normalization precedes each
-    part, and positions are learned, as in GPT-2 (Radford et al. 2019). With tied weights, the
+    sublayer, and positions are learned, as in GPT-2 (Radford et al. 2019). With tied weights, the
     embedding matrix also scores the tokens (Press and Wolf 2017, arXiv:1608.05859).
 
     Args:
         vocab_size: Number of tokens.
-        max_length: Maximal number of tokens in a sequence.
+        max_length: Maximum number of tokens in a sequence.
         hidden_size: Size of a token's vector, a multiple of `num_heads`.
         num_layers: Number of blocks.
         num_heads: Number of attention heads per block.
-        dropout: Dropout probability after each part.
+        dropout: Dropout probability after each sublayer.
         tie_weights: Whether embedding and output share their matrix.
     """
 

@@ -57,11 +57,11 @@ class Progress:
     num_batches: int = 0
     """Batches finished in the current call or epoch, whichever began last."""
     total_batches: int | None = None
-    """Batches in total, counted like `num_batches`. None if unknown."""
+    """Total number of batches in that call or epoch. None if unknown."""
     num_samples: int = 0
-    """Samples finished, counted like `num_batches`."""
+    """Samples finished in that call or epoch."""
     step_s: float = 0.0
-    """Mean seconds per step, over the same batches. 0 if unknown."""
+    """Mean seconds per step in that call or epoch. 0 if unknown."""
     samples_per_s: float = 0.0
     """Samples that this worker computes per second, or 0 if unknown."""
     snapshot: int | None = None
@@ -131,7 +131,7 @@ class OutOfMemoryError(Exception):
 
 
 class Runner(Protocol):
-    """The content of a worker: an operator, a Keras operator, or a training function.
+    """Runs a worker's content: an operator, a Keras operator, or a training function.
 
     ``setup``, ``rejoin``, ``teardown``, and ``handle`` run one at a time in the *work* thread. The
     other methods run in parallel in a *control* thread. Therefore they only read and set
@@ -154,7 +154,7 @@ class Runner(Protocol):
         """Make the current work raise at its next step. False withdraws the request."""
 
     def pause_at(self, step: int | None) -> int:
-        """Make the current call raise PausedError after `step` committed steps; None withdraws it.
+        """Make the current call raise PausedError after `step` committed steps. None cancels it.
 
         Return the current number of committed steps.
         """

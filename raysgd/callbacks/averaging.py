@@ -12,7 +12,7 @@ __all__ = ["EMA", "SWA"]
 
 
 class _WeightAveraging(Callback):
-    """Lets all workers average the weights that they train.
+    """Averages the trained weights on all workers.
 
     The averages replace the weights in validation, `predict`, `test`, ``get_model`` and
     ``save_model``. They are part of the trainer's state, as ``averages``, and stay when this

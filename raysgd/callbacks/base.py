@@ -148,8 +148,8 @@ class Callback:
         """Handle an event, once, during a call. Workers may be waiting, so be quick.
 
         You cannot call the workers here, for example by ``save`` or ``train``. Do that in the next
-        `on_epoch_end`. After `on_train_start` it gets earlier events, and it also gets those after
-        `on_train_end`.
+        `on_epoch_end`. The callback also receives events from before `on_train_start` and from
+        after `on_train_end`.
         """
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
@@ -160,7 +160,7 @@ class Callback:
         return None
 
     def on_pause(self, trainer: Trainer) -> None:
-        """Act within an epoch, while all workers pause at the step that `next_pause` returned.
+        """Handle a pause of all workers within an epoch, at the step that `next_pause` returned.
 
         You can read and save the state. ``train``, ``validate`` and ``load_state_dict`` raise.
         """
@@ -181,7 +181,8 @@ class Callback:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned, possibly before `on_train_start`.
 
-        If this raises, the trainer loads nothing, and calls this again with the earlier state.
+        If this raises, the trainer loads nothing and calls this method again with the earlier
+        state.
         """
 
 

@@ -106,7 +106,7 @@ class CallbackList:
         finally:
             self._entries = [entry for entry in self._entries if entry not in added]
             for entry in added:
-                if entry.key not in self._loaded:  # this callback has loaded its state
+                if entry.key not in self._loaded:  # no saved state is pending
                     with contextlib.suppress(CallbackError):  # nothing is saved now
                         self._detached[entry.key] = self._state_of(entry)
 

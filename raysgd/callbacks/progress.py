@@ -22,10 +22,10 @@ _MOST = 4
 class ProgressBar(EpochLines):
     """Shows batches, newest metrics, samples per second and live workers of each call.
 
-    In a terminal, or a notebook with ipywidgets, it is a bar. In ``fit()``, the line of the epoch
-    replaces the bar. Elsewhere, it prints a line from time to time, and at the end of a call or
-    epoch. ``TorchTrainer(use_tqdm=True)`` adds one. If other callbacks print, put it before them,
-    so that its line is complete.
+    In a terminal, or a notebook with ipywidgets, this callback draws a bar. In ``fit()``, the line
+    of the epoch replaces the bar. Elsewhere, the callback prints a line from time to time, and at
+    the end of a call or epoch. ``TorchTrainer(use_tqdm=True)`` adds this callback. If other
+    callbacks print, put this one before them, so that its line is complete.
 
     Args:
         every_s: seconds between two lines without a terminal.

@@ -119,7 +119,7 @@ def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest | None:
-    """Read the manifest of a file, without reading or checking its state.
+    """Read the manifest of a file without reading or verifying its state.
 
     Returns:
         None for a file of an older library.

@@ -95,7 +95,7 @@ class CheckpointStore(CheckpointFolder):
         world_size: int = 1,
         operator: str = "",
     ) -> str:
-        """Write a checkpoint as the newest, and remove those that are not kept.
+        """Write the newest checkpoint, and remove surplus ones.
 
         Args:
             state: what a trainer's ``state_dict`` returned; or a sharded state, whose tensors the

@@ -78,7 +78,7 @@ def _nothing() -> None:
 
 
 def results(members: Sequence[WorkerHandle], references: Sequence[Any]) -> list[Any]:
-    """Wait for the functions that `start` started on these workers; return what they returned.
+    """Wait for the functions that `start` started on these workers, and return the results.
 
     The first failure, or the loss that caused it, is raised while other workers are busy. Their
     next call waits for them.

@@ -1,13 +1,13 @@
-"""Detects hosts that fall silent, such as one that loses its power or its network.
+"""Detects hosts that stop responding, for example after a power or network failure.
 
 The driver and each worker on another machine share an idle TCP connection. Both kernels probe it by
 keepalive and end it if no probe is answered. A kernel answers for every process that exists: a
-worker that is stopped, busy, or holds the GIL is never taken for lost.
+worker that is stopped, busy, or holds the GIL is never declared lost.
 
 If a worker's host is silent and the driver reaches another worker, the worker is lost. If the
-driver reaches no worker, its own host is cut off, most likely, and it waits for the workers. A
-worker that does not reach the driver stops its call and reconnects. It ends if the driver refuses
-it. Both sides wait for ``driver_grace_s`` at most.
+driver reaches no worker, most likely its own host has no network, and it waits for the workers. A
+worker that does not reach the driver stops its call and reconnects. The worker exits if the driver
+refuses the connection. Both sides wait for ``driver_grace_s`` at most.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class DriverWatch:
     Args:
         address: where the driver listens.
         driver_grace_s: seconds to try to reconnect.
-        stop: called, maybe repeatedly, if the driver cannot be reached.
+        stop: called, possibly repeatedly, if the driver cannot be reached.
     """
 
     def __init__(self, address: Address, driver_grace_s: float, stop: Callable[[], None]) -> None:

@@ -46,25 +46,25 @@ def reserve(
     label_selectors: Sequence[Mapping[str, str]] = (),
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> Reservation:
-    """Reserve room for as many workers as fit, from `min_workers` up to `num_workers`.
+    """Reserve resources for `min_workers` up to `num_workers` workers, as many as fit.
 
-    Inside a placement group that captures child tasks, as in a Tune trial, the workers use the room
-    that its bundles have in addition to the caller. A worker of raysgd is an exception, because the
-    other workers of its group use those bundles: a trainer made there reserves its own room.
+    Inside a placement group that captures child tasks, as in a Tune trial, the workers use the
+    resources of its bundles that the caller leaves. A worker of raysgd is an exception, because the
+    other workers of its group use those bundles: a trainer made there reserves its own resources.
 
     Args:
         bundle: resources that one worker needs.
         num_workers: the most workers.
         min_workers: the fewest.
-        timeout_s: how long to wait for room for `min_workers`. There is no wait if this process
-            has started the cluster, and the cluster is too small.
+        timeout_s: seconds to wait for the resources of `min_workers`. There is no wait if this
+            process has started the cluster, and the cluster is too small.
         strategy: how Ray places the workers, such as "SPREAD" or "PACK".
         label_selectors: label selector of each worker's node; empty for any node.
         is_wanted: returns whether to keep waiting.
 
     Raises:
-        RuntimeError: if it is not wanted any more.
-        InsufficientResourcesError: if there is no room for `min_workers` within `timeout_s`.
+        RuntimeError: if `is_wanted` returns False.
+        InsufficientResourcesError: if `min_workers` do not fit within `timeout_s`.
     """
     current = get_current_placement_group()
     if current is not None and _captures_child_tasks() and not is_worker_process():
@@ -88,9 +88,9 @@ def reserve(
 def _topped_up(
     reservation: Reservation, bundle: Mapping[str, float], num_workers: int, strategy: str
 ) -> Reservation:
-    """Request room for the missing workers, and wait a moment for it.
+    """Request slots for the missing workers, and wait briefly for them.
 
-    With a strict strategy it requests none, because single slots could be on any node.
+    Request none with a strict strategy, because single slots could be on any node.
     """
     size = len(reservation.slots)
     if size == num_workers:

@@ -35,7 +35,7 @@ POLL_S = 0.02
 
 
 class Slot:
-    """Room for one worker, and for its successor if it is lost.
+    """Resources for one worker, and for its replacement if the worker is lost.
 
     Args:
         group: a placement group.
@@ -136,7 +136,7 @@ class Reservation:
     def request_slot(
         self, bundle: Mapping[str, float], instead_of: Collection[Any] = ()
     ) -> Slot | None:
-        """Request room for one more worker; return None if the room is the caller's.
+        """Request a slot for one more worker. Return None if the group is the caller's.
 
         Args:
             bundle: resources that the worker needs.
@@ -168,8 +168,8 @@ class Reservation:
     def drop_lost(self, taken: Collection[Any]) -> None:
         """Remove requests for several places if all of these are lost and none is in use.
 
-        Ray places several lost bundles of a group together, and serves no other request
-        meanwhile. If others have taken some of the room, that never ends.
+        Ray reschedules the lost bundles of a group together, and serves no other request meanwhile.
+        If other jobs have taken some of the resources, that never ends.
 
         Args:
             taken: the slots that are in use.

@@ -1,6 +1,6 @@
 """The worker process: it hosts one runner and one backend, and reports failures.
 
-Nothing here needs Ray: a worker in the driver's process is the same object.
+This module does not import Ray: a worker in the driver's process uses the same class.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ OutcomeKind = Literal["ok", "paused", "user", "communication", "stopped", "cut o
 class Outcome:
     """The result of one call: a value, or an exception and its kind.
 
-    ``paused``: it paused at the requested step. ``user``: user code raised. ``communication``: a
-    collective failed, most likely because another worker failed. ``stopped``: it failed after the
-    driver had interrupted it. ``cut off``: the worker stopped it, because it lost the driver.
+    ``paused``: the call paused at the requested step. ``user``: user code raised.
+    ``communication``: a collective failed, most likely because another worker failed. ``stopped``:
+    the call failed after the driver had interrupted it. ``cut off``: the worker stopped the call
+    because it lost the driver.
     """
 
     kind: OutcomeKind
@@ -101,7 +102,7 @@ CONTROL_METHODS = (
 
 
 class Worker:
-    """Hosts a runner. The driver calls it as an actor's methods, or directly in its own process.
+    """Hosts a runner. The driver calls it through a Ray actor, or directly in its own process.
 
     `call` and the other methods that work run one at a time. `CONTROL_METHODS` run in parallel.
 
@@ -363,7 +364,7 @@ class Worker:
 
 
 def _catch_sigterm(note: Callable[[], None]) -> None:
-    """Let SIGTERM call `note` in a thread instead of ending the process, but not in forks.
+    """Make SIGTERM call `note` in a thread instead of ending the process, except in forks.
 
     Python would handle it in the main thread, but that of an actor waits in C++ code of Ray.
     """

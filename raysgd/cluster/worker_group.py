@@ -56,13 +56,13 @@ class WorkerGroup:
         self._is_wanted = True
 
     def reserve(self, timeout_s: float) -> None:
-        """Reserve room for the workers without starting them.
+        """Reserve the workers' resources without starting workers.
 
         Args:
-            timeout_s: how long to wait for room for ``min_workers``.
+            timeout_s: seconds to wait for the resources of ``min_workers``.
 
         Raises:
-            InsufficientResourcesError: if that room does not become free.
+            InsufficientResourcesError: if these resources do not become free.
         """
         options = self.options
         self._is_wanted = True
@@ -88,13 +88,13 @@ class WorkerGroup:
         return self._monitor is not None and self._monitor.is_cut_off(watches)
 
     def start(self, timeout_s: float) -> None:
-        """Reserve room, start the workers, and wait until each has reported where it runs.
+        """Reserve resources, start the workers, and wait until each has reported its location.
 
         Args:
-            timeout_s: how long to wait for room for ``min_workers``.
+            timeout_s: seconds to wait for the resources of ``min_workers``.
 
         Raises:
-            InsufficientResourcesError: if that room does not become free.
+            InsufficientResourcesError: if these resources do not become free.
             WorkerTimeoutError: if a worker does not start in time.
             WorkerLostError: if one dies as it starts.
         """
@@ -202,10 +202,10 @@ class WorkerGroup:
         return {member: notice for member, notice in notices.items() if notice is not None}
 
     def vacant_slots(self, request: bool = True) -> list[Any]:
-        """Return room without a worker, on nodes that stay.
+        """Return slots without a worker, on nodes that will not be preempted.
 
         Args:
-            request: whether to request missing room.
+            request: whether to request missing slots.
         """
         slots: list[Any] = [] if self._local is None else [self._local]
         taken, nodes = list(self._slots.values()), self.drains.nodes
@@ -272,7 +272,7 @@ class WorkerGroup:
         return sorted(members, key=lambda member: nodes.index(member.info.node_id))
 
     def shutdown(self, force: bool = False, patience_s: float = _TEARDOWN_S) -> None:
-        """End every worker, and release their room.
+        """Stop all workers, and release their resources.
 
         Args:
             force: whether to kill the processes immediately.

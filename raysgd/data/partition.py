@@ -144,7 +144,7 @@ class MicroBatch:
         Args:
             number: Number of parts.
             rows: First dimension of the batch, which the parts share.
-            planned: Maximal number of parts of a batch in the group.
+            planned: Maximum number of parts of a batch in the group.
             repeats: Number of additional parts with zero weight.
         """
         sizes = [high - low for low, high in (even_part(rows, number, i) for i in range(number))]
@@ -184,7 +184,7 @@ def micro_batches_of(
         sizes: Samples of each step of the group, over all workers.
         world_size: Number of workers.
         rank: Rank of this worker.
-        at_once: Maximal number of samples that a worker processes together.
+        at_once: Maximum number of samples that a worker processes together.
         in_parts: Whether to split larger batches, into the same number of parts on all workers.
         shares: Relative shares of the workers. None: all are equal.
     """

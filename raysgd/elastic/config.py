@@ -20,7 +20,7 @@ __all__ = ["ElasticConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
-    """What to do about losses. The defaults suit most runs.
+    """How to react to lost workers. The defaults suit most runs.
 
     Raises:
         TypeError: if a value has the wrong type.

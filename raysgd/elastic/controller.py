@@ -46,15 +46,15 @@ _SHUT_DOWN = "The workers are shut down."
 
 
 class Controller:
-    """Executes what the state machine decides.
+    """Executes the actions of the state machine.
 
     Args:
         group: the workers; not started yet.
-        runner: what every worker hosts.
+        runner: the runner that every worker hosts.
         backend: how the workers communicate; None with ``num_workers=1``.
         hook: function that each worker calls first.
         timeout_s: limit for the setup and for joining a generation.
-        elastic: what to do about losses.
+        elastic: how to react to lost workers.
         can_join: whether replacement workers can join during a call, as with operators. With a
             training function, the group grows by `grow`, a restart.
     """
@@ -205,9 +205,9 @@ class Controller:
     # ---- event loop
 
     def _steps(self, event: Event | None) -> Iterator[Callable[[], Event | None]]:
-        """Yield a function for each action that follows from an event and its results.
+        """Yield a function for each action that follows from an event, or from earlier results.
 
-        The caller stores each result in `_next`. So a call has no frame of this method.
+        The caller stores each result in `_next`, so that a call has no frame of this method.
         """
         while event is not None:
             self._next = None
@@ -246,7 +246,7 @@ class Controller:
     # ---- calls
 
     def run(self, call: Call) -> list[Outcome]:
-        """Make a call, or a further part of it, and return the outcomes.
+        """Run a call, or its next part, and return the outcomes.
 
         Raises:
             WorkerLostError: if more than ``max_losses`` workers are lost, or too few are left.
@@ -298,7 +298,7 @@ class Controller:
         return self._policy.keeps_snapshots or is_new or self._context.has_state
 
     def stop(self, request: Request) -> None:
-        """Interrupt the work outside of calls, and send `request` to each idle worker.
+        """Interrupt work outside of calls, and send `request` to each idle worker.
 
         The next call forms a generation.
         """
@@ -346,9 +346,9 @@ class Controller:
     # ---- methods for trainers
 
     def grow(self) -> bool:
-        """Restart from the snapshot with more workers if there is room; return whether it did.
+        """Restart from the snapshot with more workers if they fit. Return whether it did.
 
-        Also restart without preempted workers, if enough others are left or have room.
+        Also restart without preempted workers if enough other workers remain or fit.
         """
         with self._supervised():
             if self._group.drains.is_ray_silent:

@@ -18,8 +18,8 @@ class Feature:
     """
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> Event | None:
-        """Look at the group; return an event if the call cannot continue.
+        """Check the group. Return an event if the call cannot continue.
 
-        `progress` has the members that answer, during a call. It is empty before a call.
+        During a call, `progress` has the members that answer. Before a call, it is empty.
         """
         return None

@@ -287,9 +287,9 @@ class GroupForming:
         members: Sequence[WorkerHandle],
         listening: bool = False,
     ) -> Attempt:
-        """Let workers take one step of a start or a rejoin, within `timeout_s`.
+        """Run one step of a start or a rejoin on workers, within `timeout_s`.
 
-        With `listening`, a worker that answers no control call is lost.
+        With `listening`, declare workers lost that answer no control call.
         """
         self._commands.entering = list(members)
         attempt = Attempt(

@@ -1,4 +1,4 @@
-"""Watches a call: its progress, workers that hang, and collectives that cannot end.
+"""Supervises a call: detects workers that hang and collectives that cannot end.
 
 Dead workers are not detected here: Ray's error reaches `attempt.py`, and `machine.py` decides.
 """
@@ -80,9 +80,9 @@ class HealthMonitor(Feature):
         return None if why_blocked is None else CallBlocked(why=why_blocked)
 
     def blocked(self, progress: Mapping[WorkerHandle, Progress]) -> str | None:
-        """Return a message if workers wait in a collective that cannot end; else None.
+        """Return a message if workers wait in a collective that cannot end, otherwise None.
 
-        It cannot end if each busy worker waits in a collective, and all others have returned.
+        A collective cannot end if each busy worker waits in one and all others have returned.
         """
         now = self.clock.monotonic()
         unknown = Progress()
@@ -108,9 +108,9 @@ class HealthMonitor(Feature):
         return None
 
     def stuck(self, progress: Mapping[WorkerHandle, Progress]) -> list[WorkerHandle] | None:
-        """Return None while the call makes progress; else log all stacks, and return stuck workers.
+        """Return None while the call makes progress; otherwise log stacks and return stuck workers.
 
-        The list is empty if all wait for each other.
+        The list is empty if all workers wait for each other.
         """
         if not self.has_batches:
             return None
@@ -169,7 +169,7 @@ def await_stragglers(
     clock: Clock,
     patience_s: float,
 ) -> dict[WorkerHandle, BaseException]:
-    """Wait for workers that are busy with an interrupted call; return those that are lost.
+    """Wait for workers that are busy with an interrupted call. Return the lost ones.
 
     Workers that have returned are removed from `busy`, even if Ctrl-C ends the wait. Workers that
     are busy after `patience_s` are lost.

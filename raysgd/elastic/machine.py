@@ -1,4 +1,4 @@
-"""The states of a group of workers, and what the driver does about each event.
+"""The states of a group of workers, and the driver's actions for each event.
 
 The controller executes the actions in order, and the last one returns the next event.
 `docs/architecture.md` lists the transitions.

@@ -133,9 +133,9 @@ def who_leaves(
 ) -> list[int]:
     """Return the ranks of the workers under preemption that leave at the next step.
 
-    A worker with a successor leaves immediately, and one without leaves `margin_s` before its
-    deadline. ``min_workers`` stay, and at least one that has the state stays, unless a single
-    worker has a successor.
+    A worker with a replacement leaves immediately. A worker without one leaves `margin_s` before
+    its deadline. ``min_workers`` stay, and at least one that has the state stays, unless a single
+    worker has a replacement.
 
     Args:
         left_s: seconds to the deadline of each of these workers, by rank.

@@ -39,7 +39,7 @@ class PreemptionWatch(Feature):
         """Whether to save soon: workers leave before any worker can replace them."""
 
     def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:
-        """Accept a notice of preemption, in any thread.
+        """Accept a preemption notice. Any thread may call this.
 
         Raises:
             ValueError: if there is no such node or worker, or it is the driver's process.

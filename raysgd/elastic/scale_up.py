@@ -74,9 +74,10 @@ class ScaleUp(Feature):
             self.tick()
 
     def lost(self, member: WorkerHandle, error: BaseException) -> None:
-        """Let a successor of a lost member join without the cooldown.
+        """Let the replacement of a lost member join without the cooldown.
 
-        If its host is silent, another worker there may never come up. So one starts elsewhere too.
+        If its host does not respond, a worker on that host may never start. Therefore another one
+        starts on a different host too.
         """
         slot = self.group.slot_of(member)
         self._lost_slots.append(slot)
@@ -106,8 +107,8 @@ class ScaleUp(Feature):
     def tick(self, starting: bool = False) -> None:
         """Advance the replacements, and start missing ones, without waiting.
 
-        With `starting`, they will be the group, in the reserved room. It does nothing while the Ray
-        head is silent, because its answers would block the driver.
+        With `starting`, the replacements form the group in the reserved slots. While the Ray head
+        node does not respond, do nothing, because requests would block the driver.
         """
         drains = self.group.drains
         if self._has_logged_silence and not drains.is_ray_silent:
@@ -183,9 +184,10 @@ class ScaleUp(Feature):
         return self._replacements[len(taken) :]
 
     def fail(self, replacement: Replacement, error: BaseException | None = None) -> None:
-        """Drop a replacement worker, so that another one starts.
+        """Discard a replacement worker, so that another one starts.
 
-        That waits after an exception, and after several losses of a slot in the same step.
+        The next start is delayed after an exception, and after several losses of a slot in the same
+        step.
         """
         error = error or replacement.error or RuntimeError("it did not join")
         self.drop(replacement)
@@ -248,7 +250,7 @@ class ScaleUp(Feature):
     def are_enough(self, min_workers: int) -> bool:
         """Return whether there are enough members and workers that may join.
 
-        A start waits for late workers, and for the worker in the driver's process in any case.
+        A start waits for late workers, and always for the worker in the driver's process.
         """
         num_members, now = len(self.group.members), self.group.clock.monotonic()
         if num_members + len(self.ready()) < min_workers:

@@ -20,8 +20,8 @@ __all__ = ["SnapshotKeeper", "with_shares"]
 class SnapshotKeeper(Feature):
     """Fetches snapshots during training, and keeps the newest one.
 
-    The driver keeps it, because the objects of a worker in the Ray store die with the worker. With
-    `of_driver`, it fetches from a worker in the driver's process too.
+    The driver keeps the snapshot, because a worker's objects in the Ray store die with the worker.
+    With `of_driver`, it fetches from a worker in the driver's process too.
     """
 
     def __init__(self, of_driver: bool = False, group: WorkerGroup | None = None) -> None:

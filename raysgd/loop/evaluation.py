@@ -31,8 +31,8 @@ class Evaluation:
     def validate(self, request: ValidateRequest) -> Mapping[str, Any]:
         """Evaluate the rest of the validation loader, or a number of steps.
 
-        A repeated call begins at the same offset. Loaders of a dict, and a loader of the request,
-        are read from the start.
+        A repeated call begins at the same offset. Named loaders, and a loader in the request, are
+        read from the start.
         """
         loop, call, loader = self._loop, request.call, request.loader
         loop.begin(call)
@@ -103,9 +103,9 @@ class Evaluation:
         return self._loop.train_state.data.sources_of(loader)
 
     def predict(self, loader: Any) -> list[tuple[int, Any]]:
-        """Return the predictions for this worker's batches, on the CPU, with their places.
+        """Return this worker's predictions on the CPU, batch by batch, with sort keys.
 
-        Places sort the batches of all workers in the order of the loader.
+        The keys sort the batches of all workers into the order of the loader.
         """
         train_state, operator = self._loop.train_state, self._loop.operator
         sources = self._sources_of(loader)
@@ -143,7 +143,7 @@ class Evaluation:
         return found
 
     def rehearse(self, request: RehearseRequest) -> Mapping[str, Any] | None:
-        """Validate some batches, restore everything, and return the metrics.
+        """Validate some batches, restore the state, and return the metrics.
 
         Return None if reading a loader early would lose batches.
         """

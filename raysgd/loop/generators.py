@@ -23,7 +23,7 @@ class Generators:
         return {"python": random.getstate(), "numpy": numpy_state}
 
     def set(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state`, whose tuples and arrays may be other sequences now."""
+        """Load the result of `state`. Its tuples and arrays may have become other sequences."""
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal), gauss))
         kind, keys, place, *rest = state["numpy"]

@@ -15,7 +15,7 @@ __all__ = ["IndivisibleError", "MicroBatches"]
 
 
 class IndivisibleError(BaseException):
-    """Raised in a part of a batch that must be trained as a whole, to train the step again.
+    """Raised in a part of a batch that must not be split, to train the step again.
 
     It is no Exception, so that user code does not catch it.
     """

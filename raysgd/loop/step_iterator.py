@@ -29,7 +29,7 @@ class StepIterator:
         train_state: Counts the steps.
         source: Source of the batches.
         batches: Its batches from ``train_state.offset`` on.
-        limit: Maximal number of batches. None for the rest of the epoch.
+        limit: Maximum number of batches. None for the rest of the epoch.
         steps_left: Steps from ``train_state.offset`` to the end of the epoch. None if unknown.
         go_on: Returns whether all ranks have a batch. None if that is certain.
         signal: Requests to stop or to pause.

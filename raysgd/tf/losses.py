@@ -149,7 +149,7 @@ def _widened(tensor: Any) -> Any:
 
 
 def accuracy(target: Any, output: Any) -> float | None:
-    """Return the share of samples whose largest entry along the last axis is the target.
+    """Return the fraction of samples whose argmax along the last axis is the target.
 
     Return None unless the output has shape (batch, ..., classes) and the target has integers of
     shape (batch, ...).

@@ -185,7 +185,8 @@ class TrainingOperator(OperatorBase):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `state_dict`.
 
-        If it raises, the trainer loads nothing, and calls this again with the previous state.
+        If this raises, the trainer loads nothing and calls this method again with the previous
+        state.
         """
 
     # ---- methods for user code

@@ -50,7 +50,7 @@ _INFO_KEYS = (NUM_STEPS, USE_FP16, SCHEDULER_STEP)
 
 
 class TrainingOperator(OperatorBase):
-    """Defines training for :class:`raysgd.TorchTrainer`; one copy lives on each worker.
+    """Defines training for :class:`raysgd.TorchTrainer`. Each worker has an instance.
 
     Only `setup` must be overridden::
 

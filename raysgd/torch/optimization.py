@@ -159,9 +159,9 @@ def as_count(given: Any, source: str = "backward(num_samples={})") -> float:
 
 
 class Optimization(StepFeature):
-    """Makes the updates of one operator.
+    """Computes the updates of one operator.
 
-    Batches come in groups of ``accumulation_steps``, and large ones in parts. The last one of a
+    Batches come in groups of ``accumulation_steps``, and large ones in parts. The last batch of a
     group makes the update. Without the iterator of the loop, each batch is a group.
     """
 
@@ -371,7 +371,7 @@ class Optimization(StepFeature):
         multiply_all(held.values(), factor)
 
     def _set_aside(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remove the gradients of an optimizer until the next batch has a backward pass.
+        """Set the gradients of an optimizer aside until the backward pass of the next batch.
 
         Neither other losses of the same batch nor ``zero_grad`` may change them.
         """
@@ -384,7 +384,7 @@ class Optimization(StepFeature):
                     parameter.grad = None
 
     def _put_back(self) -> None:
-        """Put back the gradients of earlier batches, also after a ``zero_grad`` between losses.
+        """Restore the gradients of earlier batches, also after a ``zero_grad`` between losses.
 
         With several optimizers they are copies, because ``zero_grad`` must discard gradients that a
         loss added to the parameters of another optimizer.

@@ -99,7 +99,7 @@ def check_untrained(
 def check_same_parameters(
     models: Sequence[torch.nn.Module], dtypes: Mapping[torch.nn.Parameter, torch.dtype]
 ) -> None:
-    """Reject training of parameters that `dtypes` lacks or has with another dtype."""
+    """Reject training of parameters that are missing in `dtypes` or have changed their dtype."""
     for index, model in enumerate(models):
         for name, parameter in model.named_parameters():
             before = dtypes.get(parameter)

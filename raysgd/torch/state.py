@@ -177,7 +177,7 @@ def _in_dtypes_of(saved: Any, held: Any) -> Any:
 
 
 def state_problem(held: Any, state: Mapping[str, Any]) -> str:
-    """Return why an object cannot load a state; an empty text if no reason is known.
+    """Return why an object cannot load a state. Return "" if no reason is known.
 
     PyTorch's optimizers and schedulers load a state of another form, and fail in the next step.
     """

@@ -113,7 +113,7 @@ class TorchTrainState(TrainState):
         return collectives.broadcast_state(make, rank, self.settings.device)
 
     def share_training_state(self, leader: int, follows: bool) -> None:
-        """Take over the state of rank `leader`, if this rank `follows`. Every rank must call it.
+        """Load the state of rank `leader` if this rank `follows`. Every rank must call it.
 
         Parameters and optimizer states are sent only if they differ. Survivors of a loss usually
         differ only in buffers.

@@ -87,7 +87,7 @@ class TorchTrainer(OperatorTrainer):
             workers. False to raise the error.
         use_local: whether worker 0 lives in this process. With ``num_workers=1`` Ray is neither
             started nor imported, and PyTorch keeps the threads of this process.
-        elastic: what to do about workers that are lost or come back.
+        elastic: how to react when workers are lost or can be added.
         callbacks: observe every call of this trainer, see :class:`raysgd.callbacks.Callback`.
         logdir: folder of the run, for ``metrics.jsonl``, ``events.jsonl``, and callbacks without a
             folder of their own. None to write nothing.
@@ -194,8 +194,8 @@ class TorchTrainer(OperatorTrainer):
 
         Args:
             path: a path, or a URL such as ``s3://bucket/state.pt``.
-            blocking: False to write a copy of the state during training. If that fails, the next
-                call of the trainer raises the error.
+            blocking: False to write a copy of the state during training. If the write fails, the
+                next call of the trainer raises the error.
             sharded: True: each worker writes its shards of models with ``sharding="full"`` into the
                 folder `path`, which all of them reach. No process ever has the whole state. `load`
                 takes it on any number of workers.
@@ -216,18 +216,19 @@ class TorchTrainer(OperatorTrainer):
     def find_learning_rate(
         self, lowest: float = 1e-6, highest: float = 1.0, num_steps: int = 100
     ) -> LearningRates:
-        """Train some steps with a growing learning rate, and suggest the rate of the steepest loss.
+        """Train with a growing learning rate, and suggest the rate at which the loss falls fastest.
 
         This is the range test of Smith (2015). All optimizers get the same rate. The state is
         restored at the end, and callbacks are not called::
 
             found = trainer.find_learning_rate()
-            print(found.suggestion)  # for the config of the trainer that is to train
+            print(found.suggestion)  # use it in the config of a new trainer
 
         Args:
             lowest: the first rate.
             highest: the last rate.
-            num_steps: number of steps. It ends early if the loss is NaN or four times the minimum.
+            num_steps: number of steps. The search ends early if the loss is NaN or four times the
+                minimum.
 
         Returns:
             ``suggestion``, ``rates`` and ``losses``.

@@ -221,9 +221,9 @@ def get_preemption_info() -> PreemptionInfo | None:
     """Return the announced preemption of workers, or None if there is none.
 
     All workers must call this equally often. If `torch.distributed` is initialized, they all get
-    what worker 0 knows. Otherwise they learn of it within a second or two of each other. Call
-    `report` with a checkpoint then: the function restarts elsewhere from its newest checkpoint.
-    Outside of a run, it warns once and returns None.
+    the announcement of worker 0. Otherwise they receive it within a second or two of each other.
+    Then call `report` with a checkpoint: the function restarts on other nodes from its newest
+    checkpoint. Outside of a run, it warns once and returns None.
     """
     return None if _within_run("get_preemption_info") is None else agreed(here.preemption)
 

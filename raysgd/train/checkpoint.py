@@ -193,7 +193,7 @@ class Checkpoint:
         self._metadata = {**self.get_metadata(), **metadata}
 
     def packed(self, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the whole checkpoint as one dict, for transfer.
+        """Return the complete checkpoint as one dict, for transfer.
 
         Args:
             metadata: further metadata; the checkpoint's own values take precedence.

@@ -90,7 +90,7 @@ class ReportQueue:
     # ---- used by the function
 
     def put(self, turn: Turn) -> None:
-        """Hand over a turn as soon as the driver has taken the previous one.
+        """Pass a turn to the driver as soon as the driver has taken the previous one.
 
         Raises:
             RunStoppedError: if the driver has stopped the function.

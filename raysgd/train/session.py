@@ -169,7 +169,7 @@ class Session:
         checkpoint: Any = None,
         options: ReportOptions = _DEFAULTS,
     ) -> None:
-        """Hand a report to the driver.
+        """Send a report to the driver.
 
         Raises:
             ValueError: if the options contradict each other or the plan.
@@ -250,7 +250,7 @@ class Session:
         return [each.ended().as_checkpoint() for each in self.reported]
 
     def _settle(self) -> None:
-        """Hand over the last report if its upload is still pending.
+        """Pass the last report to the driver if its upload is still pending.
 
         Raises:
             RuntimeError: in a process that the function forked.

@@ -257,11 +257,11 @@ class OperatorTrainer(TrainerInfo):
         overfit_batches: float | None = None,
         fast_dev_run: bool = False,
     ) -> History:
-        """Train until `num_epochs` are completed in all, with validations in between.
+        """Train until `num_epochs` epochs are completed, with validations in between.
 
         `num_epochs` counts from the very first epoch: a trainer that was loaded at epoch 3, or
-        resumed there by a CheckpointCallback, trains 7 more for ``fit(10)``. So a script that
-        restarts after a crash ends at the same epoch. An epoch that has begun is finished first,
+        resumed there by a CheckpointCallback, trains 7 more for ``fit(10)``. A script that restarts
+        after a crash therefore ends at the same epoch. An epoch that has begun is finished first,
         and an epoch that lacks its validation is validated first.
 
         Args:
@@ -282,8 +282,8 @@ class OperatorTrainer(TrainerInfo):
             max_time_s: seconds of this `fit` after which to end, at the next step.
             limit_train_batches: number of steps of an epoch, or as a float their share.
             limit_val_batches: the same for each validation, but not for `predict` and `test`.
-            overfit_batches: both. Every epoch has the batches of the first, which a working model
-                can learn by heart.
+            overfit_batches: sets both limits. Every epoch has the same batches as the first, which
+                a working model can overfit.
             fast_dev_run: train one step and validate one, without callbacks, and restore the state.
 
         Returns:
@@ -291,7 +291,7 @@ class OperatorTrainer(TrainerInfo):
             ``stop_reason`` is the reason.
 
         Raises:
-            ValueError: if a number is below 1, or a callback does not know where to write.
+            ValueError: if a number is below 1, or a callback has no folder to write to.
             CallbackError: if a callback raised.
         """
         options = FitOptions(
@@ -346,15 +346,15 @@ class OperatorTrainer(TrainerInfo):
 
     @suggests
     def load_state_dict(self, state: Mapping[str, Any], blocking: bool = False) -> None:
-        """Take over a state, on any number of workers.
+        """Load a state on any number of workers.
 
         Args:
             state: a result of `state_dict`, or a state of RaySGD v1, which has no ``data``.
             blocking: for older scripts. The workers always have the state on return.
 
         Raises:
-            CheckpointError: if it is no state of such a trainer, or a ``load_state_dict`` of the
-                operator or of a callback raised. Nothing has changed then.
+            CheckpointError: if the state is not from such a trainer, or a ``load_state_dict`` of
+                the operator or of a callback raised. The trainer is then unchanged.
         """
         del blocking
         self._state.load(state)
@@ -364,8 +364,8 @@ class OperatorTrainer(TrainerInfo):
 
         Args:
             path: a path, or a URL such as ``s3://bucket/state.pt``.
-            blocking: False to write a copy of the state during training. If that fails, the next
-                call of the trainer raises the error.
+            blocking: False to write a copy of the state during training. If the write fails, the
+                next call of the trainer raises the error.
 
         Returns:
             The absolute path, or the URL.
@@ -389,7 +389,7 @@ class OperatorTrainer(TrainerInfo):
 
     @suggests
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Take over the state in a file of `save`. No code from the file is run.
+        """Load a file that `save` wrote. Loading runs no code from the file.
 
         Args:
             path: a path or a URL.
@@ -416,7 +416,7 @@ class OperatorTrainer(TrainerInfo):
     # ---- workers
 
     def describe_data(self) -> dict[str, str]:
-        """Return how the workers divide each registered loader, by its name.
+        """Return a description of how the workers partition each registered loader, by name.
 
         A loader is "partitioned by raysgd", by Hugging Face datasets, or by your code; or it is
         "read whole by each worker", with the reason.
@@ -449,17 +449,17 @@ class OperatorTrainer(TrainerInfo):
         rank: int | None = None,
         deadline_s: float | None = None,
     ) -> None:
-        """Announce, from any thread, that a node or a worker is going to be taken away.
+        """Announce the preemption of a node or a worker. Any thread may call this.
 
         During training, or with the next call, a replacement starts on another node, gets the
-        state, and takes over at a step. If there is no room, the group becomes smaller shortly
+        state, and takes over at a step. If no replacement fits, the group becomes smaller shortly
         before the deadline. No step is repeated. You need not announce nodes that Ray drains
-        (``ray drain-node``, the autoscaler), and workers that get SIGTERM.
+        (``ray drain-node``, the autoscaler), or workers that receive SIGTERM.
 
         Args:
             node_id: the id of a node in Ray, as in the ``nodes`` of events.
             rank: the current rank of one worker instead.
-            deadline_s: seconds until it is taken away; None to wait for a replacement.
+            deadline_s: seconds until the preemption; None to wait for a replacement.
 
         Raises:
             ValueError: unless one of `node_id` and `rank` is given, and exists; or if `deadline_s`
@@ -488,14 +488,15 @@ class OperatorTrainer(TrainerInfo):
         return runner.operator
 
     def shutdown(self, force: bool = False) -> None:
-        """End callbacks and workers, finish a running write, and release the resources.
+        """Stop callbacks and workers, finish a running write, and release the resources.
 
         Args:
             force: whether to kill the workers without letting them clean up.
 
         Raises:
-            CheckpointError: if the write failed. The workers have ended anyway.
-            CallbackError: if a callback failed in ``on_train_end``. The workers have ended anyway.
+            CheckpointError: if the write failed. The workers are stopped in any case.
+            CallbackError: if a callback failed in ``on_train_end``. The workers are stopped in any
+                case.
         """
         try:
             if not isinstance(self._controller.state, Closed):
@@ -531,7 +532,7 @@ class OperatorTrainer(TrainerInfo):
         override_tune_step: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None,
         **trainer_kwargs: Any,
     ) -> type[Any]:
-        """Return a ``ray.tune.Trainable`` subclass that trains with such a trainer.
+        """Return a ``ray.tune.Trainable`` subclass that trains with this kind of trainer.
 
         The config of a trial is merged over `config`, key by key. Its ``num_workers``,
         ``num_cpus_per_worker`` and ``use_gpu`` are also arguments of the trainer, and determine the

@@ -74,7 +74,7 @@ class TrainCall(Call):
 
 @dataclass(eq=False)
 class Calls:
-    """Makes the calls of one trainer.
+    """Runs the calls of one trainer.
 
     Methods take the trainer as an argument, because a reference would keep it alive.
     """
@@ -210,7 +210,7 @@ class Calls:
         return CallResult(results, merged, completed, LastCall("train", ended, call.seconds))
 
     def _log(self, trainer: Trainer, call: TrainCall) -> None:
-        """Show callbacks the metrics since the last logged step, if the next one is due.
+        """Pass the metrics since the last logged step to callbacks, if logging is due.
 
         Steps that a restart repeats are not logged again.
         """
@@ -248,7 +248,7 @@ class Calls:
         from_start: bool = False,
         loader: Any = None,
     ) -> CallResult:
-        """Make one call of validate, or of test if there is a loader.
+        """Run one call of validate, or of test if a loader is given.
 
         The next call after a failed one repeats it: it begins at the same batch on all workers.
         `from_start` begins with the first batch.

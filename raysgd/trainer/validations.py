@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Validations:
-    """Runs validations, and knows whether that of the newest epoch is missing.
+    """Runs validations, and tracks whether the validation of the newest epoch is missing.
 
     An exception may end ``fit()`` between an epoch and its validation. The next ``fit()`` validates
-    first, so that callbacks see the same values as in an undisturbed run.
+    first, so that callbacks receive the same values as in an uninterrupted run.
     """
 
     trainer_name: str

@@ -119,7 +119,7 @@ class Averages:
         self._count += 1
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each parameter with its average, once if several models share it."""
+        """Return each parameter with its average. List a shared parameter once."""
         pairs = {
             id(parameter): (parameter.detach(), averages[saved_name(name)])
             for model, averages in zip(self._models, self._averages, strict=True)

@@ -1,8 +1,8 @@
 """Shard the state of an optimizer over the workers.
 
-Every worker has the whole parameters and gradients. It updates its share of the elements, and the
-workers exchange the updated elements. With copies, a worker also updates the shares of others, so
-that their state survives them. This sends no messages.
+Every worker has the complete parameters and gradients. It updates its share of the elements, and
+the workers exchange the updated elements. With copies, a worker also updates the shares of others,
+so that their state survives them. This sends no messages.
 
 An update goes into a separate buffer. Parameters change when all shares have arrived, so that a
 step that loses a worker is repeated from the same parameters. A worker that has updated a share

@@ -22,10 +22,10 @@ _NUM_STEPS = 15
 
 
 class Speed(StepFeature):
-    """Times each batch from its begin to its last gradient, which excludes communication.
+    """Measures each batch from its start to its last gradient, without communication.
 
     DistributedDataParallel waits for other workers only after the last gradient. A fully sharded
-    model communicates in between and has no gradients here, so it has no speed.
+    model communicates before that, so its speed cannot be measured.
     """
 
     def __init__(self, state: TorchTrainState) -> None:

@@ -29,7 +29,7 @@ __all__ = ["ShardedModels"]
 
 
 class _Unit(torch.nn.Module):
-    """The parameters that are gathered together, and the block that computes with them.
+    """A block, and the parameters to gather together for its computation.
 
     ``fully_shard`` changes this module instead of the block: its class, hooks, and attributes. It
     assigns whole parameters before a pass, and shards after it. `__setattr__` assigns the same to
@@ -79,7 +79,7 @@ def _refuse_copy(module: torch.nn.Module, memo: Any) -> NoReturn:
 
 
 class ShardedModels:
-    """The parameters of models. Each worker holds rows of them.
+    """The parameters of models, sharded by rows over the workers.
 
     Each generation replaces the parameters. The modules remain the same objects.
 

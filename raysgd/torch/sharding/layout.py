@@ -20,7 +20,7 @@ _ALIGNMENT = 16
 
 
 def share_of(total: int, size: int, rank: int) -> tuple[int, int]:
-    """Return the first element that a rank updates, and the end.
+    """Return the start and the exclusive end of the elements that a rank updates.
 
     >>> [share_of(10, 3, rank) for rank in range(3)]
     [(0, 3), (3, 6), (6, 10)]
@@ -49,11 +49,11 @@ def transfers(
     Args:
         shares: for each rank, the ranges of its share. All shares together are all elements.
         copies: the number of other ranks that hold each share.
-        lowest: version of the parameters. State of an older version is useless.
+        lowest: version of the parameters. State of an older version is unusable.
         held: for each rank, the ranges that it has, with their versions.
 
     Returns:
-        The transfers, in the same order on all ranks; None if no rank has some elements.
+        The transfers, in the same order on all ranks; None if some elements are lost on all ranks.
 
     >>> transfers([[(0, 3)], [(3, 6)]], 0, 1, [[(0, 6, 1)], []])
     [Transfer(start=0, stop=3, version=1, source=0, to=(0,)), \
@@ -93,7 +93,7 @@ Transfer(start=3, stop=6, version=1, source=0, to=(1,))]
 
 
 class Layout:
-    """The shares of all elements of some parameters, in one row, one share for each rank.
+    """The division of all elements of some parameters, concatenated, into one share per rank.
 
     Args:
         parameters: the parameters.

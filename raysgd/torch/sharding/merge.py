@@ -18,7 +18,7 @@ PARAMETER = "parameter"
 
 
 def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an unsharded state from one with the shards of all workers.
+    """Merge a state with the shards of all workers into an unsharded state.
 
     Raises:
         CheckpointError: if some elements are missing.
