@@ -381,7 +381,7 @@ def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
 
 
 def _by_name(parts: Iterable[Mapping[str, Any]]) -> dict[str, tuple[list[Any], list[float]]]:
-    """Return the values of all parts and their weights in a mean, by name."""
+    """Return the values of each metric in all parts, and their weights for a mean, by name."""
     found: dict[str, tuple[list[Any], list[float]]] = {}
     for part in parts:
         for name, value in part.items():

@@ -35,7 +35,7 @@ class WorkerContext:
     """Whether a process group exists. With ``num_workers=1`` there is none."""
     num_cpus: float = 1
     shares: tuple[float, ...] | None = None
-    """Relative shares of the global batch that the user gave to nodes, by rank. None: even ones."""
+    """Relative shares of the global batch set for nodes, by rank. None means equal shares."""
     alone: bool = False
     """Whether the process group has only this worker. True until a new worker joins the others."""
     in_driver: bool = False

@@ -244,7 +244,7 @@ class CallbackList:
     def _fail(self, entry: _Entry, hook: str, error: Exception) -> None:
         failure = _failure(entry, hook, error)
         self._failures.append(failure)
-        if hook != "on_train_start":  # its error is raised immediately, others perhaps much later
+        if hook != "on_train_start":  # the call raises other errors only at its end
             logger.error(
                 "The callback %s failed in %s: %s", failure.callback, hook, _format_error(error)
             )

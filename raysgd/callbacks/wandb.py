@@ -32,7 +32,7 @@ class WandbLogger(ServiceLogger):
 
     Raises:
         ImportError: if wandb is not installed.
-        ValueError: if `mode` is another.
+        ValueError: if `mode` is unknown.
     """
 
     def __init__(

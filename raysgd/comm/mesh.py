@@ -69,7 +69,7 @@ class Reduction:
         return b"".join((self._header, self._content.view(-1).view(torch.uint8).numpy().data))
 
     def take(self, rank: int, own_rank: int) -> None:
-        """Record the message of `rank`. Reduce after the last one."""
+        """Store the message of `rank`. After the last message, reduce all of them."""
         self._come[rank] = self.missing.pop(rank)
         if self.missing:
             return

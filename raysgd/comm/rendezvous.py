@@ -50,7 +50,7 @@ class StoreServer:
             if asyncio.iscoroutine(answer):
                 answer = await answer
             await send(connection, _packed(answer))
-            await asyncio.sleep(0)  # yield, because reads and writes that are ready do not
+            await asyncio.sleep(0)  # let other tasks run: ready reads and writes do not yield
 
     @property
     def _do(self) -> dict[str, Callable[..., Any]]:

@@ -39,7 +39,7 @@ class EpochPartition:
     """Samples per step, if they are not a multiple of `batch_size`."""
     max_steps: int | None = None
     shares: tuple[float, ...] | None = None
-    """Relative shares of the workers, by rank. None: all are equal."""
+    """Relative shares of the workers, by rank. None means equal shares."""
 
     @property
     def stride(self) -> int:
@@ -186,7 +186,7 @@ def micro_batches_of(
         rank: Rank of this worker.
         at_once: Maximum number of samples that a worker processes together.
         in_parts: Whether to split larger batches, into the same number of parts on all workers.
-        shares: Relative shares of the workers. None: all are equal.
+        shares: Relative shares of the workers. None means equal shares.
     """
     found: list[tuple[int, int, bool, float]] = []
     parts_of = [

@@ -173,7 +173,7 @@ class BatchSource:
         """Partition the epoch again. `batch_share` is the new share of ``config[BATCH_SIZE]``."""
 
     def weigh(self, shares: tuple[float, ...] | None) -> bool:
-        """Give the workers these relative shares until the next `reshard`. None: equal ones.
+        """Set relative shares of the workers until the next `reshard`. None means equal shares.
 
         Returns:
             Whether the shares have changed.

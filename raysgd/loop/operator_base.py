@@ -85,9 +85,10 @@ class OperatorBase:
     def global_step(self) -> int:
         """Number of finished training steps, over all epochs and calls.
 
-        raysgd counts it. With gradient accumulation, it grows by a whole group at each update, and
-        ``batch_info["global_step"]`` numbers each batch. A value that a loop sets holds until its
-        next batch. It counts only if the loop draws no batch from its iterator.
+        raysgd counts the steps. With gradient accumulation, the number grows by a whole group at
+        each update, and ``batch_info["global_step"]`` numbers each batch. If a loop sets a value,
+        it lasts until the next batch of the loop. raysgd keeps the value only if the loop draws no
+        batch from its iterator.
         """
         step = self._train_state.global_step
         return self._train_state.counted.get(step, step)

@@ -39,7 +39,7 @@ class _EpochRequest(Request):
     profile: bool = False
     """Whether to measure the stages of a step."""
     shares: tuple[float, ...] | None = None
-    """Relative shares of the workers, by rank. None: all are equal."""
+    """Relative shares of the workers, by rank. None means equal shares."""
 
     def with_shares(self, shares: tuple[float, ...] | None) -> _EpochRequest:
         return replace(self, shares=shares)

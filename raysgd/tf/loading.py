@@ -178,7 +178,7 @@ class DatasetSource(BatchSource):
 
     @property
     def _group(self) -> int:
-        """Batches of the data set in a step."""
+        """Number of batches of the data set in each step."""
         if self._splits:
             return 1
         # For validation data of unknown length, each worker counts its own batches.

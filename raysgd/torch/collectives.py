@@ -194,7 +194,7 @@ def fingerprint(state: Any) -> bytes:
 
     with io.BytesIO() as file:
         pickler = pickle.Pickler(file)
-        pickler.fast = True  # otherwise equal strings differ from one shared string
+        pickler.fast = True  # no memo: it would tell equal strings from shared ones
         try:
             pickler.dump(map_leaves(state, summary))
         except Exception:  # probably a reference cycle: a scheduler that holds its own method

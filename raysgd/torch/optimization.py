@@ -35,14 +35,14 @@ _UNEVEN = (
 
 
 class Group:
-    """Weighs the losses of the batches of a group, so that they add up to one mean.
+    """Weights the losses of the batches of a group, so that the losses add up to one mean.
 
     The weight of a batch is ``samples of the batch / samples of the group``. Before the last batch,
     `Group` assumes that all batches are like the first. If that is wrong, the last batch corrects
     the accumulated gradients. If the loader knows the samples of all workers, the weights are
     right from the beginning.
 
-    If user code counts items, the last batch divides by the mean of the workers' counts.
+    If user code counts items, the last batch is divided by the mean of the workers' counts.
 
     >>> group = Group()
     >>> group.begin(MicroBatch(0, 2, is_last=False))

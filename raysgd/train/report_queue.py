@@ -125,7 +125,7 @@ class ReportQueue:
     # ---- used by the driver
 
     def take(self) -> Turn:
-        """Mark the previous turn as handled, then wait for the next one and take it.
+        """Mark the previous turn as handled. Then wait for the next turn and return it.
 
         Raises:
             BaseException: the exception of the function.

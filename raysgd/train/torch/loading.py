@@ -53,7 +53,7 @@ def prepared_loader(
         seed: seed of the order if the loader shuffles without a generator.
         full_size: number of workers of the full group, which sets the global batch size; None to
             scale it with the group.
-        shares: relative shares of the workers; None for equal ones.
+        shares: relative shares of the workers; None for equal shares.
         weigh: receives the loss weight of each batch.
     """
     full_size = full_size or world_size
