@@ -227,11 +227,30 @@ class _SharedSampler(DistributedSampler[Any]):
         return sum(stop - start for start, stop in self._partition.batches())
 
     def __iter__(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(self.batches())
+
+    def batches(self) -> Iterator[list[Any]]:
+        """Return the batches of the next pass."""
         epoch = self.epoch
         order = drawn_order(self._given, self.seed + epoch, self._is_plain)
-        self.set_epoch(epoch + 1)  # applies unless the user sets another epoch
-        spans = self._partition.batches()
-        return itertools.chain.from_iterable(picked(order, *span) for span in spans)
+        self.set_epoch(epoch + 1)  # holds unless the user sets another
+        return (picked(order, *span) for span in self._partition.batches())
+
+    def num_batches(self) -> int:
+        """Return the number of batches of a pass."""
+        return self._partition.num_steps()
+
+
+class _SharedBatches(BatchSampler):
+    """This worker's batches. With shares, the last one may be larger than the others."""
+
+    sampler: _SharedSampler
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self.sampler.batches()
+
+    def __len__(self) -> int:
+        return self.sampler.num_batches()
 
 
 def _can_share(loader: DataLoader[Any]) -> bool:
@@ -280,5 +299,5 @@ def _shared(
     sampler = _SharedSampler(loader, world_size, rank, seed, full_size, shares)
     settings: dict[str, Any] = {"sampler": sampler, "pin_memory": loader.pin_memory or pin}
     if loader.batch_size is not None:
-        settings["batch_sampler"] = BatchSampler(sampler, sampler.batch_size, loader.drop_last)
+        settings["batch_sampler"] = _SharedBatches(sampler, sampler.batch_size, loader.drop_last)
     return changed(loader, **settings)

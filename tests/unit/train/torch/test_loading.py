@@ -254,6 +254,26 @@ def test_steps_of_fewer_workers_keep_their_samples_and_weigh_batches_by_size(
         assert list(weights) == pytest.approx([size * world_size / num for size in counted])
 
 
+def test_the_last_batch_of_a_worker_may_be_larger_with_shares():
+    used, weights = [], []
+    for rank in range(3):
+        worker = prepared_loader(
+            DataLoader(list(range(17)), 3),
+            world_size=3,
+            rank=rank,
+            device=None,
+            ahead=False,
+            seed=0,
+            shares=(0.3, 0.4, 0.3),
+            weigh=weights.append,
+        )
+        batches = [batch.tolist() for batch in worker]
+        assert len(worker) == len(batches) == 2
+        used += itertools.chain(*batches)
+    assert sorted(used) == list(range(17))
+    assert weights == [1.0, 0.75, 1.0, 1.0, 1.5, 1.0, 1.0, 0.75, 1.0]
+
+
 @on_gpu
 def test_batches_that_are_moved_ahead_stay_intact_while_a_gpu_is_busy():
     data = TensorDataset(torch.arange(40 * 2**20, dtype=torch.float32).reshape(40, -1))
