@@ -70,6 +70,7 @@ class GroupForming:
             self._scale_up.fail(joining.pop(member), lost.pop(member))
         if lost:
             return self.note_lost(lost)
+        self._context.shares.note_speeds(self._answers)
         self._joining = joining
         members = self._group.members
         return ProgressKnown(
@@ -175,11 +176,12 @@ class GroupForming:
         """Form a group of the ready workers, with the state of the newest snapshot."""
         ready = self._scale_up.ready()
         joining = {r.member: r for r in ready if r.member is not None}
-        _, lost = self._commands.reach(joining)
+        answers, lost = self._commands.reach(joining)
         if lost:
             for member, error in lost.items():
                 self._scale_up.fail(joining[member], error)
             return FormingFailed(by_newcomer=True)
+        self._context.shares.note_speeds(answers)
         event: Event = GroupFormed()
         try:
             self._start_group(joining)

@@ -65,8 +65,8 @@ class Shares(Feature):
         return tuple(self._current[member] for member in members) if self._current else None
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
-        """Record the speeds of the members, and whether their shares are wrong."""
-        self._speeds |= {m: p.samples_per_s for m, p in progress.items() if p.samples_per_s}
+        """Note the speeds of the members, and whether their shares are wrong."""
+        self.note_speeds(progress)
         members, now = self._group.members, self._group.clock.monotonic()
         is_known = len(members) > 1 and all(member in self._speeds for member in members)
         is_wrong = is_known and _differ(self._shares_now(members), self._measured(members))
@@ -78,9 +78,9 @@ class Shares(Feature):
         may_change = now >= self._changed_at + self._config.resize_cooldown_s
         self.wants_change = may_change and now >= self._wrong_since + _LASTS_S
 
-    def on_loss(self, member: WorkerHandle, error: BaseException) -> None:
-        """Discard the recorded speed of a lost member."""
-        self._speeds.pop(member, None)
+    def note_speeds(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+        """Note the speeds of members, and of replacement workers that are about to join."""
+        self._speeds |= {m: p.samples_per_s for m, p in progress.items() if p.samples_per_s}
 
     def given(self, members: Sequence[WorkerHandle]) -> tuple[float, ...] | None:
         """Return the shares that the user's mapping sets for these workers.
@@ -99,6 +99,7 @@ class Shares(Feature):
         return None if len(set(found)) == 1 else tuple(found)
 
     def _choose(self, members: Sequence[WorkerHandle]) -> None:
+        self._speeds = {m: speed for m, speed in self._speeds.items() if m in members}
         before, after = self._shares_now(members), self._measured(members)
         self._members, self._wrong_since, self.wants_change = list(members), None, False
         even = dict.fromkeys(members, 1.0)
@@ -134,7 +135,7 @@ def _listed(shares: Sequence[float]) -> str:
 
 def _normalized(shares: dict[WorkerHandle, float]) -> dict[WorkerHandle, float]:
     mean = sum(shares.values()) / len(shares)
-    return {member: round(share / mean, 3) for member, share in shares.items()}
+    return {member: max(0.001, round(share / mean, 3)) for member, share in shares.items()}
 
 
 def _differ(before: Mapping[WorkerHandle, float], after: Mapping[WorkerHandle, float]) -> bool:

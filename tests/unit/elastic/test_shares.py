@@ -84,9 +84,28 @@ def test_a_new_group_has_shares_by_the_speeds_that_are_known():
     group, _, shares = make(3, shares="measured")
     poll(group, shares, 400, 100, 200, seconds=5)
     assert shares.of(group.members) == (1.714, 0.429, 0.857)
-    shares.on_loss(group.members[1], RuntimeError())
     assert shares.of([group.members[0], group.members[2]]) == (1.333, 0.667)
     assert shares.of([group.members[0], FakeMember("new")]) is None
+
+
+def test_a_replacement_worker_joins_with_the_speed_of_its_warm_up():
+    group, journal, shares = make(shares="measured")
+    poll(group, shares, 100, 100)
+    new = FakeMember("new")
+    shares.note_speeds({new: Progress(samples_per_s=300)})
+    poll(group, shares, 100, 100)
+    assert shares.of([group.members[0], new]) == (0.5, 1.5)
+    assert journal.events == [("rebalanced", (1.0, 1.0), (0.5, 1.5))]
+    shares.of(group.members)
+    assert shares.of([group.members[0], new]) is None  # speeds of departed workers are forgotten
+
+
+def test_a_worker_that_has_almost_stopped_keeps_a_share():
+    group, _, shares = make(shares="measured")
+    poll(group, shares, 10_000, 1, seconds=5)
+    assert min(shares.of(group.members)) > 0
+    poll(group, shares, 10_000, 10_000, seconds=20)
+    assert shares.of(group.members) is None
 
 
 def test_nodes_have_the_shares_of_a_mapping():
