@@ -138,7 +138,7 @@ def register(
         state.schedules,
         compilation,
         Averaging(state),
-        *([Speed(state)] if measures else []),
+        *([Speed(state)] if measures and watched[1] else []),
     ]
     state.optimization.begin()
     for each in sharded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,8 @@ class Speed(StepFeature):
         self._unread: deque[list[tuple[float, Any, Any]]] = deque(maxlen=_NUM_STEPS)
         self._speeds: deque[float] = deque(maxlen=_NUM_STEPS)
         self._is_first = True
+        self._lock = threading.RLock()
+        """Held while a thread uses the unread steps. Several threads answer the driver."""
         for model in state.models:
             for parameter in model.parameters():
                 if parameter.requires_grad:
@@ -50,12 +53,13 @@ class Speed(StepFeature):
     @property
     def samples_per_s(self) -> float:
         """Median speed of the newest steps, or 0 if unknown."""
-        while self._unread and (not self._on_gpu or self._unread[0][-1][2].query()):
-            step = self._unread.popleft()
-            seconds = sum(self._seconds(began, ended) for _, began, ended in step)
-            if seconds > 0:
-                self._speeds.append(sum(size for size, _, _ in step) / seconds)
-        return statistics.median(self._speeds) if self._speeds else 0.0
+        with self._lock:
+            while self._unread and (not self._on_gpu or self._unread[0][-1][2].query()):
+                step = self._unread.popleft()
+                seconds = sum(self._seconds(began, ended) for _, began, ended in step)
+                if seconds > 0:
+                    self._speeds.append(sum(size for size, _, _ in step) / seconds)
+            return statistics.median(self._speeds) if self._speeds else 0.0
 
     def begin_batch(self, place: MicroBatch) -> None:
         self._end_batch()
@@ -67,7 +71,8 @@ class Speed(StepFeature):
         self._end_batch()
         if self._step:
             if not self._is_first:  # the first step is slower than others
-                self._unread.append(self._step)
+                with self._lock:
+                    self._unread.append(self._step)
             self._step, self._is_first = [], False
 
     def roll_back(self) -> None:

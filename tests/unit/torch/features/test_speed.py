@@ -1,0 +1,58 @@
+"""The speed of a worker, for shares that follow it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from raysgd.data.partition import MicroBatch
+from raysgd.torch.features.speed import Speed
+from tests.unit.cluster.clock import ManualClock
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = ManualClock()
+    time = SimpleNamespace(perf_counter=clock.monotonic)
+    monkeypatch.setattr("raysgd.torch.features.speed.time", time)
+    return clock
+
+
+def make():
+    model = torch.nn.Linear(2, 1)
+    settings = SimpleNamespace(device=torch.device("cpu"))
+    return model, Speed(SimpleNamespace(settings=settings, models=[model]))
+
+
+def step(clock, model, speed, size, seconds):
+    speed.begin_batch(MicroBatch(size=size))
+    clock.sleep(seconds)
+    model(torch.ones(1, 2)).sum().backward()
+    clock.sleep(5.0)  # it waits for other workers
+    speed.before_commit()
+
+
+def test_speed_is_the_median_of_samples_by_the_time_to_the_last_gradient(clock):
+    model, speed = make()
+    step(clock, model, speed, size=8, seconds=3.0)
+    assert speed.samples_per_s == 0.0, "the first step does not count"
+    for seconds in (0.5, 2.0, 0.5):
+        step(clock, model, speed, size=8, seconds=seconds)
+    assert speed.samples_per_s == pytest.approx(16.0)
+
+
+def test_a_warm_up_counts_though_it_is_rolled_back(clock):
+    model, speed = make()
+    for seconds in (3.0, 0.5):
+        speed.begin_batch(MicroBatch(size=8))
+        clock.sleep(seconds)
+        model(torch.ones(1, 2)).sum().backward()
+        speed.roll_back()
+    assert speed.samples_per_s == pytest.approx(16.0)
+
+
+def test_batches_of_unknown_size_have_no_speed(clock):
+    model, speed = make()
+    for _ in range(3):
+        step(clock, model, speed, size=None, seconds=1.0)
+    assert speed.samples_per_s == 0.0
