@@ -250,10 +250,21 @@ class Optimization(StepFeature):
 
     def before_commit(self) -> None:
         self.check_complete()
+        if self.group.place.share != 1.0 and not self._used and self._has_updated():
+            self._warn_of_weight()
         if self._used and len(self._optimizers) > 1 and self._has_updated():
             # A loss may leave gradients in parameters of another optimizer. If no optimizer
             # stepped, the loop accumulates by itself.
             self._zero_gradients()
+
+    def _warn_of_weight(self) -> None:
+        if self._state.settings.options.elastic.shares != "even":
+            self._state.say(
+                "weight",
+                "ElasticConfig(shares=...): train_batch does not call self.backward(loss), so the "
+                "losses of workers with different shares have equal weight. Call it instead of "
+                "loss.backward().",
+            )
 
     def commit(self) -> None:
         self._reset()

@@ -1,5 +1,6 @@
 """Helpers of train_batch: accumulation, clipping, several optimizers, and what is refused."""
 
+import dataclasses
 import pickle
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import TorchTrainer, TrainingOperator
+from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
 from raysgd._internal.nested import map_leaves
 from raysgd.data.partition import MicroBatch, micro_batches_of
 from raysgd.testing import run_operator
@@ -646,6 +647,22 @@ def test_loops_may_mix_helpers_without_scaler_and_accumulation(function):
         assert trainer.global_step == 4
         changed = not torch.equal(parameters(trainer.get_local_operator()), before)
         assert changed == (function is not without_step)
+
+
+@pytest.mark.parametrize(
+    ("shares", "function", "warns"),
+    [("measured", by_hand, True), ("even", by_hand, False), ("measured", zeroing, False)],
+)
+def test_loss_without_the_weight_of_its_share_gets_a_warning(shares, function, warns, caplog):
+    operator = run_operator(with_train_batch(function))
+    state = operator._train_state
+    elastic = ElasticConfig(shares=shares)
+    state.settings.options = dataclasses.replace(state.settings.options, elastic=elastic)
+    state.step.draw(None)
+    state.optimization.begin_batch(MicroBatch(share=1.5))
+    operator.train_batch(BATCH, {})
+    state.optimization.before_commit()
+    assert ("does not call self.backward(loss)" in caplog.text) == warns
 
 
 @pytest.mark.parametrize("function", [zeroing, zeroing_in_place])
