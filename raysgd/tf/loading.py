@@ -17,7 +17,13 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd.data import Dataset
-from raysgd.data.partition import EpochPartition, MicroBatch, even_part, micro_batches_of
+from raysgd.data.partition import (
+    EpochPartition,
+    MicroBatch,
+    even_part,
+    micro_batches_of,
+    part_of,
+)
 from raysgd.data.source import BatchSource, PartitionedSource
 
 __all__ = ["ArraySource", "DatasetSource", "ItemSource", "check_end", "is_arrays", "spec_of"]
@@ -167,6 +173,7 @@ class DatasetSource(BatchSource):
         self._places: Sequence[MicroBatch] = ()
         self._training, self._splits = training, splits
         self._world_size, self._rank = world_size, rank
+        self._shares: tuple[float, ...] | None = None
         self._num_begun = 0
         self._iteration: _Iteration | None = None
         total = int(loader.cardinality().numpy())
@@ -195,7 +202,11 @@ class DatasetSource(BatchSource):
         return self._shared(self._iterate(self._num_begun + 1, epoch=-1), 0)  # not in any epoch
 
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
-        self._world_size, self._rank = world_size, rank
+        self._world_size, self._rank, self._shares = world_size, rank, None
+
+    def weigh(self, shares: tuple[float, ...] | None) -> bool:
+        changed, self._shares = shares != self._shares, shares
+        return changed
 
     def end_after(self, steps: int | None) -> None:
         if steps is not None:
@@ -278,7 +289,12 @@ class DatasetSource(BatchSource):
         if self._splits:
             at_once = -(-at_once // (self._full_size or self._world_size))
         self._places = micro_batches_of(
-            (sum(sizes),), self._world_size, self._rank, at_once, in_parts and self.keeps_step
+            (sum(sizes),),
+            self._world_size,
+            self._rank,
+            at_once,
+            in_parts and self.keeps_step,
+            self._shares,
         )
         own, number = self._own_part(group), len(self._places)
         if number == 1:
@@ -289,14 +305,15 @@ class DatasetSource(BatchSource):
             yield tf.nest.map_structure(lambda leaf, a=first, b=stop: leaf[a:b], own)
 
     def _own_part(self, group: list[Any]) -> Any:
-        """Return this worker's part of a step, or None if it has none."""
-        if len(group) == self._world_size and len(set(map(_num_rows, group))) == 1:
+        """Return this worker's part of a step; None if it has none."""
+        is_even = len(group) == self._world_size and len(set(map(_num_rows, group))) == 1
+        if is_even and self._shares is None:
             return group[self._rank]
         rows = group[0] if len(group) == 1 else tf.nest.map_structure(_join, *group)
         total = _num_rows(rows)
         if not self._training and self._rank >= total:
             return None
-        first, stop = even_part(total, self._world_size, self._rank)
+        first, stop = part_of(total, self._world_size, self._rank, self._shares)
         return tf.nest.map_structure(lambda leaf: leaf[first:stop], rows)
 
     def reads(self) -> Any:

@@ -67,6 +67,21 @@ def test_a_step_of_two_workers_is_two_steps_of_one():
     assert sorted(pairs[2]) == alone[4]  # the rest is shared out evenly
 
 
+@pytest.mark.parametrize("splits", [False, True])
+def test_parts_of_a_step_follow_the_shares(splits):
+    pair = sources(2, splits=splits)
+    for source in pair:
+        assert source.weigh((3.0, 1.0))
+    size = 8 if splits else 16
+    for left, right in zip(*map(drawn, pair), strict=True):
+        total = len(left) + len(right)
+        assert total in (size, 8)
+        assert (len(left), len(right)) == (total * 3 // 4, total // 4)
+    places = [source.places(0, 1, False)[0] for source in pair]
+    assert [place.share for place in places] == [1.5, 0.5]
+    assert sorted(x for source in pair for batch in drawn(source) for x in batch) == list(range(40))
+
+
 def test_an_epoch_goes_on_in_its_order_in_another_process():
     first, again = sources(2, shuffle=True)[0], sources(2, shuffle=True)[0]
     epochs = [drawn(first, epoch, 0) for epoch in range(3)]
