@@ -8,6 +8,7 @@ can continue without losing or repeating a sample.
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -282,10 +283,12 @@ def _dealt_to(
         yield from range(rank, num_batches, world_size)
         return
     num_dealt = [0] * world_size
+    ends = [(1 / share, each) for each, share in enumerate(shares)]
+    heapq.heapify(ends)
     for batch in range(num_batches):
-        # Choose the worker that finishes one more batch first.
-        chosen = min(range(world_size), key=lambda r: ((num_dealt[r] + 1) / shares[r], r))
+        chosen = ends[0][1]  # the worker that finishes one more batch first
         num_dealt[chosen] += 1
+        heapq.heapreplace(ends, ((num_dealt[chosen] + 1) / shares[chosen], chosen))
         if chosen == rank:
             yield batch
 
