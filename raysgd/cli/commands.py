@@ -135,6 +135,9 @@ def doctor(
     if address == "local":  # Ray would start a cluster
         typer.echo("\nThere is no cluster at the address 'local': each script starts its own Ray.")
         return
+    if shares and not address:
+        typer.echo("\nraysgd doctor --shares needs --address, for example auto.", err=True)
+        raise typer.Exit(2)
     try:
         of_cluster = list(_cluster_rows(address))
     except Exception as error:  # Ray raises errors of many types
@@ -144,8 +147,14 @@ def doctor(
         typer.echo(f"\nRay cluster at {address}:")
         _show(of_cluster)
     if shares and address:
+        try:
+            of_nodes = list(_node_rows(address))
+        except Exception as error:
+            why = f"The nodes could not be timed. Is one CPU or GPU of each free? {error}"
+            typer.echo(why, err=True)
+            raise typer.Exit(1) from error
         typer.echo("\nShare of each node by speed, and names for ElasticConfig(shares={...}):")
-        _show(list(_node_rows(address)))
+        _show(of_nodes)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -122,7 +122,7 @@ def nodes() -> set[str]:
 
 
 def node_speeds(address: str) -> list[tuple[str, float, set[str]]]:
-    """Return the IP address, speed, and traits of each live node of a cluster.
+    """Return the IP address, speed, and traits of each live node of a cluster that has CPUs.
 
     The speed is the number of matrix products per second, on a GPU if the node has one.
 
@@ -132,7 +132,8 @@ def node_speeds(address: str) -> list[tuple[str, float, set[str]]]:
     """
     with _connected(address):
         traits = node_traits()
-        nodes = [node for node in ray.nodes() if node["Alive"]]
+        # a head often has none, and then no workers
+        nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
         references = []
         for node in nodes:
             at = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
