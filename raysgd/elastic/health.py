@@ -124,11 +124,12 @@ class HealthMonitor(Feature):
             stacks = self._show_stacks()
             self._moved_at = now
             silent = [member for member, text in stacks.items() if text is None]
-            # Workers in a collective wait for workers that are not in it.
+            # Workers in a collective wait for workers that are not in it, unless there is only one.
+            is_alone = len(stacks) == 1 and not self.attempt.outcomes
             busy = [
                 member
                 for member, text in stacks.items()
-                if len(stacks) == 1 or not any(sign in (text or "") for sign in _IN_COLLECTIVE)
+                if is_alone or not any(sign in (text or "") for sign in _IN_COLLECTIVE)
             ]
             return silent or [member for member in busy if member.remote]
         if waited_s >= _STANDSTILL_S and not self._has_shown:

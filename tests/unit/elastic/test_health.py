@@ -125,6 +125,24 @@ def test_no_worker_is_stuck_if_all_are_in_a_collective(clock):
     assert monitor.stuck(steps(members, 3, 3)) == []
 
 
+def test_a_single_worker_in_a_collective_is_stuck(clock):
+    members = [FakeMember(WAITING)]
+    monitor, *_ = watched(clock, *members)
+    monitor.stuck(steps(members, 3))
+    clock.now += TIMEOUT_S
+    assert monitor.stuck(steps(members, 3)) == members
+
+
+def test_a_worker_that_waits_for_one_that_has_returned_is_not_stuck(clock):
+    members = [FakeMember(WORKING), FakeMember(WAITING)]
+    monitor, attempt, futures = watched(clock, *members)
+    futures[members[0]].set_result(Outcome("ok", None, Progress()))
+    attempt.settle(1.0)
+    monitor.stuck(steps(members, 3, 3))
+    clock.now += TIMEOUT_S
+    assert monitor.stuck(steps(members, 3, 3)) == []
+
+
 def test_a_worker_in_the_drivers_process_is_never_stuck(clock):
     members = [FakeMember(WORKING, remote=False), FakeMember(WAITING)]
     monitor, *_ = watched(clock, *members)
