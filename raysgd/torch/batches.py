@@ -17,14 +17,14 @@ from raysgd.torch.out_of_memory import ran_out_of_memory
 
 __all__ = [
     "Batch",
+    "accuracy_of",
     "explaining",
     "loss_of",
     "mean_of",
+    "move_to_device",
     "note_batch",
     "read_batch",
     "scores_in",
-    "shapes_of",
-    "tensors_in",
 ]
 
 _TARGETS = ("target", "targets", "label", "labels", "y")
@@ -42,9 +42,27 @@ class Batch(NamedTuple):
     def num_samples(self) -> int:
         """The length of the target, or of the first tensor; 1 if all tensors are 0-dimensional."""
         held = (self.arguments, self.keywords) if self.target is None else self.target
-        tensors = list(tensors_in(held))
+        tensors = list(_tensors_in(held))
         lengths = [len(tensor) for tensor in tensors if tensor.dim()]
         return lengths[0] if lengths else 1 if tensors else len(held)
+
+
+def move_to_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch on a device, also with tensors in containers or objects with ``to``."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if callable(to := getattr(batch, "to", None)):
+        return to(device)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(move_to_device(item, device) for item in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(move_to_device(item, device) for item in batch)
+    if isinstance(batch, dict):
+        return {key: move_to_device(item, device) for key, item in batch.items()}
+    return batch
+
+
+# ---- from a batch to the arguments of forward
 
 
 def read_batch(batch: Any, model: torch.nn.Module) -> Batch:
@@ -70,7 +88,7 @@ def read_batch(batch: Any, model: torch.nn.Module) -> Batch:
             return Batch((), named, target)
         if _is_named_like(model, feature, num_others=0):
             return Batch((), feature._asdict(), target)
-        if isinstance(feature, tuple | list) and 1 < len(feature) == _num_required(model):
+        if isinstance(feature, tuple | list) and 1 < len(feature) == len(_required(model)):
             return Batch(tuple(feature), {}, target)
     return Batch(tuple(features), {}, target)
 
@@ -88,60 +106,6 @@ def _read_named(named: Mapping[str, Any], batch: Any, model: torch.nn.Module) ->
     raise _unclear(batch, model)
 
 
-def _own_loss(output: Any) -> torch.Tensor | None:
-    """Return the loss in a model's output: ``loss``, or a number at the start of a tuple."""
-    first = output[0] if isinstance(output, tuple) and output else None
-    if isinstance(first, torch.Tensor) and first.dim() == 0:
-        return first
-    own: torch.Tensor | None = _part(output, "loss")
-    return own
-
-
-def _no_loss(output: Any, batch: Batch) -> TypeError:
-    return TypeError(
-        f"The output {shapes_of(output)} has no loss, and the batch has no target: forward takes "
-        f"all of {shapes_of(dict(batch.keywords))}. Return an output with .loss, add a target to "
-        "the batch that forward does not take, or override train_batch."
-    )
-
-
-def _is_torchs(criterion: Any) -> bool:
-    """Return whether a criterion is a loss of PyTorch, which takes a tensor."""
-    own = (type(criterion).__module__, getattr(criterion, "__module__", None))
-    return bool({"torch.nn.modules.loss", "torch.nn.functional"} & {*own})
-
-
-def scores_in(output: Any) -> Any:
-    """Return the ``logits`` of an output, or the output itself."""
-    logits = _part(output, "logits")
-    return output if logits is None else logits
-
-
-def shapes_of(value: Any) -> str:
-    """Describe nested tensors by their shapes.
-
-    >>> shapes_of({"x": torch.zeros(2, 3), "n": [1, torch.zeros(4)]})
-    "{'x': float32 (2, 3), 'n': [int, float32 (4,)]}"
-    """
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-    if _is_named(value):
-        inner = ", ".join(f"{name!r}: {shapes_of(v)}" for name, v in _by_name(value).items())
-        kind = "" if type(value) is dict else type(value).__name__
-        return f"{kind}{{{inner}}}"
-    if isinstance(value, tuple | list):
-        inner = ", ".join(map(shapes_of, value[:10])) + (", …" if len(value) > 10 else "")
-        return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
-    return type(value).__name__
-
-
-def _part(output: Any, name: str) -> Any:
-    if isinstance(output, torch.Tensor):
-        return None
-    found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-    return found if isinstance(found, torch.Tensor) else None
-
-
 def _is_named(value: Any) -> bool:
     return isinstance(value, Mapping) or (
         dataclasses.is_dataclass(value) and not isinstance(value, type)
@@ -154,43 +118,28 @@ def _by_name(value: Any) -> Mapping[str, Any]:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a batch or an output."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif _is_named(value):
-        for each in _by_name(value).values():
-            yield from tensors_in(each)
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from tensors_in(each)
-
-
-def _accepts(model: torch.nn.Module, names: Collection[str]) -> set[str]:
-    parameters = _inputs_of(model)
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        return set(names)
-    return {p.name for p in parameters if p.kind is not inspect.Parameter.VAR_POSITIONAL} & {*names}
-
-
 def _is_named_like(model: torch.nn.Module, value: Any, num_others: int) -> bool:
     """Return whether a named tuple has the arguments of ``forward``, and few other fields."""
     fields = set(getattr(value, "_fields", ())) if isinstance(value, tuple) else set()
     if not fields:
         return False
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    by_name = {p.name: p.default for p in _inputs_of(model) if p.kind in kinds}
-    needed = {name for name, default in by_name.items() if default is inspect.Parameter.empty}
-    others = fields - by_name.keys()
-    return needed <= fields and len(others) <= num_others < len(fields)
+    others = fields - {p.name for p in _inputs_of(model) if p.kind not in _VARIADIC}
+    return _required(model) <= fields and len(others) <= num_others < len(fields)
 
 
-def _num_required(model: torch.nn.Module) -> int:
-    return sum(
-        p.default is inspect.Parameter.empty
-        and p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-        for p in _inputs_of(model)
-    )
+def _accepts(model: torch.nn.Module, names: Collection[str]) -> set[str]:
+    inputs = _inputs_of(model)
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inputs):
+        return set(names)
+    return {p.name for p in inputs if p.kind not in _VARIADIC} & {*names}
+
+
+def _required(model: torch.nn.Module) -> set[str]:
+    inputs = [p for p in _inputs_of(model) if p.kind not in _VARIADIC]
+    return {p.name for p in inputs if p.default is inspect.Parameter.empty}
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def _inputs_of(model: torch.nn.Module) -> tuple[inspect.Parameter, ...]:
@@ -207,11 +156,64 @@ def _signature(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
 def _unclear(batch: Any, model: torch.nn.Module) -> TypeError:
     takes = ", ".join(str(p).partition(":")[0].partition("=")[0] for p in _inputs_of(model))
     return TypeError(
-        f"The batch is {shapes_of(batch)}, and forward of {type(plain(model)).__name__} takes "
+        f"The batch is {_shapes_of(batch)}, and forward of {type(plain(model)).__name__} takes "
         f"({takes}). It must be (*features, target), or a dict or data class with the arguments of "
         "forward and the target. Change the collate_fn of the loader, or override train_batch and "
         "validate_batch."
     )
+
+
+# ---- from an output to a loss and metrics
+
+
+def loss_of(operator: Any, output: Any, batch: Batch) -> Any:
+    """Return the loss of a batch: the model's own, or that of the criterion."""
+    if batch.target is None or getattr(operator, "criterion", None) is None:
+        own = _own_loss(output)
+        if own is not None:
+            return own
+        if batch.target is None:
+            raise TypeError(
+                f"The output {_shapes_of(output)} has no loss, and the batch has no target: "
+                f"forward takes all of {_shapes_of(dict(batch.keywords))}. Return an output with "
+                ".loss, add a target to the batch that forward does not take, or override "
+                "train_batch."
+            )
+    criterion = operator._default("criterion")
+    # A criterion of user code may take the whole output. Losses of PyTorch take a tensor.
+    modules = {type(criterion).__module__, getattr(criterion, "__module__", None)}
+    is_torchs = bool(modules & {"torch.nn.modules.loss", "torch.nn.functional"})
+    given = scores_in(output) if is_torchs else output
+    try:
+        return criterion(given, batch.target)
+    except Exception as error:
+        error.add_note(
+            f"The criterion {type(criterion).__name__} raised this for the output "
+            f"{_shapes_of(given)} and the target {_shapes_of(batch.target)}."
+        )
+        raise
+
+
+def _own_loss(output: Any) -> torch.Tensor | None:
+    """Return the loss in a model's output: ``loss``, or a number at the start of a tuple."""
+    first = output[0] if isinstance(output, tuple) and output else None
+    if isinstance(first, torch.Tensor) and first.dim() == 0:
+        return first
+    own: torch.Tensor | None = _part(output, "loss")
+    return own
+
+
+def scores_in(output: Any) -> Any:
+    """Return the ``logits`` of an output, or the output itself."""
+    logits = _part(output, "logits")
+    return output if logits is None else logits
+
+
+def _part(output: Any, name: str) -> Any:
+    if isinstance(output, torch.Tensor):
+        return None
+    found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+    return found if isinstance(found, torch.Tensor) else None
 
 
 def mean_of(loss: torch.Tensor, num_items: float | None) -> Any:
@@ -222,25 +224,23 @@ def mean_of(loss: torch.Tensor, num_items: float | None) -> Any:
     return Sums(ratio, total=loss.detach() * num_items if num_items else 0.0, weight=num_items)
 
 
-def loss_of(operator: Any, output: Any, batch: Batch) -> Any:
-    """Return the loss of a batch: the model's own, or that of the criterion."""
-    if batch.target is None or getattr(operator, "criterion", None) is None:
-        own = _own_loss(output)
-        if own is not None:
-            return own
-        if batch.target is None:
-            raise _no_loss(output, batch)
-    criterion = operator._default("criterion")
-    # A criterion of user code may take the whole output.
-    given = scores_in(output) if _is_torchs(criterion) else output
-    try:
-        return criterion(given, batch.target)
-    except Exception as error:
-        error.add_note(
-            f"The criterion {type(criterion).__name__} raised this for the output "
-            f"{shapes_of(given)} and the target {shapes_of(batch.target)}."
-        )
-        raise
+def accuracy_of(output: Any, target: Any) -> torch.Tensor | None:
+    """Return the share of positions whose argmax along dimension 1 equals the target.
+
+    None if the output is not (batch, classes, ...), or the target does not hold class indices.
+    """
+    if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
+        return None
+    has_classes = output.dim() > 1 and output.shape[1] > 1 and output.is_floating_point()
+    if not has_classes or target.is_floating_point() or target.is_complex():
+        return None
+    batch, _, *rest = output.shape
+    if list(target.shape) not in ([batch, *rest], [batch, 1, *rest]):
+        return None
+    return (output.argmax(dim=1).reshape(target.shape) == target).double().mean()
+
+
+# ---- notes on errors
 
 
 def note_batch(operator: Any, error: BaseException, method: str, batch: Any) -> None:
@@ -248,7 +248,7 @@ def note_batch(operator: Any, error: BaseException, method: str, batch: Any) -> 
     if not isinstance(error, Exception):
         return
     kind = type(operator).__name__
-    error.add_note(f"This was in {kind}.{method}, with the batch {shapes_of(batch)}.")
+    error.add_note(f"This was in {kind}.{method}, with the batch {_shapes_of(batch)}.")
     number = operator._train_state.parts.split if method == "train_batch" else 1
     if number > 1:
         error.add_note(f"Each batch is split into {number} parts, because memory ran out before.")
@@ -266,3 +266,31 @@ def explaining(operator: Any, method: str, batch: Any) -> Iterator[None]:
                 "Batches are only split in training. Give this loader a smaller batch_size."
             )
         raise
+
+
+def _shapes_of(value: Any) -> str:
+    """Describe nested tensors by their shapes.
+
+    >>> _shapes_of({"x": torch.zeros(2, 3), "n": [1, torch.zeros(4)]})
+    "{'x': float32 (2, 3), 'n': [int, float32 (4,)]}"
+    """
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if _is_named(value):
+        inner = ", ".join(f"{name!r}: {_shapes_of(v)}" for name, v in _by_name(value).items())
+        kind = "" if type(value) is dict else type(value).__name__
+        return f"{kind}{{{inner}}}"
+    if isinstance(value, tuple | list):
+        inner = ", ".join(map(_shapes_of, value[:10])) + (", …" if len(value) > 10 else "")
+        return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
+    return type(value).__name__
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif _is_named(value):
+        yield from _tensors_in(list(_by_name(value).values()))
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors_in(each)

@@ -28,20 +28,20 @@ from raysgd.loop.operator_base import OperatorBase, checked_metrics, with_logged
 from raysgd.metrics import NUM_SAMPLES
 from raysgd.torch.batches import (
     Batch,
+    accuracy_of,
     explaining,
     loss_of,
     mean_of,
+    move_to_device,
     note_batch,
     read_batch,
     scores_in,
-    shapes_of,
 )
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.ddp import plain
 from raysgd.torch.interop.creators import CreatorMethods, creator_operator
 from raysgd.torch.optimization import as_count
 from raysgd.torch.registration import register
-from raysgd.torch.to_device import move_to_device
 from raysgd.torch.train_state import OperatorSettings, TorchTrainState
 
 __all__ = ["CreatorOperator", "TrainingOperator"]
@@ -52,7 +52,7 @@ _INFO_KEYS = (NUM_STEPS, USE_FP16, SCHEDULER_STEP)
 class TrainingOperator(OperatorBase):
     """Defines training for :class:`raysgd.TorchTrainer`. Each worker has an instance.
 
-    Only `setup` must be overridden::
+    Override `setup`, and other methods if you need to::
 
         class Classifier(TrainingOperator):
             def setup(self, config):
@@ -62,23 +62,19 @@ class TrainingOperator(OperatorBase):
                     models=model, optimizers=optimizer, criterion=torch.nn.CrossEntropyLoss())
                 self.register_data(train_loader=..., validation_loader=...)
 
-    An operator is a plain Python object. ``raysgd.testing.run_operator`` makes one in this
-    process, without Ray.
+    ``raysgd.testing.run_operator`` creates an operator in this process, without Ray.
     """
 
     def __init__(self, config: Mapping[str, Any], settings: OperatorSettings | None = None) -> None:
         super().__init__(config)
         self._train_state: TorchTrainState = TorchTrainState(settings or OperatorSettings())
-        # Why the last batch had no accuracy. None after this was reported.
-        self._no_accuracy: str | None = ""
 
     # ---- methods to override
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Build models, optimizers and loaders, and register them. Must be overridden.
+        """Create models, optimizers, and loaders, and register them.
 
-        Args:
-            config: the trainer's config; ``config[BATCH_SIZE]`` is this worker's share.
+        ``config[BATCH_SIZE]`` is this worker's share of the global batch.
         """
         raise NotImplementedError(f"{type(self).__name__} must override setup(self, config).")
 
@@ -89,20 +85,16 @@ class TrainingOperator(OperatorBase):
         num_steps: int | None = None,
         epoch_idx: int = 0,
     ) -> dict[str, Any]:
-        """Train on every batch of `iterator` and return the metrics.
+        """Train on every batch of `iterator`, and return the metrics by name.
 
-        An override must step the schedulers itself. It may have the older signature
-        ``(self, iterator, info)``.
+        An override must step the schedulers. It may have the older signature ``(self, iterator,
+        info)``.
 
         Args:
-            iterator: this worker's batches. It ends after `num_steps` batches.
-            info: the `info` of ``trainer.train``, and the keys of ``raysgd.torch.constants``, for
-                older loops.
-            num_steps: requested number of batches; None for a whole epoch.
-            epoch_idx: number of completed epochs.
-
-        Returns:
-            Metrics by name. Numbers are averaged over the workers, weighted by ``num_samples``.
+            iterator: This worker's batches. It ends after `num_steps` batches.
+            info: The `info` of ``trainer.train``, and the keys of ``raysgd.torch.constants``.
+            num_steps: Requested number of batches. None for a whole epoch.
+            epoch_idx: Number of completed epochs.
         """
         self.train_mode(True)
         # An override may call this without the argument.
@@ -129,14 +121,7 @@ class TrainingOperator(OperatorBase):
         return meters.summary()
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Train on one batch: forward, loss, backward, optimizer step.
-
-        An override uses the same calls for mixed precision, gradient accumulation and clipping::
-
-            with self.autocast():
-                loss = ...
-            self.backward(loss)
-            self.optimizer_step(self.optimizer)
+        """Train ``self.model`` on one batch: forward, loss, backward, optimizer step.
 
         Args:
             batch: ``(*features, target)``, tensors on any device; or a dict or data class with the
@@ -149,9 +134,9 @@ class TrainingOperator(OperatorBase):
             overridden, ``train_loss`` is a `raysgd.metrics.Sums` weighted by the items.
 
         Raises:
-            TypeError: if the batch has another format.
-            RuntimeError: if ``self.model``, ``self.optimizer`` or ``self.criterion`` is missing.
-                Override this method if there are several models or optimizers.
+            TypeError: If the batch has another format.
+            RuntimeError: If ``self.model``, ``self.optimizer``, or ``self.criterion`` is missing,
+                or if there are several.
         """
         self._check_single()
         model, optimizer = self._default("model"), self._default("optimizer")
@@ -176,15 +161,9 @@ class TrainingOperator(OperatorBase):
             def num_items(self, batch):
                 return (batch["labels"] != -100).sum()
 
-        Gradients, ``train_loss`` and ``val_loss`` are then means over the items of all workers. The
-        workers add up their numbers once per update.
-
-        Args:
-            batch: batch of `train_batch` or `validate_batch`, on this worker's device.
-
-        Returns:
-            A number, or a tensor of one element. A batch of 0 items is ignored, even if its loss is
-            NaN. None, the default, counts samples.
+        Gradients, ``train_loss``, and ``val_loss`` are then means over the items of all workers.
+        `batch` is on this worker's device. Return a number or a tensor of one element. A batch of 0
+        items is ignored, even if its loss is NaN. None, the default, counts samples.
         """
         return None
 
@@ -203,7 +182,7 @@ class TrainingOperator(OperatorBase):
     ) -> dict[str, Any]:
         """Evaluate on every batch of `val_iterator`, in eval mode without gradients.
 
-        Do not communicate in it, because workers may have different numbers of batches.
+        Workers may have different numbers of batches, so do not call collectives in it.
         """
         self.train_mode(False)
         meters = self._new_meters()
@@ -217,22 +196,15 @@ class TrainingOperator(OperatorBase):
                     metrics = self.validate_batch(batch, batch_info)
                 metrics = with_logged(logged, metrics)
                 meters.update(*checked_metrics(self.validate_batch, metrics))
-        result = meters.summary()
-        if self._no_accuracy:
-            result["no_val_accuracy"], self._no_accuracy = self._no_accuracy, None
-        return result
+        return meters.summary()
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch in a format of `train_batch`.
-
-        It stores the output in ``batch_info["output"]``. An override can use it after a call of
-        ``super().validate_batch(batch, batch_info)``.
+        """Evaluate one batch, and store the output in ``batch_info["output"]``.
 
         Returns:
             ``val_loss`` and ``num_samples``. ``val_accuracy``, the share of positions whose argmax
             along dimension 1 equals the target, if the output is (batch, classes, ...) and the
-            target holds class indices of shape (batch, ...) or (batch, 1, ...). If other integer
-            targets do not fit, the first result has the reason as ``no_val_accuracy``.
+            target holds class indices of shape (batch, ...) or (batch, 1, ...).
         """
         model, batch = self._default("model"), self.to_device(batch)
         given = read_batch(batch, model)
@@ -242,30 +214,17 @@ class TrainingOperator(OperatorBase):
         batch_info["output"] = output
         num_items = self._count_items(batch, given.num_samples)
         metrics = {"val_loss": mean_of(loss, num_items), NUM_SAMPLES: given.num_samples}
-        output = scores_in(output)
         target = given.keywords.get("labels") if given.target is None else given.target
-        accuracy = _accuracy(output, target)
-        if accuracy is not None:
+        if (accuracy := accuracy_of(scores_in(output), target)) is not None:
             metrics["val_accuracy"] = accuracy
-        elif self._no_accuracy is not None and not _is_floating(target):
-            self._no_accuracy = (
-                f"The output is {shapes_of(output)} and the target {shapes_of(target)}. "
-                "val_accuracy needs (batch, classes, ...) and class indices (batch, ...). Return "
-                "your own metric from validate_batch."
-            )
         return metrics
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         """Return the predictions for a batch, in eval mode without gradients.
 
-        Args:
-            batch: a batch in a format of `train_batch`, whose target the default ignores; or only
-                features, as a tensor or ``(feature,)``.
-            batch_info: see `validate_batch`.
-
-        Returns:
-            The output of the model, or its ``logits``: a tensor, array or list with one row per
-            sample, or a dict or tuple of them.
+        `batch` has a format of `train_batch`, or is a tensor or ``(tensor,)`` without a target.
+        The default returns the output of the model, or its ``logits``. An override returns a
+        tensor, array, or list with one row per sample, or a dict or tuple of them.
         """
         model, batch = self._default("model"), self.to_device(batch)
         if isinstance(batch, torch.Tensor):
@@ -291,8 +250,7 @@ class TrainingOperator(OperatorBase):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `state_dict`.
 
-        If it raises, the trainer loads nothing of the state, and calls this again with its former
-            state.
+        If it raises, the trainer loads nothing, and calls this again with its former state.
         """
 
     # ---- registration, in setup
@@ -320,36 +278,32 @@ class TrainingOperator(OperatorBase):
         wrapped in DistributedDataParallel, unless the trainer has ``wrap_ddp=False``.
 
         Args:
-            models: a module, or a list or tuple of modules.
-            optimizers: an optimizer, or a list or tuple of optimizers.
-            criterion: the loss, called with (output, target), or a list or tuple of losses. If an
+            models: A module, or a list or tuple of modules.
+            optimizers: An optimizer, or a list or tuple of optimizers.
+            criterion: The loss, called with (output, target), or a list or tuple of losses. If an
                 optimizer trains its parameters, it counts as the last model.
-            schedulers: a scheduler, or a list or tuple; needs ``scheduler_step_freq``.
-            ddp_args: further arguments of DistributedDataParallel.
-            apex_args: arguments of ``apex.amp.initialize``, for ``use_fp16="apex"``.
-            gradient_accumulation_steps: number of batches per update. Their gradients are those of
-                one large batch, and workers average them once.
-            max_grad_norm: largest 2-norm of all gradients of an optimizer, for clipping. None for
-                no clipping.
-            horovod_args: further arguments of ``hvd.DistributedOptimizer``, such as
-                ``compression``.
-            compile: True, or a dict of arguments, to compile each model with ``torch.compile`` in
-                place. ``"regional": True`` compiles repeated blocks one by one.
+            schedulers: A scheduler, or a list or tuple. Needs ``scheduler_step_freq``.
+            ddp_args: More arguments of DistributedDataParallel.
+            apex_args: Arguments of ``apex.amp.initialize``, for ``use_fp16="apex"``.
+            gradient_accumulation_steps: Number of batches per update.
+            max_grad_norm: Largest 2-norm of all gradients of an optimizer. None: no clipping.
+            horovod_args: More arguments of ``hvd.DistributedOptimizer``, such as ``compression``.
+            compile: True, or a dict of arguments, to compile each model with ``torch.compile``.
+                ``"regional": True`` compiles repeated blocks one by one.
             sharding: "optimizer" shards the optimizer's state over the workers, "full" also models
-                and gradients, with ``fully_shard``. See the guide on sharding.
+                and gradients, with ``fully_shard``.
             sharding_args: ``copies``: number of other workers that hold a copy of each shard
-                (default: 1 with three or more workers, else 0). For "full" also ``wrap`` (module
-                classes or a predicate; default: repeated blocks), ``reshard_after_forward``,
-                ``offload``, and ``init_fn``, which initializes a module on the meta device.
+                (default: 1 with three or more workers, else 0). For "full" also ``wrap``,
+                ``reshard_after_forward``, ``offload``, and ``init_fn``: see the guide on sharding.
 
         Returns:
             (models, optimizers), then criterion and schedulers if you passed them. Each has the
-            shape of its argument: a single object, a list or a tuple.
+            shape of its argument: a single object, a list, or a tuple.
 
         Raises:
-            TypeError: if an argument has the wrong type.
-            ValueError: if an argument has a value that is not allowed, or does not work with
-                another.
+            TypeError: If an argument has the wrong type.
+            ValueError: If an argument has a value that is not allowed, or that does not work with
+                another argument.
         """
         return register(
             self._train_state,
@@ -376,20 +330,18 @@ class TrainingOperator(OperatorBase):
     ) -> None:
         """Register the loaders, in `setup`. A later call replaces the loaders that you pass.
 
-        Workers share the samples of a map-style DataLoader, with all its settings: training in its
-        order (shuffled again in each epoch if it shuffles), validation without counting a sample
-        twice. They split Hugging Face streams by node. If raysgd cannot partition a loader, select
-        a part by ``self.world_rank`` and ``self.world_size``. Then pass ``add_dist_sampler=False``
-        to the trainer, or give the loader an attribute ``num_replicas``.
-        ``trainer.describe_data()`` shows the result.
+        raysgd partitions map-style DataLoaders and Hugging Face streams. If it cannot partition a
+        loader, select a part by ``self.world_rank`` and ``self.world_size``. Then pass
+        ``add_dist_sampler=False`` to the trainer, or give the loader an attribute
+        ``num_replicas``. ``trainer.describe_data()`` shows the result.
 
         Args:
-            train_loader: the training data.
-            validation_loader: the validation data, or a dict of loaders by name, such as ``{"seen":
-                ..., "unseen": ...}``. Their metrics are ``val/seen_loss`` and so on.
+            train_loader: The training data.
+            validation_loader: The validation data, or a dict of loaders by name, such as
+                ``{"seen": ..., "unseen": ...}``. Their metrics are ``val/seen_loss`` and so on.
 
         Raises:
-            TypeError: if a loader is not iterable.
+            TypeError: If a loader is not iterable.
         """
         self._train_state.data.register(train_loader, validation_loader)
 
@@ -425,19 +377,18 @@ class TrainingOperator(OperatorBase):
     ) -> type[TrainingOperator]:
         """Return an operator class for a LightningModule, see the guide for users of Lightning.
 
-        `setup` creates the module, with ``config=config`` if its constructor has this argument.
-        Without the arguments below, its own ``train_dataloader`` and ``val_dataloader`` return the
-        data.
+        `setup` creates the module, with ``config=config`` if its constructor has this argument. The
+        default for the loaders is the module's own ``train_dataloader`` and ``val_dataloader``.
 
         Args:
-            lightning_module_cls: a subclass of LightningModule, of Lightning 2.
-            train_dataloader: the training loader.
-            val_dataloader: the validation loader.
-            data_creator: function of the config that returns both loaders, or the first.
-            datamodule: a LightningDataModule, or its class.
+            lightning_module_cls: A subclass of LightningModule, of Lightning 2.
+            train_dataloader: The training loader.
+            val_dataloader: The validation loader.
+            data_creator: Function of the config that returns both loaders, or the first.
+            datamodule: A LightningDataModule, or its class.
 
         Raises:
-            TypeError: if it is not a class of Lightning 2. Creating a trainer raises it if the
+            TypeError: If it is not a class of Lightning 2. Creating a trainer raises it if the
                 module overrides hooks that raysgd does not call.
         """
         from raysgd.torch.interop.lightning import lightning_operator
@@ -461,67 +412,55 @@ class TrainingOperator(OperatorBase):
         return self._train_state.optimization.precision.autocast()
 
     def backward(self, loss: torch.Tensor, num_samples: float | torch.Tensor | None = None) -> None:
-        """Compute the gradients of `loss`, scaled and weighted for precision and accumulation.
+        """Compute the gradients of `loss`. Gradients of several losses of one batch add up.
 
-        Gradients of several losses of one batch add up. Each batch is weighted by its samples, so
-        that the update equals that of one process with the global batch.
+        Each batch is weighted by its samples, so that the update equals that of one process with
+        the global batch.
 
         Args:
-            loss: a tensor of one element, the mean over the samples of the batch.
-            num_samples: number of items to weight by, if `loss` is a mean over something else, such
-                as tokens. A batch of 0 is ignored. Pass it on all workers or on none. None counts
-                samples.
+            loss: A tensor of one element, the mean over the samples of the batch.
+            num_samples: Number of items, such as tokens, if `loss` is a mean over these. A batch of
+                0 is ignored. Pass it on all workers or on none. None counts samples.
 
         Raises:
-            TypeError: if `num_samples` is not a number or a tensor of one element.
-            ValueError: if `num_samples` is negative or infinite, or, with gradient accumulation,
+            TypeError: If `num_samples` is not a number or a tensor of one element.
+            ValueError: If `num_samples` is negative or infinite, or, with gradient accumulation,
                 differs between the losses of a batch.
         """
         self._train_state.optimization.backward(loss, num_samples)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Unscale and clip the gradients of `backward`, update with them, and zero them.
+        """Unscale and clip the gradients of a registered optimizer, update, and zero them.
 
-        An overflow of float16 makes all workers skip the update. With gradient accumulation, only
-        the last batch of a group makes an update. Call it for every batch. You need no
-        ``zero_grad``.
-
-        Args:
-            optimizer: a registered optimizer.
+        If float16 overflows, all workers skip the update. With gradient accumulation, call it for
+        every batch. Only the last batch of a group makes an update.
 
         Returns:
             Whether this batch was the last of its group.
 
         Raises:
-            TypeError: if the optimizer needs a closure.
-            RuntimeError: if, with gradient accumulation, it steps twice in a batch, or the last
+            TypeError: If the optimizer needs a closure.
+            RuntimeError: If, with gradient accumulation, it steps twice in a batch, or the last
                 batch of a group has no `backward`.
         """
         return self._train_state.optimization.step(optimizer)
 
     def unwrapped(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the module without DistributedDataParallel and ``torch.compile``.
+        """Return a registered model without DistributedDataParallel and ``torch.compile``.
 
-        The wrapper has the attributes and methods of the module. Train by calling the registered
-        model, because workers only average gradients of its forward pass.
-
-        Args:
-            model: a registered model.
+        To train, call the registered model: workers average only gradients of its forward pass.
         """
         return plain(model)
 
     def step_schedulers(self) -> None:
-        """Step every scheduler that the trainer's `monitor` does not step.
+        """Step every scheduler, except those that the trainer's `monitor` steps.
 
-        It does nothing between the micro-batches of one batch.
+        Between the micro-batches of one batch, it does nothing.
         """
         self._train_state.schedules.step()
 
     def to_device(self, batch: Any) -> Any:
-        """Return `batch` with its tensors, also nested ones, on this worker's device.
-
-        Other objects are moved by their method ``to(device)``, if they have one.
-        """
+        """Return `batch` with its tensors, and objects that have ``to``, on this device."""
         return move_to_device(batch, self.device) if self.device.type != "cpu" else batch
 
     # ---- properties
@@ -533,10 +472,7 @@ class TrainingOperator(OperatorBase):
 
     @property
     def device_ids(self) -> list[int] | None:
-        """List with the index of this worker's GPU, for DistributedDataParallel.
-
-        None without a GPU.
-        """
+        """List with the index of this worker's GPU, or None without a GPU."""
         return None if self.device.index is None else [self.device.index]
 
     @property
@@ -576,27 +512,4 @@ class TrainingOperator(OperatorBase):
 
 
 class CreatorOperator(CreatorMethods, TrainingOperator):
-    """An operator that creator functions define, see ``TrainingOperator.from_creators``.
-
-    A subclass may override methods such as ``train_batch``.
-    """
-
-
-def _is_floating(target: Any) -> bool:
-    return isinstance(target, torch.Tensor) and target.is_floating_point()
-
-
-def _accuracy(output: Any, target: Any) -> torch.Tensor | None:
-    """Return the fraction of positions whose argmax along dimension 1 equals the target."""
-    if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
-        return None
-    if output.dim() < 2 or output.shape[1] < 2:
-        return None
-    if target.is_floating_point() or target.is_complex():  # these are not class indices
-        return None
-    batch, _, *rest = output.shape
-    if list(target.shape) not in ([batch, *rest], [batch, 1, *rest]):
-        return None
-    if output.is_complex() or output.dtype is torch.bool:  # these have no largest entry
-        return None
-    return (output.argmax(dim=1).reshape(target.shape) == target).double().mean()
+    """An operator that creator functions define, see ``TrainingOperator.from_creators``."""

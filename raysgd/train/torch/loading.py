@@ -16,6 +16,7 @@ from torch.utils.data import (
 )
 
 from raysgd.data.partition import EpochPartition, part_of
+from raysgd.torch.batches import move_to_device
 from raysgd.torch.loading import (
     changed,
     drawn_order,
@@ -23,7 +24,6 @@ from raysgd.torch.loading import (
     makes_own_batches,
     picked,
 )
-from raysgd.torch.to_device import move_to_device
 
 __all__ = ["PreparedLoader", "prepared_loader"]
 

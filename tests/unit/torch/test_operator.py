@@ -221,15 +221,6 @@ def test_accuracy_needs_class_indices_of_a_fitting_shape(output, target, accurac
     assert result["num_samples"] == len(target)
 
 
-def test_first_validation_says_why_it_has_no_accuracy():
-    operator = operator_with(criterion=lambda output, target: torch.tensor(0.0))
-    operator.model = lambda features: torch.zeros(3)
-    batches = [(torch.zeros(1), torch.tensor([0, 1, 0]))] * 2
-    first, second = operator.validate(iter(batches)), operator.validate(iter(batches))
-    assert "The output is float32 (3,) and the target int64 (3,)." in first.pop("no_val_accuracy")
-    assert first == second
-
-
 # ---- items
 
 
