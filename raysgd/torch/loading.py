@@ -7,6 +7,7 @@ import copy
 import hashlib
 import importlib
 import itertools
+import logging
 import numbers
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,7 @@ from torch.utils.data.distributed import DistributedSampler
 from raysgd.data import Dataset as ItemDataset
 from raysgd.data.partition import EpochPartition
 from raysgd.data.source import BatchSource, PartitionedSource, own_split
+from raysgd.loop.sources import DataSources
 from raysgd.torch.seeding import seeded
 
 if TYPE_CHECKING:
@@ -38,19 +40,57 @@ if TYPE_CHECKING:
 __all__ = [
     "Order",
     "ShardedLoader",
-    "bytes_of",
+    "TorchSources",
     "changed",
     "drawn_order",
     "is_plain_shuffle",
     "makes_own_batches",
-    "orders_differ",
     "picked",
-    "tensors_of",
     "wrap_loader",
 ]
 
+logger = logging.getLogger(__name__)
+
 Order = torch.Tensor | list[Any] | None
 """Order of an epoch: indices or other keys of a sampler. None means the order of the data set."""
+
+
+class TorchSources(DataSources):
+    """Reads DataLoaders, data sets of items, and iterables."""
+
+    def register(self, train_loader: Any, validation_loader: Any) -> None:
+        super().register(train_loader, validation_loader)
+        context = self._state.context
+        is_first = context.world_rank == 0 and context.generation <= 1
+        if train_loader is None or not is_first or self._state.settings.options.num_workers == 1:
+            return
+        source = self.source("train")
+        if source.sharded and type(source.order_sampler) is SequentialSampler:
+            logger.warning(
+                "The train loader does not shuffle, and RaySGD v1 did. Write DataLoader(..., "
+                "shuffle=True), unless you want the order of the data set."
+            )
+
+    def by_name(self, loader: Any) -> Mapping[str, Any]:
+        if not isinstance(loader, Mapping):
+            return {"": loader}
+        if not loader or not all(isinstance(name, str) and name for name in loader):
+            raise TypeError(
+                f"Pass several loaders as a dict by name, such as {{'a': loader_a}}, and not as "
+                f"{loader!r}."
+            )
+        return loader
+
+    def wrap(self, loader: Any, training: bool) -> BatchSource:
+        settings = self._state.settings
+        return wrap_loader(
+            loader,
+            training=training,
+            shard=settings.options.add_dist_sampler,
+            seed=self._state.seed,
+            batch_share=settings.batch_share,
+            **settings.placing,
+        )
 
 
 class ShardedLoader(PartitionedSource):
@@ -95,8 +135,8 @@ class ShardedLoader(PartitionedSource):
         self.reseed(seed)
         self._iterates_itself = _iterates_itself(loader)
         has_rows = not (self._iterates_itself or self._deals_batches)
-        self._tensors = tensors_of(loader) if has_rows else None
-        self._worker_loader: DataLoader[Any] | None = None
+        self._tensors = _tensors_of(loader) if has_rows else None
+        self._kept_loader: DataLoader[Any] | None = None
         self._order: tuple[tuple[int, int], Order] | None = None
         self._orders_agreed = False
 
@@ -112,7 +152,6 @@ class ShardedLoader(PartitionedSource):
 
     @property
     def shuffles(self) -> bool:  # type: ignore[override]
-        """Whether the loader uses a PyTorch shuffle."""
         sampler = self.order_sampler
         return type(sampler) is RandomSampler or (
             isinstance(sampler, DistributedSampler) and sampler.shuffle
@@ -121,7 +160,7 @@ class ShardedLoader(PartitionedSource):
     def __iter__(self) -> Iterator[Any]:
         # Use a copy, so that a running iteration keeps its worker processes.
         apart = copy.copy(self)
-        apart._worker_loader = None
+        apart._kept_loader = None
         return apart.batches(epoch=0, offset=0)
 
     def batches(
@@ -132,35 +171,25 @@ class ShardedLoader(PartitionedSource):
             spans = shard.batches(offset, num_steps, in_parts)
             keys = order if order is not None else torch.arange(shard.total)
             return ([each[keys[start:stop]] for each in self._tensors] for start, stop in spans)
-        loader = self._reader(begins=offset == 0)
+        loader = self._reader()
         indices = loader._index_sampler
         indices.begin(order, partial(shard.batches, offset, num_steps, in_parts))
-        # Use a seed per worker: the loader must not draw from generators that a resumed run
-        # restores.
+        # The seeds of loader processes come from here, and not from generators of the user.
         seed = self._seed + (epoch + 1) * shard.world_size + shard.rank
-        if self._iterates_itself and self.loader.generator is None:
-            # An __iter__ that is a generator function draws only later, outside of `seeded`.
-            loader.generator = torch.Generator().manual_seed(seed)
-        with seeded(seed):
-            batches = iter(loader)
-        return self._checked(batches, indices)
+        loader.generator = torch.Generator().manual_seed(seed)
+        return self._checked(iter(loader), indices)
 
-    def _reader(self, begins: bool) -> DataLoader[Any]:
+    def _reader(self) -> DataLoader[Any]:
         """Return a copy of the user's loader that draws from a sampler of raysgd.
 
-        Its worker processes live for an epoch, also if an iteration starts in its middle, and
-        longer with ``persistent_workers``. A loader with its own ``__iter__`` controls its
-        processes and remains the same object, because it may count epochs.
+        It is the same object each time if it keeps processes, or may count its epochs.
         """
-        loader, flat = self.loader, self.loader.batch_size is None
-        stays = self._iterates_itself or loader.persistent_workers or not begins
-        if self._worker_loader is None or not stays:
-            name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-            settings: dict[str, Any] = {name: _Indices(flat)}
-            if not self._iterates_itself:
-                settings["persistent_workers"] = loader.num_workers > 0
-            self._worker_loader = changed(loader, **settings)
-        return self._worker_loader
+        if (made := self._kept_loader) is None:
+            name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
+            made = changed(self.loader, **{name: _Indices(flat=self.loader.batch_size is None)})
+            if self._iterates_itself or self.loader.persistent_workers:
+                self._kept_loader = made
+        return made
 
     def _checked(self, batches: Iterator[Any], indices: _Indices) -> Iterator[Any]:
         """Yield the batches of a loader, whose own ``__iter__`` may not use `indices`."""
@@ -185,7 +214,7 @@ class ShardedLoader(PartitionedSource):
             )
 
     def close_workers(self) -> None:
-        self._worker_loader = None
+        self._kept_loader = None
 
     @property
     def can_be_tried(self) -> bool:
@@ -208,8 +237,7 @@ class ShardedLoader(PartitionedSource):
         if not self._has_order(epoch):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-            order = drawn_order(sampler, self._seed + epoch, is_plain_shuffle(sampler))
-            self._order = (self._seed, epoch), order
+            self._order = (self._seed, epoch), drawn_order(sampler, self._seed + epoch)
         assert self._order is not None
         return self._order[1]
 
@@ -226,7 +254,9 @@ class ShardedLoader(PartitionedSource):
             return None
         if is_plain_shuffle(sampler):
             return self.own_seed  # with the epoch, this determines the order
-        data = bytes_of(self._order_of(epoch))
+        order = self._order_of(epoch)
+        # Keys without their own `repr` never compare equal.
+        data = order.numpy().tobytes() if isinstance(order, torch.Tensor) else repr(order).encode()
         return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") % 2**62
 
     def agree_on_order(self, epoch: int, offset: int, train_state: TorchTrainState) -> None:
@@ -245,7 +275,13 @@ class ShardedLoader(PartitionedSource):
             return
         if train_state.minimum(digest) != -train_state.minimum(-digest):
             if train_state.minimum(-int(self._orders_agreed)) == 0:
-                raise orders_differ(epoch, self.order_sampler, "the trainer")
+                raise RuntimeError(
+                    f"{type(self.order_sampler).__name__} gives the workers different orders of "
+                    f"epoch {epoch}. Give its generator the same seed on all workers, or draw "
+                    "from the global generators of torch, numpy, or random. If the sampler selects "
+                    "the samples of its worker, pass add_dist_sampler=False to the trainer, or "
+                    "give it an attribute num_replicas."
+                )
             # A worker has joined since, and its sampler has drawn less often.
             leader = train_state.minimum(rank if was_drawn else size) % size
             order = train_state.from_rank(lambda: self._order_of(epoch), leader)
@@ -305,13 +341,14 @@ class HuggingFaceSource(BatchSource):
 class _Indices:
     """A sampler of this worker's part of an epoch, which `begin` sets."""
 
+    drawn = False
+    """Whether any index was requested."""
+
     def __init__(self, flat: bool) -> None:
         self._flat = flat
 
     def begin(self, order: Order, spans: Callable[[], Iterator[tuple[int, int]]]) -> None:
-        self._order, self._spans = order, spans
-        self.drawn = False
-        """Whether any index was requested."""
+        self._order, self._spans, self.drawn = order, spans, False
 
     def __len__(self) -> int:
         return sum(1 for _ in self._spans())
@@ -342,37 +379,27 @@ def wrap_loader(
 ) -> BatchSource:
     """Return the batch source of a registered loader or a set of items.
 
-    If `shard` is set, raysgd partitions a DataLoader whose sampler has a length. It always
-    partitions one with PyTorch's DistributedSampler, whose rank and world size it replaces. It
-    splits a streamed Hugging Face data set by node. Every worker reads all of any other loader,
-    unless the loader selects a part itself. `ShardedLoader` describes `sizes`.
+    `shard` is ``add_dist_sampler`` of the trainer. Loaders with PyTorch's DistributedSampler are
+    partitioned without it too. `ShardedLoader` takes `sizes`.
     """
     members = loader.values() if isinstance(loader, Mapping) else loader
-    if isinstance(loader, Mapping | list | tuple) and any(
-        isinstance(each, DataLoader) for each in members
-    ):
+    is_collection = isinstance(loader, Mapping | list | tuple)
+    if is_collection and any(isinstance(each, DataLoader) for each in members):
         raise TypeError(
-            "register_data takes one loader to train on, and one, or a dict by name, to validate "
-            f"on. It got a {type(loader).__name__} of {len(loader)}. Join the data sets with "
-            "torch.utils.data.ConcatDataset."
+            f"A {type(loader).__name__} of {len(loader)} loaders is no training data. Pass one "
+            "loader, and join data sets with torch.utils.data.ConcatDataset. Only validation "
+            "takes several loaders, as a dict by name."
         )
     if isinstance(loader, ItemDataset):
         loader = DataLoader(loader, loader.batch_size, collate_fn=_join_samples)  # type: ignore[arg-type]
-    undivided, splits_itself = loader, own_split(loader) is not None
-    if isinstance(loader, DataLoader):
-        undivided = _undivided(loader)
-    is_distributed = _is_distributed(undivided)
-    why_whole = _why_whole(undivided)
-    if (is_distributed or (shard and not splits_itself)) and not why_whole:
+    may_split = shard and own_split(loader) is None
+    whole = _undivided(loader) if isinstance(loader, DataLoader) else loader
+    why_whole = _why_whole(whole)
+    if (may_split or _is_distributed(whole)) and not why_whole:
         return ShardedLoader(
-            undivided,
-            training=training,
-            world_size=world_size,
-            rank=rank,
-            seed=seed,
-            **sizes,
+            whole, training=training, world_size=world_size, rank=rank, seed=seed, **sizes
         )
-    if shard and not splits_itself and _is_hugging_face(loader):
+    if may_split and _is_hugging_face(loader):
         return HuggingFaceSource(loader, world_size, rank)
     # PyTorch can only guess the length of an IterableDataset.
     guessed = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
@@ -486,15 +513,12 @@ def _iterates_itself(loader: DataLoader[Any]) -> bool:
 # ---- orders
 
 
-def drawn_order(sampler: Any, seed: int, is_plain: bool) -> Order:
-    """Return the order that a sampler draws if all random numbers follow from `seed`.
-
-    With `is_plain`, the sampler is PyTorch's own shuffle, whose order is drawn in one call.
-    """
+def drawn_order(sampler: Any, seed: int) -> Order:
+    """Return the order that a sampler draws if all random numbers follow from `seed`."""
     if type(sampler) is SequentialSampler:
         return None
     with seeded(seed, getattr(sampler, "generator", None)):
-        if is_plain:
+        if is_plain_shuffle(sampler):
             return torch.randperm(len(sampler.data_source))
         # An endless sampler ends at its length.
         return _compact(list(itertools.islice(sampler, len(sampler))))
@@ -519,27 +543,6 @@ def _compact(keys: list[Any]) -> torch.Tensor | list[Any]:
     return keys
 
 
-def bytes_of(order: Order) -> bytes:
-    """Return bytes that identify an order. Keys without their own ``repr`` never compare equal."""
-    return order.numpy().tobytes() if isinstance(order, torch.Tensor) else repr(order).encode()
-
-
-def orders_differ(epoch: int, sampler: Any, sharing: str) -> RuntimeError:
-    """Return the error for orders that differ between workers.
-
-    Args:
-        epoch: epoch of the orders.
-        sampler: the sampler that drew them.
-        sharing: name of what takes ``add_dist_sampler=False``.
-    """
-    return RuntimeError(
-        f"The workers' orders of epoch {epoch} differ, as {type(sampler).__name__} gives them. "
-        "Seed the generator of the DataLoader or sampler alike on all workers, or draw from the "
-        "global generators of torch, numpy, or random. If the sampler selects the samples of its "
-        f"worker, pass add_dist_sampler=False to {sharing}, or give it an attribute num_replicas."
-    )
-
-
 # ---- data sets of items
 
 
@@ -552,7 +555,7 @@ def _join_samples(samples: list[Any]) -> Any:
     return default_collate(samples)
 
 
-def tensors_of(loader: DataLoader[Any]) -> tuple[torch.Tensor, ...] | None:
+def _tensors_of(loader: DataLoader[Any]) -> tuple[torch.Tensor, ...] | None:
     """Return the tensors of a loader that only collates the rows of a TensorDataset.
 
     Indexing them for a whole batch is many times faster than reading sample by sample.

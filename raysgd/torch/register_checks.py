@@ -11,10 +11,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import SequentialSampler
 
 from raysgd._internal.arguments import check_flags, check_int, checked_dict
-from raysgd.data.source import BatchSource
 from raysgd.loop.train_state import listed
 from raysgd.torch import ddp
 from raysgd.torch.features.sharded_optimizer import ELEMENTWISE
@@ -34,7 +32,6 @@ __all__ = [
     "has_static_graph",
     "is_trained",
     "needs_metric",
-    "warn_of_order",
     "warn_of_own_schedulers",
     "warn_of_strangers",
     "warn_of_unregistered",
@@ -340,15 +337,6 @@ def _looks_trained(held: Any, registered: Collection[int]) -> bool:
         parameter.requires_grad and id(parameter) not in registered
         for parameter in held.parameters()
     )
-
-
-def warn_of_order(source: BatchSource) -> None:
-    """Warn about training data that are not shuffled."""
-    if source.sharded and type(source.order_sampler) is SequentialSampler:
-        logger.warning(
-            "The train loader does not shuffle, and RaySGD v1 did. Write DataLoader(..., "
-            "shuffle=True), unless you want the order of the data set."
-        )
 
 
 def is_trained(

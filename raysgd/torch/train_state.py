@@ -19,10 +19,10 @@ from raysgd.torch import collectives, ddp
 from raysgd.torch.features.buffers import BufferCopies
 from raysgd.torch.features.micro_batches import TorchMicroBatches
 from raysgd.torch.features.schedules import Schedules
+from raysgd.torch.loading import TorchSources
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.precision import create_precision
-from raysgd.torch.sources import TorchSources
 from raysgd.torch.state import (
     copy_leaf,
     copy_to_cpu,

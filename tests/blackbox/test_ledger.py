@@ -110,14 +110,14 @@ def test_a_sampler_of_ones_own_gives_all_workers_one_order_or_is_refused(module_
         use_local=True,
         use_gpu=False,
     ) as trainer:
-        with pytest.raises(RuntimeError, match=r"orders of epoch 0 differ, as Shuffling"):
+        with pytest.raises(RuntimeError, match=r"Shuffling gives the workers different orders"):
             trainer.train()
         assert ledger_of(trainer).tolist() == [0] * 48
         trainer.apply_all_operators(OwnOrder.validate_on_it)
-        with pytest.raises(RuntimeError, match=r"orders of epoch 0 differ, as Shuffling"):
+        with pytest.raises(RuntimeError, match=r"Shuffling gives the workers different orders"):
             trainer.validate()
         unseeded = DataLoader(Ids(48), batch_size=8, sampler=Shuffling(48, seeded=False))
-        with pytest.raises(RuntimeError, match=r"orders of epoch 0 differ, as Shuffling"):
+        with pytest.raises(RuntimeError, match=r"Shuffling gives the workers different orders"):
             trainer.predict(functools.partial(reshuffled, unseeded))
         trainer.apply_all_operators(OwnOrder.use_generator)
         trainer.train(num_steps=1)

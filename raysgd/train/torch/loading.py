@@ -232,7 +232,7 @@ class _SharedSampler(DistributedSampler[Any]):
     def batches(self) -> Iterator[list[Any]]:
         """Return the batches of the next pass."""
         epoch = self.epoch
-        order = drawn_order(self._given, self.seed + epoch, self._is_plain)
+        order = drawn_order(self._given, self.seed + epoch)
         self.set_epoch(epoch + 1)  # holds unless the user sets another
         return (picked(order, *span) for span in self._partition.batches())
 

@@ -30,7 +30,7 @@ from torch.utils.data import (
 
 from raysgd.data import Dataset as ItemDataset
 from raysgd.data.source import BatchSource
-from raysgd.torch.loading import tensors_of, wrap_loader
+from raysgd.torch.loading import wrap_loader
 from tests.conftest import wait_until
 
 SEED = 5
@@ -489,8 +489,6 @@ def test_batches_of_tensors_are_those_of_a_plain_loader():
 
     fast = DataLoader(tensors(), batch_size=3, shuffle=True)
     slow = DataLoader(tensors(), batch_size=3, shuffle=True, collate_fn=collate)
-    assert tensors_of(fast) is not None
-    assert tensors_of(slow) is None
     for epoch in range(3):
         ways = zip(wrap(fast).batches(epoch, 0), wrap(slow).batches(epoch, 0), strict=True)
         assert all(same(a, b) for a, b in ways)
@@ -572,7 +570,6 @@ def test_worker_processes_of_the_loader(persistent):
     first = source.batches(1, 0)
     assert indices([next(first)]) == orders[1][:2]
     assert indices(source.batches(1, 4)) == orders[1][4:]
-    assert source._worker_loader.prefetch_factor == 3
 
 
 def test_every_setting_of_the_loader_is_kept():
@@ -594,7 +591,7 @@ def test_every_setting_of_the_loader_is_kept():
         in_order=False,
     )
     source = wrap(loader)
-    made = source._reader(begins=True)
+    made = source._reader()
     for name in (
         "dataset",
         "num_workers",
