@@ -21,23 +21,16 @@ class Dataset:
     [0, 30]
 
     Args:
-        data: The items. A sequence is used as it is. Other iterables, such as iterators of
-            ``ray.util.iter``, are read into a list and must end. Items travel to the workers, so
-            prefer the names of large files.
+        data: The items. They travel to the workers, so prefer the names of large files. Iterables
+            that are not sequences, such as those of ``ray.util.iter``, must end.
         batch_size: Items per worker and step.
         download_func: Converts an item into a sample, on the worker. None uses items as samples.
-        max_concurrency: Number of threads that download the items of a batch. 0 and 1 download
-            them one after the other.
+        max_concurrency: Number of threads that download the items of a batch.
         transform: Converts a downloaded sample into ``(*features, target)``, on the worker.
 
     A batch combines its samples column by column. Tensors with at least one dimension are
     concatenated along the first, so a sample can itself be a small batch. Other values are stacked
     as in a DataLoader.
-
-    Raises:
-        TypeError: If `data` is not iterable or a function is not callable.
-        ValueError: If `batch_size` is below 1, `max_concurrency` is below 0, or an iterator of
-            ``ray.util.iter`` has ``repeat=True``.
     """
 
     def __init__(

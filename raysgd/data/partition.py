@@ -13,17 +13,16 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["EpochPartition", "MicroBatch", "even_part", "micro_batches_of", "part_of"]
+__all__ = ["EpochPartition", "MicroBatch", "micro_batches_of", "part_of"]
 
 
 @dataclass(frozen=True)
 class EpochPartition:
     """One worker's part of an epoch.
 
-    In training (`even`), every worker has a batch at every step. The parts of a step differ by at
-    most one sample. If a step has fewer samples than workers, some workers repeat a sample.
-    Validation (not `even`) repeats nothing: it deals batches out in turn, so a worker can have no
-    batch at the last step.
+    In training (`even`), every worker has a batch at every step. If a step has fewer samples than
+    workers, some workers repeat a sample. Validation (not `even`) repeats nothing: it deals batches
+    out in turn, so a worker can have no batch at the last step.
     """
 
     total: int
@@ -44,7 +43,7 @@ class EpochPartition:
 
     @property
     def stride(self) -> int:
-        """Number of samples that all workers take at a full step."""
+        """Samples of the whole group in a full step."""
         return self.global_batch or self.batch_size * (self.full_size or self.world_size)
 
     @property
@@ -63,11 +62,9 @@ class EpochPartition:
         return offset + (total - offset) // unit * unit
 
     def num_steps(self, offset: int = 0) -> int:
-        """Return the number of steps from `offset` to the end."""
         return max(0, -(-(self.end(offset) - offset) // self.stride))
 
     def offset_after(self, offset: int, num_steps: int) -> int:
-        """Return the offset after `num_steps` more steps."""
         if num_steps == 0:
             return offset
         if self.num_steps(offset) <= num_steps:
@@ -140,15 +137,11 @@ class MicroBatch:
     """Weight within its batch. 0 for repeated samples."""
 
     def parts(self, number: int, rows: int, planned: int, repeats: int = 0) -> Sequence[MicroBatch]:
-        """Split a batch into `number` parts, and return their roles.
+        """Return the roles of `number` parts of a batch with `rows` rows.
 
-        Args:
-            number: Number of parts.
-            rows: First dimension of the batch, which the parts share.
-            planned: Maximum number of parts of a batch in the group.
-            repeats: Number of additional parts with zero weight.
+        A batch of the group has at most `planned` parts. `repeats` parts of weight 0 follow.
         """
-        sizes = [high - low for low, high in (even_part(rows, number, i) for i in range(number))]
+        sizes = [high - low for low, high in (part_of(rows, number, i) for i in range(number))]
         weights = [size / rows if i < rows else 0.0 for i, size in enumerate(sizes)]
         weights += [0.0] * repeats
         whole = 1.0 if self.size is None else self.size
@@ -177,17 +170,10 @@ def micro_batches_of(
     in_parts: bool,
     shares: tuple[float, ...] | None = None,
 ) -> tuple[MicroBatch, ...]:
-    """Return the roles of a worker's batches in a group.
+    """Return the roles of a worker's batches in a group, whose steps have `sizes` samples.
 
-    Their weights make means over batches add up to the mean over all samples of the group.
-
-    Args:
-        sizes: Samples of each step of the group, over all workers.
-        world_size: Number of workers.
-        rank: Rank of this worker.
-        at_once: Maximum number of samples that a worker processes together.
-        in_parts: Whether to split larger batches, into the same number of parts on all workers.
-        shares: Relative shares of the workers. None means equal shares.
+    With their weights, means over batches add up to the mean over all samples of the group.
+    `in_parts` splits batches of more than `at_once` samples, equally often on all workers.
     """
     found: list[tuple[int, int, bool, float]] = []
     parts_of = [
@@ -221,13 +207,10 @@ def micro_batches_of(
 def _parts(
     size: int, world_size: int, rank: int, at_once: int, shares: tuple[float, ...] | None
 ) -> list[tuple[int, int, bool]]:
-    """Return a worker's parts of a step as (start, stop, whether it counts).
-
-    All workers have the same number of parts. Repeated samples do not count.
-    """
+    """Return a worker's parts of a step as (start, stop, whether it is no repetition)."""
     first, stop = part_of(size, world_size, rank, shares)
     number, rows = _num_parts(size, world_size, at_once, shares), stop - first
-    spans = [even_part(rows, number, part) for part in range(number)]
+    spans = [part_of(rows, number, part) for part in range(number)]
     return [
         (first + low, first + high, rank < size and part < rows)
         for part, (low, high) in enumerate(spans)
@@ -237,13 +220,11 @@ def _parts(
 def _num_parts(
     size: int, world_size: int, at_once: int, shares: tuple[float, ...] | None = None
 ) -> int:
-    """Return the number of parts of each worker's batch in a step of `size` samples.
-
-    Avoids parts of one sample if possible, because batch normalization fails on them.
-    """
+    """Return the number of parts of each worker's batch in a step of `size` samples."""
     number = -(-size // (world_size * at_once))
     if at_once == 1:
         return number
+    # Avoid parts of one sample, because batch normalization fails on them.
     spans = [part_of(size, world_size, rank, shares) for rank in range(world_size)]
     return min(number, max(1, min(stop - first for first, stop in spans) // 2))
 
@@ -253,16 +234,24 @@ def part_of(
 ) -> tuple[int, int]:
     """Return one worker's part of `total` samples as (start, stop), in proportion to its share.
 
-    Each worker has at least one sample. If there are fewer samples than workers, workers share
-    samples.
+    If there are fewer samples than workers, workers share samples.
 
+    >>> [part_of(5, 3, rank) for rank in range(3)]
+    [(0, 2), (2, 4), (4, 5)]
+    >>> [part_of(2, 3, rank) for rank in range(3)]
+    [(0, 1), (1, 2), (0, 1)]
     >>> [part_of(8, 2, rank, shares=(3.0, 1.0)) for rank in range(2)]
     [(0, 6), (6, 8)]
     """
-    if shares is None or total < world_size:
-        return even_part(total, world_size, rank)
-    bounds = _bounds(total, shares)
-    return bounds[rank], bounds[rank + 1]
+    if total < world_size:
+        first = rank % total
+        return first, first + 1
+    if shares is not None:
+        bounds = _bounds(total, shares)
+        return bounds[rank], bounds[rank + 1]
+    share, extra = divmod(total, world_size)
+    first = rank * share + min(rank, extra)
+    return first, first + share + (rank < extra)
 
 
 @functools.lru_cache(maxsize=256)
@@ -291,21 +280,3 @@ def _dealt_to(
         heapq.heapreplace(ends, ((num_dealt[chosen] + 1) / shares[chosen], chosen))
         if chosen == rank:
             yield batch
-
-
-def even_part(total: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Return one worker's part of `total` samples as (start, stop). Sizes differ by at most one.
-
-    If there are fewer samples than workers, workers share samples.
-
-    >>> [even_part(5, 3, rank) for rank in range(3)]
-    [(0, 2), (2, 4), (4, 5)]
-    >>> [even_part(2, 3, rank) for rank in range(3)]
-    [(0, 1), (1, 2), (0, 1)]
-    """
-    if total < world_size:
-        first = rank % total
-        return first, first + 1
-    share, extra = divmod(total, world_size)
-    first = rank * share + min(rank, extra)
-    return first, first + share + (rank < extra)

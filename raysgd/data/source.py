@@ -31,12 +31,6 @@ class BatchSource:
 
     An offset is a position in an epoch. Here it counts the batches of this worker. In a partitioned
     loader it counts the samples of all workers (batches, for a ``tf.data.Dataset``).
-
-    Args:
-        loader: The loader that the user registered.
-        has_length: False if its ``len`` is a guess.
-        by_user: Whether user code selects a part for each worker.
-        why_whole: Why raysgd cannot partition it.
     """
 
     sharded = False
@@ -46,6 +40,10 @@ class BatchSource:
     """Whether the order of an epoch is known to be random."""
     partitioned_by = ""
     """Name of what partitions the data. Empty if each worker reads all of it."""
+    own_seed: int | None = None
+    """Seed of the loader's generator, if it has one."""
+    global_batch: int | None = None
+    """Samples per step of the group, or None if raysgd does not partition by samples."""
 
     def __init__(
         self, loader: Any, has_length: bool = True, by_user: bool = False, why_whole: str = ""
@@ -99,11 +97,7 @@ class BatchSource:
     def limit(self, limit: float | None) -> bool:
         """Limit an epoch to a number (int) or fraction (float) of its steps, or None.
 
-        Returns:
-            Whether the limit has changed.
-
-        Raises:
-            ValueError: If `limit` is a fraction and the number of steps is unknown.
+        Return whether the limit has changed.
         """
         if limit == self._limit and type(limit) is type(self._limit):
             return False
@@ -147,7 +141,6 @@ class BatchSource:
         return max(0, min(steps, self._max_steps or steps) - offset)
 
     def offset_after(self, offset: int, num_steps: int) -> int:
-        """Return the offset after `num_steps` more steps."""
         return offset + num_steps
 
     def close_workers(self) -> None:
@@ -161,13 +154,7 @@ class BatchSource:
     # ---- agreement between the workers
 
     def agree_on_order(self, epoch: int, offset: int, train_state: Any) -> None:
-        """Make all workers partition the same order of an epoch, from `offset`.
-
-        Every rank must call this before `batches`.
-
-        Raises:
-            RuntimeError: If their orders differ.
-        """
+        """Make all workers use one order of an epoch. Every rank calls it before `batches`."""
 
     def reshard(self, world_size: int, rank: int, batch_share: int | None) -> None:
         """Partition the epoch again. `batch_share` is the new share of ``config[BATCH_SIZE]``."""
@@ -175,8 +162,7 @@ class BatchSource:
     def weigh(self, shares: tuple[float, ...] | None) -> bool:
         """Set relative shares of the workers until the next `reshard`. None means equal shares.
 
-        Returns:
-            Whether the shares have changed.
+        Return whether the shares have changed.
         """
         return False
 
@@ -188,28 +174,18 @@ class BatchSource:
         return None
 
     def set_batch_size(self, size: int, follows_share: bool) -> None:
-        """Apply the `batching` of another worker: its batch size, and whether that is a share."""
+        """Apply the `batching` of another worker."""
 
     def reseed(self, seed: int, own_seed: int | None = None) -> None:
         """Derive the order of the epochs from `seed`.
 
-        If the user's loader has a generator, use its seed instead, or the `own_seed` of another
-        worker or of a saved state.
+        A loader with a generator uses its seed instead, or the `own_seed` of another worker or of
+        a saved state.
         """
-
-    @property
-    def own_seed(self) -> int | None:
-        """Seed of the user's generator, or None if the loader has none."""
-        return None
 
     def fingerprint(self) -> str:
         """Return a text that must be equal on all workers, to compare their data."""
         return ""
-
-    @property
-    def global_batch(self) -> int | None:
-        """Samples per step of the group, or None if raysgd does not partition by samples."""
-        return None
 
     def describe(self) -> str:
         """Describe the data for messages."""
@@ -224,11 +200,7 @@ class BatchSource:
 class PartitionedSource(BatchSource):
     """Samples that an :class:`EpochPartition` divides among the workers.
 
-    Args:
-        loader: The loader that the user registered.
-        shard: This worker's part.
-        follows_share: Whether the batch size is this worker's share of a global batch.
-        global_batch: Size of the global batch, if steps keep their size.
+    `follows_share`: whether the batch size is this worker's share of a global batch.
     """
 
     sharded = True
@@ -261,7 +233,7 @@ class PartitionedSource(BatchSource):
         return self._shard.full_size is not None
 
     @property
-    def global_batch(self) -> int:
+    def global_batch(self) -> int:  # type: ignore[override]
         return self._shard.stride
 
     def __len__(self) -> int:

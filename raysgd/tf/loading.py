@@ -17,13 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd.data import Dataset
-from raysgd.data.partition import (
-    EpochPartition,
-    MicroBatch,
-    even_part,
-    micro_batches_of,
-    part_of,
-)
+from raysgd.data.partition import EpochPartition, MicroBatch, micro_batches_of, part_of
 from raysgd.data.source import BatchSource, PartitionedSource
 
 __all__ = ["ArraySource", "DatasetSource", "ItemSource", "check_end", "is_arrays", "spec_of"]
@@ -301,7 +295,7 @@ class DatasetSource(BatchSource):
             yield own
             return
         for index in range(number):
-            first, stop = even_part(_num_rows(own), number, index)
+            first, stop = part_of(_num_rows(own), number, index)
             yield tf.nest.map_structure(lambda leaf, a=first, b=stop: leaf[a:b], own)
 
     def _own_part(self, group: list[Any]) -> Any:

@@ -229,7 +229,7 @@ class ShardedLoader(PartitionedSource):
         self._seed = seed
 
     @property
-    def own_seed(self) -> int | None:
+    def own_seed(self) -> int | None:  # type: ignore[override]
         return None if self.loader.generator is None else self._seed
 
     def _order_of(self, epoch: int) -> Order:

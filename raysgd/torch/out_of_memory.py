@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raysgd.data.partition import even_part
+from raysgd.data.partition import part_of
 
 __all__ = [
     "batch_parts",
@@ -90,7 +90,7 @@ def batch_parts(batch: Any, number: int) -> list[Any]:
     rows = num_rows(batch)
 
     def part(index: int) -> Any:
-        start, stop = even_part(rows, number, index)
+        start, stop = part_of(rows, number, index)
         return _mapped(batch, lambda tensor: tensor[start:stop])
 
     return [part(index) for index in range(number)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from raysgd.data.partition import EpochPartition, even_part, micro_batches_of
+from raysgd.data.partition import EpochPartition, micro_batches_of, part_of
 
 totals = st.integers(0, 120)
 batch_sizes = st.integers(1, 12)
@@ -201,7 +201,7 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
             shard = EpochPartition(size, at_once, world_size, rank, **kept)
             for low, high in shard.batches(in_parts=in_parts):
                 place = next(held)
-                first, stop = even_part(size, world_size, rank)
+                first, stop = part_of(size, world_size, rank)
                 assert not in_parts or high - low <= (4 if at_once in (2, 3) else at_once)
                 assert high - low > 1 or at_once == 1 or stop - first == 1
                 for sample in range(start + low, start + high):
