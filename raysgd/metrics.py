@@ -8,10 +8,9 @@ idea to merge first and divide last comes from ``clu.metrics`` and TorchMetrics.
 
 from __future__ import annotations
 
-import contextlib
 import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -119,7 +118,7 @@ class MergeableMetric(ABC):
 
     @abstractmethod
     def merge(self, other: Self) -> Self:
-        """Return the metric over the data of both, without changing them."""
+        """Return a metric of the data of both."""
 
     @abstractmethod
     def compute(self) -> Any:
@@ -220,10 +219,14 @@ def _value(value: Any) -> Any:
     return float(plain) if isinstance(plain, numbers.Real) else plain
 
 
+def _values(name: str, value: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield the names, suffixes, and values that a metric computed."""
+    for end, each in (value if isinstance(value, Mapping) else {"": value}).items():
+        yield f"{name}{end}", end, _value(each)
+
+
 def _is_computed(value: Any) -> bool:
-    return isinstance(value, Computed) or (
-        isinstance(value, ComputedArray) and value.metric is not None
-    )
+    return getattr(value, "metric", None) is not None
 
 
 def computed(name: str, metric: MergeableMetric) -> dict[str, Computed | ComputedArray]:
@@ -235,12 +238,10 @@ def computed(name: str, metric: MergeableMetric) -> dict[str, Computed | Compute
         value = metric.compute()
     except Exception:
         value = float("nan")
-    found: dict[str, Computed | ComputedArray] = {}
-    for end, each in (value if isinstance(value, Mapping) else {"": value}).items():
-        each = _value(each)
-        kind = Computed if isinstance(each, float) else ComputedArray
-        found[f"{name}{end}"] = kind(each, metric, end)
-    return found
+    return {
+        key: (Computed if isinstance(each, float) else ComputedArray)(each, metric, end)
+        for key, end, each in _values(name, value)
+    }
 
 
 class Summary(dict[str, Any]):
@@ -309,17 +310,13 @@ class AverageMeterCollection:
         self.batch_count += is_batch
         n = _plain(n)
         self.num_samples += n
-        self._add(metrics, n)
+        self._add({name: v for name, v in metrics.items() if name != NUM_SAMPLES}, n)
 
     def _add(self, metrics: Mapping[str, Any], n: float, prefix: str = "") -> None:
-        for name, value in metrics.items():
-            if name == NUM_SAMPLES and not prefix:
-                continue
-            name = f"{prefix}{name}" if prefix else name
+        for key, value in metrics.items():
+            name = f"{prefix}{key}" if prefix else key
             if is_number(value):
-                if name not in self._meters:
-                    self._meters[name] = AverageMeter()
-                self._meters[name].update(value, n)
+                self._meters.setdefault(name, AverageMeter()).update(value, n)
             elif isinstance(value, MergeableMetric):
                 held = self._mergeable.get(name)
                 self._mergeable[name] = (held[0].merge(value) if held else value), value
@@ -328,8 +325,8 @@ class AverageMeterCollection:
             elif isinstance(value, list | tuple | set):
                 raise TypeError(
                     f"The metric {name!r} is {value!r}. A {type(value).__name__} cannot be "
-                    "averaged: give its numbers names, in a dict, or return a tensor or an array, "
-                    "which is averaged element by element, or a raysgd.metrics.MergeableMetric."
+                    "averaged. Return a dict with a name for each number, a tensor or an array "
+                    "for a mean of each element, or a raysgd.metrics.MergeableMetric."
                 )
             else:
                 self._others[name] = value
@@ -353,17 +350,14 @@ class AverageMeterCollection:
         A mergeable metric has its value, a :class:`Computed`, instead of a mean.
         """
         values: dict[str, Any] = {NUM_SAMPLES: self.num_samples, BATCH_COUNT: self.batch_count}
-        weights: dict[str, float] = {}
         for name, meter in self._meters.items():
-            values[name] = meter.avg
-            values[f"last_{name}"] = meter.val
-            weights[name] = meter.count
+            values[name], values[f"last_{name}"] = meter.avg, meter.val
         for name, (merged, last) in self._mergeable.items():
             values.update(computed(name, merged))
             values.update({k: _value(v) for k, v in computed(f"last_{name}", last).items()})
         for name, value in self._others.items():
             values[name] = values[f"last_{name}"] = value
-        return Summary(values, weights)
+        return Summary(values, {name: meter.count for name, meter in self._meters.items()})
 
 
 def _weight(part: Mapping[str, Any], name: str) -> float:
@@ -464,9 +458,9 @@ def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if not all(is_number(value) for value in values):
             merged[name] = next(value for value in values if not is_number(value))
         elif name == NUM_SAMPLES:
-            merged[name] = sum(_plain(value) for value in values)
+            merged[name] = sum(map(_plain, values))
         elif name == NUM_SKIPPED_STEPS:
-            merged[name] = max(_plain(value) for value in values)
+            merged[name] = max(map(_plain, values))
         elif name == BATCH_COUNT and len(set(values)) == 1:
             merged[name] = _plain(values[0])
         elif name == BATCH_COUNT or name.startswith("last_"):
@@ -477,9 +471,8 @@ def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         try:
             value = metric.compute()
         except Exception as error:
-            with contextlib.suppress(Exception):  # user classes may refuse notes
-                error.add_note(f"This was in the metric {name!r}, a {type(metric).__name__}.")
+            error.add_note(f"This was in the metric {name!r}, a {type(metric).__name__}.")
             raise
-        for end, number in (value if isinstance(value, Mapping) else {"": value}).items():
-            merged.setdefault(f"{name}{end}", _value(number))
+        for key, _, each in _values(name, value):
+            merged.setdefault(key, each)
     return merged
