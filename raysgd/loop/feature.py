@@ -56,8 +56,7 @@ class StepFeature:
     def receive(self, leader: int) -> Callable[[], None]:
         """Receive state of rank `leader` that the training state lacks. Every rank calls it.
 
-        Returns:
-            Function that applies it. Only ranks that follow the leader call it.
+        Return a function that applies it, for the ranks that follow the leader.
         """
         return lambda: None
 

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ApplyOperatorRequest",
     "ApplyRequest",
-    "CanValidateRequest",
-    "DescribeDataRequest",
-    "KeepsGlobalBatchRequest",
     "MeasuredRequest",
     "ModelsRequest",
     "PredictRequest",
@@ -71,7 +68,6 @@ class TrainRequest(_EpochRequest):
     """Data set to train on instead of the registered loader."""
 
     def with_split(self, split: int) -> TrainRequest:
-        """Return the same request with at least `split` micro-batches per batch."""
         return replace(self, split=split)
 
 
@@ -131,27 +127,15 @@ class ModelsRequest(Request):
     """Return copies of the models."""
 
 
-class CanValidateRequest(Request):
-    """Return whether there is a validation loader."""
-
-
-class KeepsGlobalBatchRequest(Request):
-    """Return whether each training step has exactly ``config[BATCH_SIZE]`` samples."""
-
-
-class DescribeDataRequest(Request):
-    """Return a description of how the workers partition each loader."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ApplyRequest(Request):
-    """Call a user function."""
+    """Call a function."""
 
     function: Callable[[], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ApplyOperatorRequest(Request):
-    """Call a user function with the operator."""
+    """Call a function with the operator."""
 
     function: Callable[[Any], Any]

@@ -21,15 +21,11 @@ from raysgd.elastic.requests import (
     LoadRequest,
     RestartStateRequest,
 )
-from raysgd.loop.generators import Generators
 from raysgd.loop.loop import Loop
 from raysgd.loop.options import Options
 from raysgd.loop.requests import (
     ApplyOperatorRequest,
     ApplyRequest,
-    CanValidateRequest,
-    DescribeDataRequest,
-    KeepsGlobalBatchRequest,
     MeasuredRequest,
     ModelsRequest,
     PredictRequest,
@@ -41,7 +37,7 @@ from raysgd.loop.requests import (
     ValidateRequest,
 )
 from raysgd.loop.signal import Signal
-from raysgd.loop.state import check_position, warn_of_other_steps
+from raysgd.loop.state import Generators, check_position, warn_of_other_steps
 from raysgd.loop.train_state import TrainState
 from raysgd.metrics import AverageMeterCollection
 
@@ -233,12 +229,6 @@ class OperatorRunner(ABC):
                     return self.generators.state()
                 case ModelsRequest():
                     return self.models()
-                case CanValidateRequest():
-                    return self._train_state.data.has("validation")
-                case KeepsGlobalBatchRequest():
-                    return self._train_state.data.keeps_global_batch
-                case DescribeDataRequest():
-                    return self._train_state.data.describe()
                 case ApplyRequest():
                     return request.function()
                 case ApplyOperatorRequest():

@@ -59,11 +59,9 @@ class Signal:
             return
 
         def defer(number: int, frame: Any) -> None:
-            if self._interrupted or self._is_waiting:
-                self._interrupted = False
+            self._interrupted = not (self._interrupted or self._is_waiting)
+            if not self._interrupted:
                 deliver(number, frame)
-            else:
-                self._interrupted = True
 
         signal.signal(signal.SIGINT, defer)
         try:

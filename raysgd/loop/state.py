@@ -1,16 +1,20 @@
-"""Snapshots of a worker's state for the driver, and checks of a state to load."""
+"""A worker's state: snapshots for the driver, random numbers, and checks of a state to load."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from raysgd._internal.nested import map_leaves
 from raysgd.errors import CheckpointError
 from raysgd.loop.train_state import TrainState
 
-__all__ = ["Snapshots", "check_parts", "check_position", "warn_of_other_steps"]
+__all__ = ["Generators", "Snapshots", "check_parts", "check_position", "warn_of_other_steps"]
 
 logger = logging.getLogger(__name__)
 
@@ -18,8 +22,8 @@ logger = logging.getLogger(__name__)
 class Snapshots:
     """Holds the newest copy of one worker's state, in case all workers are lost.
 
-    The training thread copies the state on the device, at a step boundary. Another thread moves the
-    copy to the CPU and the driver while training continues.
+    The training thread copies the state on the device. Another thread moves the copy to the CPU and
+    the driver while training continues.
     """
 
     def __init__(self, state: TrainState) -> None:
@@ -41,8 +45,7 @@ class Snapshots:
     def maybe_take(self, state: Callable[[], dict[str, Any]]) -> None:
         """Copy the result of `state` if a snapshot is due.
 
-        Rank 0 holds the copy. If the state is sharded, every rank copies its shards at the same
-        step, unless the ranks are out of sync.
+        Rank 0 holds the copy. If the state is sharded, every rank copies its shards.
         """
         train_state = self._state
         is_holder = train_state.context.world_rank == 0 or train_state.sharded
@@ -77,24 +80,61 @@ class Snapshots:
         return None if held is None else self._state.to_cpu(held[2])
 
 
+class Generators:
+    """The random number generators of Python and NumPy. Subclasses add those of a framework."""
+
+    def state(self) -> dict[str, Any]:
+        numpy_state: Any = np.random.get_state(legacy=True)
+        return {"python": random.getstate(), "numpy": numpy_state}
+
+    def set(self, state: Mapping[str, Any]) -> None:
+        """Load the result of `state`. Its tuples and arrays may have become other sequences."""
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+        kind, keys, place, *rest = state["numpy"]
+        if not 0 <= place <= len(keys):  # NumPy would read beyond the keys
+            raise ValueError(f"The position {place} is not in 0..{len(keys)}.")
+        np.random.set_state((kind, np.asarray(keys, np.uint32), place, *rest))
+
+    def checked(self, states: Any, num_workers: int) -> Sequence[Mapping[str, Any]]:
+        """Check the states of all workers. Return nothing if their number differs."""
+        try:
+            with self.unchanged():
+                for state in states:
+                    self.set(state)
+        except Exception as error:
+            raise CheckpointError(
+                f"The state's data['rng'] cannot be loaded: {error!r}. It must have the random "
+                "number generators of each worker."
+            ) from error
+        return states if len(states) == num_workers else ()
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        own = self.state()
+        try:
+            yield
+        finally:
+            self.set(own)
+
+
 def check_position(state: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the epochs, steps, or offsets of a state are not counts."""
     data = state.get("data") or {}
     if not isinstance(data, Mapping):
         raise CheckpointError(f"The state's data must be a dict, but it is {data!r}.")
+    seeds = data.get("loader_seeds", {})
+    if not isinstance(seeds, Mapping):
+        raise CheckpointError(
+            f"The state's data['loader_seeds'] must be a dict, but it is {seeds!r}."
+        )
     counts = {"epoch": state.get("epoch"), "global_step": state.get("global_step", 0)}
-    if data:
-        required = {"epoch": None, "offset": None}
-        known = {**required, **data}
-        counts |= {
-            f"data[{key!r}]": known[key]
-            for key in ("epoch", "offset", "validation_offset", "seed", "split", "global_batch")
-            if key in known
-        }
-        seeds = data.get("loader_seeds", {})
-        if not isinstance(seeds, Mapping):
-            raise CheckpointError(f"The state's data['loader_seeds'] is no dict, but {seeds!r}.")
-        counts |= {f"data['loader_seeds'][{name!r}]": seed for name, seed in seeds.items()}
+    required = {"epoch": None, "offset": None} if data else {}
+    known = {"epoch", "offset", "validation_offset", "seed", "split", "global_batch"}
+    for key, value in {**required, **data}.items():
+        if key in known:
+            counts[f"data[{key!r}]"] = value
+    counts |= {f"data['loader_seeds'][{name!r}]": seed for name, seed in seeds.items()}
     for key, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
             raise CheckpointError(f"The state's {key} must be a count, but it is {value!r}.")
@@ -120,16 +160,9 @@ def warn_of_other_steps(state: TrainState, position: Mapping[str, Any]) -> None:
 def check_parts(
     name: str, objects: Sequence[Any], saved: Any, problem_of: Callable[[Any, Any], str]
 ) -> None:
-    """Check the saved states of all models, optimizers, or schedulers.
+    """Raise CheckpointError if saved states of models, optimizers, or schedulers do not fit.
 
-    Args:
-        name: Key in the state.
-        objects: Registered objects.
-        saved: Their states.
-        problem_of: Function that returns why an object cannot load a state, or an empty string.
-
-    Raises:
-        CheckpointError: If a state does not fit.
+    `problem_of` returns why an object cannot load a state, or an empty string.
     """
     if not isinstance(saved, list | tuple) or not all(isinstance(s, Mapping) for s in saved):
         raise CheckpointError(f"The state's {name!r} must be a list of state dicts.")

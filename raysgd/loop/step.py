@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from raysgd.data.partition import MicroBatch
 
-__all__ = ["Step", "StepState", "WarmedUp"]
+__all__ = ["Step", "WarmedUp"]
 
 
 class WarmedUp(BaseException):
     """Raised when a warm-up has computed its gradients. User code must not catch it."""
 
 
-class StepState(enum.Enum):
-    """State of a step. The docstring of `raysgd.loop.loop` shows the transitions."""
-
-    DRAWN = "the loader has given its batch"
-    RUNNING = "the loop trains on the batch"
-    UPDATED = "every optimizer has made its updates"
-    COMMITTED = "it counts"
-    DISCARDED = "it does not count, and what it changed was restored"
-
-
 class Step:
-    """The step in progress on this worker, or the last one."""
+    """The step in progress on this worker. The docstring of `raysgd.loop.loop` shows its life."""
 
     def __init__(self) -> None:
-        self.state = StepState.COMMITTED
+        self.is_open = False
+        """Whether the step has a batch, and was neither committed nor discarded."""
+        self.is_updated = False
+        """Whether every optimizer has made its updates. The step then counts, even if the loop
+        raises."""
         self.optimizers: Sequence[Any] = ()
         self.batches: list[Any] = []
         self.place = MicroBatch()
@@ -44,15 +37,6 @@ class Step:
         self._most_updates: Counter[int] = Counter()
 
     @property
-    def is_open(self) -> bool:
-        return self.state not in (StepState.COMMITTED, StepState.DISCARDED)
-
-    @property
-    def is_updated(self) -> bool:
-        """Whether to commit the step if the loop raises now."""
-        return self.state is StepState.UPDATED
-
-    @property
     def has_several_updates(self) -> bool:
         """Whether steps make several updates, so that a step can fail between them."""
         return len(self.optimizers) > 1 or any(n > 1 for n in self._most_updates.values())
@@ -61,28 +45,16 @@ class Step:
         return self._updates[id(optimizer)]
 
     def draw(self, batch: Any) -> None:
-        """Record a batch of the loader, and open a new step if none is open."""
-        if not self.is_open:
-            self.state = StepState.DRAWN
-            self._updates.clear()
+        """Add a batch of the loader, and open a new step if none is open."""
+        self.is_open = True
         self.batches.append(batch)
 
     def run(self, place: MicroBatch) -> None:
-        """Record that the loop received a batch or a part of one."""
-        self.place = place
-        if self.state is not StepState.UPDATED:
-            self.state = StepState.RUNNING
+        self.is_open, self.place = True, place
 
     def begin_update(self, optimizer: Any) -> None:
-        """Record that an optimizer is about to change parameters.
-
-        Raises:
-            WarmedUp: In a warm-up.
-        """
         self.check_warm_up()
-        self.updating = optimizer
-        if self.state is StepState.UPDATED:
-            self.state = StepState.RUNNING
+        self.updating, self.is_updated = optimizer, False
 
     def check_warm_up(self) -> None:
         if self.is_warm_up:
@@ -95,7 +67,7 @@ class Step:
         self._updates[id(optimizer)] += 1
         usual = {id(each): self._most_updates[id(each)] or 1 for each in self.optimizers}
         if usual and all(self._updates[key] >= count for key, count in usual.items()):
-            self.state = StepState.UPDATED
+            self.is_updated = True
 
     def check_whole(self, global_step: int) -> None:
         """Raise RuntimeError if a failed step left an inconsistent state that was not replaced."""
@@ -109,13 +81,9 @@ class Step:
 
     def commit(self) -> None:
         self._most_updates |= self._updates
-        self._end(StepState.COMMITTED)
+        self.discard()
 
     def discard(self) -> None:
-        if self.is_open:
-            self._end(StepState.DISCARDED)
-        self.updating = None
-
-    def _end(self, state: StepState) -> None:
-        self.state, self.place, self.batches, self.updating = state, MicroBatch(), [], None
+        self.is_open = self.is_updated = False
+        self.place, self.batches, self.updating = MicroBatch(), [], None
         self._updates.clear()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from raysgd.loop.generators import Generators
+from raysgd.loop.state import Generators
 
 __all__ = ["TorchGenerators", "seeded"]
 

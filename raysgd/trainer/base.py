@@ -38,8 +38,6 @@ from raysgd.loop.options import Options
 from raysgd.loop.requests import (
     ApplyOperatorRequest,
     ApplyRequest,
-    DescribeDataRequest,
-    KeepsGlobalBatchRequest,
     PredictRequest,
 )
 from raysgd.metrics import rename_metrics
@@ -95,7 +93,7 @@ class OperatorTrainer(TrainerInfo):
         # Whether steps have config[BATCH_SIZE] samples with any number of workers.
         self._keeps_batch = True
         if options.config.get(BATCH_SIZE) is not None:
-            request = KeepsGlobalBatchRequest()
+            request = ApplyOperatorRequest(function=_keeps_global_batch)
             call = Call(request=request, rank=0, max_losses=3, any_size=True)
             self._keeps_batch = bool(calls.make(call)[0])
         if not self._keeps_batch:
@@ -421,7 +419,8 @@ class OperatorTrainer(TrainerInfo):
         A loader is "partitioned by raysgd", by Hugging Face datasets, or by your code; or it is
         "read whole by each worker", with the reason.
         """
-        descriptions: dict[str, str] = self._calls.make(Call(request=DescribeDataRequest()))[0]
+        request = ApplyOperatorRequest(function=_describe_data)
+        descriptions: dict[str, str] = self._calls.make(Call(request=request))[0]
         return descriptions
 
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
@@ -586,3 +585,13 @@ def _event_notifier(trainer: weakref.ref[OperatorTrainer]) -> Callable[[], None]
 def _check_callable(method: str, function: Any) -> None:
     if not callable(function):
         raise TypeError(f"{method}({function!r}): must be a function.")
+
+
+def _keeps_global_batch(operator: Any) -> bool:
+    keeps: bool = operator._train_state.data.keeps_global_batch
+    return keeps
+
+
+def _describe_data(operator: Any) -> dict[str, str]:
+    descriptions: dict[str, str] = operator._train_state.data.describe()
+    return descriptions

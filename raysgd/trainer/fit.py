@@ -15,7 +15,7 @@ from raysgd.callbacks.progress import ProgressBar
 from raysgd.callbacks.values import suggest_metric
 from raysgd.elastic.call import Call
 from raysgd.loop.options import Options
-from raysgd.loop.requests import CanValidateRequest, RehearseRequest
+from raysgd.loop.requests import ApplyOperatorRequest, RehearseRequest
 from raysgd.metrics import merge_workers
 from raysgd.trainer.calls import Calls
 from raysgd.trainer.fit_options import FitOptions, Limits
@@ -134,7 +134,8 @@ class FitLoop:
     # ---- checks
 
     def _can_validate(self) -> bool:
-        return any(self.calls.make(Call(request=CanValidateRequest(), max_losses=3)))
+        request = ApplyOperatorRequest(function=_has_validation_loader)
+        return any(self.calls.make(Call(request=request, max_losses=3)))
 
     def _check_validation(self, num_steps: int, info: Mapping[str, Any] | None) -> None:
         """Try the validation on some batches, unless the trainer has validated or will now."""
@@ -201,3 +202,8 @@ def _check_monitored(monitored: Mapping[str, str], metrics: Sequence[str]) -> No
             f"{given}: there is no such metric. A validation has: {', '.join(metrics)}."
             + suggest_metric(name, metrics)
         )
+
+
+def _has_validation_loader(operator: Any) -> bool:
+    found: bool = operator._train_state.data.has("validation")
+    return found
