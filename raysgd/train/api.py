@@ -61,7 +61,7 @@ def report(
         metrics: picklable values by name. ``metrics=`` with a dict means the same if no other
             metric is passed by name.
         checkpoint: a :class:`Checkpoint`, from worker 0 or from all workers. The driver keeps that
-            of the lowest rank.
+            of worker 0.
         named: metrics by name. With a dict of metrics, these names are options instead:
             ``checkpoint_upload_mode``, a :class:`CheckpointUploadMode`;
             ``checkpoint_upload_fn(checkpoint, name)``, which stores the checkpoint and returns the

@@ -16,6 +16,7 @@ from typing import Any
 from raysgd._internal.arguments import check_hook, check_int
 from raysgd.cluster import function_calls
 from raysgd.cluster import worker_group as core
+from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.events import Event
@@ -29,9 +30,8 @@ from raysgd.train.constants import TRAIN_CHECKPOINT_SUBDIR
 from raysgd.train.datasets import Datasets
 from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
 from raysgd.train.function_run import FunctionRun, repair
-from raysgd.train.requests import EndRunRequest
 from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
-from raysgd.train.runner import FunctionRunner
+from raysgd.train.runner import EndRunRequest, FunctionRunner
 from raysgd.train.session import Plan
 from raysgd.train.worker_group import WorkerGroup, group_options
 
@@ -56,10 +56,6 @@ class BackendExecutor:
         elastic: how to wait for resources. Its ``in_place`` and ``snapshot_every`` are ignored.
         placement_strategy: how Ray places the workers.
         label_selector: Ray labels that the nodes of the workers must have.
-
-    Raises:
-        TypeError: if `elastic` is not an ElasticConfig.
-        ValueError: if a number is out of its range, or `elastic` has ``min_workers``.
     """
 
     def __init__(
@@ -84,7 +80,6 @@ class BackendExecutor:
             placement_strategy,
             label_selector,
         )
-        """What the workers reserve."""
         self._backend_config = backend_config
         self._backend: Backend = backend_class(backend_config)()
         self._max_losses = math.inf if max_retries < 0 else max_retries
@@ -105,7 +100,7 @@ class BackendExecutor:
         # The newest checkpoint of the run is its snapshot.
         self._elastic = dataclasses.replace(elastic, in_place=False, snapshot_every="epoch")
         self._controller: Controller | None = None
-        self._group: core.WorkerGroup | None = None
+        self._workers: WorkerGroup | None = None
         self._checkpoints = self._earlier = RunCheckpoints()
         self._run: FunctionRun | None = None
         self._finalizer: Any = None
@@ -117,9 +112,10 @@ class BackendExecutor:
         if self.is_started:
             raise RuntimeError("The workers are already started. Call shutdown() first.")
         check_hook("start", initialization_hook)
-        self._group = core.WorkerGroup(self.options)
+        group = core.WorkerGroup(self.options)
+        self._workers = WorkerGroup.over(group)
         controller = Controller(
-            self._group,
+            group,
             FunctionRunner(
                 self._backend.share_cuda_visible_devices,
                 self._overridden("encode_data"),
@@ -181,20 +177,20 @@ class BackendExecutor:
         return False
 
     def _forget(self) -> None:
-        self._run = self._controller = self._group = None
+        self._run = self._controller = self._workers = None
         self._finalizer.detach()
 
     @property
     def is_started(self) -> bool:
-        """Whether the executor has workers."""
+        """Whether there are workers."""
         return self._controller is not None
 
     @property
     def worker_group(self) -> WorkerGroup:
         """The workers."""
         self._supervised("worker_group")
-        assert self._group is not None
-        return WorkerGroup.over(self._group)
+        assert self._workers is not None
+        return self._workers
 
     @property
     def events(self) -> list[Event]:
@@ -218,16 +214,16 @@ class BackendExecutor:
         iteration: int = 0,
         resume: bool = False,
     ) -> RunCheckpoints:
-        """Start a training function on every worker. `Trainer.run` documents most arguments.
+        """Start a function of no arguments on every worker. `Trainer.run` documents more arguments.
 
         Args:
-            train_func: a function of no arguments.
+            train_func: the function.
             run_dir: folder of the run, for checkpoints; None to write none.
-            dataset: as for `Trainer.run`, or `Datasets`.
+            dataset: as for `Trainer.run`.
             checkpoint: checkpoint to start from.
             checkpoint_strategy: which checkpoints stay on disk.
             latest_checkpoint_id: number of the newest checkpoint so far; 0 by default.
-            validation: a ValidationConfig; None to validate no checkpoints.
+            validation: a ValidationConfig.
             metadata: for ``get_context().get_metadata()``.
             experiment: names for ``get_context()``.
             iteration: number of earlier reports.
@@ -261,12 +257,10 @@ class BackendExecutor:
             validation is not None,
         )
         datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
-        assert self._group is not None
         # From here on there is a run, and a failure must end it.
         self._earlier, self._checkpoints = self._saved, checkpoints
-        self._run = FunctionRun(
-            controller, self._group, plan, checkpoints, datasets, self._max_losses
-        )
+        call = Call(max_losses=self._max_losses)
+        self._run = FunctionRun(controller, plan, checkpoints, datasets, call)
         with self._aborting():
             self._run.start(self._elastic.max_attempts)
         return checkpoints
@@ -274,13 +268,8 @@ class BackendExecutor:
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
         """Wait until every worker has reported, and return the reports by rank.
 
-        Returns:
-            None when the function has returned on all workers.
-
-        Raises:
-            TrainingWorkerError: if workers are lost more often than ``max_retries`` allows.
-            RuntimeError: if the workers do not report and save in step.
-            BaseException: the exception of the function.
+        Return None when the function has returned on all workers. Raise the exception of the
+        function, or TrainingWorkerError if workers are lost more often than ``max_retries`` allows.
         """
         run = self._training("fetch_next_result")
         with self._aborting():
@@ -309,9 +298,7 @@ class BackendExecutor:
     def run(self, train_func: Callable[[], Any]) -> list[Any]:
         """Call a function on every worker, without reports, and return the results by rank.
 
-        Raises:
-            TrainingWorkerError: if a worker is lost. The call is not repeated.
-            BaseException: the exception of the function.
+        Raise TrainingWorkerError if a worker is lost. The call is not repeated.
         """
         controller = self._supervised("run")
         try:
@@ -320,7 +307,7 @@ class BackendExecutor:
             return self.worker_group.execute(train_func)
         except WorkerLostError as error:
             raise TrainingWorkerError(
-                f"run() lost a worker, and is not repeated. {error}",
+                f"run() lost a worker, and does not repeat the function. {error}",
                 error.rank,
                 error.node_id,
                 error.cause,

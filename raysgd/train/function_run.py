@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.context import Request
 from raysgd.cluster import function_calls
-from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.elastic.call import Call
 from raysgd.elastic.controller import Controller
 from raysgd.errors import WorkerLostError
@@ -18,9 +17,10 @@ from raysgd.train import session
 from raysgd.train.datasets import Datasets
 from raysgd.train.errors import TrainingWorkerError
 from raysgd.train.report_queue import Turn
-from raysgd.train.requests import BeginRequest, CheckpointRequest, EndRunRequest, NextRequest
 from raysgd.train.run_checkpoints import RunCheckpoints
+from raysgd.train.runner import BeginRequest, EndRunRequest, NextRequest
 from raysgd.train.session import Plan
+from raysgd.train.validation import Reported
 
 __all__ = ["FunctionRun", "repair"]
 
@@ -36,19 +36,18 @@ class FunctionRun:
     """Runs one training function."""
 
     controller: Controller
-    group: WorkerGroup
     plan: Plan
-    """The function, and the checkpoint and data that it starts from."""
+    """The function, and the checkpoint that it starts from."""
     checkpoints: RunCheckpoints
     datasets: Datasets
-    max_losses: float
-    """Maximum number of lost workers."""
+    call: Call
+    """Counts the losses over all requests of the run."""
     is_silent: bool = False
     """Whether to skip reports."""
     values: list[Any] | None = None
     """The results of the function by rank; None until it has returned."""
-    _num_losses: int = 0
-    _causes: list[str] = field(default_factory=list)
+    _news: Sequence[Reported] | None = None
+    """The checkpoints on disk, if the workers do not know them yet."""
 
     def start(self, max_attempts: int) -> None:
         """Start the function on all workers. Tolerate the loss of workers before it begins."""
@@ -59,12 +58,12 @@ class FunctionRun:
                 self.share_data()
             except WorkerLostError as error:
                 # If only the connection is lost, kill the process. The next call restarts it.
-                self.group.members[error.rank].kill_process()
-            self._call(BeginRequest(plan=self.plan))
+                self.controller.members[error.rank].kill_process()
+            self._send(BeginRequest(plan=self.plan))
 
     def share_data(self) -> None:
         """Send each worker its shards of the data."""
-        members: list[Any] = self.group.members
+        members: list[Any] = self.controller.members
         shares = self.datasets.shared_out([member.actor for member in members])
         references = [
             member.execute(session.receive_shards, share)
@@ -76,12 +75,14 @@ class FunctionRun:
         """Return the next decoded reports by rank, or None when the function has returned."""
         with self._as_training_errors():
             while self.values is None:
-                turns: list[Turn] = self._call(NextRequest(reported=self.checkpoints.news()))
+                turns: list[Turn] = self._send(NextRequest(reported=self._news))
+                self._news = None
                 if len({turn.kind for turn in turns}) > 1:
                     raise RuntimeError(_uneven(turns))
+                self._keep_checkpoint(turns)
                 if turns[0].kind == "end":
                     self.values = [turn.value for turn in turns]
-                elif self._keep(turns) and turns[0].kind == "report" and not self.is_silent:
+                elif turns[0].kind == "report" and not self.is_silent:
                     return [decode(turn.metrics) for turn in turns]
         return None
 
@@ -90,48 +91,35 @@ class FunctionRun:
         self.checkpoints.abort()
         self.controller.stop(EndRunRequest())
 
-    def _keep(self, turns: list[Turn]) -> bool:
-        """Keep the checkpoint of the lowest rank that has one, and add workers if there is room.
+    def _keep_checkpoint(self, turns: list[Turn]) -> None:
+        """Keep the checkpoint of worker 0, and add workers if there is room.
 
         The function waits at its checkpoint, so a restart repeats no step.
-
-        Returns:
-            False if the checkpoint was lost with its worker. The function then restarts from the
-            last checkpoint and repeats the turn.
         """
         rank = next((rank for rank, turn in enumerate(turns) if turn.has_checkpoint), None)
         if rank is None:
-            return True
-        turn = turns[rank]
-        blob = turn.checkpoint
-        if blob is None:  # only worker 0 includes its checkpoint in the turn
-            blob = next(filter(None, self._call(CheckpointRequest(rank=rank))), None)
-        if blob is None:
-            return False
-        self.checkpoints.keep(turn, blob, len(turns))
+            return
+        turn = turns[0]
+        if turn.checkpoint is None:
+            raise RuntimeError(
+                f"Worker {rank} reported a checkpoint, but worker 0 did not. raysgd keeps the "
+                "checkpoint of worker 0: report it there."
+            )
+        self.checkpoints.keep(turn, turn.checkpoint, len(turns))
+        self._news = self.checkpoints.reported()
         self.plan = dataclasses.replace(
             self.plan,
             checkpoint=self.checkpoints.blob,
             iteration=turn.iteration,
-            reported=self.checkpoints.reported(),
+            reported=self._news,
         )
         self.controller.snapshots.set({"plan": self.plan})
         self.controller.grow()
-        return True
 
-    def _call(self, request: Request) -> list[Any]:
-        """Send a request to all runners, and count losses over all requests of the run."""
-        call = Call(
-            request=request,
-            max_losses=self.max_losses,
-            num_losses=self._num_losses,
-            causes=self._causes,
-        )
-        try:
-            outcomes = self.controller.run(call)
-        finally:
-            self._num_losses = call.num_losses
-        return [outcome.value() for outcome in outcomes]
+    def _send(self, request: Request) -> list[Any]:
+        """Send a request to all runners, and return their answers."""
+        self.call.request = request
+        return [outcome.value() for outcome in self.controller.run(self.call)]
 
     @contextlib.contextmanager
     def _as_training_errors(self) -> Iterator[None]:
@@ -139,8 +127,8 @@ class FunctionRun:
             yield
         except WorkerLostError as error:
             raise TrainingWorkerError(
-                f"The training function lost workers {self._num_losses} times, and max_retries="
-                f"{self.max_losses} (in fit(), max_failures). {error}",
+                f"The training function lost workers {self.call.num_losses} times, and max_retries="
+                f"{self.call.max_losses} (in fit(), max_failures). {error}",
                 error.rank,
                 error.node_id,
                 error.cause,

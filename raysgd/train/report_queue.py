@@ -40,23 +40,16 @@ class Turn:
     """The pickled checkpoint; only worker 0 sends one."""
     has_checkpoint: bool = False
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """Numbers that can rate the checkpoint, by name."""
-    names: tuple[str, ...] = ()
-    """Names of all values that were reported with the checkpoint."""
+    """Numbers that can rate the checkpoint."""
     iteration: int = 0
     """Number of reports so far, including this one."""
     validation: Any = False
-    """Whether to validate the checkpoint, or a ValidationTaskConfig."""
     is_portable = True
     """Makes `pack` assume that the driver may lack GPUs and a process group."""
 
     @property
     def metrics(self) -> Any:
-        """A copy of the report.
-
-        Raises:
-            TypeError: if this process cannot unpickle it.
-        """
+        """A copy of the report. Raises TypeError if this process cannot unpickle it."""
         try:
             return None if self.content is None else self.content.value()
         except Exception as error:
@@ -71,7 +64,9 @@ class Turn:
         try:
             return None if self.content is None else self.content.value()
         except Exception as error:
-            logger.warning("The driver cannot unpickle the result of the function: %r", error)
+            logger.warning(
+                "The driver cannot unpickle the result of the training function: %r", error
+            )
             return None
 
 
@@ -90,11 +85,7 @@ class ReportQueue:
     # ---- used by the function
 
     def put(self, turn: Turn) -> None:
-        """Pass a turn to the driver as soon as the driver has taken the previous one.
-
-        Raises:
-            RunStoppedError: if the driver has stopped the function.
-        """
+        """Pass a turn to the driver as soon as the driver has taken the previous one."""
         with self._changed:
             self._wait_until(lambda: self._turn is None)
             self._turn = turn
@@ -125,11 +116,7 @@ class ReportQueue:
     # ---- used by the driver
 
     def take(self) -> Turn:
-        """Mark the previous turn as handled. Then wait for the next turn and return it.
-
-        Raises:
-            BaseException: the exception of the function.
-        """
+        """Mark the previous turn as handled. Then wait for the next turn and return it."""
         with self._changed:
             self._taken = None
             self._changed.notify_all()

@@ -30,17 +30,8 @@ class RunCheckpoints(CheckpointFolder):
     """Keeps the newest checkpoint in memory, and those that the strategy selects on disk.
 
     The files are named ``checkpoint_000001`` and so on. During the run the newest is kept in
-    addition to the best, because a restart needs it.
-
-    Args:
-        folder: the folder; None to hold only the newest, in memory.
-        strategy: which checkpoints stay on disk.
-        number: number of the newest checkpoint so far.
-        decode: `decode_data` of the user's backend; None if it does nothing.
-        validation: a ValidationConfig; None if nothing is validated.
-
-    Raises:
-        TypeError: if `strategy` is not a CheckpointStrategy.
+    addition to the best, because a restart needs it. Without a folder, only the newest is kept, in
+    memory.
     """
 
     _pattern = re.compile(r"checkpoint_[0-9]{6,}")
@@ -63,23 +54,17 @@ class RunCheckpoints(CheckpointFolder):
         self._decode = decode
         self.folder = folder
         self.number = number
-        """Number of the newest checkpoint."""
         self.blob: bytes | None = None
         """The newest checkpoint, pickled."""
         self.has_saved = False
         """Whether this run, or the one that it resumes, has saved a checkpoint."""
         self._validations = Validations(validation)
-        self._last_news: list[Reported] = []
 
     def restore(self) -> Manifest | None:
         """Continue with the checkpoints of an earlier run in the folder.
 
-        Returns:
-            The manifest of the newest intact checkpoint. Its ``global_step`` is the number of
-            reports up to it.
-
-        Raises:
-            CheckpointError: if there are checkpoints, but none can be loaded.
+        Return the manifest of the newest intact checkpoint. Its ``global_step`` is the number of
+        reports up to it. Raise CheckpointError if there are checkpoints, but none can be loaded.
         """
         names = [] if self.folder is None else self._names()
         if not names:
@@ -90,11 +75,7 @@ class RunCheckpoints(CheckpointFolder):
         return manifest
 
     def keep(self, turn: Turn, blob: bytes, world_size: int) -> None:
-        """Store a checkpoint. When this returns, it is on disk if the strategy keeps it.
-
-        Raises:
-            CheckpointError: if writing it fails.
-        """
+        """Store a checkpoint. When this returns, it is on disk if the strategy keeps it."""
         self._check_score(turn)
         if self._decode is not None:
             blob = cloudpickle.dumps(self._decode(pickle.loads(blob)))
@@ -120,10 +101,10 @@ class RunCheckpoints(CheckpointFolder):
             return
         self._unwarned_score = None
         logger.warning(
-            "checkpoint_score_attribute=%r: a checkpoint without a number of that name counts as "
-            "the worst. It has: %s.",
+            "checkpoint_score_attribute=%r: a checkpoint has no number of that name, and counts as "
+            "the worst. Its numbers are %s.",
             name,
-            ", ".join(turn.names),
+            ", ".join(turn.numbers),
         )
 
     def finish(self) -> None:
@@ -138,7 +119,7 @@ class RunCheckpoints(CheckpointFolder):
             try:
                 self._folder.child(name).remove()
             except CheckpointError as error:
-                logger.warning("A checkpoint was not removed: %s", error)
+                logger.warning("A checkpoint could not be removed: %s", error)
 
     def await_validations(self) -> None:
         """Wait for all validations, which rate the checkpoints. Then keep only the best."""
@@ -169,11 +150,6 @@ class RunCheckpoints(CheckpointFolder):
             found.append(Reported(self._path_of(name), manifest.metrics, status, task))
         return found
 
-    def news(self) -> list[Reported] | None:
-        """Return `reported`, or None if it is unchanged since the last call."""
-        before, self._last_news = self._last_news, self.reported()
-        return None if self._last_news == before else self._last_news
-
     @property
     def latest(self) -> dict[str, Any] | None:
         """The newest checkpoint, in the form in which it was saved."""
@@ -181,13 +157,11 @@ class RunCheckpoints(CheckpointFolder):
 
     @property
     def latest_path(self) -> Path | None:
-        """The newest checkpoint on disk."""
         newest = max(self._ranked(), key=_number_of, default=None)
         return None if newest is None else self._path_of(newest)
 
     @property
     def best_path(self) -> Path | None:
-        """The best checkpoint on disk."""
         return next(map(self._path_of, self._ranked()), None)
 
     def newest_checkpoint(self) -> Checkpoint | None:

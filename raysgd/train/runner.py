@@ -1,9 +1,10 @@
-"""Runs a training function in a thread of a worker process."""
+"""Runs a training function in a thread of a worker process, and the requests to it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.context import Preemption, Progress, Request, Runner, WorkerContext
@@ -11,10 +12,29 @@ from raysgd.elastic.requests import LoadRequest
 from raysgd.train.arguments import env_flag
 from raysgd.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
 from raysgd.train.report_queue import ReportQueue
-from raysgd.train.requests import BeginRequest, CheckpointRequest, EndRunRequest, NextRequest
 from raysgd.train.session import Plan, Session, here
+from raysgd.train.validation import Reported
 
-__all__ = ["FunctionRunner"]
+__all__ = ["BeginRequest", "EndRunRequest", "FunctionRunner", "NextRequest"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeginRequest(Request):
+    """Start the function, unless it is running."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextRequest(Request):
+    """Return the next turn of the function, because the driver has handled the previous one."""
+
+    reported: Sequence[Reported] | None = None
+    """The checkpoints on disk; None if they have not changed."""
+
+
+class EndRunRequest(Request):
+    """Stop the function, and wait until it has ended."""
 
 
 class FunctionRunner(Runner):
@@ -22,12 +42,8 @@ class FunctionRunner(Runner):
 
     The function starts with a `BeginRequest`, and after a restart with the next request.
 
-    Args:
-        share_gpus: whether each worker sees the GPUs of all workers on its node.
-            ``TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES`` of the driver overrides it.
-        encode: `encode_data` of the user's backend; None if it does nothing.
-        full_size: number of workers of the full group, which sets the global batch size; None to
-            scale it with the group.
+    `share_gpus` lets each worker see the GPUs of all workers on its node. In the driver's
+    environment, ``TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES`` overrides it.
     """
 
     def __init__(
@@ -99,9 +115,6 @@ class FunctionRunner(Runner):
                 if reported is not None:
                     session.reported = reported
                 return session.report_queue.take()
-            case CheckpointRequest(rank=rank):
-                session_here = self._session if self._context.world_rank == rank else None
-                return None if session_here is None else session_here.sent
             case EndRunRequest():
                 self.request_stop(True)
                 if self._session is not None:
@@ -109,7 +122,7 @@ class FunctionRunner(Runner):
             case LoadRequest(state=state):
                 self._plan, self._session = state["plan"], None
             case _:
-                raise NotImplementedError(f"{request.name} is no request to a training function.")
+                raise NotImplementedError(f"Training functions do not support {request.name}.")
 
     def _started(self) -> Session:
         if self._session is None:

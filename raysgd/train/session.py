@@ -66,19 +66,14 @@ class Plan:
     run: str
     """Unique name of the run."""
     function: bytes
-    """The pickled training function of no arguments."""
     checkpoint: bytes | None = None
-    """The newest checkpoint, pickled. None if there is none yet."""
     iteration: int = 0
     """Number of reports before the checkpoint."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Metadata of the trainer, for `get_context`."""
     experiment: Mapping[str, str] = field(default_factory=dict)
-    """Names of the experiment and the trial."""
     reported: Sequence[Reported] = ()
     """The checkpoints on disk."""
     validates: bool = False
-    """Whether the trainer has a validation config."""
     detailed: bool = field(default_factory=lambda: env_flag(ENABLE_DETAILED_AUTOFILLED_METRICS_ENV))
     """Whether reports include date, host, and process. The driver's environment sets it."""
 
@@ -86,14 +81,8 @@ class Plan:
 class Session:
     """One run of a training function in this process.
 
-    Args:
-        plan: the function, and the checkpoint to start from.
-        context: this worker's place in the group.
-        report_queue: passes turns to the driver.
-        shards: this worker's data sets; None if there are none.
-        encode: `encode_data` of the user's backend; None if it does nothing.
-        full_size: number of workers of the full group, which sets the global batch size; None to
-            scale it with the group.
+    `full_size` is the number of workers of the full group, which sets the global batch size. None
+    scales the batch with the group.
     """
 
     def __init__(
@@ -113,11 +102,7 @@ class Session:
         self.extras: dict[str, Any] = {}
         """State of framework-specific modules for this run."""
         self.iteration = plan.iteration
-        """Number of reports so far, including those before a restart."""
-        self.sent: bytes | None = None
-        """The newest checkpoint, encoded for the driver; None if this process has saved none."""
         self.reported = plan.reported
-        """The checkpoints on disk, by number."""
         self._newest: Turn | None = None
         self._uploading: Callable[[], None] | None = None
         """Hands over the last report when its upload is done."""
@@ -130,11 +115,9 @@ class Session:
     # ---- running the function
 
     def start(self) -> None:
-        """Run the function in its own thread."""
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until the function has ended."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -169,11 +152,6 @@ class Session:
         checkpoint: Any = None,
         options: ReportOptions = _DEFAULTS,
     ) -> None:
-        """Send a report to the driver.
-
-        Raises:
-            ValueError: if the options contradict each other or the plan.
-        """
         options.check(checkpoint, self.plan.experiment.get("dir", ""))
         if options.validation and not self.plan.validates:
             raise ValueError(
@@ -200,7 +178,7 @@ class Session:
         if self._encode is not None:
             encoded = self._encode(encoded)
         content = _reported(encoded)
-        scores = {**dict.fromkeys(metrics), **numbers_in(metrics)}
+        numbers = numbers_in(metrics)
         self._reported_at = now
         if checkpoint is None:
             self._hand_over("report", content)
@@ -210,7 +188,7 @@ class Session:
             return options.packed(checkpoint, self.iteration, self.plan.metadata)
 
         def hand_over(data: dict[str, Any]) -> None:
-            self._hand_over("report", content, scores, data, options)
+            self._hand_over("report", content, numbers, data, options)
             options.discard(checkpoint, data)
 
         if options.waits or options.checkpoint_upload_fn is None:
@@ -222,23 +200,17 @@ class Session:
             self._uploading = lambda: hand_over(uploaded.result())
 
     def save(self, state: Mapping[str, Any]) -> None:
-        """Send a checkpoint to the driver, and wait until the driver has stored it."""
         self._settle()
-        self._hand_over("checkpoint", None, state, {**state, TIMESTAMP: int(time.time())})
+        stamped = {**state, TIMESTAMP: int(time.time())}
+        self._hand_over("checkpoint", None, numbers_in(state), stamped)
 
     def load(self) -> Checkpoint | None:
-        """Return the newest checkpoint; None if there is none."""
         return None if self._checkpoint is None else Checkpoint(blob=self._checkpoint)
 
     def reported_checkpoints(
         self, validated: bool, timeout_s: float | None
     ) -> list[ReportedCheckpoint]:
-        """Return the checkpoints on disk, after the driver has handled all reports.
-
-        Args:
-            validated: whether to wait for validations as well.
-            timeout_s: seconds to wait; None for no limit.
-        """
+        """Return the checkpoints on disk, after the driver has handled all reports."""
         self._settle()
         started = time.monotonic()
         if self._newest is not None:
@@ -250,11 +222,7 @@ class Session:
         return [each.ended().as_checkpoint() for each in self.reported]
 
     def _settle(self) -> None:
-        """Pass the last report to the driver if its upload is still pending.
-
-        Raises:
-            RuntimeError: in a process that the function forked.
-        """
+        """Pass the last report to the driver if its upload is still pending."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 "A forked process cannot report or save, because it has no connection to the "
@@ -268,26 +236,22 @@ class Session:
         self,
         kind: TurnKind,
         content: Packed | None,
-        scores: Mapping[str, Any] | None = None,
+        numbers: Mapping[str, float] | None = None,
         checkpoint: dict[str, Any] | None = None,
         options: ReportOptions = _DEFAULTS,
     ) -> None:
-        """Pass a turn to the driver. `scores` contains the values that were reported with it."""
+        """Pass a turn to the driver. The driver keeps the checkpoint of worker 0 only."""
         blob = None
         if checkpoint is not None:
-            if self._newest is not None:  # the driver may still request its checkpoint
-                self.report_queue.until_handled(self._newest)
             self._checkpoint = blob = _pickled(checkpoint)
             if self._encode is not None:
                 blob = _pickled(self._encode(checkpoint))
-            self.sent = blob
         self._newest = turn = Turn(
             kind,
             content=content,
             checkpoint=blob if self.context.world_rank == 0 else None,
             has_checkpoint=blob is not None,
-            numbers={**numbers_in(scores or {}), TIMESTAMP: time.time()},
-            names=tuple(scores or ()),
+            numbers={**(numbers or {}), TIMESTAMP: time.time()},
             iteration=self.iteration,
             validation=options.validation,
         )
@@ -297,7 +261,7 @@ class Session:
 
 
 class _Pickler(Portable, cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles checkpoints so that the driver and readers of the file can load them."""
+    """Pickles checkpoints for readers without a GPU, a process group, or raysgd."""
 
 
 def _pickled(state: Any) -> bytes:
@@ -360,12 +324,10 @@ class _Here:
     place: WorkerContext | None = None
     """Context of this worker. It stays set between runs, because `to_worker_group` needs it."""
     shards: Any = None
-    """This worker's data sets, for the next session."""
     preemption: Preemption | None = None
 
 
 here = _Here()
-"""State of this process as a worker."""
 
 
 def current() -> Session | None:

@@ -63,11 +63,7 @@ class ReportedCheckpoint:
 
 @dataclass
 class ValidationTaskConfig:
-    """Settings of one validation.
-
-    Raises:
-        ValueError: if `timeout_s` is not positive.
-    """
+    """Settings of one validation."""
 
     fn_kwargs: dict[str, Any] | None = None
     """Keyword arguments of the validation function."""
@@ -95,13 +91,13 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class Reported:
-    """A checkpoint on disk, in the form that the driver sends to workers."""
+    """A checkpoint on disk, as the driver sends it to workers."""
 
     path: Path
     numbers: Mapping[str, float]
     status: ReportedCheckpointStatus
     task: Any = None
-    """The validation task. None if there is none or its result is included."""
+    """The running validation, if any."""
 
     def ended(self) -> Reported:
         """Return a copy with the result of the validation, if it has ended."""
@@ -112,16 +108,11 @@ class Reported:
         return Reported(self.path, {**self.numbers, **numbers}, status)
 
     def as_checkpoint(self) -> ReportedCheckpoint:
-        """Return the public object for this checkpoint."""
         return ReportedCheckpoint(Checkpoint(path=self.path), dict(self.numbers), self.status)
 
 
 class Validations:
-    """The validations of one run, on the driver.
-
-    Args:
-        config: how to validate; None if nothing is validated.
-    """
+    """The validations of one run, on the driver."""
 
     def __init__(self, config: Any = None) -> None:
         self._config = config
@@ -131,7 +122,6 @@ class Validations:
         """Status of finished validations."""
 
     def start(self, number: int, blob: bytes, requested: Any) -> None:
-        """Start the validation of a checkpoint that `report` requested with ``validation=``."""
         config = self._config.task_config or ValidationTaskConfig()
         own = config if requested is True else requested
         keywords = {**(config.fn_kwargs or {}), **(own.fn_kwargs or {})}
@@ -148,12 +138,11 @@ class Validations:
                 del self.tasks[number]
                 self.status[number], found[number] = _result(done[task])
                 if self.status[number] is not ReportedCheckpointStatus.VALIDATED:
-                    reason = done[task] or "it took longer than its timeout_s"
+                    reason = done[task] or "It took longer than its timeout_s."
                     logger.warning("The validation of checkpoint %d failed: %s", number, reason)
         return found
 
     def cancel(self) -> None:
-        """Cancel the running validations."""
         tasks.cancel(list(self.tasks.values()))
         self.tasks.clear()
 

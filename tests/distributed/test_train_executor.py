@@ -146,16 +146,6 @@ def test_a_run_without_checkpoints_keeps_earlier_ones(executor, tmp_path):
     assert executor.latest_checkpoint_path == executor.best_checkpoint_path == newest
 
 
-def test_checkpoint_of_another_rank_is_kept_if_rank_0_has_none(executor):
-    def function():
-        made = train.Checkpoint.from_dict({"rank": 1}) if train.world_rank() == 1 else None
-        train.report({"a": 1}, checkpoint=made)
-
-    executor.start_training(function)
-    executor.finish_training()
-    assert executor.latest_checkpoint == {"rank": 1}
-
-
 def test_an_error_is_raised_while_other_workers_are_busy(executor, tmp_path):
     group, done = executor.worker_group, tmp_path / "done"
 

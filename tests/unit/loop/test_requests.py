@@ -6,8 +6,7 @@ from raysgd._internal.context import Request
 from raysgd.loop.requests import TrainRequest, UpdateSchedulersRequest, ValidateRequest
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
-from raysgd.train.requests import NextRequest
-from raysgd.train.runner import FunctionRunner
+from raysgd.train.runner import FunctionRunner, NextRequest
 from tests.operators import Classifier
 
 
@@ -26,6 +25,6 @@ def test_only_a_request_to_train_can_split_its_batches():
 def test_a_runner_refuses_requests_of_the_other_family():
     operators = TorchRunner(TorchOptions(training_operator_cls=Classifier))
     with pytest.raises(NotImplementedError, match="do not support next"):
-        operators.handle(NextRequest(reported=None))
-    with pytest.raises(NotImplementedError, match="train is no request to a training function"):
+        operators.handle(NextRequest())
+    with pytest.raises(NotImplementedError, match="functions do not support train"):
         FunctionRunner(False).handle(TrainRequest(call=0))

@@ -18,8 +18,7 @@ from tests.unit.checkpoint.states import flip
 
 def keep(checkpoints, *states):
     for state in states:
-        names = (*state, "text")
-        turn = Turn("checkpoint", numbers={"_timestamp": 1.0, **state}, names=names)
+        turn = Turn("checkpoint", numbers={"_timestamp": 1.0, **state})
         checkpoints.keep(turn, cloudpickle.dumps(state), world_size=2)
 
 
@@ -71,7 +70,7 @@ def test_a_checkpoint_without_a_score_is_the_worst_with_one_warning(tmp_path, ca
     assert checkpoints.best_path.name == "checkpoint_000002"
     assert numbers_in(tmp_path) == [2, 4]
     (warning,) = caplog.messages
-    assert warning.endswith("It has: epoch, text.")
+    assert warning.endswith("Its numbers are _timestamp, epoch.")
 
 
 @pytest.mark.parametrize("in_memory", [False, True])

@@ -10,8 +10,7 @@ from raysgd import train
 from raysgd._internal.context import WorkerContext
 from raysgd.elastic.requests import LoadRequest
 from raysgd.train import session
-from raysgd.train.requests import BeginRequest, CheckpointRequest, EndRunRequest, NextRequest
-from raysgd.train.runner import FunctionRunner
+from raysgd.train.runner import BeginRequest, EndRunRequest, FunctionRunner, NextRequest
 from raysgd.train.session import Plan
 
 
@@ -26,10 +25,7 @@ class Worker:
         self.runner.handle(BeginRequest(plan=Plan(run, cloudpickle.dumps(function))))
 
     def next(self):
-        return self.runner.handle(NextRequest(reported=None))
-
-    def checkpoint(self, rank):
-        return self.runner.handle(CheckpointRequest(rank=rank))
+        return self.runner.handle(NextRequest())
 
 
 @pytest.fixture
@@ -147,16 +143,3 @@ def test_workers_of_a_node_see_all_its_gpus_if_asked_for(monkeypatch, shares, va
         monkeypatch.setenv("TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES", variable)
     FunctionRunner(shares).prepare(WorkerContext(visible_gpus=("0", "1"), gpu_index=1))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
-
-
-def test_only_the_worker_of_the_requested_rank_returns_its_checkpoint(make_worker):
-    def function():
-        train.report({"a": 1}, checkpoint=train.Checkpoint.from_dict({"b": 2}))
-
-    worker = make_worker(rank=1)
-    assert worker.checkpoint(rank=1) is None  # as after a restart
-    worker.begin(function)
-    turn = worker.next()
-    assert (turn.has_checkpoint, turn.checkpoint) == (True, None)
-    assert worker.checkpoint(rank=0) is None
-    assert cloudpickle.loads(worker.checkpoint(rank=1)) == {"b": 2}

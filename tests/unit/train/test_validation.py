@@ -80,12 +80,11 @@ def test_the_best_checkpoint_by_its_validation_stays(tmp_path, started, caplog):
     checkpoints = RunCheckpoints(tmp_path, strategy, validation=config)
     for number, loss in enumerate((2.0, 0.5, 1.0, 3.0), 1):
         requested = ValidationTaskConfig({"scale": 5}) if number == 2 else True
-        turn = Turn("report", numbers={"n": number}, names=("n",), validation=requested)
+        turn = Turn("report", numbers={"n": number}, validation=requested)
         checkpoints.keep(turn, blob(loss), world_size=2)
-    statuses = [reported.status for reported in checkpoints.news()]
-    assert statuses == [ReportedCheckpointStatus.PENDING_VALIDATION] * 4
-    assert checkpoints.news() is None
     seen_on_a_worker = checkpoints.reported()
+    statuses = [each.status for each in seen_on_a_worker]
+    assert statuses == [ReportedCheckpointStatus.PENDING_VALIDATION] * 4
     started()
     found = [each.ended().as_checkpoint() for each in seen_on_a_worker]
     assert [each.metrics.get("val_loss") for each in found] == [2.0, 2.5, 1.0, None]
