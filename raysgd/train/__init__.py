@@ -25,6 +25,7 @@ import importlib
 from typing import Any
 
 from raysgd.train.api import (
+    PreemptionInfo,
     TrainContext,
     get_all_reported_checkpoints,
     get_checkpoint,
@@ -43,10 +44,8 @@ from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
 from raysgd.train.configs import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
-from raysgd.train.iterator import TrainingIterator
-from raysgd.train.preemption import PreemptionInfo
 from raysgd.train.result import Result
-from raysgd.train.trainer import Trainer
+from raysgd.train.trainer import Trainer, TrainingIterator
 from raysgd.train.uploads import CheckpointUploadMode
 from raysgd.train.validation import (
     CheckpointConsistencyMode,

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd._internal.context import WorkerContext
+from raysgd._internal.context import Preemption, WorkerContext
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.preemption import PreemptionInfo, agreed
 from raysgd.train.session import Session, current, here, worker_context
 from raysgd.train.uploads import ReportOptions
 from raysgd.train.validation import CheckpointConsistencyMode, ReportedCheckpoint
 
 __all__ = [
+    "PreemptionInfo",
     "TrainContext",
     "get_all_reported_checkpoints",
     "get_checkpoint",
@@ -33,7 +34,7 @@ _WARNED: set[str] = set()
 
 
 def _within_run(name: str) -> Session | None:
-    """Return the session. Outside of a run, warn once per function and return None."""
+    """Return the session. Outside of a run, warn once for each function and return None."""
     session = current()
     if session is None and name not in _WARNED:
         _WARNED.add(name)
@@ -68,10 +69,6 @@ def report(
             stored one; ``checkpoint_dir_name``, that name;
             ``delete_local_checkpoint_after_upload``, by default True only for ASYNC;
             ``validation``, True or a :class:`ValidationTaskConfig`.
-
-    Raises:
-        TypeError: if an argument has the wrong type, or a value cannot be pickled.
-        ValueError: if an option has a value that is not allowed.
     """
     known = ReportOptions.names()
     if (
@@ -83,8 +80,8 @@ def report(
         if checkpoint is None and not named and "metrics" not in _WARNED and world_rank() == 0:
             _WARNED.add("metrics")
             warnings.warn(
-                "report(metrics={...}) reports each entry of the dict. Ray 1.13 reported one "
-                "metric called 'metrics': for that, write report({'metrics': {...}}). To get no "
+                "report(metrics={...}) reports each entry of the dict. For one metric called "
+                "'metrics', as in Ray 1.13, write report({'metrics': {...}}). To avoid this "
                 "warning, write report({...}).",
                 stacklevel=2,
             )
@@ -94,7 +91,7 @@ def report(
         if not is_checkpoint:
             checkpoint, named = None, {"checkpoint": checkpoint, **named}
     elif not isinstance(metrics, Mapping):
-        raise TypeError(f"report({metrics!r}): must be a dict. Or pass metrics by name.")
+        raise TypeError(f"report({metrics!r}): must be a dict. You can also pass metrics by name.")
     elif not is_checkpoint:
         raise TypeError(
             f"report(checkpoint={checkpoint!r}): must be a Checkpoint, such as "
@@ -117,9 +114,6 @@ def save_checkpoint(**state: Any) -> None:
 
     Args:
         state: picklable values by name. `load_checkpoint` returns them as a dict.
-
-    Raises:
-        TypeError: if a value cannot be pickled.
     """
     session = _within_run("save_checkpoint")
     if session is not None:
@@ -190,11 +184,7 @@ def get_dataset_shard(dataset_name: str | None = None) -> Any:
     returns None.
 
     Args:
-        dataset_name: name of the data set, required if the trainer has several by name.
-
-    Raises:
-        RuntimeError: if the name is missing although the data sets have names.
-        KeyError: if no data set has that name.
+        dataset_name: name of the data set, required if the data sets have names.
     """
     session = _within_run("get_dataset_shard")
     if session is None:
@@ -209,12 +199,30 @@ def get_dataset_shard(dataset_name: str | None = None) -> Any:
         return shards
     names = ", ".join(map(repr, shards))
     if dataset_name is None:
-        raise RuntimeError(
-            f"get_dataset_shard() needs a name, because the trainer has several data sets: {names}."
-        )
+        raise RuntimeError(f"get_dataset_shard() needs the name of one of the data sets: {names}.")
     if dataset_name not in shards:
-        raise KeyError(f"get_dataset_shard({dataset_name!r}): the trainer has {names}.")
+        raise KeyError(f"get_dataset_shard({dataset_name!r}): must be one of {names}.")
     return shards[dataset_name]
+
+
+@dataclass(frozen=True)
+class PreemptionInfo:
+    """The announced preemption of nodes with workers, with the attributes of Ray Train."""
+
+    deadline_ms: int | None
+    """Time of the first preemption in milliseconds since the epoch; None if not announced."""
+    preempted_node_to_ranks: dict[str, list[int]]
+    """Ranks of the workers on each preempted node, by Ray node ID."""
+
+    @property
+    def preempted_node_ids(self) -> list[str]:
+        """Sorted IDs of the preempted nodes."""
+        return sorted(self.preempted_node_to_ranks)
+
+    @property
+    def preempted_ranks(self) -> list[int]:
+        """Sorted ranks of the affected workers."""
+        return sorted({rank for ranks in self.preempted_node_to_ranks.values() for rank in ranks})
 
 
 def get_preemption_info() -> PreemptionInfo | None:
@@ -225,15 +233,28 @@ def get_preemption_info() -> PreemptionInfo | None:
     Then call `report` with a checkpoint: the function restarts on other nodes from its newest
     checkpoint. Outside of a run, it warns once and returns None.
     """
-    return None if _within_run("get_preemption_info") is None else agreed(here.preemption)
+    if _within_run("get_preemption_info") is None:
+        return None
+    held = [None if here.preemption is None else _preemption_info(here.preemption)]
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.broadcast_object_list(held, src=0)
+    return held[0]
+
+
+def _preemption_info(preemption: Preemption) -> PreemptionInfo:
+    deadline = preemption.deadline
+    return PreemptionInfo(
+        None if deadline is None else round(1000 * deadline),
+        {node: sorted(ranks) for node, ranks in preemption.ranks_by_node.items()},
+    )
 
 
 @dataclass(frozen=True)
 class TrainContext:
-    """This worker's ranks and run. Outside of a worker, methods return defaults."""
+    """This worker's ranks and run. Outside of a worker, methods return those of a single worker."""
 
     worker: WorkerContext = field(default_factory=WorkerContext)
-    local_world_size: int = 1
     metadata: Mapping[str, Any] = field(default_factory=dict)
     experiment: Mapping[str, str] = field(default_factory=dict)
 
@@ -251,7 +272,7 @@ class TrainContext:
 
     def get_local_world_size(self) -> int:
         """Return the number of workers on this node."""
-        return self.local_world_size
+        return self.worker.local_world_size
 
     def get_node_rank(self) -> int:
         """Return the rank of this node among those that have workers."""
@@ -292,6 +313,5 @@ def get_context() -> TrainContext:
     """Return this worker's place in the group; outside of a worker, that of a single worker."""
     session, worker = current(), _worker_context()
     if session is None:
-        return TrainContext(worker, worker.local_world_size)
-    plan = session.plan
-    return TrainContext(worker, worker.local_world_size, plan.metadata, plan.experiment)
+        return TrainContext(worker)
+    return TrainContext(worker, session.plan.metadata, session.plan.experiment)

@@ -20,7 +20,7 @@ from raysgd.checkpoint.manifest import Manifest
 from raysgd.cluster.serialization import unpicklable_key
 from raysgd.train.arguments import bound_function, make_folder, run_folder
 from raysgd.train.backend import BackendConfig
-from raysgd.train.callbacks.callback_handler import CallbackHandler
+from raysgd.train.callbacks.callback import CallbackHandler
 from raysgd.train.configs import (
     RunConfig,
     ScalingConfig,

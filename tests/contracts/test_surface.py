@@ -257,7 +257,7 @@ SURFACE = {
         "prepare_model",
         "prepare_optimizer",
     ],
-    "raysgd.train.trainer": ["TrainWorkerGroup", "Trainer"],
+    "raysgd.train.trainer": ["TrainWorkerGroup", "Trainer", "TrainingIterator"],
     "raysgd.tune": ["BaseTorchTrainable", "BaseTrainable", "TFTrainable", "trainable_class"],
     "raysgd.utils": [
         "BATCH_COUNT",

@@ -193,7 +193,7 @@ def test_loss_without_retries_ends_the_run_and_workers_can_start_again(module_cl
             with pytest.raises(InactiveWorkerGroupError):
                 call()
         executor.start()
-        with pytest.raises(TrainingWorkerError, match="is not repeated"):
+        with pytest.raises(TrainingWorkerError, match="does not repeat the function"):
             executor.run(lambda: os.kill(os.getpid(), signal.SIGKILL))
         assert executor.run(train.world_size) == [1]
     finally:

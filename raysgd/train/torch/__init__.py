@@ -12,9 +12,8 @@ from raysgd.train.torch.accelerator import (
     prepare_model,
     prepare_optimizer,
 )
-from raysgd.train.torch.config import TorchBackend, TorchConfig
+from raysgd.train.torch.config import TorchBackend, TorchConfig, TorchTrainer
 from raysgd.train.torch.profiler import TorchWorkerProfiler
-from raysgd.train.torch.torch_trainer import TorchTrainer
 
 __all__ = [
     "TorchAccelerator",

@@ -1,9 +1,11 @@
-"""The PyTorch backend of training functions: a process group over the workers."""
+"""The PyTorch trainer and backend of training functions: a process group over the workers."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,8 +16,9 @@ from raysgd.backends import Backend as Transport
 from raysgd.comm.torch import TorchBackend as ProcessGroup
 from raysgd.comm.torch import TorchRendezvous
 from raysgd.train.backend import Backend, BackendConfig
+from raysgd.train.data_parallel_trainer import DataParallelTrainer
 
-__all__ = ["TorchBackend", "TorchConfig", "TrainProcessGroup"]
+__all__ = ["TorchBackend", "TorchConfig", "TorchTrainer", "TrainProcessGroup"]
 
 
 class TorchBackend(Backend):
@@ -98,3 +101,23 @@ class TrainProcessGroup(ProcessGroup):
                 os.environ.update(
                     MASTER_ADDR=rendezvous.store.host, MASTER_PORT=str(rendezvous.store.port)
                 )
+
+
+class TorchTrainer(DataParallelTrainer):
+    """Runs a training function for PyTorch on several workers.
+
+    Args:
+        train_loop_per_worker: a function of no argument, or of the config.
+        torch_config: settings of the process group.
+        arguments: further arguments of :class:`raysgd.train.DataParallelTrainer`.
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[..., Any],
+        *,
+        torch_config: TorchConfig | None = None,
+        **arguments: Any,
+    ) -> None:
+        arguments.setdefault("backend_config", torch_config or TorchConfig())
+        super().__init__(train_loop_per_worker, **arguments)

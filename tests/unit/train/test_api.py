@@ -144,7 +144,9 @@ def test_a_context_has_the_names_of_the_run_and_the_trial(run):
 
 
 def test_a_context_has_the_place_on_the_node():
-    worker = WorkerContext(world_rank=3, world_size=4, local_rank=1, node_rank=1)
-    context = TrainContext(worker, local_world_size=2)
+    worker = WorkerContext(
+        world_rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1
+    )
+    context = TrainContext(worker)
     assert (context.get_node_rank(), context.get_local_rank()) == (1, 1)
     assert context.get_local_world_size() == 2

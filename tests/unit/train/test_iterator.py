@@ -2,7 +2,7 @@
 
 import pytest
 
-from raysgd.train.iterator import TrainingIterator
+from raysgd.train.trainer import TrainingIterator
 
 
 class Executor:

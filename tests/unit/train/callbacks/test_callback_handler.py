@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from raysgd.train.callbacks import TrainingCallback
-from raysgd.train.callbacks.callback_handler import CallbackHandler
+from raysgd.train.callbacks.callback import CallbackHandler
 from raysgd.train.constants import PYTORCH_PROFILER_KEY
 
 
