@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from raysgd._internal.context import Progress
 from raysgd.elastic.events import Event
 
-__all__ = ["Callback", "History", "LastCall"]
+if TYPE_CHECKING:
+    from raysgd.trainer.base import OperatorTrainer as Trainer
+else:
+    Trainer = Any  # its module imports this one
+
+__all__ = ["Callback", "History", "LastCall", "Trainer"]
 
 
 class LastCall(NamedTuple):
@@ -21,67 +25,6 @@ class LastCall(NamedTuple):
     """When the call ended, in seconds since the Unix epoch."""
     seconds: float
     """Duration of the call in seconds, without the time in callbacks."""
-
-
-class Trainer(Protocol):
-    """The part of a trainer that callbacks use, for all frameworks. See `OperatorTrainer`."""
-
-    @property
-    def config(self) -> dict[str, Any]: ...
-
-    @property
-    def operator_name(self) -> str: ...
-
-    @property
-    def num_workers(self) -> int: ...
-
-    @property
-    def max_workers(self) -> int: ...
-
-    @property
-    def min_workers(self) -> int: ...
-
-    @property
-    def epoch(self) -> int: ...
-
-    @property
-    def global_step(self) -> int: ...
-
-    @property
-    def split(self) -> int: ...
-
-    @property
-    def events(self) -> list[Event]: ...
-
-    @property
-    def latest_metrics(self) -> dict[str, Any]: ...
-
-    @property
-    def last_call(self) -> LastCall | None: ...
-
-    @property
-    def logdir(self) -> Path | None: ...
-
-    @property
-    def num_epochs(self) -> int | None: ...
-
-    @property
-    def validation_due(self) -> bool: ...
-
-    @property
-    def stop_reason(self) -> str | None: ...
-
-    def request_stop(self, reason: str) -> None: ...
-
-    def train(self, num_steps: int | None = None) -> Any: ...
-
-    def validate(self, num_steps: int | None = None) -> Any: ...
-
-    def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]: ...
-
-    def state_dict(self, copy: bool = True) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Callback:

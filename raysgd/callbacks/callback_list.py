@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ __all__ = ["CallbackList", "checked_callbacks"]
 
 logger = logging.getLogger(__name__)
 
-_HOOKS = {name: member for name, member in vars(Callback).items() if inspect.isfunction(member)}
+_HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 
 
 @dataclass(eq=False)
@@ -31,9 +30,8 @@ class _Entry:
     num_seen: int
     """Number of the trainer's events that the callback has received or skipped."""
     started: bool = False
-    begun: bool = False
-    """Whether the callback has ever started. From then on it receives events, even after its
-    end."""
+    gets_events: bool = False
+    """True from the first start on, also after the end."""
     pause: int | None = None
     """Step at which the callback wants the current call to pause."""
 
@@ -43,9 +41,6 @@ class CallbackList:
 
     An error of a callback is raised at the end of the trainer's call. The trainer is an argument
     of the methods, because a reference would keep a dropped trainer and its workers alive.
-
-    Args:
-        callbacks: what `checked_callbacks` returned, for the life of the trainer.
     """
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
@@ -69,18 +64,18 @@ class CallbackList:
         """The hooks that are running, outermost first."""
         return tuple(self._inside)
 
+    # ---- start and end
+
     def _attach(self, callbacks: Sequence[Callback], num_seen: int) -> list[_Entry]:
-        everyone = [*self, *callbacks]
+        entries = list(self._entries)
         for callback in callbacks:
-            if sum(other is callback for other in everyone) > 1:
+            if any(entry.callback is callback for entry in entries):
                 raise ValueError(f"The same {type(callback).__name__} is given twice.")
-        added = []
-        for callback in callbacks:
-            name, taken = type(callback).__name__, [entry.key for entry in self._entries]
-            number = next(n for n in range(1, len(taken) + 2) if _key(name, n) not in taken)
-            added.append(_Entry(callback, _key(name, number), num_seen))
-            self._entries.append(added[-1])
-        self._entries.sort(key=lambda entry: entry.callback.stage)
+            number = sum(type(e.callback).__name__ == type(callback).__name__ for e in entries) + 1
+            key = type(callback).__name__ + (f"-{number}" if number > 1 else "")
+            entries.append(_Entry(callback, key, num_seen))
+        added = entries[len(self._entries) :]
+        self._entries = sorted(entries, key=lambda entry: entry.callback.stage)
         return added
 
     @contextlib.contextmanager
@@ -88,17 +83,14 @@ class CallbackList:
         """Attach callbacks for a call of `fit`. Start those that have not started, and end them."""
         before = [entry for entry in self._entries if entry.started]
         added = self._attach(callbacks, num_seen=len(trainer.events))
-        self.callbacks = [entry.callback for entry in self._entries]
-        try:
-            self._load(added)
-            with self.calling(trainer):
-                yield
-        except BaseException as error:
-            self._detach(trainer, added, before)
-            self.note_failures(error)
-            raise
-        self._detach(trainer, added, before)
-        self.raise_failures()
+        self.callbacks = list(self)
+        with self._raising():
+            try:
+                self._load(added)
+                with self.calling(trainer):
+                    yield
+            finally:
+                self._detach(trainer, added, before)
 
     def _detach(self, trainer: Trainer, added: Sequence[_Entry], before: Sequence[_Entry]) -> None:
         try:
@@ -108,7 +100,7 @@ class CallbackList:
             for entry in added:
                 if entry.key not in self._loaded:  # no saved state is pending
                     with contextlib.suppress(CallbackError):  # nothing is saved now
-                        self._detached[entry.key] = self._state_of(entry)
+                        self._detached[entry.key] = _state_of(entry)
 
     def end(self, trainer: Trainer) -> None:
         """End all callbacks, because the trainer shuts down."""
@@ -120,21 +112,15 @@ class CallbackList:
         for entry in sorted(new, key=lambda entry: -entry.callback.stage):
             entry.started = self._call_one(entry, "on_train_start", trainer)
         for entry in new:
-            entry.begun = entry.begun or entry.started
+            entry.gets_events |= entry.started
         self.tell_events(trainer)
 
     def _end(self, trainer: Trainer, entries: Sequence[_Entry]) -> None:
-        interrupt: BaseException | None = None
-        for entry in entries:
-            if not entry.started:
-                continue
-            entry.started = False
-            try:
-                self._call_one(entry, "on_train_end", trainer)
-            except BaseException as error:  # after Ctrl-C, the others still close their files
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
+        with contextlib.ExitStack() as ending:  # after Ctrl-C, the others still close their files
+            for entry in reversed(entries):
+                if entry.started:
+                    entry.started = False
+                    ending.callback(self._call_one, entry, "on_train_end", trainer)
 
     @contextlib.contextmanager
     def calling(self, trainer: Trainer) -> Iterator[None]:
@@ -155,7 +141,7 @@ class CallbackList:
                 raise
             shown = _with_position(trainer, error)
             self.call("on_exception", trainer, shown)
-            self.note_failures(shown)
+            self._add_failures_to(shown)
             if shown is not error:
                 raise shown from None  # the traceback only shows how the driver waits for workers
             raise
@@ -170,6 +156,8 @@ class CallbackList:
             yield
         finally:
             self._entries = entries
+
+    # ---- hooks
 
     def call(self, hook: str, trainer: Trainer, *arguments: Any) -> None:
         """Call a hook of all started callbacks."""
@@ -193,13 +181,18 @@ class CallbackList:
         """Call `on_event` for the events that callbacks have not received yet."""
         events = trainer.events
         for entry in list(self._entries):
-            while entry.begun and entry.num_seen < len(events):
+            while entry.gets_events and entry.num_seen < len(events):
                 entry.num_seen += 1
                 self._call_one(entry, "on_event", trainer, events[entry.num_seen - 1])
 
     def watcher(self, trainer: Trainer, kind: str) -> Callable[[Sequence[Progress]], None] | None:
         """Return a function that passes progress to callbacks; None if no callback uses it."""
-        wanting = [e for e in self._entries if e.started and _overrides(e.callback, "on_progress")]
+        unused = Callback.on_progress
+        wanting = [
+            entry
+            for entry in self._entries
+            if entry.started and type(entry.callback).on_progress is not unused
+        ]
         if not wanting:
             return None
 
@@ -225,10 +218,7 @@ class CallbackList:
                 if at_once and entry.callback.saves_state:
                     step = global_step + 1
                 if step is not None and step <= global_step:
-                    raise ValueError(
-                        f"It returned {step!r}, but must return a step above "
-                        f"global_step={global_step}."
-                    )
+                    raise ValueError(f"It returned {step!r}, but the step is {global_step} already")
                 entry.pause = step
             except Exception as error:
                 self._fail(entry, "next_pause", error)
@@ -241,35 +231,41 @@ class CallbackList:
                 entry.pause = None
                 self._call_one(entry, "on_pause", trainer)
 
+    # ---- errors
+
     def _fail(self, entry: _Entry, hook: str, error: Exception) -> None:
-        failure = _failure(entry, hook, error)
-        self._failures.append(failure)
+        self._failures.append(_failure(entry, hook, error))
         if hook != "on_train_start":  # the call raises other errors only at its end
-            logger.error(
-                "The callback %s failed in %s: %s", failure.callback, hook, _format_error(error)
-            )
+            logger.error("%s", self._failures[-1])
 
     def raise_failures(self) -> None:
-        """Raise the first error of a callback, with the others as notes.
-
-        Raises:
-            CallbackError: if a callback failed.
-        """
+        """Raise the first error of a callback, with the others as notes."""
         if self._failures:
             first = self._failures.pop(0)
-            self.note_failures(first)
+            self._add_failures_to(first)
             raise first
 
-    def note_failures(self, error: BaseException) -> None:
-        """Add the errors of callbacks to another error as notes."""
-        failures, self._failures = self._failures, []
-        for failure in failures:
+    def _add_failures_to(self, error: BaseException) -> None:
+        for failure in self._failures:
             error.add_note(f"Also: {failure}")
+        self._failures = []
+
+    @contextlib.contextmanager
+    def _raising(self) -> Iterator[None]:
+        """Raise the errors of callbacks at the end, or add them to the error of the block."""
+        try:
+            yield
+        except BaseException as error:
+            self._add_failures_to(error)
+            raise
+        self.raise_failures()
+
+    # ---- state
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the callbacks' states, and of the states that no callback has."""
         states: dict[str, Any] = map_leaves({**self._loaded, **self._detached}, deep_copied)
-        states |= {entry.key: self._state_of(entry) for entry in self._entries}
+        states |= {entry.key: _state_of(entry) for entry in self._entries}
         return {key: state for key, state in states.items() if state}
 
     @contextlib.contextmanager
@@ -284,20 +280,11 @@ class CallbackList:
         claimed = {entry.key: entry for entry in self._entries if entry.key in state}
         with contextlib.ExitStack() as undoing:
             for key, entry in claimed.items():
-                own = self._state_of(entry)
-                undoing.enter_context(
-                    loading(entry.callback, own, state[key], f"callbacks[{key!r}]")
-                )
+                place = f"callbacks[{key!r}]"
+                undoing.enter_context(loading(entry.callback, _state_of(entry), state[key], place))
             yield
         self._loaded = {key: part for key, part in state.items() if key not in claimed}
         self._detached = {}
-
-    def _state_of(self, entry: _Entry) -> dict[str, Any]:
-        try:
-            state: dict[str, Any] = map_leaves(entry.callback.state_dict(), deep_copied)
-        except Exception as error:
-            raise _failure(entry, "state_dict", error) from error
-        return state
 
     def _load(self, entries: Sequence[_Entry]) -> None:
         """Load the pending states of these callbacks. If one fails, all of them stay pending."""
@@ -311,73 +298,12 @@ class CallbackList:
             del self._loaded[entry.key]
 
 
-def _with_position(trainer: Trainer, error: BaseException) -> BaseException:
-    """Return the exception of the call. After Ctrl-C, add the current epoch and step to it."""
-    from_worker = isinstance(error.__cause__, RemoteTraceback)
-    if not isinstance(error, KeyboardInterrupt) or error.args or from_worker:
-        return error
-    return KeyboardInterrupt(
-        f"Interrupted at epoch {trainer.epoch}, step {trainer.global_step}. No finished step is "
-        "lost as long as this trainer lives: the next call continues from here."
-    )
-
-
-def checked_callbacks(where: str, callbacks: Any, logdir: Path | None) -> list[Callback]:
-    """Return a list of callbacks, after checking them.
-
-    Raises:
-        TypeError: if one is not an instance of Callback, or a hook takes other arguments.
-        ValueError: if one needs a folder, and the trainer has no `logdir`.
-    """
-    if isinstance(callbacks, Callback | str) or not isinstance(callbacks, Iterable):
-        raise TypeError(f"{where} takes a list of callbacks, not {callbacks!r}.")
-    found = list(callbacks)
-    for callback in found:
-        if isinstance(callback, type) and issubclass(callback, Callback):
-            raise TypeError(
-                f"{where} takes instances, but {callback.__name__} is a class: write "
-                f"{callback.__name__}(...)."
-            )
-        if not isinstance(callback, Callback):
-            raise TypeError(
-                f"{where}: {callback!r} is not a callback. Derive its class from "
-                "raysgd.callbacks.Callback."
-            )
-        _check_hooks(where, callback)
-        if callback.needs_logdir and logdir is None:
-            raise ValueError(
-                f"{type(callback).__name__} needs a folder. Pass one to it, or a folder for the "
-                "whole run to the trainer: logdir='runs/1'."
-            )
-    return found
-
-
-def _check_hooks(where: str, callback: Callback) -> None:
-    """Check the signatures of overridden hooks, because they may run only after hours."""
-    name = type(callback).__name__
-    for hook, original in _HOOKS.items():
-        if not _overrides(callback, hook):
-            continue
-        arguments = list(inspect.signature(original).parameters)[1:]
-        try:
-            inspect.signature(getattr(callback, hook)).bind(*arguments)
-        except TypeError as error:
-            raise TypeError(
-                f"{where}: {name}.{hook} must take ({', '.join(arguments)}): {error}."
-            ) from error
-    for hook in dir(type(callback)):
-        if hook.startswith("on_") and hook not in _HOOKS:
-            logger.warning(
-                "%s has %s, which is not a hook. The hooks are: %s.", name, hook, ", ".join(_HOOKS)
-            )
-
-
-def _overrides(callback: Callback, hook: str) -> bool:
-    return getattr(getattr(callback, hook), "__func__", None) is not _HOOKS[hook]
-
-
-def _key(name: str, number: int) -> str:
-    return name if number == 1 else f"{name}-{number}"
+def _state_of(entry: _Entry) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = map_leaves(entry.callback.state_dict(), deep_copied)
+    except Exception as error:
+        raise _failure(entry, "state_dict", error) from error
+    return state
 
 
 def _failure(entry: _Entry, hook: str, error: Exception) -> CallbackError:
@@ -385,7 +311,8 @@ def _failure(entry: _Entry, hook: str, error: Exception) -> CallbackError:
     untrained = ("on_train_start", "state_dict", "load_state_dict")
     trained = "" if hook in untrained else "No training is lost. "
     failure = CallbackError(
-        f"The callback {name} failed in {hook}: {_format_error(error)}. {trained}"
+        # Hide passwords, because a service may repeat its URL.
+        f"The callback {name} failed in {hook}: {without_secrets(repr(error))}. {trained}"
         "You can continue to use the trainer.",
         callback=name,
         hook=hook,
@@ -394,5 +321,45 @@ def _failure(entry: _Entry, hook: str, error: Exception) -> CallbackError:
     return failure
 
 
-def _format_error(error: Exception) -> str:
-    return without_secrets(repr(error))  # a service may repeat its URL
+def _with_position(trainer: Trainer, error: BaseException) -> BaseException:
+    """Return the exception of the call. After Ctrl-C, add the current epoch and step to it."""
+    from_worker = isinstance(error.__cause__, RemoteTraceback)
+    if not isinstance(error, KeyboardInterrupt) or error.args or from_worker:
+        return error
+    return KeyboardInterrupt(
+        f"Interrupted at epoch {trainer.epoch}, step {trainer.global_step}. No finished step is "
+        "lost: the next call of this trainer continues from here."
+    )
+
+
+def checked_callbacks(where: str, callbacks: Any, logdir: Path | None) -> list[Callback]:
+    """Return a list of callbacks, after checking them.
+
+    Raises:
+        TypeError: if one is not an instance of Callback.
+        ValueError: if one needs a folder, and the trainer has no `logdir`.
+    """
+    if isinstance(callbacks, Callback | str) or not isinstance(callbacks, Iterable):
+        raise TypeError(f"{where} takes a list of callbacks, not {callbacks!r}.")
+    found = list(callbacks)
+    for callback in found:
+        if isinstance(callback, type) and issubclass(callback, Callback):
+            name = callback.__name__
+            raise TypeError(f"{where} takes instances, but {name} is a class: write {name}(...).")
+        if not isinstance(callback, Callback):
+            raise TypeError(
+                f"{where}: {callback!r} is not a callback. Derive its class from "
+                "raysgd.callbacks.Callback."
+            )
+        name = type(callback).__name__
+        for hook in dir(callback):
+            if hook.startswith("on_") and hook not in _HOOKS:
+                logger.warning(
+                    "%s has %s, which is not a hook. Hooks are: %s.", name, hook, ", ".join(_HOOKS)
+                )
+        if callback.needs_logdir and logdir is None:
+            raise ValueError(
+                f"{name} needs a folder. Pass one to it, or a folder for the whole run to the "
+                "trainer: logdir='runs/1'."
+            )
+    return found

@@ -172,7 +172,7 @@ def test_next_pause_must_be_above_the_current_step(make_trainer):
             return global_step
 
     trainer = make_trainer(callbacks=[Stuck()])
-    with pytest.raises(CallbackError, match=r"next_pause.*above global_step=0"):
+    with pytest.raises(CallbackError, match=r"next_pause.*the step is 0 already"):
         trainer.train()
     assert trainer.global_step == 5
 
@@ -342,11 +342,6 @@ def test_progress_that_fails_is_told_once_a_call(make_trainer):
 # ---- what is refused
 
 
-class Wrong(Callback):
-    def on_epoch_end(self, metrics):
-        """Lacks the trainer."""
-
-
 @pytest.mark.parametrize(
     ("callbacks", "message"),
     [
@@ -355,7 +350,6 @@ class Wrong(Callback):
         (Spy(), "takes a list"),
         (7, "takes a list"),
         ("spy", "takes a list"),
-        ([Wrong()], r"Wrong.on_epoch_end must take \(trainer, metrics\)"),
     ],
 )
 def test_what_is_no_callback_is_refused(make_trainer, callbacks, message):
