@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,8 @@ from raysgd.elastic.call import Call
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.health import HealthMonitor
 from raysgd.elastic.machine import CallFailed, CallReturned, Event, RunCall, WorkersLost
-from raysgd.elastic.policies import furthest
+from raysgd.elastic.policies import furthest, pause_step
+from raysgd.errors import CollectiveError
 
 __all__ = ["CallRunner"]
 
@@ -33,21 +34,16 @@ _UNEVEN_TICK_S = 0.25
 
 
 class CallRunner:
-    """Makes attempts at the call of a context.
+    """Makes attempts at the call of a context."""
 
-    `apply` executes what follows from an event during an attempt.
-    """
-
-    def __init__(self, context: DriverContext, apply: Callable[[Event], object]) -> None:
+    def __init__(self, context: DriverContext) -> None:
         self._context = context
-        self._apply = apply
         self._group, self._clock = context.group, context.group.clock
         self._journal, self._commands = context.journal, context.commands
         self._reached = Progress()
         self._redo: Call | None = None
         self._sent: dict[WorkerHandle, Future[Outcome]] | None = None
         self._attempt: Attempt | None = None
-        self._monitor: HealthMonitor | None = None
         self._split = 0
         """Number of micro-batches per batch in the next attempt; 0 for no change."""
         self.outcomes: list[Outcome] = []
@@ -77,7 +73,7 @@ class CallRunner:
     def end(self) -> None:
         """Forget the call and what the workers returned."""
         self._context.call, self._redo, self.outcomes = Call(), None, []
-        self._sent = self._attempt = self._monitor = None
+        self._sent = self._attempt = None
 
     def is_behind(self) -> bool:
         """Whether steps were lost with all workers and a call can repeat them."""
@@ -98,7 +94,9 @@ class CallRunner:
     def run(self, action: RunCall) -> Event:
         """Make one attempt at the call. The attempt ends shortly after a failure."""
         self._sent, self._attempt, self._context.has_state = None, None, False
-        self._context.pauses.cancel()
+        if self._context.pause_step is not None:  # the last attempt ended before it
+            self._commands.pause_at(None)
+            self._context.pause_step = None
         call, group = self._context.call, self._group
         if action.is_redo:
             assert self._redo is not None
@@ -149,12 +147,9 @@ class CallRunner:
         return CallReturned(is_complete=is_complete, interrupted=interrupted)
 
     def _watch(self, call: Call, attempt: Attempt) -> None:
-        monitor = self._monitor = HealthMonitor(
-            attempt,
-            self._journal.ranks,
-            self._context.elastic.hang_timeout_s,
-            self._clock,
-            call.has_batches,
+        hang_timeout_s = self._context.elastic.hang_timeout_s
+        monitor = HealthMonitor(
+            attempt, self._journal.ranks, hang_timeout_s, self._clock, call.has_batches
         )
         while attempt.under_way:
             self._context.check_open()
@@ -169,21 +164,50 @@ class CallRunner:
                 call.on_wait(list(progress.values()))
             steps = [p.global_step for p in progress.values()]
             self._journal.seen_step = max([self._journal.seen_step, *steps])
-            for feature in [monitor, *self._context.features]:
-                if (event := feature.poll(progress)) is not None:
-                    self._apply(event)
-            if call.can_pause and self._context.pauses.step is None:
+            self._check_health(monitor, progress)
+            for feature in self._context.features:
+                feature.poll(progress)
+            if call.can_pause and self._context.pause_step is None:
                 moves = any(self._context.who_moves()) or self._context.preemption.must_save
-                moves = moves or self._context.shares.wants_change
-                num_members = len(self._group.members)
-                if moves and not self._context.pauses.request(attempt, progress, num_members):
-                    self.interrupt()  # some workers have passed the step: discard it
+                if moves or self._context.shares.wants_change:
+                    self._pause(attempt, progress)
 
-    def interrupt(self) -> None:
+    def _check_health(
+        self, monitor: HealthMonitor, progress: Mapping[WorkerHandle, Progress]
+    ) -> None:
+        """Kill stuck workers. Raise an error if the call can never end."""
+        stuck = monitor.stuck(progress)
+        for member in stuck or ():
+            cause = "no batch finished within hang_timeout_s"
+            self._journal.record("hung", [member], cause=cause)
+            logger.warning("Worker %d hangs. Killing it.", self._journal.ranks[member])
+            member.kill_process()
+        why = monitor.blocked(progress) if stuck is None else None
+        if stuck == []:
+            why = (
+                f"No batch finished for {monitor.hang_timeout_s:g} s (hang_timeout_s), because the "
+                "workers wait for each other or for the driver's own process. The log has their "
+                "stacks."
+            )
+        if why is not None:
+            self._interrupt(monitor.attempt)
+            raise CollectiveError(why)
+
+    def _pause(self, attempt: Attempt, progress: Mapping[WorkerHandle, Progress]) -> None:
+        """Let all workers pause at the same step, so that workers can join and leave."""
+        if len(progress) < len(self._group.members) or attempt.outcomes:
+            return  # a worker does not answer, or the call is ending
+        if not all(p.step_s for p in progress.values()):
+            return  # the step duration is unknown before the first step
+        step = self._context.pause_step = pause_step(list(progress.values()))
+        answers = self._commands.pause_at(step)
+        if not all(f.done() and f.exception() is None and f.result() < step for f in answers):
+            self._interrupt(attempt)  # some workers have passed the step: discard it
+
+    def _interrupt(self, attempt: Attempt) -> None:
         """Interrupt the attempt although no worker has failed."""
-        assert self._attempt is not None
-        self._attempt.interrupted_by_us = True
-        self._commands.stop(self._attempt)
+        attempt.interrupted_by_us = True
+        self._commands.stop(attempt)
 
     def abandon(self) -> None:
         """Stop the work after Ctrl-C, and request the progress of the workers."""
@@ -192,15 +216,6 @@ class CallRunner:
         self._commands.interrupt()
         if reached := list(self._commands.ask_progress().values()):
             self._journal.progress = furthest(reached)
-
-    def kill_stuck(self) -> None:
-        """Kill stuck workers."""
-        assert self._monitor is not None
-        for member in self._monitor.stuck_members:
-            cause = "no batch finished within hang_timeout_s"
-            self._journal.record("hung", [member], cause=cause)
-            logger.warning("Worker %d hangs. Killing it.", self._journal.ranks[member])
-            member.kill_process()
 
     def _new_split(self, attempt: Attempt) -> int:
         """Return the number of micro-batches per batch after memory ran out; 0 otherwise."""

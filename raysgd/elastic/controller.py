@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from raysgd._internal.context import Progress, Request, Runner
@@ -29,14 +28,12 @@ from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.generation import GroupForming
 from raysgd.elastic.journal import Journal
 from raysgd.elastic.machine import Do, Event, State, transition
-from raysgd.elastic.pauses import Pauses
 from raysgd.elastic.policies import Recovery
 from raysgd.elastic.preemption import PreemptionWatch
 from raysgd.elastic.scale_up import ScaleUp
 from raysgd.elastic.shares import Shares
 from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.elastic.starts import Starts
-from raysgd.errors import CollectiveError
 
 __all__ = ["Controller"]
 
@@ -71,8 +68,6 @@ class Controller:
     ) -> None:
         self.state: State = machine.New()
         self._is_shut_down = False
-        self._next: Event | None = None
-        """The event that the newest action returned."""
         self._pid = os.getpid()
         self._group = group
         self._backend = backend
@@ -114,31 +109,25 @@ class Controller:
             snapshots=self.snapshots,
             preemption=self._preemption,
             scale_up=self._scale_up,
-            pauses=Pauses(commands),
             shares=Shares(group, elastic, journal),
         )
-        self.forming = GroupForming(context)
-        self._starts = Starts(context)
-        self._calls = CallRunner(context, self._apply)
+        self._forming = GroupForming(context)
+        self.starts = Starts(context, self._forming)
+        self._calls = CallRunner(context)
         self._handlers: dict[Do, Callable[[], Event | None]] = {
             Do.SURVEY: self._survey,
-            Do.AWAIT_WORKERS: lambda: self._starts.await_workers(self.state.budget.min_workers),
-            Do.ASK_PROGRESS: self.forming.ask_progress,
-            Do.START_GROUP: self.forming.start_group,
+            Do.AWAIT_WORKERS: lambda: self.starts.await_workers(self.state.budget.min_workers),
+            Do.ASK_PROGRESS: self._forming.ask_progress,
+            Do.START_GROUP: self.starts.start_group,
             Do.SAVE_STATE: self._calls.save,
-            Do.RETURN_OUTCOMES: lambda: None,  # `run` returns the outcomes
             Do.RAISE_ERROR: self._raise_error,
-            Do.KILL_STUCK: self._calls.kill_stuck,
-            Do.INTERRUPT_CALL: self._calls.interrupt,
             Do.ABANDON_CALL: self._calls.abandon,
             Do.REMOVE_LOST: self._remove_lost,
-            Do.COLLECT_DEPARTING: lambda: self.forming.collect_departing(self.members),
+            Do.COLLECT_DEPARTING: lambda: self._forming.collect_departing(self.members),
             Do.RESCUE_STATE: self._rescue_state,
-            Do.RESTART: self._starts.restart,
+            Do.RESTART: self.starts.restart,
             Do.DISCARD_WORKERS: context.discard_members,
-            Do.DROP_NEWCOMERS: self.forming.drop_newcomers,
             Do.STOP_REPLACEMENTS: self._scale_up.stop,
-            Do.NOTE_START: self._starts.note_start,
         }
 
     # ---- lifecycle
@@ -149,8 +138,7 @@ class Controller:
             with self._supervised():
                 self._group.reserve(self._group.options.start_timeout_s)
                 self._context.shares.check()
-                for step in self._steps(machine.StartRequested(min_workers=self.min_workers)):
-                    self._next = step()
+                self._react(machine.StartRequested(min_workers=self.min_workers))
         except BaseException:
             self.shutdown(force=True)
             raise
@@ -181,7 +169,7 @@ class Controller:
             yield
         except BaseException as error:
             if not self._is_shut_down:
-                self._apply(machine.Aborted(reached_workers=self._calls.is_sent))
+                self._react(machine.Aborted(reached_workers=self._calls.is_sent))
             elif isinstance(error, Exception) and error.args != (_SHUT_DOWN,):
                 raise RuntimeError(_SHUT_DOWN) from error
             raise
@@ -204,21 +192,23 @@ class Controller:
 
     # ---- event loop
 
-    def _steps(self, event: Event | None) -> Iterator[Callable[[], Event | None]]:
-        """Yield a function for each action that follows from an event, or from earlier results.
-
-        The caller stores each result in `_next`, so that a call has no frame of this method.
-        """
+    def _react(self, event: Event | None) -> None:
+        """Execute the actions that follow from an event. The last action returns the next event."""
         while event is not None:
-            self._next = None
-            for action in self._feed(event):
-                yield self._handler(action)
-            event = self._next
-
-    def _apply(self, event: Event) -> None:
-        """Execute the actions that follow from an event during another action."""
-        for action in self._feed(event):
-            self._handler(action)()
+            actions, event = self._feed(event), None
+            for action in actions:
+                match action:
+                    case Do():
+                        event = self._handlers[action]()
+                    case machine.FormGroup():
+                        event = self._forming.form_group(action)
+                    case machine.RunCall():
+                        event = self._calls.run(action)
+                    case machine.GiveUpState(why):
+                        logger.warning("All workers restart from the snapshot: %s.", why)
+                        self._context.discard_members()
+                    case machine.Fail(why):
+                        self._fail(why)
 
     def _feed(self, event: Event) -> Sequence[machine.Action]:
         """Enter the next state, and return its actions."""
@@ -228,20 +218,6 @@ class Controller:
             self.state = machine.Closed()
             raise RuntimeError(_SHUT_DOWN)
         return actions
-
-    def _handler(self, action: machine.Action) -> Callable[[], Event | None]:
-        """Return the function that executes an action. The last action returns the next event."""
-        match action:
-            case Do():
-                return self._handlers[action]
-            case machine.FormGroup():
-                return partial(self.forming.form_group, action)
-            case machine.RunCall():
-                return partial(self._calls.run, action)
-            case machine.GiveUpState(why):
-                return partial(self._give_up_state, why)
-            case machine.Fail():
-                return partial(self._fail, action)
 
     # ---- calls
 
@@ -268,8 +244,7 @@ class Controller:
             with self._supervised():
                 if len(self.members) < min_workers:
                     self._scale_up.try_again()  # once per call, to limit the number of attempts
-                for step in self._steps(machine.CallRequested(budget=budget)):
-                    self._next = step()
+                self._react(machine.CallRequested(budget=budget))
                 return self._calls.outcomes
         finally:
             self._calls.end()
@@ -303,7 +278,7 @@ class Controller:
         The next call forms a generation.
         """
         if not isinstance(self.state, machine.Closed):
-            self._apply(machine.StopRequested())
+            self._react(machine.StopRequested())
             self._commands.finish(request)
 
     # ---- losses
@@ -322,13 +297,11 @@ class Controller:
         self._context.call.num_losses = self.state.budget.num_losses
         self._scale_up.resized()
 
-    def _fail(self, action: machine.Fail) -> None:
-        if action.is_communication:
-            raise CollectiveError(action.why)
+    def _fail(self, why: str) -> None:
         member, error = next(iter(self.journal.lost.items()), (None, None))
         if member is not None:
             self._scale_up.poll({})
-        raise self.journal.failure(action.why, self._context.call.causes, member, error)
+        raise self.journal.failure(why, self._context.call.causes, member, error)
 
     def _raise_error(self) -> None:
         error, self.journal.error = self.journal.error, None  # else its frames stay alive
@@ -338,10 +311,6 @@ class Controller:
     def _rescue_state(self) -> Event:
         self._calls.rescue_state()
         return machine.StateRescued(can_restart=self._can_restart() or bool(self._context.leaving))
-
-    def _give_up_state(self, why: str) -> None:
-        logger.warning("All workers restart from the snapshot: %s.", why)
-        self._context.discard_members()
 
     # ---- methods for trainers
 
@@ -361,11 +330,10 @@ class Controller:
                     return False
             elif not self._scale_up.has_room():
                 return False
-            for step in self._steps(machine.StartRequested(min_workers=self.min_workers)):
-                self._next = step()
+            self._react(machine.StartRequested(min_workers=self.min_workers))
         return True
 
-    # ---- properties
+    # ---- what trainers read
 
     @property
     def members(self) -> list[WorkerHandle]:
@@ -374,17 +342,14 @@ class Controller:
 
     @property
     def max_workers(self) -> int:
-        """Maximum size of the group."""
         return self._group.options.num_workers
 
     @property
     def min_workers(self) -> int:
-        """Minimum size of the group."""
         return self._group.options.min_workers
 
     @property
     def generation(self) -> int:
-        """Number of the newest generation."""
         return self.journal.generation
 
     @property
@@ -394,7 +359,6 @@ class Controller:
 
     @property
     def events(self) -> list[events.Event]:
-        """Events of the group, oldest first."""
         return self.journal.events
 
     def ask_progress(self) -> Mapping[WorkerHandle, Progress]:

@@ -13,7 +13,6 @@ from raysgd.elastic.commands import Commands
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.feature import Feature
 from raysgd.elastic.journal import Journal
-from raysgd.elastic.pauses import Pauses
 from raysgd.elastic.policies import Recovery
 from raysgd.elastic.preemption import PreemptionWatch
 from raysgd.elastic.replacement import Replacement
@@ -39,18 +38,19 @@ class DriverContext:
     snapshots: SnapshotKeeper
     preemption: PreemptionWatch
     scale_up: ScaleUp
-    pauses: Pauses
     shares: Shares
     call: Call = field(default_factory=Call)
     leaving: list[WorkerHandle] = field(default_factory=list)
     """Members that leave the group at the next restart."""
     has_state: bool = False
     """Whether the snapshot is the newest state of the workers."""
+    pause_step: int | None = None
+    """Step at which all workers of the generation will pause."""
 
     @property
     def features(self) -> list[Feature]:
         """The features of the driver, in the order of their calls."""
-        return [self.snapshots, self.preemption, self.scale_up, self.pauses, self.shares]
+        return [self.snapshots, self.preemption, self.scale_up, self.shares]
 
     def who_moves(self) -> tuple[list[Replacement], list[WorkerHandle]]:
         """Return the replacements that join at the next step, and the members that leave."""

@@ -1,4 +1,4 @@
-"""The interface of driver-side features: preemption, snapshots, hangs, pauses, scale-up."""
+"""The interface of driver-side features: preemption, snapshots, scale-up, shares."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from raysgd._internal.context import Progress
 from raysgd.cluster.worker_handle import WorkerHandle
-from raysgd.elastic.machine import Event
 
 __all__ = ["Feature"]
 
@@ -17,9 +16,8 @@ class Feature:
     To add a feature, create it in `Controller` and list it in `DriverContext`.
     """
 
-    def poll(self, progress: Mapping[WorkerHandle, Progress]) -> Event | None:
-        """Check the group. Return an event if the call cannot continue.
+    def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+        """Check the group, without waiting.
 
         During a call, `progress` has the members that answer. Before a call, it is empty.
         """
-        return None

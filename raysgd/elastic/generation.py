@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from raysgd._internal.context import Progress, WorkerContext
-from raysgd.cluster.serialization import sendable
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of
 from raysgd.elastic.attempt import Attempt
 from raysgd.elastic.commands import ANSWER_S, value_of
@@ -26,7 +25,7 @@ from raysgd.elastic.machine import (
 )
 from raysgd.elastic.policies import assign_contexts
 from raysgd.elastic.replacement import Replacement
-from raysgd.elastic.requests import ExportReplicaRequest, ImportReplicaRequest, LoadRequest
+from raysgd.elastic.requests import ExportReplicaRequest, ImportReplicaRequest
 from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
 
 __all__ = ["GroupForming"]
@@ -53,8 +52,6 @@ class GroupForming:
         self._joining: dict[WorkerHandle, Replacement] = {}
         self._answers: dict[WorkerHandle, Progress] = {}
         self._began = 0.0
-        self.on_start: Callable[[], None] | None = None
-        """Called after all workers have started, before they load a snapshot."""
 
     # ---- next generation
 
@@ -108,7 +105,7 @@ class GroupForming:
             for held in self._commands.ask_all(leaving, ExportReplicaRequest()):
                 self._commands.ask_all([staying[0]], ImportReplicaRequest(held=held))
         entering = self._group.in_order([*staying, *joining])
-        attempt = self._enter(entering, self._next_contexts(entering), leader)
+        attempt = self.enter(entering, self.next_contexts(entering), leader)
         if any(outcome.progress.lacks_shards for outcome in attempt.outcomes.values()):
             why = "shares of the optimizers' state are lost with all the workers that held them"
             return StateLost(why=why)
@@ -157,11 +154,6 @@ class GroupForming:
             logger.warning("The workers could not form a process group: %s", reason)
         return FormingFailed(by_newcomer=bool(joining), is_communication=is_communication)
 
-    def drop_newcomers(self) -> None:
-        """Stop the replacement workers that were about to join."""
-        for replacement in self._joining.values():
-            self._scale_up.drop(replacement)
-
     def collect_departing(self, members: Sequence[WorkerHandle]) -> None:
         """Request the call's metrics from workers that are about to stop."""
         call = self._context.call
@@ -170,99 +162,24 @@ class GroupForming:
         given = self._commands.ask(members, call.farewell, ANSWER_S)
         call.departed_results += [outcome for outcome in given if value_of(outcome) is not None]
 
-    # ---- first start
-
-    def start_group(self) -> Event:
-        """Form a group of the ready workers, with the state of the newest snapshot."""
-        ready = self._scale_up.ready()
-        joining = {r.member: r for r in ready if r.member is not None}
-        answers, lost = self._commands.reach(joining)
-        if lost:
-            for member, error in lost.items():
-                self._scale_up.fail(joining[member], error)
-            return FormingFailed(by_newcomer=True)
-        self._context.shares.note_speeds(answers)
-        event: Event = GroupFormed()
-        try:
-            self._start_group(joining)
-        except WorkerLostError as failure:
-            self._abort_forming(joining, failure)
-            event = FormingFailed(by_newcomer=True)
-        else:
-            self._scale_up.forget_joined(ready)
-        self._scale_up.set_up_alone()
-        return event
-
-    def _start_group(self, joining: Mapping[WorkerHandle, Replacement]) -> None:
-        """Form the group.
-
-        Raises:
-            WorkerLostError: if a worker is lost meanwhile.
-        """
-        members = self._group.in_order(sorted(joining, key=lambda member: member.remote))
-        contexts = self._next_contexts(members)
-        self._journal.number(members)
-        leader = None
-        if self._scale_up.together:
-            for member, context in zip(members, contexts, strict=True):
-                joining[member].context, joining[member].step = context, "set up"
-            prepared = self._step("prepare", [(c,) for c in contexts], "get ready", members)
-            self._raise_failure(prepared)
-        else:
-            leader = members[0]
-            self._load_snapshot([leader])  # the other workers get the snapshot from the leader
-        self._raise_failure(self._enter(members, contexts, leader))
-        self._group.members[:] = members
-        if self.on_start is not None:
-            self.on_start()
-        if leader is None:
-            self._load_snapshot(members)
-
-    def _abort_forming(self, joining: Mapping[WorkerHandle, Replacement], error: Exception) -> None:
-        """Discard the lost workers. The other workers stay if possible."""
-        # `on_start` may have changed the processes, and some processes can join only one group.
-        are_used = bool(self._group.members) or not self._context.recovery.rejoins
-        self._group.members.clear()
-        _, lost = self._commands.reach(joining)
-        if not lost:
-            raise error
-        for member, replacement in joining.items():
-            self._commands.busy.pop(member, None)
-            if member in lost:
-                self._scale_up.fail(replacement, lost[member])
-            elif are_used:
-                self._scale_up.drop(replacement)
-        # A late interruption of this generation must not reach later work.
-        self._next_generation()
-
-    def _load_snapshot(self, members: Sequence[WorkerHandle]) -> None:
-        state = self._context.snapshots.state()
-        self._journal.progress = Progress()
-        if state is None:
-            return
-        packed = sendable("the snapshot", LoadRequest(state=dict(state)))
-        attempt = self._step("call", [(packed,)] * len(members), "load", members)
-        self._raise_failure(attempt)
-        self._journal.progress = next(iter(attempt.outcomes.values())).progress
-
     # ---- shared helpers
 
-    def _next_generation(self) -> int:
+    def next_generation(self) -> int:
         self._journal.generation += 1
-        self._context.pauses.step = None  # workers that enter a generation also reset it
+        self._context.pause_step = None  # workers that enter a generation also reset it
         return self._journal.generation
 
-    def _next_contexts(self, members: Sequence[WorkerHandle]) -> list[WorkerContext]:
+    def next_contexts(self, members: Sequence[WorkerHandle]) -> list[WorkerContext]:
         contexts = assign_contexts(
             [member.info for member in members],
-            generation=self._next_generation(),
+            generation=self.next_generation(),
             distributed=self._backend is not None,
             num_cpus=self._group.options.num_cpus,
         )
         shares = self._context.shares.given(members)
         return [replace(context, shares=shares) for context in contexts]
 
-    def _enter(
+    def enter(
         self,
         entering: Sequence[WorkerHandle],
         contexts: Sequence[WorkerContext],
@@ -276,12 +193,12 @@ class GroupForming:
             leader_rank = list(entering).index(leader)
         arguments = [(context, rendezvous, leader_rank) for context in contexts]
         what = "set up" if leader is None else "join a new generation"
-        attempt = self._step("enter", arguments, what, entering, listening=leader is not None)
+        attempt = self.step("enter", arguments, what, entering, listening=leader is not None)
         if self._backend is not None and not attempt.failed:
             self._backend.met()
         return attempt
 
-    def _step(
+    def step(
         self,
         method: str,
         arguments: Sequence[tuple[Any, ...]],
@@ -327,7 +244,7 @@ class GroupForming:
             self._backend.close()  # wakes workers that still wait for each other
         self._commands.stop(attempt)
 
-    def _raise_failure(self, attempt: Attempt) -> None:
+    def raise_failure(self, attempt: Attempt) -> None:
         for member, error in attempt.lost.items():
             rank = self._journal.ranks[member]
             raise WorkerLostError(

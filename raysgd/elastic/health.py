@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from raysgd._internal.context import Progress
 from raysgd._internal.tracebacks import shortened_stacks
@@ -16,8 +16,6 @@ from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.attempt import Attempt
-from raysgd.elastic.feature import Feature
-from raysgd.elastic.machine import CallBlocked, Event, WorkersHung
 from raysgd.errors import WorkerTimeoutError
 
 __all__ = ["HealthMonitor", "await_stragglers"]
@@ -43,7 +41,7 @@ _IN_COLLECTIVE = (
 
 
 @dataclass(eq=False)
-class HealthMonitor(Feature):
+class HealthMonitor:
     """Watches one attempt at a call.
 
     A worker counts as stuck after `hang_timeout_s` without a batch, if the call has batches.
@@ -54,7 +52,6 @@ class HealthMonitor(Feature):
     hang_timeout_s: float | None
     clock: Clock
     has_batches: bool = True
-    stuck_members: list[WorkerHandle] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._has_shown = False
@@ -62,22 +59,6 @@ class HealthMonitor(Feature):
         self._seen: dict[WorkerHandle, tuple[int, int]] = {}
         self._waiting: dict[WorkerHandle, int | None] = {}
         self._waiting_since = 0.0
-
-    def poll(self, progress: Mapping[WorkerHandle, Progress]) -> Event | None:
-        """Return an event if the call makes no progress or can never end."""
-        stuck = self.stuck(progress)
-        if stuck:
-            self.stuck_members = stuck
-            return WorkersHung()
-        if stuck is not None:
-            why = (
-                f"No batch finished for {self.hang_timeout_s:g} s (hang_timeout_s), because the "
-                "workers wait for each other or for the driver's own process. The log has their "
-                "stacks."
-            )
-            return CallBlocked(why=why)
-        why_blocked = self.blocked(progress)
-        return None if why_blocked is None else CallBlocked(why=why_blocked)
 
     def blocked(self, progress: Mapping[WorkerHandle, Progress]) -> str | None:
         """Return a message if workers wait in a collective that cannot end, otherwise None.

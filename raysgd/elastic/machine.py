@@ -13,44 +13,6 @@ from enum import Enum
 from raysgd._internal.context import Progress
 from raysgd.elastic.policies import Recovery, choose_leader
 
-__all__ = [
-    "Aborted",
-    "Action",
-    "Broken",
-    "Budget",
-    "CallBlocked",
-    "CallFailed",
-    "CallRequested",
-    "CallReturned",
-    "Closed",
-    "Do",
-    "Event",
-    "Fail",
-    "FormGroup",
-    "FormingFailed",
-    "GiveUpState",
-    "GroupFormed",
-    "New",
-    "Next",
-    "Policy",
-    "ProgressKnown",
-    "Ready",
-    "RunCall",
-    "Running",
-    "ShutDown",
-    "StartRequested",
-    "Starting",
-    "State",
-    "StateLost",
-    "StateRescued",
-    "StopRequested",
-    "Surveyed",
-    "WorkersHung",
-    "WorkersLost",
-    "WorkersReady",
-    "transition",
-]
-
 _MAX_FAILED_REJOINS = 2
 """Maximum number of consecutive failures to form a process group while all workers are alive."""
 _NO_SNAPSHOT = "and there is no snapshot to restart from (snapshot_every=None)"
@@ -196,14 +158,6 @@ class WorkersLost(Event):
     """Members are lost."""
 
 
-class WorkersHung(Event):
-    """Workers are stuck."""
-
-
-class CallBlocked(Event):
-    """Workers wait for each other, or for workers that have returned."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class CallReturned(Event):
     """All workers have returned."""
@@ -249,19 +203,14 @@ class Do(Enum):
     ASK_PROGRESS = "wait for workers that are still busy, and ask each for its progress"
     START_GROUP = "form a group of the workers that have come up, from the snapshot"
     SAVE_STATE = "take a snapshot, and let callbacks save at the next step"
-    RETURN_OUTCOMES = "end the call with the outcomes of the workers"
     RAISE_ERROR = "end the call with the error of the workers"
-    KILL_STUCK = "kill the workers that hang"
-    INTERRUPT_CALL = "interrupt the call on all workers"
     ABANDON_CALL = "interrupt the call that an exception ended on the driver"
     REMOVE_LOST = "take lost workers out of the group"
     COLLECT_DEPARTING = "collect the metrics of all workers before they end"
     RESCUE_STATE = "take the state of the workers over as the snapshot"
     RESTART = "end the members, and begin a restart from the snapshot"
     DISCARD_WORKERS = "end all members"
-    DROP_NEWCOMERS = "end the replacement workers that were about to join"
     STOP_REPLACEMENTS = "end all replacement workers"
-    NOTE_START = "record that the workers have started"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,8 +245,6 @@ class Fail:
     """End the call with an error."""
 
     why: str
-    is_communication: bool = False
-    """Whether live workers could not communicate. Otherwise workers are lost."""
 
 
 Action = Do | FormGroup | RunCall | GiveUpState | Fail
@@ -335,7 +282,7 @@ def transition(state: State, event: Event, policy: Policy) -> Next:
         case Starting(), FormingFailed():
             return state, (Do.AWAIT_WORKERS,)
         case Starting(), GroupFormed():
-            return Ready(budget), (Do.NOTE_START, *([Do.SURVEY] if budget.in_call else []))
+            return Ready(budget), (Do.SURVEY,) if budget.in_call else ()
         case Ready() | Broken(), WorkersReady():
             return state, (Do.SURVEY,)
         case Broken(), ProgressKnown():
@@ -354,14 +301,10 @@ def transition(state: State, event: Event, policy: Policy) -> Next:
             return _restart_from_snapshot(state, can_restart)
         case Broken() | Running(), WorkersLost():
             return _after_loss(_broken(state), policy)
-        case Running(), CallBlocked(why=why):
-            return state, (Do.INTERRUPT_CALL, Fail(why, is_communication=True))
-        case Running(), WorkersHung():
-            return state, (Do.KILL_STUCK,)
         case Running(), CallReturned(is_complete=is_complete, interrupted=interrupted):
             # Only a new generation revokes an interruption.
             after = Broken(budget) if interrupted else Ready(budget)
-            return after, (Do.RETURN_OUTCOMES if is_complete else Do.SURVEY,)
+            return after, () if is_complete else (Do.SURVEY,)
         case Running(), CallFailed(may_repeat=may_repeat):
             return Broken(budget), (Do.SURVEY if may_repeat else Do.RAISE_ERROR,)
     raise ValueError(f"{event} cannot happen in the state {type(state).__name__}.")
@@ -377,8 +320,7 @@ def _restart(state: State) -> Next:
 
 def _restart_from_snapshot(state: State, can_restart: bool) -> Next:
     if not can_restart:
-        why = f"all workers are lost, {_NO_SNAPSHOT}"
-        return _broken(state), (Fail(why),)
+        return _broken(state), (Fail(f"all workers are lost, {_NO_SNAPSHOT}"),)
     return _restart(state)
 
 
@@ -427,9 +369,8 @@ def _choose_members(state: Broken, event: ProgressKnown, policy: Policy) -> Next
 
 def _after_state_loss(state: Broken, why: str, policy: Policy) -> Next:
     if not policy.keeps_snapshots:
-        why = f"{why}, {_NO_SNAPSHOT}"
-        return state, (Do.DROP_NEWCOMERS, Fail(why))
-    return state, (Do.DROP_NEWCOMERS, GiveUpState(why), Do.SURVEY)
+        return state, (Do.STOP_REPLACEMENTS, Fail(f"{why}, {_NO_SNAPSHOT}"))
+    return state, (Do.STOP_REPLACEMENTS, GiveUpState(why), Do.SURVEY)
 
 
 def _after_loss(state: Broken, policy: Policy) -> Next:

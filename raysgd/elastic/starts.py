@@ -1,14 +1,21 @@
-"""Starts and restarts of all workers, and the wait for enough workers."""
+"""Starts and restarts of all workers, from the wait for enough workers to their group."""
 
 from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Callable, Mapping, Sequence
 
+from raysgd._internal.context import Progress
+from raysgd.cluster.serialization import sendable
+from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import EventKind
-from raysgd.elastic.machine import Event, WorkersReady
+from raysgd.elastic.generation import GroupForming
+from raysgd.elastic.machine import Event, FormingFailed, GroupFormed, WorkersReady
 from raysgd.elastic.policies import backoff_s
+from raysgd.elastic.replacement import Replacement
+from raysgd.elastic.requests import LoadRequest
 from raysgd.errors import WorkerLostError
 
 __all__ = ["Starts"]
@@ -20,14 +27,26 @@ _BUSY_TICK_S = 0.05
 
 
 class Starts:
-    """Starts all workers, and records the result."""
+    """Starts all workers, and forms their first group."""
 
-    def __init__(self, context: DriverContext) -> None:
-        self._context = context
+    def __init__(self, context: DriverContext, forming: GroupForming) -> None:
+        self._context, self._forming = context, forming
         self._group, self._journal = context.group, context.journal
         self._scale_up = context.scale_up
         self._has_started = False
         self._since, self._num_before, self._left = 0.0, 0, ""
+        self.on_start: Callable[[], None] | None = None
+        """Called after all workers have started, before they load a snapshot."""
+
+    def restart(self) -> None:
+        """Stop the members, and begin to start new workers."""
+        self._since, self._num_before = self._group.clock.monotonic(), len(self._group.members)
+        self._left = "; ".join(f"left {member.name}" for member in self._context.leaving)
+        self._context.has_state |= bool(self._context.leaving)
+        self._context.discard_members()
+        if not self._context.recovery.joins:
+            self._scale_up.stop()  # they only waited for resources
+        self._scale_up.begin()
 
     def await_workers(self, min_workers: int) -> Event:
         """Wait until there are enough workers. Each wait for resources is longer than the last."""
@@ -67,18 +86,83 @@ class Starts:
                 )
             self._group.clock.sleep(_START_TICK_S if starting else _BUSY_TICK_S)
 
-    def restart(self) -> None:
-        """Stop the members, and begin to start new workers."""
-        self._since, self._num_before = self._group.clock.monotonic(), len(self._group.members)
-        self._left = "; ".join(f"left {member.name}" for member in self._context.leaving)
-        self._context.has_state |= bool(self._context.leaving)
-        self._context.discard_members()
-        if not self._context.recovery.joins:
-            self._scale_up.stop()  # they only waited for resources
-        self._scale_up.begin()
+    def start_group(self) -> Event:
+        """Form a group of the ready workers, with the state of the newest snapshot."""
+        ready = self._scale_up.ready()
+        joining = {r.member: r for r in ready if r.member is not None}
+        answers, lost = self._context.commands.reach(joining)
+        if lost:
+            for member, error in lost.items():
+                self._scale_up.fail(joining[member], error)
+            return FormingFailed(by_newcomer=True)
+        self._context.shares.note_speeds(answers)
+        event: Event = GroupFormed()
+        try:
+            self._enter_together(joining)
+        except WorkerLostError as failure:
+            self._abort(joining, failure)
+            event = FormingFailed(by_newcomer=True)
+        else:
+            self._scale_up.forget_joined(ready)
+        self._scale_up.set_up_alone()
+        if isinstance(event, GroupFormed):
+            self._record_start()
+        return event
 
-    def note_start(self) -> None:
-        """Record that the workers have started, or restarted."""
+    def _enter_together(self, joining: Mapping[WorkerHandle, Replacement]) -> None:
+        """Move the workers into a generation.
+
+        Raises:
+            WorkerLostError: if a worker is lost meanwhile.
+        """
+        forming = self._forming
+        members = self._group.in_order(sorted(joining, key=lambda member: member.remote))
+        contexts = forming.next_contexts(members)
+        self._journal.number(members)
+        leader = None
+        if self._scale_up.together:
+            for member, context in zip(members, contexts, strict=True):
+                joining[member].context, joining[member].step = context, "set up"
+            prepared = forming.step("prepare", [(c,) for c in contexts], "get ready", members)
+            forming.raise_failure(prepared)
+        else:
+            leader = members[0]
+            self._load_snapshot([leader])  # the other workers get the snapshot from the leader
+        forming.raise_failure(forming.enter(members, contexts, leader))
+        self._group.members[:] = members
+        if self.on_start is not None:
+            self.on_start()
+        if leader is None:
+            self._load_snapshot(members)
+
+    def _load_snapshot(self, members: Sequence[WorkerHandle]) -> None:
+        state = self._context.snapshots.state()
+        self._journal.progress = Progress()
+        if state is None:
+            return
+        packed = sendable("the snapshot", LoadRequest(state=dict(state)))
+        attempt = self._forming.step("call", [(packed,)] * len(members), "load", members)
+        self._forming.raise_failure(attempt)
+        self._journal.progress = next(iter(attempt.outcomes.values())).progress
+
+    def _abort(self, joining: Mapping[WorkerHandle, Replacement], error: Exception) -> None:
+        """Discard the lost workers. The other workers stay if possible."""
+        # `on_start` may have changed the processes, and some processes can join only one group.
+        are_used = bool(self._group.members) or not self._context.recovery.rejoins
+        self._group.members.clear()
+        _, lost = self._context.commands.reach(joining)
+        if not lost:
+            raise error
+        for member, replacement in joining.items():
+            self._context.commands.busy.pop(member, None)
+            if member in lost:
+                self._scale_up.fail(replacement, lost[member])
+            elif are_used:
+                self._scale_up.drop(replacement)
+        # A late interruption of this generation must not reach later work.
+        self._forming.next_generation()
+
+    def _record_start(self) -> None:
         if not (self._context.recovery.joins and self._context.elastic.grow):
             self._scale_up.stop()  # late workers could never join
         if not self._has_started:

@@ -129,7 +129,7 @@ class BackendExecutor:
         )
         # A reference to the executor would keep it from being collected.
         prepare = BackendExecutor._prepare_workers
-        controller.forming.on_start = functools.partial(prepare, weakref.proxy(self))
+        controller.starts.on_start = functools.partial(prepare, weakref.proxy(self))
         self._controller = controller
         # Shut down even if the executor is dropped without shutdown(), or the script ends.
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 
 from raysgd.cluster.host_monitor import HostLostError
-from raysgd.elastic import pauses
+from raysgd.elastic import call_runner
 from raysgd.elastic.machine import Broken
 from raysgd.errors import CollectiveError, WorkerLostError
 from tests.blackbox.simulation.seam import BadBatchError, LostError
@@ -316,7 +316,7 @@ def test_an_error_of_the_user_costs_no_retry_and_no_worker(world):
 
 def test_user_error_in_a_discarded_step_is_raised(world, monkeypatch):
     """The pause was heard too late, and as the step is given up a worker raises in it."""
-    monkeypatch.setattr(pauses, "pause_step", lambda progress: 0)
+    monkeypatch.setattr(call_runner, "pause_step", lambda progress: 0)
     world.room = 2
     controller = world.drive(3, resize_cooldown_s=0.0).controller
     first = controller.members[0]
@@ -595,7 +595,7 @@ def test_group_that_cannot_be_joined_grows_by_a_restart(world):
     world.room = 2
     controller = world.drive(3, can_join=False, resize_cooldown_s=1.0).controller
     started = []
-    controller.forming.on_start = lambda: started.append(len(controller.members))
+    controller.starts.on_start = lambda: started.append(len(controller.members))
     assert not controller.grow()
     world.room = 3
     assert not controller.grow()  # it has started just now

@@ -50,8 +50,6 @@ state_lost = st.just(machine.StateLost(why="no shares"))
 failed = st.builds(machine.FormingFailed, by_newcomer=booleans, is_communication=booleans)
 returned = st.builds(machine.CallReturned, is_complete=booleans, interrupted=booleans)
 stopped = st.builds(machine.CallFailed, may_repeat=booleans)
-hung = st.just(machine.WorkersHung())
-blocked = st.just(machine.CallBlocked(why="blocked"))
 calls = st.builds(machine.CallRequested, budget=st.sampled_from(BUDGETS))
 starts = st.builds(machine.StartRequested, min_workers=st.integers(1, 3))
 aborted = st.builds(machine.Aborted, reached_workers=booleans)
@@ -91,8 +89,7 @@ SAMPLES = [
     *(machine.FormingFailed(by_newcomer=each) for each in (True, False)),
     *(machine.GroupFormed(), machine.WorkersReady(), machine.WorkersLost()),
     *(machine.StateRescued(can_restart=each) for each in (True, False)),
-    *(machine.StateLost(why="no shares"), machine.CallBlocked(why="blocked")),
-    machine.WorkersHung(),
+    machine.StateLost(why="no shares"),
     *(machine.CallReturned(is_complete=True, interrupted=each) for each in (True, False)),
     *(machine.CallFailed(may_repeat=each) for each in (True, False)),
     *(machine.Aborted(reached_workers=each) for each in (True, False)),
@@ -138,12 +135,8 @@ def lives(draw):
         last = key(actions[-1]) if actions else None
         if draw(st.integers(0, 30)) == 0:
             event = draw(aborted | stops | ends)
-        elif last is machine.RunCall and draw(booleans):
-            event = draw(hung | blocked)
         elif last in RESULTS:
             event = draw(RESULTS[last])
-        elif isinstance(event, machine.WorkersHung):
-            event = draw(RESULTS[machine.RunCall])
         elif isinstance(state, Running | Starting):
             event = draw(aborted)  # an action has raised
         else:
