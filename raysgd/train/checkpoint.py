@@ -35,17 +35,13 @@ def load_checkpoint_from_path(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CheckpointStrategy:
-    """Which checkpoints of a run stay on disk.
-
-    Raises:
-        ValueError: if a value is out of its range.
-    """
+    """Which checkpoints of a run stay on disk."""
 
     num_to_keep: int | None = None
-    """Number of checkpoints to keep. None keeps all, 0 writes none. During the run, the newest is
-    also kept, because a restart needs it."""
-    checkpoint_score_attribute: str = "_timestamp"
-    """Name of the number that rates a checkpoint. NaN is worst."""
+    """Number of the best checkpoints to keep. None keeps all, 0 writes none. During the run, the
+    newest is also kept, because a restart needs it."""
+    checkpoint_score_attribute: str | None = "_timestamp"
+    """Name of the reported number that rates a checkpoint. NaN is worst."""
     checkpoint_score_order: Literal["max", "min"] = "max"
     """Whether larger or smaller numbers are better."""
 
@@ -78,12 +74,7 @@ class Checkpoint:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Checkpoint:
-        """Create a checkpoint of values by name.
-
-        Raises:
-            TypeError: if `data` is not a dict.
-            ValueError: if it contains the reserved name of the metadata.
-        """
+        """Create a checkpoint of values by name."""
         if not isinstance(data, Mapping):
             raise TypeError(f"Checkpoint.from_dict({data!r}): must be a dict.")
         if _METADATA in data:
@@ -95,19 +86,12 @@ class Checkpoint:
 
     @classmethod
     def from_directory(cls, path: str | os.PathLike[str]) -> Checkpoint:
-        """Create a checkpoint of a folder, which must exist until it is reported.
-
-        Raises:
-            ValueError: if there is no such folder.
-        """
+        """Create a checkpoint of a folder, which must exist until it is reported."""
         if not Path(path).expanduser().is_dir():
-            raise ValueError(f"Checkpoint.from_directory({os.fspath(path)!r}): no such folder.")
+            raise ValueError(
+                f"Checkpoint.from_directory({os.fspath(path)!r}): must be an existing folder."
+            )
         return cls(path=path)
-
-    @classmethod
-    def from_packed(cls, data: Mapping[str, Any]) -> Checkpoint:
-        """Create a checkpoint from the result of `packed`."""
-        return cls(data=data)
 
     @staticmethod
     def linked(path: str | os.PathLike[str], metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,7 +109,7 @@ class Checkpoint:
         if isinstance(checkpoint, Checkpoint):
             return checkpoint
         with checkpoint.as_directory() as folder:
-            return cls.from_packed(_read_folder(Path(folder)))
+            return cls(_read_folder(Path(folder)))
 
     # ---- read
 
@@ -135,25 +119,16 @@ class Checkpoint:
         return None if self._path is None else str(self._path)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values.
+        """Return the values. Raise CheckpointError if the file is missing or damaged.
 
         A folder that `to_directory` did not write becomes ``{"_files": {name: bytes}}``.
-
-        Raises:
-            CheckpointError: if the file is missing or damaged.
         """
         return {key: value for key, value in self.packed().items() if key != _METADATA}
 
     def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Write the checkpoint into a folder, and return its path.
+        """Write the checkpoint into a folder, by default a new temporary one. Return its path.
 
         Values go into one pickled file. Empty folders and permissions of files are not kept.
-
-        Args:
-            path: the folder, created if it is missing; None for a new temporary folder.
-
-        Raises:
-            CheckpointError: if the file is missing or damaged.
         """
         target = Path(path or tempfile.mkdtemp(prefix="checkpoint_")).expanduser()
         target.mkdir(parents=True, exist_ok=True)
@@ -178,10 +153,7 @@ class Checkpoint:
             shutil.rmtree(folder, ignore_errors=True)
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return the metadata. A reported checkpoint also has the metadata of the trainer.
-
-        Values from `set_metadata` take precedence.
-        """
+        """Return the metadata. A reported checkpoint also has the metadata of the trainer."""
         return dict(self.packed().get(_METADATA, {}))
 
     def set_metadata(self, metadata: Mapping[str, Any]) -> None:
@@ -189,14 +161,13 @@ class Checkpoint:
         self._metadata = dict(metadata)
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Update the metadata with the given items."""
+        """Add to the metadata, or replace items of it."""
         self._metadata = {**self.get_metadata(), **metadata}
 
     def packed(self, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the complete checkpoint as one dict, for transfer.
 
-        Args:
-            metadata: further metadata; the checkpoint's own values take precedence.
+        The checkpoint's own metadata take precedence over `metadata`.
         """
         if self._path is not None and self._path.is_dir():
             data = _read_folder(self._path)
@@ -220,7 +191,7 @@ class Checkpoint:
         return f"Checkpoint({where})"
 
     def __reduce__(self) -> Any:
-        return Checkpoint.from_packed, (self.packed(),)
+        return Checkpoint, (self.packed(),)
 
 
 def _read_folder(folder: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from raysgd._internal.arguments import check_int
 from raysgd._internal.paths import checked_path
@@ -48,30 +48,16 @@ class FailureConfig:
     """How to respond to lost workers."""
 
     max_failures: int = 0
-    """Maximum number of times that a run may lose workers. -1 means no limit. Exceptions of the
-    function are not retried."""
+    """How often a run may lose workers; -1: no limit. An error in the function is not retried."""
     elastic: ElasticConfig | None = None
-    """How to wait for resources after a loss; None for the defaults of
-    :class:`raysgd.ElasticConfig`."""
+    """How to wait for resources after a loss; None for the defaults."""
 
 
-@dataclass
-class CheckpointConfig:
-    """Which checkpoints stay on disk.
+@dataclass(frozen=True)
+class CheckpointConfig(CheckpointStrategy):
+    """Which checkpoints stay on disk. Without a score attribute, newer checkpoints are better."""
 
-    Raises:
-        ValueError: if a value is out of its range.
-    """
-
-    num_to_keep: int | None = None
-    """Number of the best checkpoints to keep. None keeps all, 0 writes none."""
     checkpoint_score_attribute: str | None = None
-    """Name of the reported number that rates a checkpoint. None means that newer is better."""
-    checkpoint_score_order: Literal["max", "min"] = "max"
-    """Whether larger or smaller numbers are better."""
-
-    def __post_init__(self) -> None:
-        strategy_of(self)
 
 
 @dataclass
@@ -117,8 +103,8 @@ def checked_run(given: Any) -> RunConfig:
         not isinstance(name, str) or name in ("", "..") or Path(name).name != name
     ):
         raise ValueError(
-            f"RunConfig(name={name!r}): must be the name of one folder. Pass its parent folder as "
-            "storage_path."
+            f"RunConfig(name={name!r}): must be the name of a folder, without a path. Pass its "
+            "parent folder as storage_path."
         )
     if config.storage_path is not None:
         advice = (
@@ -139,12 +125,3 @@ def _converted(kind: Any, given: Any) -> Any:
     """Return a raysgd config with the attributes of another config. None gives the defaults."""
     names = [field.name for field in fields(kind)]
     return kind(**{name: getattr(given, name) for name in names if hasattr(given, name)})
-
-
-def strategy_of(config: CheckpointConfig) -> CheckpointStrategy:
-    """Return the strategy of a checkpoint config."""
-    return CheckpointStrategy(
-        num_to_keep=config.num_to_keep,
-        checkpoint_score_attribute=config.checkpoint_score_attribute or "_timestamp",
-        checkpoint_score_order=config.checkpoint_score_order or "max",
-    )

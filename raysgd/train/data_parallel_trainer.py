@@ -21,13 +21,7 @@ from raysgd.cluster.serialization import unpicklable_key
 from raysgd.train.arguments import bound_function, make_folder, run_folder
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks.callback import CallbackHandler
-from raysgd.train.configs import (
-    RunConfig,
-    ScalingConfig,
-    checked_run,
-    checked_scaling,
-    strategy_of,
-)
+from raysgd.train.configs import RunConfig, ScalingConfig, checked_run, checked_scaling
 from raysgd.train.datasets import Datasets
 from raysgd.train.executor import BackendExecutor, executor_for
 from raysgd.train.result import REPORTS, ReportLog, Result
@@ -64,10 +58,6 @@ class DataParallelTrainer:
         resume_from_checkpoint: checkpoint to start from.
         validation_config: how to validate checkpoints that are reported with ``validation=``: a
             :class:`raysgd.train.ValidationConfig` or Ray's. `fit` waits for all validations.
-
-    Raises:
-        ValueError: if an argument has a value that is not allowed.
-        TypeError: if one has the wrong type.
     """
 
     _dataset_config: ClassVar[Mapping[str, Any]] = {"train": True}
@@ -121,16 +111,11 @@ class DataParallelTrainer:
     # ---- running
 
     def fit(self) -> Result:
-        """Run the function and return its result.
+        """Run the function, and return its last metrics, its checkpoints, and its folder.
 
-        Returns:
-            The last metrics, the newest and the best checkpoints, and the folder of the run.
-
-        Raises:
-            RuntimeError: if workers are lost more often than ``max_failures`` allows, or they do
-                not report and save in step.
-            BaseException: the exception of the function, with the worker's traceback as its cause.
-                `restore` continues from the newest checkpoint.
+        Raise the exception of the function, with the worker's traceback as its cause. Raise
+        RuntimeError if workers are lost more often than ``max_failures`` allows, or if they do not
+        report and save in step. After an error, `restore` continues from the newest checkpoint.
         """
         self.setup()
         folder = self._folder or self._new_folder()
@@ -173,13 +158,8 @@ class DataParallelTrainer:
     ) -> RunCheckpoints:
         """Start the function on a started executor, for `fit` and for trials of Ray Tune.
 
-        Args:
-            executor: runs the workers.
-            folder: folder of the run; training continues from checkpoints in it.
-            iteration: number of earlier reports, unless a checkpoint in the folder has it.
-            experiment: names for `raysgd.train.get_context`.
-            checkpoint: replaces `resume_from_checkpoint`.
-            datasets: the data sets, if they are materialized already.
+        Training continues from checkpoints in `folder`, otherwise from `checkpoint`. `iteration` is
+        the number of earlier reports, unless a checkpoint in the folder has it.
         """
         names = {"name": folder.name, "dir": str(folder)} if folder is not None else {}
         return executor.start_training(
@@ -187,7 +167,7 @@ class DataParallelTrainer:
             folder,
             datasets or Datasets(self.datasets, self._is_split),
             self.resume_from_checkpoint if checkpoint is None else checkpoint,
-            strategy_of(self.run_config.checkpoint_config),
+            self.run_config.checkpoint_config,
             validation=None if folder is None else self.validation_config,
             metadata=self.metadata,
             experiment={**names, **(experiment or {})},
@@ -196,11 +176,10 @@ class DataParallelTrainer:
         )
 
     def callback_handler(self) -> CallbackHandler:
-        """Return the handler of the callbacks in ``run_config``, for `fit` and for trials."""
         return CallbackHandler(self.run_config.callbacks)
 
     def executor(self) -> BackendExecutor:
-        """Return a new executor for the workers that the configs describe. It is not started."""
+        """Return a new executor, not started, for the workers that the configs describe."""
         failure = self.run_config.failure_config
         return executor_for(self.backend_config, self.scaling_config, failure)
 
@@ -235,18 +214,14 @@ class DataParallelTrainer:
         return folder
 
     def _packed(self) -> bytes:
-        """Return the pickled trainer, without data sets and callbacks that cannot be pickled.
-
-        Raises:
-            TypeError: if another attribute cannot be pickled.
-        """
+        """Return the pickled trainer, without data sets and callbacks that cannot be pickled."""
         stored = copy.copy(self)
         if not _is_picklable(self.datasets):
             stored.datasets = {}
         if not _is_picklable(self.run_config.callbacks):
             logger.warning(
-                "The callbacks cannot be pickled. Pass them again to restore(path, "
-                "run_config=RunConfig(callbacks=...))."
+                "The callbacks cannot be pickled, so a restored run does not have them. Pass them "
+                "again to restore(path, run_config=RunConfig(callbacks=...))."
             )
             stored.run_config = dataclasses.replace(self.run_config, callbacks=None)
         try:
@@ -284,18 +259,12 @@ class DataParallelTrainer:
             train_loop_config: replaces the config.
             datasets: replaces the data sets; required if those belonged to another cluster.
             changed: other arguments of the trainer, such as ``scaling_config``.
-
-        Raises:
-            ValueError: if the path is not the folder of a run, or an argument has a value that is
-                not allowed.
-            TypeError: if an argument has the wrong type or an unknown name.
-            CheckpointError: if a file in the folder is damaged.
         """
         folder = Path(path).expanduser().absolute()
         if not cls.can_restore(folder):
             raise ValueError(
-                f"{cls.__name__}.restore({os.fspath(path)!r}): not the folder of a run, because it "
-                f"has no {_TRAINER}. Pass Result.path."
+                f"{cls.__name__}.restore({os.fspath(path)!r}): this folder contains no "
+                f"{_TRAINER}. Pass the folder of a run, which is Result.path."
             )
         trainer: Self = pickle.loads(read_pickle(folder / _TRAINER)[0])
         for name in changed:
@@ -316,11 +285,8 @@ class DataParallelTrainer:
 
         A trial's ``train_loop_config`` is merged over the trainer's, key by key. Its
         ``scaling_config`` replaces the trainer's. Each trial has copies of the callbacks in
-        ``run_config``, which receive the reports of all its workers.
-
-        Raises:
-            RuntimeError: if Ray Tune is not installed.
-            ValueError: if the trainer has a ``validation_config``, which trials do not support.
+        ``run_config``, which receive the reports of all its workers. Trials do not support
+        ``validation_config``.
         """
         if self.validation_config is not None:
             raise ValueError(

@@ -28,12 +28,7 @@ class HorovodBackend(Backend):
 
 @dataclass
 class HorovodConfig(BackendConfig):
-    """Settings of the Horovod backend; call ``hvd.init()`` in the function.
-
-    Raises:
-        ImportError: if Horovod is not installed.
-        ValueError: if a value is not allowed.
-    """
+    """Settings of the Horovod backend. Call ``hvd.init()`` in the function."""
 
     nics: set[str] | None = None
     """Names of the network interfaces of the workers. None selects the interface of the node's
@@ -75,10 +70,6 @@ class FunctionHorovod(HorovodGroup):
     """The environment of Horovod, for functions that call ``hvd.init()`` themselves.
 
     raysgd does not know which groups the function joins, so all workers restart after an error.
-
-    Args:
-        timeout_s: seconds that joining a group may take.
-        variables: further environment variables.
     """
 
     rejoins = False
@@ -95,10 +86,8 @@ class FunctionHorovod(HorovodGroup):
 class HorovodTrainer(DataParallelTrainer):
     """Runs a training function that communicates through Horovod on several workers.
 
-    Args:
-        train_loop_per_worker: a function of no argument, or of the config.
-        horovod_config: settings of the backend.
-        arguments: further arguments of :class:`raysgd.train.DataParallelTrainer`.
+    `horovod_config` has the settings of the backend. All other arguments are those of
+    :class:`raysgd.train.DataParallelTrainer`.
     """
 
     def __init__(

@@ -23,10 +23,6 @@ class TensorflowConfig(BackendConfig):
     Each worker gets ``TF_CONFIG`` and the driver's ``TF_USE_LEGACY_KERAS`` before it imports
     TensorFlow. Create a ``tf.distribute.MultiWorkerMirroredStrategy`` in the function. A process
     can join only one group, so all workers restart after an error.
-
-    Raises:
-        ImportError: if TensorFlow is not installed.
-        ValueError: if `timeout_s` is not positive.
     """
 
     timeout_s: float = 1800
@@ -43,10 +39,8 @@ class TensorflowConfig(BackendConfig):
 class TensorflowTrainer(DataParallelTrainer):
     """Runs a training function for TensorFlow on several workers.
 
-    Args:
-        train_loop_per_worker: a function of no argument, or of the config.
-        tensorflow_config: settings of the backend.
-        arguments: further arguments of :class:`raysgd.train.DataParallelTrainer`.
+    `tensorflow_config` has the settings of the backend. All other arguments are those of
+    :class:`raysgd.train.DataParallelTrainer`.
     """
 
     def __init__(
@@ -63,10 +57,8 @@ class TensorflowTrainer(DataParallelTrainer):
 def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:
     """Return a ``tf.data.Dataset`` with auto-sharding switched off.
 
-    The data are this worker's shard already. Without this the strategy would shard them again.
-
-    Args:
-        tf_dataset_shard: this worker's shard, such as ``get_dataset_shard().to_tf(...)``.
+    The data are this worker's shard already, such as ``get_dataset_shard().to_tf(...)``. Otherwise
+    the strategy would shard them again.
     """
     import tensorflow as tf
 

@@ -50,10 +50,6 @@ class Trainer:
             in ``~/ray_results``.
         max_retries: how often a run may lose workers; -1: no limit.
         elastic: how to wait for resources, see :class:`raysgd.ElasticConfig`.
-
-    Raises:
-        ValueError: if an argument has a value that is not allowed.
-        TypeError: if `backend` is neither a name nor a config.
     """
 
     @suggests
@@ -85,16 +81,10 @@ class Trainer:
     # ---- lifecycle
 
     def start(self, initialization_hook: Callable[[], None] | None = None) -> None:
-        """Start the workers and the backend.
+        """Start the workers and the backend. Each worker first calls the hook.
 
-        Args:
-            initialization_hook: called first on every worker.
-
-        Raises:
-            RuntimeError: if the workers are started already.
-            InsufficientResourcesError: if the cluster has no room for the workers within 100 s
-                (``TRAIN_PLACEMENT_GROUP_TIMEOUT_S``).
-            BaseException: the exception of the hook or the backend.
+        Raise InsufficientResourcesError if the cluster has no room for the workers within 100 s
+        (``TRAIN_PLACEMENT_GROUP_TIMEOUT_S``).
         """
         self._executor.start(initialization_hook)
 
@@ -113,7 +103,11 @@ class Trainer:
         checkpoint: Any = None,
         checkpoint_strategy: CheckpointStrategy | None = None,
     ) -> list[Any]:
-        """Run a training function on every worker.
+        """Run a training function on every worker, and return its results by rank.
+
+        Raise the exception of the function, with the worker's traceback as its cause. Raise
+        RuntimeError if the trainer is not started, if workers are lost more often than
+        `max_retries` allows, or if they do not report and save in step.
 
         Args:
             train_func: a function of no argument, or of the config.
@@ -123,15 +117,6 @@ class Trainer:
                 (`raysgd.train.get_dataset_shard`).
             checkpoint: checkpoint to start from: a dict, or the path of a checkpoint.
             checkpoint_strategy: which checkpoints stay on disk; by default all.
-
-        Returns:
-            The results of the function, by rank.
-
-        Raises:
-            ValueError: if `train_func` requires more than one argument.
-            RuntimeError: if the trainer is not started, workers are lost more often than
-                `max_retries` allows, or they do not report and save in step.
-            BaseException: the exception of the function, with the worker's traceback as its cause.
         """
         callback_handler = CallbackHandler(callbacks)
         function, run_dir = self._prepared("run", train_func, config)
@@ -168,16 +153,13 @@ class Trainer:
     def to_worker_group(self, train_cls: type[Any], *args: Any, **kwargs: Any) -> TrainWorkerGroup:
         """Create an object of a class on every worker, with the backend set up.
 
-        Starts the trainer if necessary. The objects live until it shuts down.
+        Return the objects by rank. ``workers[0].method.remote(...)`` returns a reference for
+        ``ray.get``. The objects live until the trainer shuts down. This starts it if necessary.
 
         Args:
             train_cls: the class.
             args: arguments of the class.
             kwargs: keyword arguments of the class.
-
-        Returns:
-            The objects, by rank. ``workers[0].method.remote(...)`` returns a reference for
-            ``ray.get``.
         """
         if not self._executor.is_started:
             self._executor.start()
@@ -187,13 +169,11 @@ class Trainer:
         """Return a class of trials for Ray Tune. Each trial runs the function on its own workers.
 
         The reports of worker 0 are the results of a trial. The function gets the trial's config.
+        The trainer must not be started.
 
         Args:
             train_func: a function of no argument, or of the config.
             dataset: as in `run`.
-
-        Raises:
-            RuntimeError: if the trainer is started, or Ray Tune is not installed.
         """
         if self._executor.is_started:
             raise RuntimeError(
@@ -243,14 +223,13 @@ class Trainer:
     def load_checkpoint_from_path(checkpoint_file_path: str | os.PathLike[str]) -> dict[str, Any]:
         """Read a checkpoint. Unpickling can run code from the file: read only files that you trust.
 
-        Raises:
-            CheckpointError: if the file is missing or damaged.
+        Raise CheckpointError if the file is missing or damaged.
         """
         return load_checkpoint_from_path(checkpoint_file_path)
 
     @property
     def events(self) -> list[Event]:
-        """Losses, restarts and growth of the workers since `start`, oldest first."""
+        """Losses, restarts, and growth of the workers since `start`, oldest first."""
         return self._executor.events
 
     def _prepared(
@@ -260,8 +239,7 @@ class Trainer:
         function = bound_function(train_func, config)
         if not self._executor.is_started:
             raise RuntimeError(
-                f"Trainer.{method}() needs workers, but the trainer is not started. Call start() "
-                "first."
+                f"Trainer.{method}(): the trainer is not started. Call start() first."
             )
         if self._iterator is not None:
             self._iterator.abandon()
@@ -290,13 +268,7 @@ class TrainingIterator:
         return self
 
     def __next__(self) -> list[dict[str, Any]]:
-        """Wait for the next reports.
-
-        Raises:
-            StopIteration: if the function has returned on all workers.
-            RuntimeError: if another run of the trainer has ended this one.
-            BaseException: the exception of the function.
-        """
+        """Wait for the next reports. Raise the exception of the function if it fails."""
         if self._replaced:
             raise RuntimeError(
                 "Another run of the trainer has ended the run of this iterator. Finish an iterator "
@@ -311,8 +283,7 @@ class TrainingIterator:
     def get_final_results(self, force: bool = False) -> list[Any] | None:
         """Return the results of the function by rank; None before the run has finished.
 
-        Args:
-            force: whether to finish the run now and skip further reports.
+        `force` finishes the run now and skips further reports.
         """
         if force and not self.is_finished():
             self._reports.close()
@@ -320,11 +291,7 @@ class TrainingIterator:
         return self._results
 
     def abandon(self) -> None:
-        """End the run.
-
-        Raises:
-            ValueError: if another thread is waiting for the next reports.
-        """
+        """End the run."""
         if not self.is_finished():
             self._reports.close()
             self._executor.abort()

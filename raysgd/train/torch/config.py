@@ -33,11 +33,7 @@ class TorchBackend(Backend):
 
 @dataclass
 class TorchConfig(BackendConfig):
-    """Settings of the PyTorch backend.
-
-    Raises:
-        ValueError: if a value is not allowed.
-    """
+    """Settings of the PyTorch backend."""
 
     backend: str | None = None
     """"gloo" or "nccl"; None selects nccl if the workers have GPUs, otherwise gloo."""
@@ -106,10 +102,8 @@ class TrainProcessGroup(ProcessGroup):
 class TorchTrainer(DataParallelTrainer):
     """Runs a training function for PyTorch on several workers.
 
-    Args:
-        train_loop_per_worker: a function of no argument, or of the config.
-        torch_config: settings of the process group.
-        arguments: further arguments of :class:`raysgd.train.DataParallelTrainer`.
+    `torch_config` has the settings of the process group. All other arguments are those of
+    :class:`raysgd.train.DataParallelTrainer`.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from raysgd.train import (
     RunConfig,
     ScalingConfig,
 )
-from raysgd.train.configs import checked_run, checked_scaling, strategy_of
+from raysgd.train.configs import checked_run, checked_scaling
 
 
 @pytest.mark.parametrize("module", [train, ray.train])
@@ -25,15 +25,11 @@ def test_configs_of_raysgd_and_of_ray_are_taken(module):
         )
     )
     assert (config.name, config.failure_config) == ("mine", FailureConfig(3))
-    assert strategy_of(config.checkpoint_config) == CheckpointStrategy(**checkpoint)
+    assert config.checkpoint_config == CheckpointConfig(**checkpoint)
+    assert isinstance(config.checkpoint_config, CheckpointStrategy)
     scaling = checked_scaling(module.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 3}))
     assert (scaling.num_workers, scaling.resources_per_worker) == (2, {"CPU": 3})
     assert checked_scaling(module.ScalingConfig()).num_workers == 1
-
-
-def test_by_default_all_checkpoints_stay_and_with_0_none():
-    assert strategy_of(CheckpointConfig()) == CheckpointStrategy()
-    assert strategy_of(CheckpointConfig(num_to_keep=0)).num_to_keep == 0
 
 
 def test_by_default_one_worker_trains_once():

@@ -56,8 +56,9 @@ def test_nan_is_worst(tmp_path, losses, order):
     assert numbers_in(tmp_path) == [losses.index(-5.0 if order == "max" else -6.0) + 1]
 
 
-def test_the_newer_of_equals_stays(tmp_path):
-    checkpoints = RunCheckpoints(tmp_path, CheckpointStrategy(2, "loss"))
+@pytest.mark.parametrize("score", ["loss", None])
+def test_the_newer_of_equals_stays(tmp_path, score):
+    checkpoints = RunCheckpoints(tmp_path, CheckpointStrategy(2, score))
     keep(checkpoints, *[{"loss": 1.0}] * 3)
     checkpoints.finish()
     assert numbers_in(tmp_path) == [2, 3]
