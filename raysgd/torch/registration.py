@@ -15,11 +15,7 @@ from raysgd.torch import collectives, ddp
 from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.features.buffers import BufferCopies
 from raysgd.torch.features.clipping import Clipping
-from raysgd.torch.features.compilation import (
-    Compilation,
-    checked_compile,
-    uncompile,
-)
+from raysgd.torch.features.compilation import Compilation, checked_compile, uncompile
 from raysgd.torch.features.gradient_norms import GradientNorms
 from raysgd.torch.features.replication import Replication
 from raysgd.torch.features.rollback import Rollback
@@ -30,13 +26,11 @@ from raysgd.torch.meta import Init, checked_init, make_whole, move_to_device
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import (
     check_criteria,
-    check_divisible,
+    check_fully_shardable,
     check_shardable,
-    check_static_graphs,
     check_step_freq,
     checked,
     checked_sharding,
-    has_static_graph,
     is_trained,
     warn_of_strangers,
 )
@@ -67,7 +61,9 @@ def register(
 ) -> Any:
     """See :meth:`TrainingOperator.register`."""
     if state.registered:
-        raise RuntimeError("register() was called twice; pass lists to register several models.")
+        raise RuntimeError(
+            "register() was called twice. Pass lists to register several models or optimizers."
+        )
     compile_args = checked_compile(compile)
     criteria = [] if criterion is None else listed(criterion)
     check_criteria(criteria)
@@ -88,7 +84,7 @@ def register(
     precision = state.optimization.precision
     if apex_args and options.use_fp16 != "apex" and state.context.world_rank == 0:
         logger.warning(
-            'register(apex_args=%r) does nothing: it is for use_fp16="apex", not %s.',
+            'register(apex_args=%r) has no effect with %s. It needs use_fp16="apex".',
             apex_args,
             precision.name,
         )
@@ -112,18 +108,19 @@ def register(
     check_horovod_args(horovod_args)
     replication: list[Any] = []
     watched: tuple[Any, Any] = [], []
+    measures = options.elastic.shares == "measured"
     if not any(each.is_fully_sharded for each in sharded):
         replication = [_replicate(state, ddp_args, horovod_args)]
         watched = state.optimizers, state.models
-    state.buffers = BufferCopies(state.models, state)
-    measures = options.elastic.shares == "measured"
-    if measures and not watched[1]:
+    elif measures:
+        measures = False
         state.say(
             "shares",
             'ElasticConfig(shares="measured"): raysgd cannot measure workers that wait for each '
             'other within a step, as with sharding="full". Their shares are even. Give relative '
             "shares by node label, accelerator type, or resource.",
         )
+    state.buffers = BufferCopies(state.models, state)
     # Shards roll back before Rollback restores the optimizers.
     state.features = [
         *sharded,
@@ -138,7 +135,7 @@ def register(
         state.schedules,
         compilation,
         Averaging(state),
-        *([Speed(state)] if measures and watched[1] else []),
+        *([Speed(state)] if measures else []),
     ]
     state.optimization.begin()
     for each in sharded:
@@ -155,11 +152,11 @@ def register(
     state.step.optimizers = state.optimizers
     state.registered = True
     given = [shaped_like(models, state.given_models), optimizers]
-    return tuple(
-        given
-        + ([shaped_like(criterion, criteria)] if criterion is not None else [])
-        + ([schedulers] if schedulers is not None else [])
-    )
+    if criterion is not None:
+        given.append(shaped_like(criterion, criteria))
+    if schedulers is not None:
+        given.append(schedulers)
+    return tuple(given)
 
 
 def _shard(
@@ -168,9 +165,9 @@ def _shard(
     """Check models and optimizers, and shard them if there are several workers."""
     precision, sharding = state.optimization.precision, str(state.sharding)
     distributed = state.context.distributed
-    check_divisible(sharding, state.optimizers, state.models)
+    check_shardable(sharding, state.models, state.optimizers)
     if sharding == "full":
-        check_shardable(state.models, state.optimizers, scales=precision.scales, **others)
+        check_fully_shardable(state.models, state.optimizers, scales=precision.scales, **others)
         if distributed:
             return [_shard_fully(state, arguments, init)]
         if init is not None:
@@ -231,7 +228,7 @@ def adopt_wrappers(state: TorchTrainState, attributes: Iterable[Any]) -> None:
     state.models = [wrapped.get(id(model), model) for model in state.models]
     if (replication := state.feature("Replication")) is not None:
         replication.note_wrappers()
-    if state.accumulation_steps > 1:
-        check_static_graphs(state.models)
-    elif has_static_graph(state.models):
+    if any(isinstance(m, DistributedDataParallel) and m.static_graph for m in state.models):
         state.parts.why_not = "DistributedDataParallel(static_graph=True) cannot accumulate"
+        if state.accumulation_steps > 1:
+            raise ValueError(f"{state.parts.why_not} gradients. Leave out one of the two.")

@@ -372,7 +372,7 @@ class OwnLoop(Exact):
 
 
 WHOLE = {
-    Raw: "train_batch steps an optimizer itself",
+    Raw: "train_batch calls optimizer.step()",
     SteppingSchedulers: "train_batch steps a scheduler itself",
     Changing: "train_batch changes gradients before it steps an optimizer",
     Skipping: "train_batch makes no update in some batches",

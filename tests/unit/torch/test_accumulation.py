@@ -79,7 +79,7 @@ def test_number_of_samples_must_be_a_number(count):
 
 @pytest.mark.parametrize("count", [-1, math.inf, math.nan])
 def test_number_of_samples_must_be_finite_and_not_negative(count):
-    with pytest.raises(ValueError, match=r"num_samples=.*must be at least 0 and finite"):
+    with pytest.raises(ValueError, match=r"num_samples=.*must be finite and at least 0"):
         as_count(count)
 
 

@@ -264,7 +264,7 @@ def test_batch_of_no_items_is_ignored():
 @pytest.mark.parametrize(("found", "error"), [("3", TypeError), (-1, ValueError)])
 def test_invalid_num_items_is_an_error(found, error):
     operator = run_operator(type("Odd", (Classifier,), {"num_items": lambda self, batch: found}))
-    with pytest.raises(error, match=r"Odd\.num_items returned '?-?[13]'?: must be"):
+    with pytest.raises(error, match=r"Odd\.num_items returned '?-?[13]'?: the count must be"):
         operator.train_batch(BATCH, {})
 
 

@@ -378,7 +378,7 @@ def test_own_loop_or_step_raises_the_error():
 
     for operator_cls, reason in (
         (Loop, "train_epoch is not the default one"),
-        (Steps, "train_batch steps an optimizer itself"),
+        (Steps, "train_batch calls optimizer.step()"),
     ):
         with local(operator_cls, {"room": 2}) as trainer:
             with pytest.raises((MemoryError, torch.OutOfMemoryError)) as caught:

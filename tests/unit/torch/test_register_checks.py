@@ -6,12 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.parallel import DistributedDataParallel
 
 from raysgd import TrainingOperator
 from raysgd.loop.train_state import shaped_like
 from raysgd.testing import run_operator
-from raysgd.torch.register_checks import check_static_graphs, check_step_freq, checked
+from raysgd.torch.register_checks import check_step_freq, checked
 
 MEMBERS = st.lists(st.integers(), min_size=1, max_size=4)
 
@@ -43,13 +42,6 @@ def test_reduce_lr_on_plateau_needs_a_metric():
     check_step_freq([constant, plateau], "epoch", "val_loss")
     with pytest.raises(ValueError, match=r"scheduler_step_freq='epoch'.*update_scheduler\(metric"):
         check_step_freq([constant, plateau], "epoch")
-
-
-def test_static_graph_with_accumulation_is_an_error(process_group):
-    model = torch.nn.Linear(1, 1)
-    check_static_graphs([model, DistributedDataParallel(torch.nn.Linear(1, 1))])
-    with pytest.raises(ValueError, match=r"Leave static_graph out, or do not accumulate"):
-        check_static_graphs([model, DistributedDataParallel(model, static_graph=True)])
 
 
 # ---- what setup leaves out of register()

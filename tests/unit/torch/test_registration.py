@@ -247,7 +247,7 @@ def test_training_a_model_frozen_at_register_is_an_error(process_group):
     train_state = registered(distributed(), [student, teacher], student, teacher)
     train_state.check_trained()
     teacher.bias.requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"Model 1 of those registered, a Linear, .*Register"):
+    with pytest.raises(RuntimeError, match=r"registered model 1, a Linear, .*Register"):
         train_state.check_trained()
 
 
@@ -280,7 +280,7 @@ def test_training_a_layer_frozen_at_register_is_an_error(process_group):
     train_state = registered(distributed(), model, model)
     train_state.check_trained()
     model.requires_grad_(True)
-    with pytest.raises(RuntimeError, match="Model 0 of those registered, a Sequential"):
+    with pytest.raises(RuntimeError, match="registered model 0, a Sequential"):
         train_state.check_trained()
 
 
@@ -299,6 +299,13 @@ def test_model_frozen_after_register_may_be_trained(process_group):
     registration.adopt_wrappers(train_state, [])
     model.requires_grad_(True)
     train_state.check_trained()
+
+
+def test_static_graph_with_accumulation_is_an_error(process_group):
+    train_state, model, static = distributed(), linear(), {"static_graph": True}
+    registration.register(train_state, model, sgd(model), ddp_args=static, accumulation_steps=2)
+    with pytest.raises(ValueError, match="cannot accumulate gradients"):
+        registration.adopt_wrappers(train_state, [])
 
 
 @pytest.mark.parametrize(

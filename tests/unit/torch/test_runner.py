@@ -208,7 +208,7 @@ runner.operator.teacher.requires_grad_(True)
 try:
     runner.handle(TrainRequest(call=2, until_epoch=3))
 except RuntimeError as error:
-    assert "Model 1 of those registered, a Teacher" in str(error), error
+    assert "registered model 1, a Teacher" in str(error), error
 runner._train_state.step.is_partial = rank == 0
 runner.rejoin(context, 0)
 assert runner._train_state.step.is_partial, "a copy of a partial state is partial too"

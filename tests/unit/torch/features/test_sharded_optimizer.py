@@ -462,20 +462,25 @@ HALF = {"use_fp16": True, "amp_dtype": torch.float16}
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "match"),
     [
-        ({"sharding": "all"}, {}, ValueError, 'must be "optimizer", "full" or None'),
-        ({"sharding_args": {"copies": 1}}, {}, ValueError, "pass it too"),
+        ({"sharding": "all"}, {}, ValueError, 'must be "optimizer", "full", or None'),
+        ({"sharding_args": {"copies": 1}}, {}, ValueError, "has no effect without sharding"),
         ({**ON, "sharding_args": [1]}, {}, TypeError, "must be a dict"),
-        ({**ON, "sharding_args": {"wrap": 1}}, {}, ValueError, "takes 'copies' alone"),
+        ({**ON, "sharding_args": {"wrap": 1}}, {}, ValueError, "takes only 'copies'"),
         ({**FULL, "sharding_args": {"unload": 1}}, {}, ValueError, "'reshard_after_forward', 'wr"),
         ({**FULL, "sharding_args": {"offload": 1}}, {}, TypeError, "True or False"),
         ({**FULL, "sharding_args": {"wrap": 1}}, {}, TypeError, "must be a class of modules"),
         ({**FULL, "compile": True}, {}, ValueError, "does not work with register\\(compile"),
-        ({**FULL, "ddp_args": {"bucket_cap_mb": 1}}, {}, ValueError, "leave it, and ddp_args, out"),
+        (
+            {**FULL, "ddp_args": {"bucket_cap_mb": 1}},
+            {},
+            ValueError,
+            r"with register\(ddp_args",
+        ),
         (FULL, HALF, ValueError, "amp_dtype=torch.bfloat16"),
-        (several, {}, ValueError, "takes one optimizer"),
-        (scalar, {}, ValueError, r"divides parameters by rows, and Linear\.scale"),
+        (several, {}, ValueError, "got 2 optimizers"),
+        (scalar, {}, ValueError, r"Linear\.scale has no contiguous rows"),
         (compiled, {}, ValueError, "does not work with torch.compile"),
-        (wrapped, {}, ValueError, "uses no DistributedDataParallel"),
+        (wrapped, {}, ValueError, "does not work with DistributedDataParallel"),
         ({**FULL, "sharding_args": {"init_fn": 1}}, {}, TypeError, "must be a function of a mod"),
         ({**FULL, "sharding_args": {"init_fn": id}}, {}, ValueError, "and these have content"),
         (lambda: on_meta(sharding=None), {}, ValueError, "is on the meta device, and has no cont"),
@@ -490,7 +495,7 @@ HALF = {"use_fp16": True, "amp_dtype": torch.float16}
         (FULL, {"backend": "horovod"}, ValueError, 'does not work with backend="horovod"'),
         ({**ON, "sharding_args": {"copies": -1}}, {}, ValueError, "at least 0"),
         (ON, {"wrap_ddp": False}, ValueError, "does not work with wrap_ddp=False"),
-        (muon, {}, ValueError, "does not know Muon"),
+        (muon, {}, ValueError, "cannot shard Muon"),
         (lambda: embedding(sparse=True), {}, ValueError, "sparse gradients"),
         (stranger, {}, ValueError, "1 parameters that are in no registered model"),
         (strided, {}, ValueError, "does not fill its memory"),
@@ -532,5 +537,5 @@ def test_later_changes_that_sharding_does_not_support_raise(is_fully_sharded):
     is_fully_sharded.backward(model(torch.ones(3, 8)).sum())
     optimization.begin_batch(MicroBatch(1, 2))
     optimization.group.samples = 2
-    with pytest.raises(RuntimeError, match="are summed over the workers already"):
+    with pytest.raises(RuntimeError, match="raysgd cannot correct that"):
         is_fully_sharded.backward(model(torch.ones(2, 8)).sum())
