@@ -34,6 +34,12 @@ __all__ = [
 
 
 _METHODS_OF_THE_MODULE = (
+    "__bool__",
+    "__delitem__",
+    "__getitem__",
+    "__iter__",
+    "__len__",
+    "__setitem__",
     "_apply",
     "add_module",
     "apply",
@@ -53,8 +59,6 @@ _METHODS_OF_THE_MODULE = (
     "train",
 )
 """Methods of a wrapper that call the module's methods, so that names have no prefix."""
-_METHODS_OF_CONTAINERS = ("__delitem__", "__getitem__", "__iter__", "__len__", "__setitem__")
-"""The same for modules that have any of them."""
 
 
 class ReplicatedModel(DistributedDataParallel):
@@ -63,8 +67,8 @@ class ReplicatedModel(DistributedDataParallel):
     Under ``no_grad``, it calls the module directly. DistributedDataParallel would broadcast the
     buffers there as well, and block forever if workers validate different numbers of batches.
 
-    It has the attributes of the module, so that user code works as with one worker. Names of
-    parameters, buffers, modules and entries of the state dict have no prefix ``module.``.
+    It has the attributes and items of the module, and names without a prefix ``module.``, so that
+    user code works as with one worker.
     """
 
     _has_forward = False
@@ -109,25 +113,17 @@ class ReplicatedModel(DistributedDataParallel):
 
 def _of_module(name: str) -> Callable[..., Any]:
     def method(self: ReplicatedModel, *args: Any, **kwargs: Any) -> Any:
+        if name == "__bool__":  # a module that has no length has no such method
+            return bool(self.module)
         result = getattr(self.module, name)(*args, **kwargs)
         return self if result is self.module else result
 
     method.__name__ = name
-    method.__doc__ = f"Call ``{name}`` of the module."
     return method
 
 
 for _name in _METHODS_OF_THE_MODULE:
     setattr(ReplicatedModel, _name, _of_module(_name))
-
-
-class ReplicatedContainer(ReplicatedModel):
-    def __bool__(self) -> bool:
-        return bool(self.module)
-
-
-for _name in _METHODS_OF_CONTAINERS:
-    setattr(ReplicatedContainer, _name, _of_module(_name))
 
 
 def wrapped(
@@ -146,8 +142,7 @@ def wrapped(
     stays = is_criterion or only_running_statistics(model)
     if stays and "broadcast_buffers" not in given:
         given.setdefault("forward_sync_buffers", False)
-    has_items = any(hasattr(model, name) for name in _METHODS_OF_CONTAINERS)
-    return (ReplicatedContainer if has_items else ReplicatedModel)(model, **given)
+    return ReplicatedModel(model, **given)
 
 
 def check_exchanged(
@@ -180,8 +175,8 @@ def _check_no_gradient(optimizer: torch.optim.Optimizer, model: ReplicatedModel)
         kind = type(model.module).__name__
         raise RuntimeError(
             f"{type(optimizer).__name__}.step() has gradients of {kind} that the workers have not "
-            "averaged. They only average gradients of calls of the registered model, as in "
-            f"self.model(...). Compute the loss from the output of {kind}.forward."
+            "averaged. They average only gradients of calls of the registered model. Compute the "
+            "loss from the output of self.model(...)."
         )
 
 
@@ -236,19 +231,18 @@ def replicated(model: torch.nn.Module) -> bool:
 def rebuild(model: DistributedDataParallel, required: dict[str, bool]) -> None:
     """Rebuild the reducer of a wrapper, in place, for the current process group.
 
-    References in user code stay valid, and the wrapper keeps its settings and hooks. Every rank
-    must rebuild. A survivor orders its buckets by the gradients of its first step, and a
+    Every rank must rebuild. A survivor orders its buckets by the gradients of its first step, and a
     replacement worker does not. With the old reducer, they would silently add up different
-    parameters.
-
-    Args:
-        model: the wrapper.
-        required: see `averaged_parameters`.
+    parameters. `required` is the result of `averaged_parameters`.
     """
     group, comm_hooks = model.process_group, model._comm_hooks
     kept = {k: v for k, v in vars(model).items() if k not in ("process_group", "reducer", "logger")}
-    with _requiring_gradients(model.module, required):
+    held = required_gradients(model.module)
+    _require_gradients(model.module, {**held, **required})
+    try:
         model.__setstate__(kept)  # sets up a wrapper as after unpickling
+    finally:
+        _require_gradients(model.module, held)
     model._lazy_init_ran = model._static_graph_delay_allreduce_enqueued = False
     # Do this as on a replacement worker: a forward pass without gradients or synchronization
     # changes the flags.
@@ -259,25 +253,17 @@ def rebuild(model: DistributedDataParallel, required: dict[str, bool]) -> None:
             model.register_comm_hook(None if state is None else model.process_group, hook)
         else:
             warnings.warn(
-                f"The communication hook {getattr(hook, '__name__', hook)!r} is removed, because "
-                f"workers left or joined, and its state {type(state).__name__} differs on them.",
+                f"raysgd removed the communication hook {getattr(hook, '__name__', hook)!r}, "
+                f"because workers left or joined. Its state, a {type(state).__name__}, differs on "
+                "them. Register the hook again in on_world_change(self) of the operator.",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
 
-@contextlib.contextmanager
-def _requiring_gradients(module: torch.nn.Module, required: dict[str, bool]) -> Iterator[None]:
-    """Apply the ``requires_grad`` of `required` within the context."""
-    parameters = dict(module.named_parameters())
-    held = {name: parameter.requires_grad for name, parameter in parameters.items()}
-    try:
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(required.get(name, held[name]))
-        yield
-    finally:
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(held[name])
+def _require_gradients(module: torch.nn.Module, required: dict[str, bool]) -> None:
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(required[name])
 
 
 def required_gradients(module: torch.nn.Module) -> dict[str, bool]:
@@ -289,7 +275,7 @@ def averaged_parameters(
 ) -> dict[str, bool]:
     """Return whether a wrapper averages the gradients of each parameter, by name.
 
-    Call it at the end of `setup`. `required` is `required_gradients` before the model was wrapped.
+    `required` is the result of `required_gradients` before the model was wrapped.
     """
     required = required_gradients(model.module) if required is None else required
     averaged = [name for name, is_set in required.items() if is_set]

@@ -22,7 +22,6 @@ __all__ = [
     "is_like",
     "load_optimizer",
     "model_state",
-    "on_cpu",
     "renamed_states",
     "saved_name",
     "state_problem",
@@ -30,24 +29,18 @@ __all__ = [
 ]
 
 
-def to_cpu(tree: Any) -> Any:
-    """Return a copy of nested dicts, lists and tuples with every tensor on the CPU.
+def to_cpu(tree: Any, shares: bool = False) -> Any:
+    """Return a copy of nested dicts, lists, and tuples, with every tensor on the CPU.
 
-    The copy does not change as training continues. Values of other types are copied as well.
+    If `shares`, it shares CPU tensors and other objects with `tree`.
     """
 
-    def copy_leaf(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return deep_copied(leaf)
-        leaf = leaf.detach()
-        return leaf.clone() if leaf.device.type == "cpu" else leaf.cpu()
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach().to("cpu", copy=not shares)
+        return leaf if shares else deep_copied(leaf)
 
-    return map_leaves(tree, copy_leaf)
-
-
-def on_cpu(tree: Any) -> Any:
-    """Return nested dicts, lists and tuples with tensors on the CPU; CPU tensors are shared."""
-    return map_leaves(tree, lambda x: x.detach().cpu() if isinstance(x, torch.Tensor) else x)
+    return map_leaves(tree, move)
 
 
 def copy_leaf(leaf: Any) -> Any:
@@ -61,18 +54,15 @@ def copy_leaf(leaf: Any) -> Any:
 
 def copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
     """Return a CPU copy of `model` that can be pickled, without a temporary copy on its device."""
-    memo: dict[int, Any] = {}
-    for tensor in itertools.chain(model.parameters(), model.buffers()):
-        memo[id(tensor)] = _twin(tensor)
-    # Tensors that a forward pass left in attributes have a graph and cannot be copied.
-    for tensor in _tensors_in([vars(module) for module in model.modules()], set()):
-        if id(tensor) not in memo:
-            memo[id(tensor)] = _twin(tensor)
+    # `deepcopy` rejects tensors that a forward pass left in attributes, because they have a graph.
+    left = _tensors_in([vars(module) for module in model.modules()], set())
+    held = itertools.chain(model.parameters(), model.buffers(), left)
+    memo = {id(tensor): _twin(tensor) for tensor in held}
     try:
         copied_model = copy.deepcopy(model, memo)
     except Exception as error:
         raise TypeError(
-            f"The {type(model).__name__} cannot be copied: {error!r}. Use its weights, "
+            f"The model, a {type(model).__name__}, cannot be copied: {error!r}. Use its weights: "
             'trainer.state_dict()["models"].'
         ) from error
     for module in copied_model.modules():
@@ -103,7 +93,7 @@ def _twin(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors_in(held: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested dicts, lists and tuples, which may contain themselves."""
+    """Yield the tensors in nested dicts, lists, and tuples, which may contain themselves."""
     if isinstance(held, torch.Tensor):
         yield held
     elif isinstance(held, dict | list | tuple) and id(held) not in seen:
@@ -179,7 +169,7 @@ def _in_dtypes_of(saved: Any, held: Any) -> Any:
 def state_problem(held: Any, state: Mapping[str, Any]) -> str:
     """Return why an object cannot load a state. Return "" if no reason is known.
 
-    PyTorch's optimizers and schedulers load a state of another form, and fail in the next step.
+    Optimizers and schedulers of PyTorch load a wrong state, and fail in the next step.
     """
     if isinstance(held, torch.nn.Module):
         return _model_problem(held.state_dict(), state)
@@ -194,14 +184,14 @@ def state_problem(held: Any, state: Mapping[str, Any]) -> str:
 def _model_problem(held: Mapping[str, Any], state: Mapping[str, Any]) -> str:
     missing, unknown = held.keys() - state.keys(), state.keys() - held.keys()
     if missing or unknown:
-        return _differing(missing, unknown)
+        return _differing("it", missing, unknown)
     for key, value in held.items():
         if not isinstance(value, torch.Tensor):
             continue
-        found = state[key].shape if is_like(state[key], value) else None
-        if found != value.shape:
-            shape = "no tensor" if found is None else f"of shape {tuple(found)}"
-            return f"{key} is {shape}, not of shape {tuple(value.shape)}"
+        if not is_like(state[key], value):
+            return f"its {key} is no {str(value.layout).removeprefix('torch.')} tensor"
+        if state[key].shape != value.shape:
+            return f"its {key} has shape {tuple(state[key].shape)}, and not {tuple(value.shape)}"
     return ""
 
 
@@ -220,7 +210,7 @@ def _optimizer_problem(held: torch.optim.Optimizer, state: Mapping[str, Any]) ->
     sizes = [len(group["params"]) for group in groups]
     expected = [len(group["params"]) for group in held.param_groups]
     if sizes != expected:
-        return f"groups of {sizes} parameters, not of {expected}"
+        return f"its groups have {sizes} parameters, and not {expected}"
     # Releases of PyTorch add and remove flags.
     defaults = getattr(held, "defaults", {}).items()
     options = {name for name, value in defaults if not isinstance(value, bool | None)}
@@ -228,10 +218,8 @@ def _optimizer_problem(held: torch.optim.Optimizer, state: Mapping[str, Any]) ->
         # A wrapper, such as Lookahead, fills in its own options. Missing options are fine if none
         # are unknown.
         missing, unknown = (own.keys() & options) - group.keys(), group.keys() - own.keys()
-        if missing and unknown:
-            return f"groups {_differing(missing, unknown)}"
-        if missing & {"lr"}:
-            return "groups without lr"
+        if (missing and unknown) or "lr" in missing:
+            return _differing("a group", missing, unknown)
         if problem := _number_problem({name: own[name] for name in own.keys() & options}, group):
             return f"in a group, {problem}"
     return ""
@@ -241,12 +229,12 @@ def _scheduler_problem(held: Any, state: Any) -> str:
     if type(held).__module__ != lr_scheduler.__name__:
         return ""
     if not isinstance(state, Mapping):
-        return "it is no dict"
+        return f"it is a {type(state).__name__}, and not a dict"
     if problem := _number_problem(vars(held), state):
         return problem
     inner, saved = getattr(held, "_schedulers", []), state.get("_schedulers", [])
     if not isinstance(saved, list | tuple) or len(saved) != len(inner):
-        return f"it does not have {len(inner)} schedulers in it"
+        return f"it does not have {len(inner)} inner schedulers"
     return next(filter(None, map(_scheduler_problem, inner, saved)), "")
 
 
@@ -264,7 +252,7 @@ def _number_problem(held: Mapping[str, Any], state: Mapping[str, Any]) -> str:
         else:
             continue
         if not fits:
-            return f"its {name!r} is {given!r}, which is not like {own!r}"
+            return f"its {name!r} is {given!r}, and that of the registered one is {own!r}"
     return ""
 
 
@@ -272,11 +260,10 @@ def _is_number(value: Any) -> bool:
     return is_number(value) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
-def _differing(missing: set[Any], unknown: set[Any]) -> str:
-    return _named("without", missing) + ", " * bool(missing and unknown) + _named("with", unknown)
-
-
-def _named(how: str, keys: set[Any]) -> str:
-    shown = sorted(map(str, keys))[:3]
-    more = f" and {len(keys) - len(shown)} more" if len(keys) > len(shown) else ""
-    return f"{how} {', '.join(shown)}{more}" if keys else ""
+def _differing(what: str, missing: set[Any], unknown: set[Any]) -> str:
+    found = []
+    for verb, keys in (("lacks", missing), ("has unknown", unknown)):
+        shown = sorted(map(str, keys))[:3]
+        more = f" and {len(keys) - len(shown)} more" if len(keys) > len(shown) else ""
+        found += [f"{verb} {', '.join(shown)}{more}"] if keys else []
+    return f"{what} {', and '.join(found)}"

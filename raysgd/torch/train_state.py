@@ -28,7 +28,6 @@ from raysgd.torch.state import (
     copy_to_cpu,
     load_optimizer,
     model_state,
-    on_cpu,
     renamed_states,
     state_problem,
     to_cpu,
@@ -163,7 +162,7 @@ class TorchTrainState(TrainState):
 
         CPU tensors are shared if the state is pickled later.
         """
-        return to_cpu(state) if self.context.in_driver else on_cpu(state)
+        return to_cpu(state, shares=not self.context.in_driver)
 
     def settable(self) -> Any:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
