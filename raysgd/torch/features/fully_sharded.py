@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,9 @@ from raysgd.torch import collectives, ddp
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.meta import Init, materialize
 from raysgd.torch.sharding.fsdp import ShardedModels
-from raysgd.torch.sharding.layout import RowLayout
+from raysgd.torch.sharding.layout import Room
 from raysgd.torch.sharding.merge import PARAMETER
-from raysgd.torch.sharding.pieces import Piece, is_divided, slot_view
+from raysgd.torch.sharding.pieces import Piece, is_divided
 from raysgd.torch.state import copy_to_cpu, model_state, renamed_states
 from raysgd.torch.tensors import copy_all
 
@@ -48,7 +49,6 @@ class FullyShardedModel(ShardedOptimizer):
             models when it joins the other workers.
     """
 
-    _layout: RowLayout
     is_fully_sharded = True
     replicates = True
 
@@ -73,8 +73,8 @@ class FullyShardedModel(ShardedOptimizer):
         self._made: dict[tuple[int, int, int], torch.Tensor] = {}
         """Content for models on the meta device, by parameter, first element, and end."""
         self._lacks_content = init is not None
-        self._received: dict[tuple[int, int], torch.Tensor] = {}
-        """Gradients for the copies, by share and parameter."""
+        self._received: dict[int, Room] = {}
+        """Gradients for the copies, by share."""
         if dist.get_world_size() > 1:
             with_content = [value for value in self._values if not value.is_meta]
             collectives.broadcast_tensors(with_content, source=0)
@@ -83,7 +83,7 @@ class FullyShardedModel(ShardedOptimizer):
                 pass
         self._is_alone = is_alone
         copies, parameters = arguments.get("copies"), list(self.models.parameters)
-        super().__init__(optimizer, copies, state, parameters, RowLayout)
+        super().__init__(optimizer, copies, state, parameters)
         state.optimization.rows, state.optimization.whole_norm = _rows, _whole_norm
         state.optimization.sums_each_batch = True
 
@@ -91,25 +91,21 @@ class FullyShardedModel(ShardedOptimizer):
 
     def _meet(self) -> None:
         super()._meet()
-        self._received = {}
         layout, device = self._layout, self._device
         size, rank = layout.size, layout.rank
-        room = layout.room(rank, device)
-        for slot in layout.slots[rank][0]:
-            if (gradient := self.models.gradient(slot.which)) is not None:
-                slot_view(room, slot, slot, gradient.dtype).copy_(gradient)
-        sent = []
-        for each in range(1, layout.num_copies(size) + 1):
+        self._received, requests = {}, []
+        if not (num_copies := layout.num_copies(size)):
+            return
+        own = layout.room(rank, device)
+        for which, part in own.parts.items():
+            if (gradient := self.models.gradient(which)) is not None:
+                part.copy_(gradient)
+        for each in range(1, num_copies + 1):
             to, source = (rank + each) % size, (rank - each) % size
-            received = layout.room(source, device)
-            for slot in layout.slots[source][0]:
-                dtype = self._parameters[slot.which].dtype
-                self._received[source, slot.which] = slot_view(received, slot, slot, dtype)
-            if len(room):
-                sent.append(dist.P2POp(dist.isend, room, to))
-            if len(received):
-                sent.append(dist.P2POp(dist.irecv, received, source))
-        for work in dist.batch_isend_irecv(sent) if sent else ():
+            room = self._received[source] = layout.room(source, device)
+            requests += [dist.P2POp(dist.isend, each, to) for each in own.buffers]
+            requests += [dist.P2POp(dist.irecv, each, source) for each in room.buffers]
+        for work in dist.batch_isend_irecv(requests) if requests else ():
             work.wait()
 
     def _now(self, piece: Piece) -> torch.Tensor:
@@ -121,14 +117,14 @@ class FullyShardedModel(ShardedOptimizer):
         if gradient is None:  # the loss did not reach the parameter on any worker
             return None
         if share != self._layout.rank:
-            gradient = self._received[share, piece.which]
-        first, _ = self._layout.part(piece.which, share, self._layout.size)
+            gradient = self._received[share].parts[piece.which]
+        first, _ = self._layout.shares[share][piece.which]
         return gradient[piece.start - first : piece.stop - first]
 
     def _put_in_place(self) -> None:
         self._wait_for_updates()
-        pieces = [p for block in self._blocks for p in block.pieces if len(p.stepped)]
-        copy_all([self._now(piece) for piece in pieces], [piece.stepped for piece in pieces])
+        pairs = [(self._now(p), p.value) for p in self._pieces if p.value is not None]
+        copy_all([base for base, _ in pairs], [value for _, value in pairs])
         self._received = {}
 
     def _wait_for_updates(self) -> None:
@@ -230,31 +226,24 @@ class FullyShardedModel(ShardedOptimizer):
         return self._version, super().export_replica()
 
     def model_shards(self) -> list[list[tuple[Any, ...]]]:
-        pieces = self._own_pieces()
-        found = []
-        for names in self.models.names:
-            of_model: dict[int, tuple[str, ...]] = defaultdict(tuple)
+        known_as: list[dict[int, tuple[str, ...]]] = [defaultdict(tuple) for _ in self.models.names]
+        for of_model, names in zip(known_as, self.models.names, strict=True):
             for name, which in names.items():
                 of_model[which] += (name,)
-            found.append(
-                [
-                    (
-                        known_as,
-                        piece.start,
-                        piece.stop,
-                        tuple(self._parameters[which].shape),
-                        tuple(self._parameters[which].stride()),
-                        {PARAMETER: self._now(piece)},
-                    )
-                    for which, known_as in of_model.items()
-                    for piece in pieces[which]
-                ]
-            )
-        return found
+        return [
+            [
+                (of_model[piece.which], *self._place_of(piece), {PARAMETER: self._now(piece)})
+                for piece in self._pieces_of(self._layout.rank)
+                if piece.which in of_model
+            ]
+            for of_model in known_as
+        ]
 
     def tensors(self) -> dict[str, Any]:
         """Return this worker's rows of models and optimizer state, by their names in a file."""
-        pieces = self._own_pieces()
+        pieces: dict[int, list[Piece]] = defaultdict(list)
+        for piece in sorted(self._pieces_of(self._layout.rank), key=lambda piece: piece.start):
+            pieces[piece.which].append(piece)
         found: dict[str, Any] = {}
         seen: set[int] = set()
         for index, names in enumerate(self.models.names):
@@ -266,32 +255,24 @@ class FullyShardedModel(ShardedOptimizer):
                     seen.add(which)
                     found[f"models.{index}.{name}"] = self.models.rows_as(which, own)
         for which, of_parameter in pieces.items():
-            held = [self._state.get(piece.stepped, {}) for piece in of_parameter]
-            for name, value in held[0].items():
-                if not is_divided(value, of_parameter[0].stop - of_parameter[0].start):
-                    continue
-                rows = value if len(held) == 1 else torch.cat([each[name] for each in held])
-                key = f"optimizers.0.{self._numbers[which]}.{name}"
-                found[key] = self.models.rows_as(which, rows)
+            first = of_parameter[0]
+            for name, value in first.state.items():
+                if is_divided(value, first.stop - first.start):
+                    rows = torch.cat([piece.state[name] for piece in of_parameter])
+                    key = f"optimizers.0.{self._numbers[which]}.{name}"
+                    found[key] = self.models.rows_as(which, rows)
         return found
-
-    def _own_pieces(self) -> dict[int, list[Piece]]:
-        """Return the pieces of this rank's share, by parameter, in their order."""
-        pieces: dict[int, list[Piece]] = defaultdict(list)
-        for piece in (piece for block in self._own_blocks() for piece in block.pieces):
-            pieces[piece.which].append(piece)
-        for of_parameter in pieces.values():
-            of_parameter.sort(key=lambda piece: piece.start)
-        return pieces
 
     def _make(self, source: int) -> None:
         """Initialize this worker's shares of the models with the random state of rank `source`."""
         assert self._init is not None
         numbers = collectives.broadcast_object(torch.get_rng_state(), source)
-        rank, size = dist.get_rank(), dist.get_world_size()
+        layout = self._layout
+        layout.lay_out()
+        shares = [layout.shares[share] for share in layout.held_shares()]
         empty = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in self._parameters]
         self.models.put_whole(empty)
-        index = {id(parameter): n for n, parameter in enumerate(self.models.parameters)}
+        index = {id(parameter): which for which, parameter in enumerate(self.models.parameters)}
         self._lacks_content = False
         # If setup seeds all ranks alike, their random states remain alike.
         differ = not torch.equal(numbers, torch.get_rng_state())
@@ -300,11 +281,10 @@ class FullyShardedModel(ShardedOptimizer):
             for parameter, content in materialize(
                 self.models.models, self._init, self.models.device
             ):
-                number = index[id(parameter)]
-                for each in range(self._layout.num_copies(size) + 1):
-                    start, stop = self._layout.part(number, (rank - each) % size, size)
+                which = index[id(parameter)]
+                for start, stop in (share[which] for share in shares if which in share):
                     rows = content.view(-1)[start:stop].to(self._device, copy=True)
-                    self._made[number, start, stop] = rows
+                    self._made[which, start, stop] = rows
 
     @property
     def _device(self) -> torch.device:
@@ -313,17 +293,17 @@ class FullyShardedModel(ShardedOptimizer):
     def _held_shares(self) -> list[int]:
         return [] if self._lacks_content else super()._held_shares()
 
-    def _elements_of(self, index: int, start: int, stop: int) -> torch.Tensor | None:
-        if (rows := self._made.get((index, start, stop))) is not None:
+    def _elements_of(self, which: int, start: int, stop: int) -> torch.Tensor | None:
+        if (rows := self._made.get((which, start, stop))) is not None:
             return rows
-        parameter = self._parameters[index]
-        given = self._values[index].to(self._device, parameter.dtype)
+        given = self._values[which].to(self._device, self._parameters[which].dtype)
         return given.reshape(-1)[start:stop].clone()
 
-    def _held_base(self, piece: Piece, version: int) -> torch.Tensor | None:
+    def _message(self, piece: Piece, start: int, stop: int, version: int) -> tuple[Any, ...]:
         # A rank that is behind has computed the update, like all ranks, but has not applied it.
-        is_behind = self._version < version and len(piece.stepped)
-        return piece.stepped if is_behind else self._now(piece)
+        if self._version < version and piece.value is not None:
+            piece = replace(piece, base=piece.value)
+        return super()._message(piece, start, stop, version)
 
     @torch.no_grad()
     def _place(self) -> None:
@@ -339,8 +319,8 @@ class FullyShardedModel(ShardedOptimizer):
         self._undivided = self.optimizer.state = defaultdict(dict, kept)
         self._parameters = list(parameters)
         layout = self._layout
-        for piece in (piece for block in self._own_blocks() for piece in block.pieces):
-            first, _ = layout.part(piece.which, layout.rank, layout.size)
+        for piece in self._pieces_of(layout.rank):
+            first, _ = layout.shares[layout.rank][piece.which]
             room = self.models.local(piece.which)[piece.start - first : piece.stop - first]
             piece.base = room.copy_(self._now(piece))
 
@@ -351,18 +331,13 @@ class FullyShardedModel(ShardedOptimizer):
         # The collectives of DTensor hold the GIL while they wait, and gloo's threads need it.
         layout, is_first = self._layout, self._layout.rank == 0
         values = [torch.empty(p.shape if is_first else 0, dtype=p.dtype) for p in self._parameters]
-        for number in range(layout.size):
-            parts = [layout.part(index, number, layout.size) for index in range(len(values))]
-            rows = [self.models.local(index) for index in range(len(values))]
+        for number, share in enumerate(layout.shares):
+            rows = {which: self.models.local(which) for which in share}
             if number != layout.rank:
-                rows = [
-                    own.new_empty(stop - start)
-                    for own, (start, stop) in zip(rows, parts, strict=True)
-                ]
-            collectives.broadcast_tensors(rows, source=number)
-            for value, (start, stop), content in zip(values, parts, rows, strict=True):
-                if is_first:
-                    value.view(-1)[start:stop] = content
+                rows = {n: rows[n].new_empty(stop - start) for n, (start, stop) in share.items()}
+            collectives.broadcast_tensors(list(rows.values()), source=number)
+            for which, (start, stop) in share.items() if is_first else ():
+                values[which].view(-1)[start:stop] = rows[which]
         if not is_first:
             return []
         try:

@@ -11,7 +11,6 @@ already keeps that update and does not repeat it.
 
 from __future__ import annotations
 
-import bisect
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -23,17 +22,8 @@ from torch import optim
 
 from raysgd.loop.feature import ShardedFeature
 from raysgd.torch import collectives
-from raysgd.torch.sharding.layout import Layout, Transfer, transfers
-from raysgd.torch.sharding.pieces import (
-    Block,
-    Content,
-    Piece,
-    cut_like,
-    cut_value,
-    flat,
-    move_content,
-    slot_view,
-)
+from raysgd.torch.sharding.layout import Layout, Room, Transfer, transfers
+from raysgd.torch.sharding.pieces import Piece, cut_like, flat, on_device
 from raysgd.torch.tensors import copy_all
 
 if TYPE_CHECKING:
@@ -62,15 +52,15 @@ _PARTIAL = -1
 class ShardedOptimizer(ShardedFeature):
     """Lets the user's optimizer update this worker's share.
 
-    Hooks, schedulers, and groups remain. Within a step, the groups have the elements of the share
-    in place of the parameters. Between steps, the optimizer has the parameters and no state.
+    Hooks, schedulers, and groups remain. Within a step, the groups have the pieces of the share in
+    place of the parameters. Between steps, the optimizer has the parameters and no state.
 
     Args:
         optimizer: one of `ELEMENTWISE`, with averaged gradients.
         copies: see `Layout`.
         state: the training state; None for an optimizer alone.
-        parameters: the parameters to shard; None for the trained ones of the optimizer.
-        layout: the kind of layout.
+        parameters: parameters that are sharded too, by rows. None if workers have the whole
+            parameters; then those that the optimizer trains share its state.
     """
 
     def __init__(
@@ -79,23 +69,28 @@ class ShardedOptimizer(ShardedFeature):
         copies: int | None,
         state: TorchTrainState | None = None,
         parameters: Sequence[torch.Tensor] | None = None,
-        layout: type[Layout] = Layout,
     ) -> None:
         self.optimizer = optimizer
         self._train_state = state
         everything = [p for group in optimizer.param_groups for p in group["params"]]
         self._num_given = len(everything)
         numbers = {parameter: number for number, parameter in enumerate(everything)}
+        by_rows = parameters is not None
         if parameters is None:
             parameters = [parameter for parameter in everything if parameter.requires_grad]
         self._parameters: Sequence[torch.Tensor] = parameters
-        self._numbers = [numbers.get(p) if p.requires_grad else None for p in parameters]
-        self._layout = layout(parameters, [n is not None for n in self._numbers], copies)
-        self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        self._undivided = self._state  # of frozen parameters; Adagrad has it from the start
-        self._blocks: list[Block] = []
+        self._numbers = {
+            which: numbers[parameter]
+            for which, parameter in enumerate(parameters)
+            if parameter.requires_grad and parameter in numbers
+        }
+        """The number in the optimizer of each parameter that it updates."""
+        self._layout = Layout(parameters, self._numbers, copies, by_rows)
+        self._pieces: list[Piece] = []
+        self._stepped: list[Piece] = []
+        """Pieces that the optimizer has within a step."""
         self._swapped: list[list[torch.Tensor]] | None = None
-        self._buffers: dict[int, torch.Tensor] = {}
+        self._rooms: dict[int, Room] = {}
         # Number of updates of the parameters, now and at the last commit.
         self._version = self._committed = 0
         # Identifies the run and the states that it loaded. Workers with another token have other
@@ -115,40 +110,36 @@ class ShardedOptimizer(ShardedFeature):
     def _begin_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._check_step(args[1:], kwargs)
         self._meet()
+        layout = self._layout
+        self._rooms = {share: layout.room(share, self._device) for share in layout.held_shares()}
+        pieces, views, content = [], [], []
+        for share, room in self._rooms.items():
+            for piece in self._pieces_of(share):
+                if (part := room.parts.get(piece.which)) is None:
+                    continue
+                first, _ = layout.shares[share][piece.which]
+                view = part[piece.start - first : piece.stop - first]
+                updated = piece.value if piece.version > self._version else None
+                if updated is None:
+                    view.grad = self._gradient(share, piece)
+                pieces.append(piece)
+                views.append(view)
+                content.append(self._now(piece) if updated is None else updated)
+        copy_all(views, content)
+        group_of = [i for i, group in enumerate(optimizer.param_groups) for _ in group["params"]]
         params: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
-        groups = enumerate(optimizer.param_groups)
-        group_of = [number for number, group in groups for _ in group["params"]]
-        layout, shares = self._layout, self._shares()
-        self._buffers = {share: layout.room(share, self._device) for share, _ in shares}
-        into, content, uncommitted = [], [], []
-        for share, blocks in shares:
-            room = self._buffers[share]
-            places = {slot.which: slot for slot in layout.slots[share][0]}
-            for block in blocks:
-                for piece in block.pieces:
-                    if (number := self._numbers[piece.which]) is None:
-                        continue
-                    dtype = self._parameters[piece.which].dtype
-                    view = slot_view(room, places[piece.which], piece, dtype)
-                    into.append(view)
-                    if block.version > self._version:
-                        content.append(piece.stepped)
-                        uncommitted.append((piece, view))
-                        continue
-                    content.append(self._now(piece))
-                    piece.stepped.grad = None
-                    piece.stepped.data = view
-                    piece.stepped.grad = self._gradient(share, piece)
-                    params[group_of[number]].append(piece.stepped)
-        copy_all(into, content)
-        for piece, view in uncommitted:  # last, so that an error leaves them unchanged
-            if piece.stepped in self._state:
-                self._state[view] = self._state.pop(piece.stepped)
-            piece.stepped = view
+        state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        for piece, view in zip(pieces, views, strict=True):
+            piece.value = view
+            if piece.version <= self._version:
+                params[group_of[self._numbers[piece.which]]].append(view)
+                if piece.state:
+                    state[view] = piece.state
+                self._stepped.append(piece)
         self._swapped = [group["params"] for group in optimizer.param_groups]
-        for group, pieces in zip(optimizer.param_groups, params, strict=True):
-            group["params"] = pieces
-        optimizer.state = self._state
+        for group, of_group in zip(optimizer.param_groups, params, strict=True):
+            group["params"] = of_group
+        optimizer.state = state
 
     def _meet(self) -> None:
         """Wait until all workers have computed the gradients, so that either all or none update."""
@@ -169,8 +160,8 @@ class ShardedOptimizer(ShardedFeature):
         if self._swapped is None:
             return
         self._give_back()
-        for block in self._blocks:
-            block.version = self._version + 1
+        for piece in self._pieces:
+            piece.version = self._version + 1
         if self._train_state is not None and self._train_state.optimization.in_helper:
             for parameter in self._parameters:
                 parameter.grad = None  # frees memory for the shares of other workers
@@ -181,61 +172,59 @@ class ShardedOptimizer(ShardedFeature):
         """Copy the updates of all workers into the parameters."""
         into, content = [], []
         for share, room in self._exchange().items():
-            for slot in self._layout.slots[share][0]:
-                parameter = self._parameters[slot.which]
-                into.append(flat(parameter)[slot.start : slot.stop])
-                content.append(slot_view(room, slot, slot, parameter.dtype))
+            for which, updated in room.parts.items():
+                start, stop = self._layout.shares[share][which]
+                into.append(flat(self._parameters[which])[start:stop])
+                content.append(updated)
         copy_all(into, content)
 
-    def _exchange(self) -> dict[int, torch.Tensor]:
+    def _exchange(self) -> dict[int, Room]:
         """Return the updated elements of all shares.
 
         One broadcast per share sends as much as an all-gather, and needs half of its memory.
         """
         layout, size = self._layout, self._layout.size
-        if len(self._buffers) == size:
-            return self._buffers
-        rooms = {n: layout.room(n, self._device) for n in range(size) if n != layout.rank}
-        rooms[layout.rank] = self._buffers[layout.rank]
+        if len(self._rooms) == size:
+            return self._rooms
+        own, device = self._rooms[layout.rank], self._device
+        rooms = {n: own if n == layout.rank else layout.room(n, device) for n in range(size)}
         works = [
-            dist.broadcast(rooms[n], src=n, async_op=True) for n in range(size) if len(rooms[n])
+            dist.broadcast(buffer.view(torch.uint8), src=share, async_op=True)
+            for share, room in rooms.items()
+            for buffer in room.buffers
         ]
         for work in works:
             work.wait()
-        if rooms[0].device.type == "cuda":  # errors must surface before parameters change
+        if device.type == "cuda":  # errors must surface before parameters change
             torch.cuda.current_stream().synchronize()
         return rooms
 
     def _give_back(self) -> None:
-        """Restore the parameters of the optimizer, and keep the state of the shares."""
+        """Restore the parameters of the optimizer, and keep the state of the pieces."""
         if self._swapped is None:
             return
         for group, parameters in zip(self.optimizer.param_groups, self._swapped, strict=True):
             group["params"] = parameters
-        self._swapped = None
+        for piece in self._stepped:
+            assert piece.value is not None
+            piece.state = self.optimizer.state.get(piece.value, {})
+            piece.value.grad = None
         self.optimizer.state = self._undivided
-        for block in self._blocks:
-            for piece in block.pieces:
-                piece.stepped.grad = None
+        self._swapped, self._stepped = None, []
 
     def commit(self) -> None:
         self._committed = self._version
-        self._buffers = {}
-        self.ranks_in_sync = True
-        for block in self._blocks:
-            if block.version == self._version:
-                for piece in block.pieces:
-                    piece.stepped.data = piece.stepped.new_empty(0)
-            else:
-                self.ranks_in_sync = False
+        self._rooms = {}
+        self.ranks_in_sync = all(piece.version == self._version for piece in self._pieces)
+        for piece in self._pieces:
+            if piece.version == self._version:
+                piece.value = None
 
     def roll_back(self) -> None:
-        if self._swapped is not None:  # the optimizer raised within its step
-            for block in self._blocks:
-                if block.version == self._version:
-                    block.version = _PARTIAL
+        for piece in self._stepped:  # the optimizer raised within its step
+            piece.version = _PARTIAL
         self._give_back()
-        self._buffers = {}  # pieces with an uncommitted update keep theirs
+        self._rooms = {}  # pieces with an uncommitted update keep theirs
         step = None if self._train_state is None else self._train_state.step
         if step is not None and step.is_open and step.has_several_updates:
             self._version = self._committed  # `Rollback` restores the parameters
@@ -260,32 +249,33 @@ class ShardedOptimizer(ShardedFeature):
 
         Every worker starts with the full state.
         """
-        whole = self.optimizer.state
-        updated = {p for p, n in zip(self._parameters, self._numbers, strict=True) if n is not None}
+        whole, layout = self.optimizer.state, self._layout
+        updated = {self._parameters[which] for which in self._numbers}
+        # The state of frozen parameters is not divided. Adagrad has it from the start.
         rest = {p: whole[p] for p in whole.keys() - updated}
         self._undivided = self.optimizer.state = defaultdict(dict, rest)
-        self._state, self._blocks, self._buffers = defaultdict(dict), [], {}
-        layout = self._layout
+        self._pieces, self._rooms = [], {}
         layout.lay_out()
-        held = [each for n in self._held_shares() for each in layout.share(n, layout.size)]
-        for start, stop in held:
-            contents = []
-            for index, first, end in layout.cuts(start, stop):
-                parameter = self._parameters[index]
+        for share in self._held_shares():
+            for which, (start, stop) in layout.shares[share].items():
+                parameter = self._parameters[which]
                 state = {
-                    name: self._convert(name, cut_like(value, parameter, first, end), parameter)
+                    name: self._convert(name, cut_like(value, parameter, start, stop), parameter)
                     for name, value in whole.get(parameter, {}).items()
                     if parameter in updated
                 }
-                base = self._elements_of(index, first, end)
-                contents.append(Content(index, first, end, None, state, base))
-            self._add(self._state, self._blocks, start, stop, self._version, contents)
+                base = self._elements_of(which, start, stop)
+                self._pieces.append(Piece(which, start, stop, self._version, state, base=base))
         self._token = self._token[0], self._token[1] + 1
         self.ranks_in_sync, self.lacks_shards = True, False
 
     def _convert(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
         """Return a value of the state with the dtype and device that the optimizer needs."""
         return value
+
+    def _elements_of(self, which: int, start: int, stop: int) -> torch.Tensor | None:
+        """Return elements of a parameter if parameters are sharded too."""
+        return None
 
     def load_shards(self, state: Mapping[str, Any]) -> None:
         self.take_state()
@@ -295,37 +285,23 @@ class ShardedOptimizer(ShardedFeature):
 
     def shards(self) -> list[tuple[Any, ...]]:
         return [
-            (
-                self._numbers[piece.which],
-                piece.start,
-                piece.stop,
-                tuple(self._parameters[piece.which].shape),
-                tuple(self._parameters[piece.which].stride()),
-                self._state[piece.stepped],
-            )
-            for block in self._own_blocks()
-            for piece in block.pieces
-            if piece.stepped in self._state
+            (self._numbers[piece.which], *self._place_of(piece), piece.state)
+            for piece in self._pieces_of(self._layout.rank)
+            if piece.state
         ]
 
-    def _elements_of(self, index: int, start: int, stop: int) -> torch.Tensor | None:
-        """Return elements of a parameter for a piece if parameters are sharded too."""
-        return None
+    def _place_of(self, piece: Piece) -> tuple[Any, ...]:
+        parameter = self._parameters[piece.which]
+        return piece.start, piece.stop, tuple(parameter.shape), tuple(parameter.stride())
 
     def export_replica(self) -> Any:
-        blocks = [(b.start, b.stop, b.version) for b in self._blocks]
-        return self._token, [
-            (*block, [tuple(each) for each in self._contents(*block[:2], self._version)])
-            for block in blocks
-        ]
+        messages = [self._message(p, p.start, p.stop, self._version) for p in self._pieces]
+        return self._token, messages
 
     def import_replica(self, replica: Any) -> None:
-        token, blocks = replica
-        if token != self._token:
-            return
-        for start, stop, version, contents in blocks:
-            on_device = [move_content(Content(*each), self._device) for each in contents]
-            self._add(self._state, self._blocks, start, stop, version, on_device)
+        token, messages = replica
+        if token == self._token:
+            self._pieces += [on_device(message, self._device) for message in messages]
 
     def receive(self, leader: int) -> Callable[[], None]:
         self.reshard(leader)
@@ -336,133 +312,77 @@ class ShardedOptimizer(ShardedFeature):
 
         A worker keeps its old shards until all workers have the new ones.
         """
-        rank, size = dist.get_rank(), dist.get_world_size()
-        own = [(block.start, block.stop, block.version) for block in self._blocks]
+        rank, size, layout = dist.get_rank(), dist.get_world_size(), self._layout
+        own = [(piece.which, piece.start, piece.stop, piece.version) for piece in self._pieces]
         holdings: list[Any] = [None] * size
         dist.all_gather_object(holdings, (self._token, self._version, own))
         token, version, _ = holdings[leader]
-        layout = self._layout
-        held = [blocks if of == token else [] for of, _, blocks in holdings]
+        held = [pieces if of == token else [] for of, _, pieces in holdings]
         shares = [layout.share(each, size) for each in range(size)]
         planned = transfers(shares, layout.num_copies(size), version, held)
         self.lacks_shards = planned is None
         if planned is None:
             return
-        messages: dict[tuple[int, tuple[int, ...]], list[Transfer]] = {}
+        batches: dict[tuple[int, tuple[int, ...]], list[Transfer]] = defaultdict(list)
         for each in planned:
-            messages.setdefault((each.source, each.to), []).append(each)
-        state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        blocks: list[Block] = []
-        for (source, to), of_it in messages.items():
-            if to != (source,):
-                found = self._transfer(of_it, version, source, to)
-            elif rank == source:
-                found = [self._contents(start, stop, version) for start, stop, *_ in of_it]
+            batches[each.source, each.to].append(each)
+        pieces: list[Piece] = []
+        for (source, to), batch in batches.items():
+            messages = self._transfer(batch, version, source, to)
             if rank in to:
-                for (start, stop, newest, *_), contents in zip(of_it, found, strict=True):
-                    self._add(state, blocks, start, stop, newest, contents)
+                pieces += [Piece(*message) for message in messages]
         collectives.minimum(0, self._device)  # after this, no worker needs the old shards
-        self._state, self._blocks, self._buffers = state, blocks, {}
+        self._pieces, self._rooms = pieces, {}
         self._token, self._version, self._committed = token, version, version
         layout.lay_out()
         self.ranks_in_sync = all(each.version == version for each in planned)
 
     def _transfer(
-        self,
-        planned: Sequence[Transfer],
-        version: int,
-        source: int,
-        to: Sequence[int],
-    ) -> list[list[Content]]:
-        """Send or receive elements of rank `source`."""
+        self, batch: Sequence[Transfer], version: int, source: int, to: Sequence[int]
+    ) -> list[tuple[Any, ...]]:
+        """Send or receive elements of rank `source`. Return their messages."""
         rank, device = dist.get_rank(), self._device
+
+        def messages() -> list[tuple[Any, ...]]:
+            found = ((self._newest(each), each.start, each.stop) for each in batch)
+            return [self._message(*each, version) for each in found]
+
+        if to == (source,):
+            return messages() if rank == source else []
         everyone = device.type != "cpu"  # only gloo sends to some ranks
         if not everyone and rank != source and rank not in to:
             return []
-        sent: list[list[tuple[Any, ...]]] = collectives.broadcast_state(
-            lambda: [
-                [tuple(each) for each in self._contents(start, stop, version)]
-                for start, stop, *_ in planned
-            ],
-            source,
-            device,
-            None if everyone else to,
+        sent: list[tuple[Any, ...]]
+        sent = collectives.broadcast_state(messages, source, device, None if everyone else to)
+        return sent
+
+    def _newest(self, planned: Transfer) -> Piece:
+        fitting = (
+            piece
+            for piece in self._pieces
+            if piece.which == planned.which
+            and piece.start <= planned.start
+            and planned.stop <= piece.stop
         )
-        return [[Content(*each) for each in contents] for contents in sent]
+        return max(fitting, key=lambda piece: piece.version)
 
-    def _contents(self, start: int, stop: int, version: int) -> list[Content]:
-        """Return this rank's newest version of some elements."""
-        fitting = [b for b in self._blocks if b.start <= start and stop <= b.stop]
-        block = max(fitting, key=lambda b: b.version)
-        contents = []
-        for piece in block.pieces:
-            first = self._layout.starts[piece.which] + piece.start
-            a, b = max(start - first, 0), min(stop - first, piece.stop - piece.start)
-            if a >= b:
-                continue
-            length = piece.stop - piece.start
-            state = {
-                name: cut_value(value, length, a, b)
-                for name, value in self._state.get(piece.stepped, {}).items()
-            }
-            value = piece.stepped[a:b].clone() if block.version > version else None
-            base = self._held_base(piece, version)
-            contents.append(
-                Content(
-                    piece.which,
-                    piece.start + a,
-                    piece.start + b,
-                    value,
-                    state,
-                    None if base is None else base[a:b].clone(),
-                )
-            )
-        return contents
-
-    def _held_base(self, piece: Piece, version: int) -> torch.Tensor | None:
-        """Return the elements of a piece in a version if parameters are sharded too."""
-        return None
-
-    def _add(
-        self,
-        state: defaultdict[torch.Tensor, Any],
-        blocks: list[Block],
-        start: int,
-        stop: int,
-        version: int,
-        contents: Sequence[Content],
-    ) -> None:
-        pieces = []
-        for index, first, end, value, of_piece, base in contents:
-            stepped = value
-            if stepped is None:
-                dtype = self._parameters[index].dtype
-                stepped = torch.empty(0, dtype=dtype, device=self._device)
-            if of_piece:
-                state[stepped] = of_piece
-            pieces.append(Piece(index, first, end, stepped, base))
-        blocks.append(Block(start, stop, version, pieces))
+    def _message(self, piece: Piece, start: int, stop: int, version: int) -> tuple[Any, ...]:
+        """Return some elements for workers whose parameters have a version."""
+        return piece.message(start, stop, is_ahead=piece.version > version)
 
     def _held_shares(self) -> list[int]:
         return self._layout.held_shares()
 
-    def _shares(self) -> list[tuple[int, list[Block]]]:
-        """Return the shares that this rank holds with their blocks, its own share first."""
-        found = []
-        for share in self._held_shares():
-            parts = self._layout.share(share, self._layout.size)
-            starts = [start for start, _ in parts]
-            blocks = []
-            for block in self._blocks:
-                number = bisect.bisect_right(starts, block.start) - 1
-                if number >= 0 and block.stop <= parts[number][1]:
-                    blocks.append(block)
-            found.append((share, blocks))
-        return found
-
-    def _own_blocks(self) -> list[Block]:
-        _, blocks = self._shares()[0]
-        return blocks
+    def _pieces_of(self, share: int) -> list[Piece]:
+        """Return this worker's pieces of a share."""
+        parts = self._layout.shares[share]
+        return [
+            piece
+            for piece in self._pieces
+            if piece.which in parts
+            and parts[piece.which][0] <= piece.start
+            and piece.stop <= parts[piece.which][1]
+        ]
 
     @property
     def _device(self) -> torch.device:

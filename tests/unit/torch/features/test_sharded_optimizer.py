@@ -20,7 +20,7 @@ from raysgd.loop.requests import TrainRequest
 from raysgd.torch.features.sharded_optimizer import ELEMENTWISE, ShardedOptimizer
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import build_operator
-from raysgd.torch.sharding.layout import share_of, transfers
+from raysgd.torch.sharding.layout import Layout, transfers
 from raysgd.torch.sharding.merge import gather_state
 from raysgd.torch.sharding.pieces import is_dense
 from raysgd.torch.train_state import OperatorSettings
@@ -68,37 +68,41 @@ def histories(draw):
     return total, groups
 
 
-@given(histories())
-def test_one_copy_survives_one_loss_at_a_time(history):
+@given(histories(), st.booleans())
+def test_one_copy_survives_one_loss_at_a_time(history, by_rows):
     total, groups = history
-    held = {worker: [] for worker in groups[0]}
-    held[groups[0][0]] = [(0, total, 0)]
+    parameters = [torch.empty(total, 2), torch.empty(3)]
+    layout = Layout(parameters, [0, 1], 1, by_rows)
+    everything = {(which, n) for which, p in enumerate(parameters) for n in range(p.numel())}
+    held = {groups[0][0]: [(which, 0, p.numel(), 0) for which, p in enumerate(parameters)]}
     for group in groups:
-        shares = [[share_of(total, len(group), rank)] for rank in range(len(group))]
+        shares = [layout.share(rank, len(group)) for rank in range(len(group))]
+        assert sorted(n for share in map(elements, shares) for n in share) == sorted(everything)
         planned = transfers(shares, 1, 0, [held.get(worker, []) for worker in group])
         assert planned is not None
-        for transfer in planned:  # each source has what it sends
-            source = held[group[transfer.source]]
-            assert any(a <= transfer.start and transfer.stop <= b for a, b, _ in source)
+        for which, start, stop, _, source, _ in planned:  # each source has what it sends
+            has = [(a, b) for n, a, b, _ in held[group[source]] if n == which]
+            assert any(a <= start and stop <= b for a, b in has)
         held = {
-            worker: [t[:3] for t in planned if rank in t.to] for rank, worker in enumerate(group)
+            worker: [t[:4] for t in planned if rank in t.to] for rank, worker in enumerate(group)
         }
         for rank, worker in enumerate(group):
-            has = {n for start, stop, _ in held[worker] for n in range(start, stop)}
-            shares = (
-                share_of(total, len(group), rank),
-                share_of(total, len(group), (rank - 1) % len(group)),
-            )
-            assert has == {n for start, stop in shares for n in range(start, stop)}
+            has = {(which, n) for which, a, b, _ in held[worker] for n in range(a, b)}
+            assert has == elements(shares[rank]) | elements(shares[rank - 1])
+
+
+def elements(share):
+    return {(which, n) for which, part in share.items() for n in range(*part)}
 
 
 def test_transfers_send_the_newest_version_and_ignore_outdated_ones():
-    halves = [[(0, 1)], [(1, 2)]]
-    (one, other) = transfers(halves, 0, 5, [[(0, 2, 5)], [(0, 1, 6), (1, 2, 4)]])
-    assert one == (0, 1, 6, 1, (0,))
-    assert other == (1, 2, 5, 0, (1,))
-    assert transfers([[(0, 2)]], 0, 5, [[(0, 2, 4)]]) is None
-    assert transfers([[(0, 2)]], 0, 5, [[(0, 2, 6), (0, 2, 5)]]) == [(0, 2, 6, 0, (0,))]
+    halves = [{0: (0, 1)}, {0: (1, 2)}]
+    (one, other) = transfers(halves, 0, 5, [[(0, 0, 2, 5)], [(0, 0, 1, 6), (0, 1, 2, 4)]])
+    assert one == (0, 0, 1, 6, 1, (0,))
+    assert other == (0, 1, 2, 5, 0, (1,))
+    whole = [{0: (0, 2)}]
+    assert transfers(whole, 0, 5, [[(0, 0, 2, 4)]]) is None
+    assert transfers(whole, 0, 5, [[(0, 0, 2, 6), (0, 0, 2, 5)]]) == [(0, 0, 2, 6, 0, (0,))]
 
 
 # ---- workers that leave and join
