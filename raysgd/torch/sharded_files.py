@@ -36,8 +36,8 @@ def write_state(train_state: TorchTrainState, state: dict[str, Any], folder: str
             'save(sharded=True) needs models with register(sharding="full"). Leave sharded out.'
         )
     full = train_state.feature("FullyShardedModel")
-    if full is None:
-        write(_named_tensors(state), folder)
+    if full is None:  # one worker: its state is complete
+        write({}, folder)
         return _hash_in(folder)
     for number, start, stop, _, _, values in state.pop("shares")[0]:
         rest = {n: v for n, v in values.items() if not is_divided(v, stop - start)}
@@ -136,28 +136,6 @@ def _reporting(folder: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(f"Cannot save to {folder}: {error}. {_SHARE}") from error
-
-
-def _named_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Remove the tensors from an unsharded state. Return them under their names in the file."""
-    found: dict[str, torch.Tensor] = {}
-    for index, model in enumerate(state["models"]):
-        for name in [name for name, value in model.items() if _is_large(value)]:
-            found[f"models.{index}.{name}"] = model.pop(name).contiguous()
-    for index, optimizer in enumerate(state["optimizers"]):
-        for number, values in optimizer["state"].items():
-            for name in [name for name, value in values.items() if _is_large(value)]:
-                found[f"optimizers.{index}.{number}.{name}"] = values.pop(name).contiguous()
-    seen: set[int] = set()
-    for name, tensor in found.items():  # the file cannot hold tied tensors
-        if tensor.data_ptr() in seen:
-            found[name] = tensor.clone()
-        seen.add(tensor.data_ptr())
-    return found
-
-
-def _is_large(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def with_tensors(state: Mapping[str, Any], copy: bool) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from raysgd.data.partition import MicroBatch
 from raysgd.torch import collectives, ddp
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.meta import Init, materialize
@@ -65,9 +66,8 @@ class FullyShardedModel(ShardedOptimizer):
         wrap, again = arguments.get("wrap"), arguments.get("reshard_after_forward")
         offload = arguments.get("offload", False)
         self.models = ShardedModels(models, wrap, again, dtype, device, offload)
-        for model in models:
-            if not ddp.only_running_statistics(model):
-                self.models.before[model] = _share_buffers
+        self._sharing = [m for m in models if not ddp.only_running_statistics(m)]
+        """Models with other buffers than the statistics of batch normalization."""
         self._values: Sequence[torch.Tensor] = [p.detach() for p in self.models.parameters]
         self._init = init
         self._made: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -89,6 +89,11 @@ class FullyShardedModel(ShardedOptimizer):
 
     # ---- training step
 
+    def begin_batch(self, place: MicroBatch) -> None:
+        """Broadcast buffers, as DistributedDataParallel does before a forward pass."""
+        buffers = [buffer for model in self._sharing for buffer in model.buffers()]
+        collectives.broadcast_tensors(buffers, source=0)
+
     def _meet(self) -> None:
         super()._meet()
         layout, device = self._layout, self._device
@@ -100,11 +105,11 @@ class FullyShardedModel(ShardedOptimizer):
         for which, part in own.parts.items():
             if (gradient := self.models.gradient(which)) is not None:
                 part.copy_(gradient)
-        for each in range(1, num_copies + 1):
-            to, source = (rank + each) % size, (rank - each) % size
+        for distance in range(1, num_copies + 1):
+            to, source = (rank + distance) % size, (rank - distance) % size
             room = self._received[source] = layout.room(source, device)
-            requests += [dist.P2POp(dist.isend, each, to) for each in own.buffers]
-            requests += [dist.P2POp(dist.irecv, each, source) for each in room.buffers]
+            requests += [dist.P2POp(dist.isend, buffer, to) for buffer in own.bytes()]
+            requests += [dist.P2POp(dist.irecv, buffer, source) for buffer in room.bytes()]
         for work in dist.batch_isend_irecv(requests) if requests else ():
             work.wait()
 
@@ -178,8 +183,7 @@ class FullyShardedModel(ShardedOptimizer):
             for parameter, number in zip(everything, numbers, strict=True)
             if number in of_optimizer["state"]
         }
-        held = {"state": defaultdict(dict, given), "param_groups": self.optimizer.param_groups}
-        self.optimizer.__setstate__(held)  # converts states of older files
+        self.optimizer.state = defaultdict(dict, given)
         self.take_state()
 
     def _convert(self, name: str, value: Any, parameter: torch.Tensor) -> Any:
@@ -214,16 +218,6 @@ class FullyShardedModel(ShardedOptimizer):
         self._lacks_content = False
         if not self.lacks_shards:
             self._place()
-
-    def import_replica(self, replica: Any) -> None:
-        """Keep a replica of the same step. Ignore a replica of another step."""
-        version, content = replica
-        if version == self._version:
-            super().import_replica(content)
-
-    def export_replica(self) -> Any:
-        """Return the replica with its version."""
-        return self._version, super().export_replica()
 
     def model_shards(self) -> list[list[tuple[Any, ...]]]:
         known_as: list[dict[int, tuple[str, ...]]] = [defaultdict(tuple) for _ in self.models.names]
@@ -373,12 +367,6 @@ def _whole_norm(norm: torch.Tensor) -> torch.Tensor:
     squared = norm.square()
     dist.all_reduce(squared)
     return squared.sqrt()
-
-
-def _share_buffers(model: torch.nn.Module, *_: Any) -> None:
-    """Broadcast buffers before a forward pass, as DistributedDataParallel does."""
-    if torch.is_grad_enabled():
-        collectives.broadcast_tensors(list(model.buffers()), source=0)
 
 
 class UnshardedModel:

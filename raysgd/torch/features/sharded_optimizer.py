@@ -189,9 +189,9 @@ class ShardedOptimizer(ShardedFeature):
         own, device = self._rooms[layout.rank], self._device
         rooms = {n: own if n == layout.rank else layout.room(n, device) for n in range(size)}
         works = [
-            dist.broadcast(buffer.view(torch.uint8), src=share, async_op=True)
+            dist.broadcast(buffer, src=share, async_op=True)
             for share, room in rooms.items()
-            for buffer in room.buffers
+            for buffer in room.bytes()
         ]
         for work in works:
             work.wait()
@@ -296,11 +296,12 @@ class ShardedOptimizer(ShardedFeature):
 
     def export_replica(self) -> Any:
         messages = [self._message(p, p.start, p.stop, self._version) for p in self._pieces]
-        return self._token, messages
+        return self._token, self._version, messages
 
     def import_replica(self, replica: Any) -> None:
-        token, messages = replica
-        if token == self._token:
+        """Keep a replica of the same step. Ignore a replica of another step."""
+        token, version, messages = replica
+        if (token, version) == (self._token, self._version):
             self._pieces += [on_device(message, self._device) for message in messages]
 
     def receive(self, leader: int) -> Callable[[], None]:

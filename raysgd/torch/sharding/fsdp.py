@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
@@ -128,8 +128,6 @@ class ShardedModels:
             }
             for model in models
         ]
-        self.before: dict[torch.nn.Module, Callable[..., None]] = {}
-        """Functions that `shard` registers to be called with a model before its forward passes."""
         self._rows_mesh: DeviceMesh | None = None
         self._blocks: dict[torch.nn.Module, list[int]] = {}
         """The modules that are gathered separately, inner ones first, and their parameters."""
@@ -199,8 +197,6 @@ class ShardedModels:
             )
             for number, name in names.items():
                 self.parameters[number] = getattr(unit, name)
-        for model, hook in self.before.items():
-            self._units[model].register_forward_pre_hook(functools.partial(hook, model))
 
     def put_whole(self, values: Sequence[torch.Tensor]) -> None:
         """Let the models have complete parameters until `shard`."""

@@ -81,9 +81,13 @@ class Room(NamedTuple):
     """Memory for the updated elements of a share."""
 
     buffers: list[torch.Tensor]
-    """One per dtype, to be sent."""
+    """One per dtype."""
     parts: dict[int, torch.Tensor]
     """The part of each parameter, as a view."""
+
+    def bytes(self) -> list[torch.Tensor]:
+        """Return the buffers to send. Backends lack some dtypes."""
+        return [buffer.view(torch.uint8) for buffer in self.buffers]
 
 
 class Layout:
