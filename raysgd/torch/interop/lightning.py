@@ -11,6 +11,7 @@ import copy
 import importlib
 import inspect
 import logging
+import numbers
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
@@ -37,34 +38,28 @@ __all__ = ["LightningMethods", "lightning_operator"]
 logger = logging.getLogger(__name__)
 
 _REFUSED = {
-    "backward": "the backward pass is raysgd's; use manual optimization for one of your own",
+    "backward": "call self.manual_backward() in manual optimization",
     "configure_callbacks": "pass raysgd.callbacks to the trainer",
     "configure_gradient_clipping": "clip in on_before_optimizer_step",
     "configure_sharded_model": "use configure_model",
-    "lr_scheduler_step": "use manual optimization, and step self.lr_schedulers() there",
-    "on_fit_end": "raysgd knows no end of a fit; do it in the script, after trainer.train()",
-    "on_train_end": "raysgd knows no end of training; do it in the script, after trainer.train()",
+    "lr_scheduler_step": "step self.lr_schedulers() in manual optimization",
+    "on_fit_end": "call it in the script, after trainer.train()",
+    "on_train_end": "call it in the script, after trainer.train()",
     "on_validation_model_eval": "override train_mode of the operator",
     "on_validation_model_train": "override train_mode of the operator",
-    "on_validation_model_zero_grad": "gradients are zeroed with the update",
-    "optimizer_step": "use manual optimization, and step self.optimizers() there",
-    "optimizer_zero_grad": "gradients are zeroed with the update; use manual optimization",
-    "training_epoch_end": "Lightning 2 calls on_train_epoch_end",
-    "training_step_end": "Lightning 2 has training_step alone",
-    "validation_epoch_end": "Lightning 2 calls on_validation_epoch_end",
-    "validation_step_end": "Lightning 2 has validation_step alone",
+    "on_validation_model_zero_grad": "raysgd zeroes gradients with the update",
+    "optimizer_step": "step self.optimizers() in manual optimization",
+    "optimizer_zero_grad": "raysgd zeroes gradients with the update",
+    "training_epoch_end": "use on_train_epoch_end",
+    "training_step_end": "use training_step",
+    "validation_epoch_end": "use on_validation_epoch_end",
+    "validation_step_end": "use validation_step",
 }
-"""Unsupported hooks, and what to do instead."""
+"""Hooks that raysgd does not call, and what to do instead."""
 
 
 class LightningMethods(_Base):
-    """Trains a LightningModule: `training_step`, `validation_step` and supported hooks.
-
-    Values that the module logs become metrics over all batches and workers: means weighted by the
-    samples of each batch, unless ``reduce_fx`` says otherwise. The loss becomes ``train_loss`` and
-    ``val_loss``. The constructors of the module and of its data module get the whole config if they
-    have an argument ``config``, otherwise the keys that match their arguments.
-    """
+    """Trains a LightningModule. Calls its steps and hooks, and collects what it logs."""
 
     module: Any
 
@@ -74,8 +69,7 @@ class LightningMethods(_Base):
     _datamodule: Any = None
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Create the module, its data and its optimizers, and register them."""
-        # The data creator gets the whole config.
+        # A data creator gets the whole config.
         unused = set() if self._data_creator is not None else set(config)
         module = self.module = _make(self._module_cls, config, unused)
         _check_hooks(module)
@@ -98,8 +92,8 @@ class LightningMethods(_Base):
             module.on_fit_start()
         if unused and self.world_rank == 0:
             logger.warning(
-                "The constructors of %s and of its data module do not take these keys of the "
-                "config: %s.",
+                "The constructors of %s and of its data module ignore these keys of the config: "
+                "%s. Add arguments with their names, or one argument config.",
                 type(module).__name__,
                 ", ".join(sorted(map(repr, unused))),
             )
@@ -129,8 +123,8 @@ class LightningMethods(_Base):
             loader = found[name] = getattr(owner, method)()
             if isinstance(loader, list | tuple | dict):
                 raise TypeError(
-                    f"from_ptl({type(module).__name__}) has {len(loader)} loaders from {method}. "
-                    "Join the data sets in one loader."
+                    f"from_ptl({type(module).__name__}): {method} returned {len(loader)} loaders. "
+                    "Return one loader, for example of a ConcatDataset."
                 )
         if not _overrides(module, "validation_step"):
             found.pop("validation_loader", None)
@@ -139,46 +133,53 @@ class LightningMethods(_Base):
     def _configured(self) -> tuple[list[Any], list[Any]]:
         """Return the module's optimizers and schedulers."""
         module, name = self.module, type(self.module).__name__
-        parse = importlib.import_module(f"{_home(module)}.core.optimizer")._configure_optimizers
-        optimizers, given, _ = parse(module.configure_optimizers())
+        parser = _import_beside(module, "core.optimizer")
+        optimizers, given, _ = parser._configure_optimizers(module.configure_optimizers())
         if module.automatic_optimization and len(optimizers) > 1:
             raise RuntimeError(
-                f"{name} has {len(optimizers)} optimizers. Set self.automatic_optimization = False "
-                "in its __init__, and step self.optimizers() in training_step."
+                f"{name} has {len(optimizers)} optimizers, which needs manual optimization. Set "
+                "self.automatic_optimization = False in its __init__, and step self.optimizers() "
+                "in training_step."
             )
         frequency = self.scheduler_step_freq
         if given and not module.automatic_optimization and frequency != "manual":
             raise ValueError(
-                f'{name} steps its schedulers by itself. Pass scheduler_step_freq="manual" to '
-                f"the trainer instead of {frequency!r}."
+                f"{name} uses manual optimization, so the trainer cannot step its schedulers with "
+                f'scheduler_step_freq={frequency!r}. Pass "manual".'
             )
         schedulers = []
         for each in given:
-            if not isinstance(each, dict):
-                each = {"scheduler": each}
-            interval, every = each.get("interval"), each.get("frequency", 1)
+            options = each if isinstance(each, dict) else {"scheduler": each}
+            interval, every = options.get("interval"), options.get("frequency", 1)
             wanted = {"step": "batch", "epoch": "epoch"}.get(str(interval))
             if frequency != "manual" and (wanted not in (None, frequency) or every != 1):
                 raise ValueError(
-                    f"{name} has a scheduler with interval={interval!r} and frequency={every}, and "
-                    f"the trainer has scheduler_step_freq={frequency!r}. They must agree."
+                    f"{name} has a scheduler with interval={interval!r} and frequency={every}, but "
+                    f"the trainer has scheduler_step_freq={frequency!r}. Use frequency=1, and "
+                    'interval="step" with "batch" or interval="epoch" with "epoch".'
                 )
-            schedulers.append(each["scheduler"])
+            schedulers.append(options["scheduler"])
         return optimizers, schedulers
 
     @contextlib.contextmanager
     def _surrounded(self, **state: bool) -> Iterator[_Surroundings]:
-        """Give the module a replacement for Lightning's Trainer within the context.
+        """Give the module a replacement for Lightning's Trainer.
 
-        Outside of it, the model can be sent to the driver.
+        Remove it afterwards, so that the module can be sent to the driver.
         """
         module, surroundings = self.module, self._surroundings
-        vars(surroundings).update({"training": False, "validating": False, **state})
+        of_worker = {
+            "training": False,
+            "validating": False,
+            "global_rank": self.world_rank,
+            "local_rank": self.local_rank,
+            "world_size": self.world_size,
+            "is_global_zero": self.world_rank == 0,
+        }
+        vars(surroundings).update(of_worker | state)
         module.trainer = module.fabric = surroundings
         module._fabric_optimizers = surroundings.offered
-        for name in ("log", "log_dict"):
-            # Lightning does not pass reduce_fx on to a fabric, and has no public hook for it.
-            setattr(module, name, surroundings.noting_reduction(getattr(module, name)))
+        module.log, module.log_dict = surroundings.log, surroundings.log_dict
         try:
             yield surroundings
         finally:
@@ -214,8 +215,8 @@ class LightningMethods(_Base):
         batch, num_samples = self._move_to_device(batch)
         if module.on_train_batch_start(batch, index) == -1:
             raise RuntimeError(
-                f"{type(module).__name__}.on_train_batch_start returned -1. The rest of an epoch "
-                "cannot be skipped: return None."
+                f"{type(module).__name__}.on_train_batch_start returned -1, but raysgd cannot skip "
+                "the rest of an epoch. Return None."
             )
         with self.timers.record("fwd"), self.autocast():
             output = self._step(module.training_step, batch, index)
@@ -224,8 +225,8 @@ class LightningMethods(_Base):
         if module.automatic_optimization:
             if not isinstance(loss, torch.Tensor):
                 raise TypeError(
-                    f"{type(module).__name__}.training_step returned {output!r}; it must return "
-                    'the loss, or a dict with "loss". Batches cannot be skipped.'
+                    f"{type(module).__name__}.training_step returned {output!r}. It must return "
+                    'the loss, or a dict with "loss". raysgd cannot skip a batch.'
                 )
             self._update(loss, num_items)
         metrics = {}
@@ -248,10 +249,7 @@ class LightningMethods(_Base):
                 module.on_before_zero_grad(optimizer)
 
     def _step(self, step: Callable[..., Any], batch: Any, index: int) -> Any:
-        """Run a step of the module.
-
-        In training, call it through the wrapper to average gradients.
-        """
+        """Run a step of the module, in training through the wrapper that averages gradients."""
         arguments = [batch, index][: len(inspect.signature(step).parameters)]
         wrapper, module = self.model, self.module
         if not isinstance(wrapper, DistributedDataParallel) or not torch.is_grad_enabled():
@@ -271,13 +269,12 @@ class LightningMethods(_Base):
             vars(module).pop("forward", None)
 
     def _move_to_device(self, batch: Any) -> tuple[Any, int]:
-        """Return a batch on this worker's device, and its number of samples."""
+        """Return the batch on the device, and its number of samples."""
         module = self.module
         batch = module.on_before_batch_transfer(batch, 0)
         batch = module.transfer_batch_to_device(batch, self.device, 0)
         batch = module.on_after_batch_transfer(batch, 0)
-        size_of = importlib.import_module(f"{_home(module)}.utilities.data").extract_batch_size
-        return batch, size_of(batch)
+        return batch, _import_beside(module, "utilities.data").extract_batch_size(batch)
 
     # ---- validation
 
@@ -318,13 +315,11 @@ class LightningMethods(_Base):
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what ``on_save_checkpoint`` of the module adds to a checkpoint."""
         state: dict[str, Any] = {}
         self.module.on_save_checkpoint(state)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Pass the state to ``on_load_checkpoint`` of the module."""
         self.module.on_load_checkpoint(state)
 
 
@@ -338,7 +333,6 @@ class _Surroundings:
     def __init__(self, operator: LightningMethods) -> None:
         self._operator = operator
         self._logged: dict[str, Any] = {}
-        self._reduce_fx = "mean"
         self.datamodule: Any = None
         self.optimizers: list[Any] = []
         self.lr_scheduler_configs: list[Any] = []
@@ -353,54 +347,43 @@ class _Surroundings:
 
     @property
     def current_epoch(self) -> int:
-        """Number of completed epochs."""
         return self._operator._train_state.epoch
 
     @property
     def global_step(self) -> int:
         return self._operator.global_step
 
-    @property
-    def global_rank(self) -> int:
-        return self._operator.world_rank
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        **_: Any,
+    ) -> None:
+        """Collect a value for the metrics of the batch, with the arguments of ``self.log``."""
+        if logger is False:
+            return
+        if not isinstance(value, torch.Tensor | numbers.Number):
+            raise TypeError(f"self.log({name!r}, {value!r}): must be a number or a tensor.")
+        value = value.detach() if isinstance(value, torch.Tensor) else value
+        reduction = _reduction(reduce_fx)
+        is_other = reduction in _REDUCTIONS and _is_scalar(value)
+        self._logged[name] = _Reduced(reduction, value) if is_other else value
 
-    @property
-    def local_rank(self) -> int:
-        return self._operator.local_rank
-
-    @property
-    def world_size(self) -> int:
-        return self._operator.world_size
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.global_rank == 0
-
-    def log_dict(self, metrics: Mapping[str, Any]) -> None:
-        """Collect what the module logs, for the metrics of its batch."""
-        for name, value in metrics.items():
-            value = value.detach() if isinstance(value, torch.Tensor) else value
-            is_other = self._reduce_fx in _REDUCTIONS and _is_scalar(value)
-            self._logged[name] = _Reduced(self._reduce_fx, value) if is_other else value
-
-    def noting_reduction(self, log: Callable[..., None]) -> Callable[..., None]:
-        """Return a log method that also sets the reduction for `log_dict`."""
-
-        def noting(*args: Any, reduce_fx: Any = "mean", **kwargs: Any) -> None:
-            self._reduce_fx = _reduction(reduce_fx)
-            try:
-                log(*args, reduce_fx=reduce_fx, **kwargs)
-            finally:
-                self._reduce_fx = "mean"
-
-        return noting
+    def log_dict(self, dictionary: Mapping[str, Any], *arguments: Any, **keywords: Any) -> None:
+        for name, value in dictionary.items():
+            self.log(name, value, *arguments, **keywords)
 
     def take_logged(self) -> dict[str, Any]:
         logged, self._logged = self._logged, {}
         return logged
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute gradients: ``self.manual_backward(loss)``."""
+        """Replace ``self.manual_backward(loss)``."""
         operator = self._operator
         operator.module.on_before_backward(loss)
         if isinstance(operator.model, DistributedDataParallel):
@@ -411,7 +394,7 @@ class _Surroundings:
     def clip_gradients(
         self, module: Any, optimizer: Any, clip_val: float | None, max_norm: float | None
     ) -> None:
-        """Clip gradients: ``self.clip_gradients(optimizer, ...)``."""
+        """Replace ``self.clip_gradients(optimizer, ...)``."""
         precision = self._operator._train_state.optimization.precision
         held = getattr(optimizer, "optimizer", optimizer)
         precision.unscale(held)
@@ -445,11 +428,10 @@ def lightning_operator(
     data_creator: Any,
     datamodule: Any,
 ) -> type[TrainingOperator]:
-    """Return a subclass of `base` that trains a module, see ``TrainingOperator.from_ptl``."""
     if not isinstance(module_cls, type) or _base_of(module_cls) is None:
         raise TypeError(
             f"from_ptl(lightning_module_cls={module_cls!r}): must be a subclass of LightningModule "
-            '(the class, not an instance) of Lightning 2: pip install "raysgd[lightning]".'
+            'of Lightning 2, not an instance. To install it: pip install "raysgd[lightning]".'
         )
     if data_creator is not None and not callable(data_creator):
         raise TypeError(f"from_ptl(data_creator={data_creator!r}): must be a function.")
@@ -463,23 +445,17 @@ def lightning_operator(
     return type("CustomLightningOperator", mixed_bases(base, own), given)
 
 
-def _base_of(kind: type[Any]) -> type[Any] | None:
-    """Return the Lightning class that a module or data module derives from."""
-    names = ("LightningModule", "LightningDataModule")
-    own = (each for each in kind.__mro__ if each.__name__ in names and _package_of(each))
-    return next(own, None)
+def _base_of(kind: type[Any]) -> Any:
+    """Return the Lightning class that a module or data module derives from. Return None if none."""
+    names, packages = ("LightningModule", "LightningDataModule"), ("lightning", "pytorch_lightning")
+    of_lightning = (each for each in kind.__mro__ if each.__module__.split(".")[0] in packages)
+    return next((each for each in of_lightning if each.__name__ in names), None)
 
 
-def _package_of(kind: type[Any]) -> str:
-    """Return the package of a Lightning class (it has two names). Return "" for other classes."""
-    package = kind.__module__.partition(".core.")[0]
-    return package if package in ("lightning.pytorch", "pytorch_lightning") else ""
-
-
-def _home(module: Any) -> str:
-    base = _base_of(type(module))
-    assert base is not None
-    return _package_of(base)
+def _import_beside(module: Any, name: str) -> Any:
+    """Import a module of the user's Lightning, which is distributed as two packages."""
+    package, _, _ = _base_of(type(module)).__module__.partition(".core.")
+    return importlib.import_module(f"{package}.{name}")
 
 
 def _overrides(module: Any, name: str) -> bool:
@@ -490,30 +466,28 @@ def _overrides(module: Any, name: str) -> bool:
 
 
 def _is_scalar(value: Any) -> bool:
-    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, numbers.Number)
 
 
 def _check_hooks(module: Any) -> None:
-    """Reject methods that raysgd does not call as the module expects."""
     if refused := [name for name in _REFUSED if _overrides(module, name)]:
         reasons = "; ".join(f"{name} ({_REFUSED[name]})" for name in refused)
         raise TypeError(
-            f"from_ptl({type(module).__name__}): its methods would not be called: {reasons}."
+            f"from_ptl({type(module).__name__}): raysgd does not call these methods: {reasons}."
         )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise TypeError(
-            f"from_ptl({type(module).__name__}): training_step(dataloader_iter) is not supported; "
-            "take batch and batch_idx."
+            f"from_ptl({type(module).__name__}): raysgd does not support "
+            "training_step(dataloader_iter). Take batch and batch_idx."
         )
 
 
 def _make(given: Any, config: dict[str, Any], unused: set[str]) -> Any:
     """Create a module with the config, or with the keys that its constructor takes.
 
-    Args:
-        given: the class. A module is returned as it is.
-        config: the config.
-        unused: the keys that no constructor has taken. This call removes those that it takes.
+    Remove the keys that it takes from `unused`. Return a given module as it is.
     """
     if not isinstance(given, type):
         return given
@@ -531,12 +505,7 @@ def _make(given: Any, config: dict[str, Any], unused: set[str]) -> Any:
 
 
 class _Reduced(MergeableMetric):
-    """A number that was logged with a ``reduce_fx`` other than the mean.
-
-    Args:
-        reduce_fx: "sum", "min" or "max".
-        value: a number, or a tensor of one element.
-    """
+    """A number that was logged with ``reduce_fx`` "sum", "min", or "max"."""
 
     def __init__(self, reduce_fx: str, value: Any) -> None:
         self._reduce_fx = reduce_fx
@@ -558,16 +527,11 @@ _REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {"sum": operator.add, "min":
 
 
 def _reduction(reduce_fx: Any) -> str:
-    """Return the name of a ``reduce_fx``.
-
-    Raises:
-        ValueError: if Lightning does not support it.
-    """
     name = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
     if name not in (*_REDUCTIONS, "mean", "avg"):
         raise ValueError(
-            f'self.log(reduce_fx={reduce_fx!r}): must be "mean", "sum", "min" or "max". Return a '
-            "raysgd.metrics.MergeableMetric from train_batch of the operator for another."
+            f'self.log(reduce_fx={reduce_fx!r}): must be "mean", "sum", "min", or "max". For '
+            "another, return a raysgd.metrics.MergeableMetric from train_batch of the operator."
         )
     return name
 

@@ -407,7 +407,7 @@ def several(self):
         ({"training_epoch_end": print}, {}, ["training_epoch_end", "on_train_epoch_end"]),
         ({"training_step": lambda self, dataloader_iter: None}, {}, ["dataloader_iter"]),
         ({"configure_optimizers": several}, {}, ["2 optimizers", "automatic_optimization = False"]),
-        ({"train_dataloader": lambda self: [1, 2]}, {}, ["2 loaders from train_dataloader"]),
+        ({"train_dataloader": lambda self: [1, 2]}, {}, ["train_dataloader returned 2 loaders"]),
         ({}, {"scheduler": {"interval": "step"}}, ["interval='step'", "scheduler_step_freq"]),
         ({}, {"scheduler": {"frequency": 2}}, ["frequency=2", "scheduler_step_freq='epoch'"]),
     ],
@@ -422,7 +422,7 @@ def test_unsupported_features_are_an_error(methods, config, words):
 
 
 def test_manual_optimization_needs_manual_schedulers():
-    with pytest.raises(ValueError, match=r'Two steps its schedulers by itself.*"manual"'):
+    with pytest.raises(ValueError, match=r'cannot step its schedulers .*Pass "manual"'):
         run_operator(TrainingOperator.from_ptl(Two), scheduler_step_freq="epoch")
 
 
