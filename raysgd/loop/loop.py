@@ -58,11 +58,11 @@ __all__ = ["Loop"]
 
 
 class Loop:
-    """Runs an operator's ``train_epoch`` and ``validate``, and merges their metrics.
+    """Runs an operator's ``train_epoch``, and merges the metrics of its segments.
 
     A segment is what one call of ``train_epoch`` trains: an epoch, its rest, or a number of steps.
-    Goals are absolute, such as "until step 240". A repeated call therefore does only what is left.
-    `call` distinguishes a repetition from a new call.
+    A repeated request does only what is left up to its goal. The number of the call distinguishes a
+    repetition from a new call.
     """
 
     def __init__(self, operator: Any, signal: Signal) -> None:
@@ -79,7 +79,6 @@ class Loop:
         self._call = -1
         self.scheduled = -1
         """The newest call whose metric the schedulers have got."""
-        self._until_epoch: int | None = None
         # Start step and metrics of each segment.
         self.results: list[tuple[int, Mapping[str, Any]]] = []
         # Epochs to end in addition to the goal, because the call began exactly before an end.
@@ -94,21 +93,13 @@ class Loop:
         return self.train_state.segment
 
     def forget_iteration(self) -> None:
-        """Start a new iteration over the loader in the next segment, at the current offset."""
+        """Start a new iteration over the loader in the next segment."""
         self.train_state.segment = self._batches = None
 
     def keep_iteration(self, moved: bool) -> None:
         """After a rejoin, continue in a loader that cannot rewind, unless the position `moved`."""
         if moved or self._source is None or self._source.sharded:
             self.forget_iteration()
-
-    @property
-    def num_batches(self) -> int:
-        """Number of finished batches in the current segment or validation."""
-        segment, validated = self.segment, self.evaluation.batches
-        if segment is not None:
-            return segment.num_finished
-        return 0 if validated is None else validated.count
 
     # ---- state
 
@@ -120,18 +111,17 @@ class Loop:
         replacement workers take it, and to `OperatorRunner.load_state_dict`.
         """
         train_state = self.train_state
-        divided = {}
+        state: dict[str, Any] = {"global_step": train_state.global_step}
         if train_state.sharded:
-            divided = {"shares": train_state.shards()}
+            state["shares"] = train_state.shards()
             if train_state.context.world_rank != 0:
-                return {"global_step": train_state.global_step, **divided}
+                return state
         position = train_state.position()
         return {
             "epoch": position["epoch"] + (position["offset"] > 0),
-            "global_step": train_state.global_step,
+            **state,
             "operator": self.operator.state_dict(),
             **train_state.training_state(),
-            **divided,
             "data": position,
         }
 
@@ -140,7 +130,6 @@ class Loop:
         return {**self.state(), "call": self.call_state()}
 
     def call_state(self) -> dict[str, Any]:
-        """Return the progress of the current call, for workers that join the call."""
         return {
             "call": self._call,
             "scheduled": self.scheduled,
@@ -166,8 +155,7 @@ class Loop:
     def train(self, request: TrainRequest) -> Mapping[str, Any] | None:
         """Train up to the goal of a request, and return metrics, or None at its `callback_pause`.
 
-        Raises:
-            PausedError: If the driver asked for the pause.
+        Raise PausedError if the driver asked for a pause.
         """
         train_state, logged = self.train_state, request.logged
         callback_pause = self.signal.callback_pause = request.callback_pause
@@ -180,9 +168,8 @@ class Loop:
         if request.split is not None:
             train_state.parts.raise_split(request.split)
         self.profile(request.profile)
-        self._until_epoch = request.until_epoch
         source = self._choose_source(request)
-        while (left := self._left(request.until_epoch, request.until_step)) != 0:
+        while (left := self._left(request)) != 0:
             pause = self.signal.pause
             if pause is not None and train_state.global_step >= pause:
                 if callback_pause is None or train_state.global_step < callback_pause:
@@ -193,10 +180,10 @@ class Loop:
                 left = request.start_step - train_state.global_step or left
             elif logged is not None and train_state.global_step < logged:
                 left = logged - train_state.global_step  # replayed steps have their own segment
-            self._train_segment(source, left, request.info)
+            self._train_segment(source, left, request)
         if source.sharded and train_state.offset and source.steps_left(train_state.offset) == 0:
             # A failure came between the last step and the end of the epoch.
-            self._train_segment(source, None, request.info)
+            self._train_segment(source, None, request)
         train_state.check_trained()  # user code can unfreeze parameters during the call
         if train_state.context.distributed:
             for feature in train_state.features:
@@ -231,17 +218,21 @@ class Loop:
             of_step |= feature.step_metrics()
         return Summary({**found, **of_step}, found.weights)
 
-    def _left(self, until_epoch: int | None, until_step: int | None) -> int | None:
-        train_state = self.train_state
+    def _left(self, request: TrainRequest) -> int | None:
+        """Return the number of steps to the goal, or None if the goal is an epoch."""
+        train_state, until_epoch = self.train_state, request.until_epoch
         if until_epoch is not None and train_state.epoch >= until_epoch + self._more_epochs:
             return 0
-        return None if until_step is None else max(0, until_step - train_state.global_step)
+        if request.until_step is None:
+            return None
+        return max(0, request.until_step - train_state.global_step)
 
-    def _train_segment(self, source: BatchSource, limit: int | None, info: Any) -> None:
+    def _train_segment(self, source: BatchSource, limit: int | None, request: TrainRequest) -> None:
         train_state, operator = self.train_state, self.operator
         started_at, train_state.counted = train_state.global_step, {}
         self.snapshots.maybe_take(self.state_with_call)
-        positional, named = _arguments_of(operator, info or {}, limit, train_state.epoch)
+        info = request.info or {}
+        positional, named = _arguments_of(operator, info, limit, train_state.epoch)
         segment = train_state.segment = self._new_segment(source, limit)
         if segment.total_batches == 0 and segment.start == 0:
             raise no_batch("train", source, self._shortest)
@@ -272,7 +263,7 @@ class Loop:
         if not segment.drawn_from:  # the loop has its own batches, and may have counted them
             train_state.global_step = max(started_at, int(operator.global_step))
         if train_state.global_step == started_at and not segment.paused:
-            self._check_empty_segment(segment, source, limit)
+            self._check_empty_segment(segment, source, limit, request.until_epoch or 0)
         train_state.segment = None
         # A loop that ends before its iterator does ends the epoch.
         if segment.epoch_is_over or (limit is None and not segment.paused):
@@ -293,20 +284,16 @@ class Loop:
                 left = self._least(left)
             else:
                 go_on = self._every_rank
+        order_of = 0 if self._repeats else train_state.epoch
         if self._batches is None:
-            source.agree_on_order(self._ordered_as, train_state.offset, train_state)
+            source.agree_on_order(order_of, train_state.offset, train_state)
         on_commit = None
         if self.snapshots.each_step:
             on_commit = partial(self.snapshots.maybe_take, self.state_with_call)
-        batches = self._draw(source, self._ordered_as, train_state.offset)
+        batches = self._draw(source, order_of, train_state.offset)
         return StepIterator(
             train_state, source, batches, limit, left, go_on, self.signal, on_commit
         )
-
-    @property
-    def _ordered_as(self) -> int:
-        """The epoch whose sample order the current epoch uses."""
-        return 0 if self._repeats else self.train_state.epoch
 
     def _draw(self, source: BatchSource, epoch: int, offset: int) -> Iterator[Any]:
         """Yield the rest of an iteration. Only the first request decides about micro-batches."""
@@ -351,7 +338,7 @@ class Loop:
         self.train_state.segment = None
 
     def _check_empty_segment(
-        self, segment: StepIterator, source: BatchSource, limit: int | None
+        self, segment: StepIterator, source: BatchSource, limit: int | None, until_epoch: int
     ) -> None:
         """Handle a segment without a step.
 
@@ -362,7 +349,7 @@ class Loop:
             raise no_batch("train", source, self._shortest)
         if segment.epoch_is_over:
             train_state = self.train_state
-            is_last = train_state.epoch + 1 >= (self._until_epoch or 0) + self._more_epochs
+            is_last = train_state.epoch + 1 >= until_epoch + self._more_epochs
             if train_state.global_step == self._began_at and is_last:
                 # The previous call stopped at the end of an epoch of unknown length.
                 self._more_epochs += 1
@@ -431,21 +418,15 @@ def _arguments_of(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments that ``train_epoch`` takes. Older overrides end at ``info``."""
     info = operator._info_of_epoch(info, num_steps)
-    parameters = [*inspect.signature(operator.train_epoch).parameters.values()]
+    parameters = inspect.signature(operator.train_epoch).parameters
+    kinds = [each.kind for each in parameters.values()]
     named = {"num_steps": num_steps, "epoch_idx": epoch_idx}
     positional = []
-    if len(parameters) > 1 and parameters[1].kind in _POSITIONAL:
-        positional = [info]  # older overrides may give it another name
+    # Older overrides may give the second parameter another name.
+    if len(kinds) > 1 and kinds[1] <= inspect.Parameter.VAR_POSITIONAL:
+        positional = [info]
     else:
         named["info"] = info
-    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
-        names = {each.name for each in parameters}
-        named = {name: value for name, value in named.items() if name in names}
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        named = {name: value for name, value in named.items() if name in parameters}
     return positional, named
-
-
-_POSITIONAL = {
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.VAR_POSITIONAL,
-}

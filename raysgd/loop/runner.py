@@ -62,15 +62,12 @@ class OperatorRunner(ABC):
     # ---- lifecycle
 
     @abstractmethod
-    def prepare(self, context: WorkerContext) -> None:
-        """Adjust the process before the process group exists."""
+    def prepare(self, context: WorkerContext) -> None: ...
 
     @abstractmethod
-    def setup(self, context: WorkerContext) -> None:
-        """Create the operator and run its ``setup``."""
+    def setup(self, context: WorkerContext) -> None: ...
 
     def rejoin(self, context: WorkerContext, leader: int) -> None:
-        """Enter a new generation with the state of rank `leader`."""
         train_state, position = self._train_state, self._train_state.position()
         train_state.enter(context, self._set_share(context))
         if context.distributed:
@@ -82,6 +79,7 @@ class OperatorRunner(ABC):
         train_state.data.warn_of_stale_ranks()
 
     def _given(self, context: WorkerContext) -> tuple[Any, dict[str, Any], int | None]:
+        """Return the operator's class, the config of this worker, and the global batch."""
         options = self._options
         keeps = options.elastic.global_batch == "keep"
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
@@ -163,23 +161,27 @@ class OperatorRunner(ABC):
         if self._loop is None:
             return Progress()
         train_state, segment = self._train_state, self._loop.segment
-        sharded = train_state.sharded
-        is_measuring = segment is not None or self._loop.evaluation.total is not None
+        evaluation, sharded = self._loop.evaluation, train_state.sharded
+        if segment is not None:
+            done, total = segment.num_finished, segment.total_batches
+        else:
+            done = 0 if evaluation.batches is None else evaluation.batches.count
+            total = evaluation.total
+        is_measuring = segment is not None or total is not None
         meters = train_state.meters if is_measuring else None
-        latest = {} if meters is None else self._loss.read(meters)
         return Progress(
             epoch=train_state.epoch,
             in_epoch=train_state.offset > 0 or (segment is not None and segment.num_batches > 0),
             global_step=train_state.global_step,
-            num_batches=self._loop.num_batches,
-            total_batches=self._loop.evaluation.total if segment is None else segment.total_batches,
+            num_batches=done,
+            total_batches=total,
             num_samples=0 if meters is None else int(meters.num_samples),
             step_s=0.0 if segment is None else segment.step_s,
             samples_per_s=max(feature.samples_per_s for feature in train_state.features),
             snapshot=self._loop.snapshots.step,
             split=train_state.parts.split,
             compiling=any(feature.is_compiling for feature in train_state.features),
-            latest=latest,
+            latest={} if meters is None else self._loss.read(meters),
             divided=bool(sharded),
             is_fully_sharded=any(feature.is_fully_sharded for feature in sharded),
             lacks_shards=any(feature.lacks_shards for feature in sharded),
@@ -187,11 +189,9 @@ class OperatorRunner(ABC):
         )
 
     def request_stop(self, requested: bool) -> None:
-        """Make the current call raise before its next batch."""
         self.signal.stop = requested
 
     def pause_at(self, step: int | None) -> int:
-        """Make the current call pause at `step`, and return its current step."""
         self.signal.driver_pause = step
         return 0 if self._loop is None else self._train_state.global_step
 
@@ -236,12 +236,11 @@ class OperatorRunner(ABC):
                 case RestartStateRequest():
                     return self.restart_state(request.num_workers)
                 case ExportReplicaRequest():
-                    features = self._train_state.features
-                    return self._train_state.to_cpu([each.export_replica() for each in features])
+                    replicas = [each.export_replica() for each in self._train_state.features]
+                    return self._train_state.to_cpu(replicas)
                 case ImportReplicaRequest():
-                    pairs = zip(self._train_state.features, request.held, strict=True)
-                    for feature, replica in pairs:
-                        feature.import_replica(replica)
+                    for each, replica in zip(self._train_state.features, request.held, strict=True):
+                        each.import_replica(replica)
                     return None
             return self.handle_own(request)
 
@@ -250,10 +249,7 @@ class OperatorRunner(ABC):
         raise NotImplementedError(f"Operators of this framework do not support {request.name}.")
 
     def warm_up(self) -> None:
-        """Compute the gradients of one batch, so that the group need not wait for a compiler.
-
-        It changes only caches. A failure is logged.
-        """
+        """Compute the gradients of one batch, so that the group need not wait for a compiler."""
         if not any(feature.needs_warm_up for feature in self._train_state.features):
             return
         with self.generators.unchanged():
@@ -271,11 +267,10 @@ class OperatorRunner(ABC):
         """Step every scheduler with a metric, only once for a repeated `call`."""
 
     @abstractmethod
-    def models(self) -> Any:
-        """Return copies of the models."""
+    def models(self) -> Any: ...
 
     def _apply_operator(self, function: Callable[[Any], Any]) -> Any:
-        """Call a user function with the operator. Take a new snapshot if it changed the state."""
+        """Call a function with the operator. Take a new snapshot if it changed the state."""
         train_state, loop = self._train_state, self._running
         before = train_state.settable()
         try:
@@ -356,10 +351,9 @@ class OperatorRunner(ABC):
 
 
 class LossReader:
-    """Reads the newest metrics, for the thread that answers the driver.
+    """Reads the newest metrics in another thread. Until that ends, the previous values count.
 
     Reading from a GPU waits for its earlier work, which may be a collective with a lost worker.
-    Therefore another thread reads, and until it ends, the previous values count.
     """
 
     def __init__(self) -> None:

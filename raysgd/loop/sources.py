@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from types import GeneratorType, MappingProxyType
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 from raysgd.data import Dataset
@@ -20,7 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class DataSources(ABC):
-    """The batch sources of one operator, by the names of their loaders."""
+    """The batch sources of one operator.
+
+    Their keys are ``train``, ``validation`` or ``validation/NAME``, and ``dataset UID``.
+    """
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
@@ -75,11 +78,7 @@ class DataSources(ABC):
         return any(key.partition("/")[0] == name for key in self._sources)
 
     def source(self, name: str) -> Any:
-        """Return the train or validation loader, or a dict if validation loaders have names.
-
-        Raises:
-            RuntimeError: If there is none.
-        """
+        """Return the train or validation loader, or a dict if validation loaders have names."""
         if not self.has(name):
             raise _missing(name)
         return self._sources[name] if name in self._sources else self.validation_sources()
@@ -95,11 +94,7 @@ class DataSources(ABC):
         return found or {"": self.readable("validation")}
 
     def sources_of(self, loader: Any) -> dict[str, BatchSource]:
-        """Return the sources of one or several loaders that are given with a call.
-
-        Raises:
-            TypeError: If a loader is not iterable, or cannot be partitioned.
-        """
+        """Return the sources of one or several loaders that are given with a call."""
         found = {}
         for name, each in self.by_name(loader).items():
             source = found[name] = self._wrapped("The loader", each, training=False)
@@ -121,9 +116,8 @@ class DataSources(ABC):
         if dataset is not None and name not in self._sources:
             for old in [key for key in self._sources if key.startswith("dataset ")]:
                 del self._sources[old]
-            source = self.wrap(dataset, training=True)
+            source = self._sources[name] = self.wrap(dataset, training=True)
             source.set_batch_size(dataset.batch_size, follows_share=False)
-            self._sources[name] = source
         changed = name != self.trains_on
         if changed:
             self.trains_on, self._state.offset = name, 0
@@ -211,7 +205,7 @@ class DataSources(ABC):
         seeds = {name: source.own_seed for name, source in self._sources.items()}
         return {name: seed for name, seed in seeds.items() if seed is not None}
 
-    def reseed(self, seed: int, loader_seeds: Mapping[str, int] = MappingProxyType({})) -> None:
+    def reseed(self, seed: int, loader_seeds: Mapping[str, int]) -> None:
         for name, source in self._sources.items():
             source.reseed(seed, loader_seeds.get(name))
 

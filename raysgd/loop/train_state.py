@@ -7,7 +7,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from raysgd._internal.context import Preemption, WorkerContext
@@ -58,10 +57,7 @@ class Settings:
 
 
 class TrainState(ABC):
-    """Models, optimizers, and the position in the data. Features add what else a step does.
-
-    It saves, loads, and replicates these. It commits steps and discards them.
-    """
+    """Models, optimizers, and the position in the data. Features add what else a step does."""
 
     data: DataSources
     sharding: str | None = None
@@ -76,10 +72,7 @@ class TrainState(ABC):
         """Number of criteria with trained parameters, which are the last of `models`."""
         self.optimizers: list[Any] = []
         self.registered = False
-        self.epoch = 0
-        self.offset = 0
-        self.validation_offset = 0
-        self.global_step = 0
+        self.epoch = self.offset = self.validation_offset = self.global_step = 0
         self.counted: dict[int, int] = {}
         """The global step that user code set, by the committed step at that time."""
         self.seed = seed
@@ -130,7 +123,6 @@ class TrainState(ABC):
         if self.parts.split > 1:
             position["split"] = self.parts.split
         if self.data.trains_on != "train":
-            # The offset refers to the data set of the newest call.
             position["trains_on"] = self.data.trains_on
         return position
 
@@ -142,9 +134,9 @@ class TrainState(ABC):
         self.global_step = global_step
         self.reseed(position.get("seed", self.seed), position.get("loader_seeds", {}))
 
-    def reseed(self, seed: int, loader_seeds: Mapping[str, int] = MappingProxyType({})) -> None:
+    def reseed(self, seed: int, loader_seeds: Mapping[str, int] | None = None) -> None:
         self.seed = seed
-        self.data.reseed(seed, loader_seeds)
+        self.data.reseed(seed, loader_seeds or {})
 
     # ---- steps
 
@@ -176,7 +168,6 @@ class TrainState(ABC):
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Return a context for evaluation, where ranks can have different numbers of batches."""
         with contextlib.ExitStack() as stack:
             for feature in self.features:
                 stack.enter_context(feature.evaluating())
@@ -224,7 +215,6 @@ class TrainState(ABC):
 
     @property
     def ranks_in_sync(self) -> bool:
-        """Whether the whole state belongs to the last committed step."""
         return all(feature.ranks_in_sync for feature in self.sharded)
 
     def shards(self) -> list[Any]:
