@@ -11,14 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from raysgd._internal.config import BATCH_SIZE
-from raysgd.operators.options import (
-    Option,
-    any_of,
-    integer,
-    number,
-    read_options,
-    shown,
-)
+from raysgd.operators.options import Option, any_of, integer, number, read_options, shown
 from raysgd.torch import TrainingOperator
 
 __all__ = ["ConfiguredOperator"]
@@ -104,9 +97,8 @@ class ConfiguredOperator(TrainingOperator):
         )
         if BATCH_SIZE in config and "batch_size" in config:
             raise ValueError(
-                f"{type(self).__name__}: config has both 'batch_size'="
-                f"{config['batch_size']} (of each worker) and BATCH_SIZE (of all workers). "
-                "Give one of them."
+                f"{type(self).__name__}: config has both 'batch_size'={config['batch_size']} (of "
+                "each worker) and BATCH_SIZE (of all workers). Remove one of them."
             )
         if self.options["seed"] is not None:
             torch.manual_seed(self.options["seed"])
@@ -183,11 +175,7 @@ class ConfiguredOperator(TrainingOperator):
         return {key: self.options[key] for key in ("gradient_accumulation_steps", "max_grad_norm")}
 
     def build_module(self, key: str, config: dict[str, Any]) -> torch.nn.Module:
-        """Return the module in the config under `key`, or call the function there.
-
-        Raises:
-            ValueError: If the result is not a module.
-        """
+        """Return the module in the config under `key`, or call the function there."""
         given = self.options[key]
         module = given if given is None or isinstance(given, torch.nn.Module) else given(config)
         if not isinstance(module, torch.nn.Module):
@@ -200,11 +188,7 @@ class ConfiguredOperator(TrainingOperator):
         return module
 
     def make_loader(self, data: Any, *, shuffle: bool) -> Any:
-        """Return a loader of `data`, or None if `data` is None.
-
-        Raises:
-            ValueError: If `data` has an unsupported type.
-        """
+        """Return a loader of `data`, or None if `data` is None."""
         data = self.as_dataset(data)
         if isinstance(data, Dataset):
             num_workers = self.options["num_loader_workers"]

@@ -8,7 +8,7 @@ __all__ = ["accuracy", "check_classes", "confusion_matrix", "macro_f1", "mean_io
 
 
 def check_classes(owner: str, scores: torch.Tensor, num_classes: int) -> None:
-    """Check that a model gives one score per class."""
+    """Raise ValueError unless a model gives one score per class."""
     if scores.shape[1] != num_classes:
         raise ValueError(
             f"{owner}: the model gives scores for {scores.shape[1]} classes, but "
@@ -21,11 +21,7 @@ def confusion_matrix(
 ) -> torch.Tensor:
     """Count how often each class (row) was predicted as each class (column).
 
-    Args:
-        predicted: Predicted classes, of any shape.
-        target: True classes, of the same shape.
-        num_classes: Number of classes.
-        ignore_index: Target of the positions to ignore.
+    `predicted` and `target` have one shape. Positions with the target `ignore_index` do not count.
 
     >>> confusion_matrix(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1]), num_classes=2)
     tensor([[1, 1],
@@ -45,11 +41,9 @@ def accuracy(confusion: torch.Tensor) -> float:
 
 
 def mean_iou(confusion: torch.Tensor) -> float:
-    """Return the mean intersection over union of the classes.
+    """Return the mean intersection over union of the classes (Long et al. 2015, arXiv:1411.4038).
 
-    For a class, the intersection are the positions that have it and were predicted as it. The union
-    are the positions with either. Classes without any are left out. (Mean IU of Long et al. 2015,
-    "Fully Convolutional Networks for Semantic Segmentation", arXiv:1411.4038.)
+    Classes that neither occur nor were predicted are left out.
     """
     hit = confusion.diagonal()
     return _mean_where(hit, confusion.sum(dim=0) + confusion.sum(dim=1) - hit)

@@ -10,13 +10,12 @@ from typing import Any, ClassVar
 import torch
 from torch.nn.functional import softplus
 
-from raysgd.metrics import NUM_SAMPLES
+from raysgd.metrics import NUM_SAMPLES, Sums
 from raysgd.operators.configured import ConfiguredOperator
-from raysgd.operators.frechet import moments
 from raysgd.operators.options import Option, any_of, integer, number
 from raysgd.operators.supervised import evaluating, in_full_precision
 
-__all__ = ["GAN"]
+__all__ = ["GAN", "frechet_distance", "moments"]
 
 
 class GAN(ConfiguredOperator):
@@ -60,8 +59,7 @@ class GAN(ConfiguredOperator):
     are in nats. ``real_score`` and ``fake_score`` are the means of D(x) and D(G(z)). In validation,
     ``val_discriminator_accuracy`` is the fraction of real and generated samples that D classifies
     correctly (0.5 by guessing). With ``features``, ``val_frechet_distance`` is the distance between
-    real and generated samples, exact over workers (see
-    :func:`raysgd.operators.frechet.frechet_distance`). Each validation uses the same noise.
+    real and generated samples, exact over workers. Each validation uses the same noise.
     :class:`WithMetrics` updates its metrics with (generated samples, real samples).
     """
 
@@ -153,7 +151,8 @@ class GAN(ConfiguredOperator):
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         real = self.real_samples(self.to_device(batch))
-        noise = self.noise(len(real), self._validation_generator(batch_info["batch_idx"]))
+        seed = batch_info["batch_idx"] * 100_003 + self.world_rank
+        noise = self.noise(len(real), torch.Generator().manual_seed(seed))
         with self.timers.record("eval_fwd"), self.autocast():
             fake = self.generator(noise)
             on_real = in_full_precision(self.discriminator(real))
@@ -178,18 +177,13 @@ class GAN(ConfiguredOperator):
     def sample(self, num_samples: int, seed: int | None = None) -> torch.Tensor:
         """Return generated samples on the CPU. Call it on a worker.
 
-        Args:
-            num_samples: Number of samples.
-            seed: Seed of the noise. None uses PyTorch's global generator.
+        Without a `seed` of the noise, it uses PyTorch's global generator.
         """
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         model = self.unwrapped(self.generator)
         with evaluating(model), self.autocast():
             made: torch.Tensor = model(self.noise(num_samples, generator))
         return in_full_precision(made).cpu()
-
-    def _validation_generator(self, batch_idx: int) -> torch.Generator:
-        return torch.Generator().manual_seed(batch_idx * 100_003 + self.world_rank)
 
 
 def _loss(scores: torch.Tensor, share_real: float) -> torch.Tensor:
@@ -210,3 +204,48 @@ def _frozen(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
+
+
+def frechet_distance(
+    count: float,
+    real: torch.Tensor,
+    real_products: torch.Tensor,
+    fake: torch.Tensor,
+    fake_products: torch.Tensor,
+) -> float:
+    """Return the squared Fréchet distance of two sets of `count` samples, or NaN.
+
+    It takes the sums of their features, and of the outer products of their features. For means m, n
+    and covariances S, T, it is ``|m - n|² + tr(S + T - 2 (S T)^½)`` (Dowson and Landau 1982). With
+    features of an Inception network, it is the FID of Heusel et al. 2017, arXiv:1706.08500.
+    """
+    clouds = []
+    for total, products in ((real, real_products), (fake, fake_products)):
+        # The sums of a single feature arrive as plain numbers.
+        mean = torch.as_tensor(total, dtype=torch.float64).reshape(-1) / count
+        moment = torch.as_tensor(products, dtype=torch.float64).reshape(len(mean), len(mean))
+        if count < 2 or not bool(moment.isfinite().all()):
+            return float("nan")
+        clouds.append((mean, (moment - count * torch.outer(mean, mean)) / (count - 1)))
+    (mean, one), (other_mean, other) = clouds
+    root = _root(one)
+    # S T and S^½ T S^½ have the same eigenvalues, and the latter is symmetric.
+    shared = torch.linalg.eigvalsh(root @ other @ root).clamp(min=0).sqrt().sum()
+    distance = (mean - other_mean).square().sum() + one.trace() + other.trace() - 2 * shared
+    return max(0.0, float(distance))
+
+
+def moments(real: torch.Tensor, fake: torch.Tensor) -> Sums:
+    """Return the moments of two batches of features, (batch, ...) each, as a metric."""
+    sums = {}
+    for name, given in (("real", real), ("fake", fake)):
+        features = given.double().reshape(len(given), -1)
+        sums[name] = torch.atleast_1d(features.sum(dim=0))
+        sums[f"{name}_products"] = features.T @ features
+    return Sums(frechet_distance, count=len(real), **sums)
+
+
+def _root(matrix: torch.Tensor) -> torch.Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    root: torch.Tensor = (vectors * values.clamp(min=0).sqrt()) @ vectors.T
+    return root

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from torch.nn import functional
+from torch.utils.data import Dataset
 
 from raysgd.metrics import Sums, ratio
-from raysgd.operators.causal_transformer import CausalTransformer
 from raysgd.operators.options import Option, any_of, choice, integer, number
 from raysgd.operators.supervised import SupervisedOperator, evaluating, in_full_precision
-from raysgd.operators.token_windows import TokenWindows
 
-__all__ = ["LanguageModel"]
+__all__ = ["CausalTransformer", "LanguageModel", "TokenWindows"]
 
 
 class LanguageModel(SupervisedOperator):
@@ -120,16 +120,13 @@ class LanguageModel(SupervisedOperator):
         temperature: float = 1.0,
         seed: int | None = None,
     ) -> list[int]:
-        """Continue a text with tokens that the model predicts. Call it on a worker.
+        """Continue a text of at least one token, and return the added tokens. Call it on a worker.
 
         Args:
-            tokens: Beginning of the text, at least one token.
+            tokens: Beginning of the text.
             num_tokens: Number of tokens to add.
             temperature: Divisor of the scores. 0 always picks the highest score.
             seed: Seed of the draws. None uses PyTorch's global generator.
-
-        Returns:
-            The added tokens.
         """
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         model, text = self.unwrapped(self.model), list(tokens)
@@ -156,3 +153,105 @@ def _tokens_and_targets(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _perplexity(total: float, weight: float) -> float:
     mean = ratio(total, weight)
     return math.inf if mean > 700 else math.exp(mean)  # exp(710) overflows
+
+
+class TokenWindows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Cuts a text, a one-dimensional tensor, into sequences of `length` tokens.
+
+    Samples are ``(tokens, targets)``. Each token except the first is a target once. The last
+    sequence is padded with targets that do not count.
+
+    >>> [sample[1].tolist() for sample in TokenWindows(torch.arange(6), length=3)]
+    [[1, 2, 3], [4, 5, -100]]
+    """
+
+    def __init__(self, tokens: torch.Tensor, length: int, ignore_index: int = -100) -> None:
+        if tokens.is_floating_point() or len(tokens) < 2:
+            raise ValueError(
+                f"TokenWindows needs at least two tokens, as ints, but got {len(tokens)} of "
+                f"{tokens.dtype}."
+            )
+        self.tokens = tokens
+        self.length = length
+        self.ignore_index = ignore_index
+
+    def __len__(self) -> int:
+        return -(-(len(self.tokens) - 1) // self.length)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        start = index * self.length
+        window = self.tokens[start : start + self.length + 1].long()
+        missing = self.length + 1 - len(window)
+        return (
+            functional.pad(window[:-1], (0, missing)),
+            functional.pad(window[1:], (0, missing), value=self.ignore_index),
+        )
+
+
+class CausalTransformer(nn.Module):
+    """A decoder-only Transformer for sequences of at most `max_length` tokens.
+
+    The blocks follow Vaswani et al. 2017 (arXiv:1706.03762). Layer normalization precedes each
+    sublayer, and positions are learned, as in GPT-2 (Radford et al. 2019). With tied weights, the
+    embedding matrix also scores the tokens (Press and Wolf 2017, arXiv:1608.05859).
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_length: int,
+        hidden_size: int,
+        num_layers: int,
+        num_heads: int,
+        dropout: float,
+        tie_weights: bool,
+    ) -> None:
+        super().__init__()
+        self.max_length = max_length
+        self.tokens = nn.Embedding(vocab_size, hidden_size)
+        self.positions = nn.Embedding(max_length, hidden_size)
+        self.blocks = nn.ModuleList(
+            _Block(hidden_size, num_heads, dropout) for _ in range(num_layers)
+        )
+        self.norm = nn.LayerNorm(hidden_size)
+        self.scores = nn.Linear(hidden_size, vocab_size, bias=False)
+        for embedding in (self.tokens, self.positions, self.scores):
+            nn.init.normal_(embedding.weight, std=0.02)
+        if tie_weights:
+            self.scores.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the scores (batch, length, vocab_size) of the token after each position."""
+        if tokens.shape[1] > self.max_length:
+            raise ValueError(
+                f"A sequence has {tokens.shape[1]} tokens, but the model takes at most "
+                f"{self.max_length}: config['sequence_length']."
+            )
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        hidden = self.tokens(tokens) + self.positions(places)
+        for block in self.blocks:
+            hidden = block(hidden)
+        scores: torch.Tensor = self.scores(self.norm(hidden))
+        return scores
+
+
+class _Block(nn.Module):
+    def __init__(self, size: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm_attention, self.norm_feed = nn.LayerNorm(size), nn.LayerNorm(size)
+        self.attend, self.mix = nn.Linear(size, 3 * size), nn.Linear(size, size)
+        self.feed = nn.Sequential(nn.Linear(size, 4 * size), nn.GELU(), nn.Linear(4 * size, size))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        batch, length, size = hidden.shape
+        split = (batch, length, 3, self.num_heads, size // self.num_heads)
+        parts = self.attend(self.norm_attention(hidden)).reshape(split)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.dropout(self.mix(seen.transpose(1, 2).reshape(hidden.shape)))
+        result: torch.Tensor = hidden + self.dropout(self.feed(self.norm_feed(hidden)))
+        return result

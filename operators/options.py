@@ -41,34 +41,25 @@ class Option:
 
 
 def number(
-    default: Any, low: float = -math.inf, high: float = math.inf, *, above: bool = False
+    default: Any,
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    above: bool = False,
+    kind: type[Any] = numbers.Real,
 ) -> Option:
     """Return an option for a finite number from `low` to `high`, or above `low`.
 
     A default of None allows None too.
     """
-    return _number("a number", numbers.Real, default, low, high, above)
 
-
-def integer(default: Any, low: float = -math.inf) -> Option:
-    """Return an option for an int of at least `low`. A default of None allows None too."""
-    return _number("an int", numbers.Integral, default, low)
-
-
-def _number(
-    allowed: str,
-    kind: type[Any],
-    default: Any,
-    low: float,
-    high: float = math.inf,
-    above: bool = False,
-) -> Option:
     def fits(value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, kind):
             return value is None and default is None
         is_finite = abs(value) < math.inf
         return is_finite and low <= value <= high and not (above and value == low)
 
+    allowed = "an int" if kind is numbers.Integral else "a number"
     if low > -math.inf:
         allowed += f" above {low}" if above else f" of at least {low}"
     if high < math.inf:
@@ -76,6 +67,11 @@ def _number(
     if default is None:
         allowed += " or None"
     return Option(default=default, fits=fits, allowed=allowed)
+
+
+def integer(default: Any, low: float = -math.inf) -> Option:
+    """Return an option for an int of at least `low`. A default of None allows None too."""
+    return number(default, low, kind=numbers.Integral)
 
 
 def choice(default: Any, *values: Any) -> Option:
@@ -99,8 +95,7 @@ def read_options(
 ) -> dict[str, Any]:
     """Return the value of each option, from `config` or its default.
 
-    `owner` is the operator's name for messages. With `warns`, it logs a warning about a key that
-    resembles an option.
+    With `warns`, it logs a warning about a key that resembles an option.
 
     Raises:
         ValueError: If a value is missing or not allowed.
@@ -113,11 +108,10 @@ def read_options(
         if key not in config and option.default is REQUIRED:
             raise ValueError(f"{owner}: config[{key!r}] is missing; it must be {option.allowed}.")
     for key in config:
-        if key in options or key == BATCH_SIZE or not isinstance(key, str):
-            continue
-        close = closest(key, options.keys() - config.keys(), cutoff=0.85)
-        if close and warns:
-            logger.warning("%s has no option %r. Did you mean %r?", owner, key, close)
+        if warns and isinstance(key, str) and key not in options and key != BATCH_SIZE:
+            close = closest(key, options.keys() - config.keys(), cutoff=0.85)
+            if close:
+                logger.warning("%s has no option %r. Did you mean %r?", owner, key, close)
     return {key: _plain(config.get(key, option.default)) for key, option in options.items()}
 
 

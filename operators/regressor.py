@@ -92,14 +92,10 @@ class R2(MergeableMetric):
     1 for perfect predictions, 0 for predictions as good as the mean. For several outputs it is the
     mean over outputs. NaN if the targets do not vary.
 
-    `merge` uses the formula of Chan, Golub, and LeVeque 1979, "Updating Formulae and a Pairwise
-    Algorithm for Computing Sample Variances". It stays exact for large targets that vary little.
-
-    Args:
-        count: Number of samples.
-        mean: Mean of the targets, per output.
-        deviations: Sums of the targets' squared deviations from the mean.
-        errors: Sums of squared errors.
+    It holds the number of samples, and for each output the mean of the targets, the sum of their
+    squared deviations from it, and the sum of squared errors. `merge` uses the formula of Chan,
+    Golub, and LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+    Variances". It stays exact for large targets that vary little.
     """
 
     def __init__(

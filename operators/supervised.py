@@ -80,7 +80,7 @@ class SupervisedOperator(ConfiguredOperator):
         raise NotImplementedError(f"{type(self).__name__} must override losses.")
 
     def validation_losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each term in validation. Default: the same as in training."""
+        """Return the loss of each term in validation. The default is that of training."""
         return self.losses(output, target)
 
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
@@ -105,11 +105,6 @@ class SupervisedOperator(ConfiguredOperator):
         )
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Train on one batch.
-
-        Returns:
-            ``train_loss`` and ``num_samples``. With ``train_metrics`` also ``train_...``.
-        """
         batch = self.to_device(batch)
         with self.timers.record("fwd"), self.autocast():
             output, target, losses = self.training_pass(batch)
@@ -119,15 +114,11 @@ class SupervisedOperator(ConfiguredOperator):
             self.backward(total / (count or 1), num_samples=num_items)
         with self.timers.record("apply"):
             self.optimizer_step(self.optimizer)
-        metrics = {
-            NUM_SAMPLES: len(target),
-            **_named("train", self.loss_metrics(total.detach(), count)),
-        }
+        found = self.loss_metrics(total.detach(), count)
         if self.options["train_metrics"] and output is not None:
             with torch.no_grad():
-                found = self.metrics(in_full_precision(output.detach()), target)
-            metrics.update(_named("train", found))
-        return metrics
+                found |= self.metrics(in_full_precision(output.detach()), target)
+        return {NUM_SAMPLES: len(target), **_named("train", found)}
 
     def training_pass(self, batch: Any) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """Return output, target, and losses. An output of None disables ``train_metrics``."""
@@ -135,26 +126,17 @@ class SupervisedOperator(ConfiguredOperator):
         return output, target, self.losses(in_full_precision(output), target)
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch, and store the output in ``batch_info["output"]``.
-
-        Returns:
-            ``val_loss``, ``num_samples``, and the `metrics` as ``val_...``.
-        """
         batch = self.to_device(batch)
         with self.timers.record("eval_fwd"), self.autocast():
             output, target = self.predict(batch)
             output = in_full_precision(output)
             losses = self.validation_losses(output, target)
-        count = self.num_items(batch)
+        num_items = self.num_items(batch)
+        count = losses.numel() if num_items is None else num_items
         batch_info["output"] = output
         self.update_metrics(output, target)
-        return {
-            NUM_SAMPLES: len(target),
-            **_named(
-                "val", self.loss_metrics(losses.sum(), losses.numel() if count is None else count)
-            ),
-            **_named("val", self.metrics(output, target)),
-        }
+        found = {**self.loss_metrics(losses.sum(), count), **self.metrics(output, target)}
+        return {NUM_SAMPLES: len(target), **_named("val", found)}
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         with self.autocast():

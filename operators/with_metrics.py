@@ -105,7 +105,6 @@ class WithMetrics(TrainingOperator):
         return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate one batch. Update the metrics after the default `validate_batch`."""
         method = super().validate_batch
         found = method(batch, batch_info)
         if getattr(method, "__func__", None) is TrainingOperator.validate_batch:
@@ -123,14 +122,9 @@ class WithMetrics(TrainingOperator):
 
 
 class MergedStates(MergeableMetric):
-    """A torchmetrics.Metric with the states of several parts of the data.
+    """A torchmetrics.Metric without data, and the states of it and its inner metrics by part.
 
-    The states stay separate until `compute`, which reduces them together. TorchMetrics treats the
-    states of its processes the same way, and some metrics rely on it.
-
-    Args:
-        metric: The metric without data.
-        parts: States of the metric and of its inner metrics, for each part of the data.
+    `compute` reduces all states together, as TorchMetrics does with those of its processes.
     """
 
     def __init__(self, metric: Metric, parts: Sequence[list[dict[str, Any]]]) -> None:
@@ -139,7 +133,6 @@ class MergedStates(MergeableMetric):
 
     @classmethod
     def of(cls, metric: Metric) -> Self:
-        """Return the current states of a metric."""
         part = [
             {name: _on_cpu(value) for name, value in each.metric_state.items()}
             for each in _members(metric)
@@ -163,7 +156,6 @@ class MergedStates(MergeableMetric):
 
 
 def _reduced(states: list[Any], reduce: Any) -> Any:
-    """Merge the states of several parts like TorchMetrics merges those of processes."""
     if len(states) == 1:
         # Copy, because some metrics change their states in compute().
         return list(states[0]) if isinstance(states[0], list) else states[0].clone()
@@ -181,18 +173,17 @@ def _numbers(owner: str, value: Any) -> dict[str, Any]:
         for key, entry in value.items():
             found.update({f"_{key}{end}": v for end, v in _numbers(owner, entry).items()})
         return found
-    if isinstance(value, int | float):
-        return {"": float(value)}
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return {"": float(value)}
-    if isinstance(value, torch.Tensor) and value.dim() == 1:
-        return {f"_{index}": float(entry) for index, entry in enumerate(value)}
-    if isinstance(value, torch.Tensor):
-        return {"": value}
-    raise TypeError(
-        f"WithMetrics takes metrics that compute numbers, tensors or dicts of them, and {owner} "
-        f"computed {shown(value)}."
-    )
+    if not isinstance(value, int | float | torch.Tensor):
+        raise TypeError(
+            f"WithMetrics takes metrics that compute numbers, tensors, or dicts of them, but "
+            f"{owner} computed {shown(value)}."
+        )
+    tensor = torch.as_tensor(value)
+    if tensor.numel() == 1:
+        return {"": float(tensor)}
+    if tensor.dim() == 1:
+        return {f"_{index}": float(entry) for index, entry in enumerate(tensor)}
+    return {"": tensor}
 
 
 def _by_name(owner: str, given: Any) -> dict[str, Metric]:
@@ -200,13 +191,12 @@ def _by_name(owner: str, given: Any) -> dict[str, Metric]:
     if isinstance(given, metric_cls):
         return {type(given).__name__: given}
     # The items of a MetricCollection have its prefix, and do not share states.
-    items = given.items() if hasattr(given, "items") else ()
-    found = dict(items)
+    found = dict(given.items()) if hasattr(given, "items") else {}
     if not found or not all(isinstance(metric, metric_cls) for metric in found.values()):
         raise TypeError(
             f"{owner}: config['metrics']={shown(given)} must be torchmetrics.Metric objects by "
             "name, a MetricCollection, one Metric, or a function of the config that returns one "
-            f"of them; or override build_metrics in {owner}."
+            f"of them. Or override build_metrics in {owner}."
         )
     return found
 

@@ -39,8 +39,7 @@ class Evaluation:
         loop.profile(request.profile)
         train_state = loop.train_state
         if self.start is None or self.start[0] != call:
-            start = 0 if request.from_start else train_state.validation_offset
-            self.start = call, start
+            self.start = call, 0 if request.from_start else train_state.validation_offset
         sources = (
             train_state.data.validation_sources() if loader is None else self._sources_of(loader)
         )
@@ -61,10 +60,7 @@ class Evaluation:
     def _evaluate(
         self, name: str, source: BatchSource, offset: int, left: int | None, info: Any
     ) -> int:
-        """Evaluate up to `left` steps of a loader, or all of the rest.
-
-        Return the offset after them.
-        """
+        """Evaluate up to `left` steps of a loader, or its rest. Return the offset after them."""
         operator, train_state = self._loop.operator, self._loop.train_state
         source.agree_on_order(0, offset, train_state)
         while left is None or left > 0:
@@ -110,7 +106,9 @@ class Evaluation:
         train_state, operator = self._loop.train_state, self._loop.operator
         sources = self._sources_of(loader)
         if [*sources] != [""]:
-            raise TypeError(f"predict() takes one loader, not {len(sources)}: call it for each.")
+            raise TypeError(
+                f"predict() takes one loader, not {len(sources)}. Call it for each loader."
+            )
         source = sources[""]
         if source.shuffles:
             raise ValueError(
@@ -151,6 +149,9 @@ class Evaluation:
         sources = train_state.data.validation_sources()
         if not all(source.can_be_tried for source in sources.values()):
             return None
+        trial = ValidateRequest(
+            call=-1, num_steps=request.num_steps, from_start=True, info=request.info
+        )
         with (
             unchanged(self._loop),
             unchanged(self),
@@ -158,9 +159,6 @@ class Evaluation:
             unchanged(train_state),
             train_state.rehearsing(),
         ):
-            trial = ValidateRequest(
-                call=-1, num_steps=request.num_steps, from_start=True, info=request.info
-            )
             metrics = self.validate(trial)
         _close(sources)
         return metrics

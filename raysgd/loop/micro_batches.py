@@ -25,7 +25,7 @@ class MicroBatches(StepFeature):
     """Decides whether batches can come in parts, and splits them if memory ran out.
 
     Parts are equivalent to the whole batch if all gradients come before the update, and if both
-    use the helpers of raysgd. Whole batches, or the first part of one, show that.
+    use the helpers of raysgd.
     """
 
     def __init__(self, train_state: TrainState) -> None:
@@ -38,11 +38,7 @@ class MicroBatches(StepFeature):
         """Parts of each batch; more than 1 after memory ran out."""
 
     def refuse(self, why: str, place: MicroBatch) -> None:
-        """Record why batches must not come in parts.
-
-        Raises:
-            IndivisibleError: If the current batch comes in parts.
-        """
+        """Record why batches must not come in parts. If this one does, train it again whole."""
         self.why_not = self.why_not or why
         if place.is_part:
             raise IndivisibleError(why)
@@ -64,10 +60,7 @@ class MicroBatches(StepFeature):
         return [(batch, place)]
 
     def split_after(self, error: BaseException, batch: Any) -> int:
-        """Return the number of parts to use after an error in a step.
-
-        0 means to raise the error.
-        """
+        """Return the number of parts to use after an error in a step. 0 raises the error."""
         return 0
 
     def raise_split(self, factor: int) -> None:

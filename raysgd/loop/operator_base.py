@@ -85,10 +85,9 @@ class OperatorBase:
     def global_step(self) -> int:
         """Number of finished training steps, over all epochs and calls.
 
-        raysgd counts the steps. With gradient accumulation, the number grows by a whole group at
-        each update, and ``batch_info["global_step"]`` numbers each batch. If a loop sets a value,
-        it lasts until the next batch of the loop. raysgd keeps the value only if the loop draws no
-        batch from its iterator.
+        With gradient accumulation, it grows by a whole group at each update, and
+        ``batch_info["global_step"]`` numbers each batch. A value that a loop sets lasts until its
+        next batch, and stays only if the loop draws no batch from its iterator.
         """
         step = self._train_state.global_step
         return self._train_state.counted.get(step, step)
@@ -122,9 +121,7 @@ class OperatorBase:
     def log(self, name: str, value: Any) -> None:
         """Add a metric to the result of the current `train_batch` or `validate_batch`.
 
-        Args:
-            name: Name of the metric. A returned metric with this name takes precedence.
-            value: Value, as in the returned dict.
+        A returned metric with this name takes precedence.
 
         Raises:
             RuntimeError: Outside of these methods, or if you override `train_epoch` or `validate`.
@@ -140,9 +137,8 @@ class OperatorBase:
         """Create what depends on the group of workers. Override it if you need it.
 
         All workers call it together after `setup` and after each change of the group, before the
-        next step. `world_rank`, `world_size`, ``config[BATCH_SIZE]``, and the process group may
-        have changed. Create your own process groups here (``torch.distributed.new_group``), or
-        loaders that select a part by rank, and register those with ``register_data``. It may call
+        next step. Create your own process groups here (``torch.distributed.new_group``), or loaders
+        that select a part by rank, and register those with ``register_data``. It may call
         collectives. (`setup` of a replacement worker runs alone, in a group of one.)
         """
 
@@ -162,10 +158,7 @@ class OperatorBase:
         return self._train_state.meters
 
     def _epoch_is_over(self) -> bool:
-        """Return whether a loop that has ended its batches is at the end of an epoch.
-
-        A loop that drew nothing from its iterator has its own batches, which are an epoch.
-        """
+        # A loop that drew nothing from its iterator has its own batches, which are an epoch.
         segment = self._train_state.segment
         return segment is None or not segment.drawn_from or segment.loop_ends_epoch
 
@@ -207,32 +200,31 @@ class OperatorBase:
             meters.settle()
 
     def _check_single(self) -> None:
-        for what, held in (
-            ("models", self._train_state.given_models),
-            ("optimizers", self._train_state.optimizers),
-        ):
+        """Refuse several models or optimizers, for the default `train_batch`."""
+        state, kind = self._train_state, type(self).__name__
+        for what, held in (("models", state.given_models), ("optimizers", state.optimizers)):
             if len(held) > 1:
-                kind = type(self).__name__
                 raise RuntimeError(
                     f"{kind} registered {len(held)} {what}, and the default train_batch trains one "
                     f"model with one optimizer. Override train_batch in {kind}."
                 )
 
     def _default(self, name: str) -> Any:
-        value = getattr(self, name, None)
-        if value is not None and not isinstance(value, list | tuple):
-            return value
-        kind = type(self).__name__
+        """Return the model, optimizer, or criterion that the default methods use."""
+        value, kind = getattr(self, name, None), type(self).__name__
         if isinstance(value, list | tuple):
             raise RuntimeError(
                 f"{kind}.{name} holds {len(value)} objects, but the default train_batch and "
                 f"validate_batch use a single {name}. Override them in {kind}."
             )
-        raise RuntimeError(
-            f"{kind} has no self.{name}, which the default train_batch and validate_batch need. "
-            f"Set it in setup, for example: self.model, self.optimizer, self.criterion = "
-            f"self.register(models=..., optimizers=..., criterion=...); or override them in {kind}."
-        )
+        if value is None:
+            raise RuntimeError(
+                f"{kind} has no self.{name}, which the default train_batch and validate_batch "
+                "need. Set it in setup: self.model, self.optimizer, self.criterion = "
+                f"self.register(models=..., optimizers=..., criterion=...). Or override both in "
+                f"{kind}."
+            )
+        return value
 
 
 def with_logged(logged: Mapping[str, Any], metrics: Any) -> Any:
@@ -249,29 +241,27 @@ def checked_metrics(
 
 def checked_result(method: Callable[..., Any], result: Any) -> Mapping[str, Any]:
     """Check that a method of an operator returned a dict of metrics, and return it."""
+    name = method.__qualname__
     if not isinstance(result, Mapping):
         raise TypeError(
-            f"{method.__qualname__} returned {type(result).__name__}; it must return a dict of "
-            "metrics, which may be empty."
+            f"{name} returned {type(result).__name__}; it must return a dict of metrics, which may "
+            "be empty."
         )
-    for name in result:
-        if not isinstance(name, str):
-            raise TypeError(f"{method.__qualname__} named a metric {name!r}; use a string.")
+    for key in result:
+        if not isinstance(key, str):
+            raise TypeError(f"{name} named a metric {key!r}. The name must be a string.")
     num_samples = result.get(NUM_SAMPLES, 1)
-    said = f"{method.__qualname__} returned {NUM_SAMPLES}={num_samples!r}; it must be"
     if not is_number(num_samples):
-        raise TypeError(f"{said} a number.")
+        raise TypeError(f"{name} returned {NUM_SAMPLES}={num_samples!r}; it must be a number.")
     if not 0 <= float(num_samples) < math.inf:
-        raise ValueError(f"{said} at least 0, and finite.")
+        raise ValueError(
+            f"{name} returned {NUM_SAMPLES}={num_samples!r}; it must be at least 0, and finite."
+        )
     return result
 
 
 def create_operator(operator_cls: type[Any], *arguments: Any) -> Any:
-    """Create an operator, without calling ``setup``.
-
-    Raises:
-        TypeError: If the class has an ``__init__`` that does not fit.
-    """
+    """Create an operator, without calling ``setup``."""
     advice = "Remove __init__, and use setup(self, config), which runs on the worker."
     try:
         inspect.signature(operator_cls).bind(*arguments)
@@ -289,7 +279,6 @@ def create_operator(operator_cls: type[Any], *arguments: Any) -> Any:
 
 
 def check_registered(operator: Any) -> None:
-    """Check that the operator's ``setup`` registered models."""
     if not operator._train_state.registered:
         raise RuntimeError(
             f"{type(operator).__name__}.setup did not register anything. Call "
@@ -298,12 +287,11 @@ def check_registered(operator: Any) -> None:
 
 
 def check_operator(trainer: str, operator_cls: Any, base: type[Any], shown: str) -> None:
-    """Check that a trainer's operator class is a subclass of `base`.
+    """Check a trainer's operator class, and warn about misspelled methods.
 
-    Users know `base` as `shown`.
+    Users know its base class as `shown`.
     """
-    fits = isinstance(operator_cls, type) and issubclass(operator_cls, base)
-    if not fits:
+    if not (isinstance(operator_cls, type) and issubclass(operator_cls, base)):
         raise TypeError(
             f"{trainer}(training_operator_cls=...) must be a subclass of {shown} (the class, not "
             f"an instance), but it is {operator_cls!r}."
@@ -331,14 +319,7 @@ def warn_of_misspelling(operator_cls: type[Any], base: type[Any]) -> None:
 def class_from_creators(
     caller: str, bases: tuple[type, ...], creators: Mapping[str, Any], required: Collection[str]
 ) -> Any:
-    """Return an operator class that holds functions as ``_model_creator`` and the like.
-
-    Args:
-        caller: Name for messages.
-        bases: Bases of the class.
-        creators: Functions or None, by the names of the caller's arguments.
-        required: Names of the functions that must not be None.
-    """
+    """Return an operator class that holds functions as ``_model_creator`` and the like."""
     for name, function in creators.items():
         if not callable(function) and (function is not None or name in required):
             raise TypeError(f"{caller}({name}=...) must be a function, but it is {function!r}.")

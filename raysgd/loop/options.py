@@ -34,11 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ABC):
-    """The arguments of trainers for all frameworks, for the driver and the workers.
-
-    :class:`raysgd.TorchTrainer` documents them. A wrong type raises TypeError, and a wrong value
-    ValueError.
-    """
+    """The arguments of trainers. :class:`raysgd.TorchTrainer` documents them."""
 
     training_operator_cls: Any = None
     config: Any = None
@@ -63,7 +59,6 @@ class Options(ABC):
     """Allowed values of ``use_fp16``."""
 
     def __post_init__(self) -> None:
-        """Check the arguments, and replace None by the default."""
         num_workers = check_int(self.trainer, "num_workers", self.num_workers, 1, MOST_WORKERS)
         min_workers = check_int(self.trainer, "min_workers", self.min_workers)
         if not 1 <= min_workers <= num_workers:
@@ -119,8 +114,7 @@ class Options(ABC):
     # ---- for subclasses
 
     @abstractmethod
-    def backends(self) -> tuple[str, ...]:
-        """Return the allowed values of ``backend``."""
+    def backends(self) -> tuple[str, ...]: ...
 
     @abstractmethod
     def own_gpus(self) -> bool:
@@ -165,8 +159,8 @@ class Options(ABC):
         asks_for_gpus = "GPU" in self.resources_per_worker
         if asks_for_gpus and self.use_gpu is False:
             raise ValueError(
-                f"{self.trainer}(resources_per_worker={{'GPU': ...}}, use_gpu=False) contradict "
-                "each other: remove GPU, or pass use_gpu=True."
+                f"{self.trainer}(resources_per_worker={{'GPU': ...}}, use_gpu=False): these "
+                "contradict each other. Remove GPU, or pass use_gpu=True."
             )
         use_gpu = self.use_gpu
         if use_gpu == "auto":
@@ -175,8 +169,9 @@ class Options(ABC):
             # Ray would assign the GPU that this process uses to another worker
             if self.use_gpu is True or asks_for_gpus:
                 raise ValueError(
-                    f"{self.trainer}(use_local=True, use_gpu=True) needs num_workers=1: Ray cannot "
-                    "assign a GPU to this process. Remove use_local, or pass use_gpu=False."
+                    f"{self.trainer}(use_local=True, use_gpu=True) needs num_workers=1, because "
+                    "Ray cannot assign a GPU to this process. Remove use_local, or pass "
+                    "use_gpu=False."
                 )
             logger.warning(
                 "Training on CPUs, although the cluster has GPUs: with use_local=True, the first "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -67,7 +66,6 @@ class StepIterator:
         self._next_batch = _NOTHING
         self._exhausted = False
         self._ended = False
-        self._timers = train_state.timers if train_state.timers.enabled else None
         self.start = train_state.offset
         self.paused = False
         self.num_batches = 0
@@ -79,9 +77,7 @@ class StepIterator:
     def step_s(self) -> float:
         """Mean seconds per batch so far. 0 before the first batch is done."""
         num_finished = self.num_finished
-        if not num_finished:
-            return 0.0
-        return (time.perf_counter() - self._started) / num_finished
+        return (time.perf_counter() - self._started) / num_finished if num_finished else 0.0
 
     @property
     def num_finished(self) -> int:
@@ -99,12 +95,9 @@ class StepIterator:
 
     @property
     def loop_ends_epoch(self) -> bool:
-        """Whether the epoch is over if the loop asks for no further batch.
-
-        A loop without a limit that stops early ends the epoch.
-        """
+        """Whether the epoch is over if the loop asks for no further batch."""
         if not self._ended and not self._is_limited:
-            return True
+            return True  # a loop that stops early ends the epoch
         place = self._step.place
         pending = place.step + place.ends_step if self._step.batches else 0
         return self.epoch_is_over or self.num_batches + pending == self._steps_left
@@ -125,12 +118,11 @@ class StepIterator:
         self._signal.raise_stop()
         if self._parts:
             return self._next_part()
-        if not self._step.batches and self._is_at_end():
-            self._ended = True
-            raise StopIteration
-        batch, self._next_batch = self._next_batch, _NOTHING
-        if batch is _NOTHING:
-            batch = self._take()
+        batch = _NOTHING
+        if self._step.batches or not self._is_at_end():
+            batch, self._next_batch = self._next_batch, _NOTHING
+            if batch is _NOTHING:
+                batch = self._take()
         if batch is _NOTHING:
             self._ended = True
             raise StopIteration
@@ -154,10 +146,9 @@ class StepIterator:
         return self.paused
 
     def finish(self) -> list[Any]:
-        """Commit the last step after the loop has returned, and update the offset.
+        """Commit the last step after the loop has returned.
 
-        Returns:
-            Batches of an incomplete group, to train again.
+        Return the batches of an incomplete group, to train again.
         """
         step = self._step
         lost = self._discard_group() if step.batches and not step.place.is_last else []
@@ -165,16 +156,12 @@ class StepIterator:
             if step.batches:
                 self._commit()
         finally:
-            self._update_offset()
+            self._train_state.offset = self._offset()
             self._train_state.end_segment()
         return lost
 
     def fail(self) -> list[Any]:
-        """Commit or discard the current step after the loop has raised.
-
-        Returns:
-            Batches to train again.
-        """
+        """Commit or discard the step after the loop has raised. Return batches to train again."""
         lost = [] if self._step.is_updated else self._discard_group()
         self.finish()
         self._train_state.roll_back()
@@ -183,14 +170,10 @@ class StepIterator:
     def _discard_group(self) -> list[Any]:
         """Discard the current step. Return its batches, and one that was read ahead."""
         lost = self._step.batches + ([] if self._next_batch is _NOTHING else [self._next_batch])
-        self._next_batch = _NOTHING
-        self._forget_batch()
+        self._next_batch, self.batch = _NOTHING, None
+        self._parts.clear()
         self._train_state.roll_back()
         return lost
-
-    def _forget_batch(self) -> None:
-        self._parts.clear()
-        self.batch = None
 
     def _next_place(self) -> MicroBatch:
         train_state, position = self._train_state, len(self._step.batches) - 1
@@ -212,11 +195,9 @@ class StepIterator:
 
     def _take(self) -> Any:
         """Return the next batch, or _NOTHING if any rank has no more batches."""
+        timers = self._train_state.timers
         try:
-            timer = (
-                contextlib.nullcontext() if self._timers is None else self._timers.record("data")
-            )
-            with timer, self._signal.waiting():
+            with timers.record("data"), self._signal.waiting():
                 batch = next(self._batches, _NOTHING)
         except BaseException:
             self.loader_failed = True
@@ -245,17 +226,14 @@ class StepIterator:
     def _offset(self) -> int:
         return self._source.offset_after(self.start, self.num_batches)
 
-    def _update_offset(self) -> None:
-        self._train_state.offset = self._offset()
-
     def _commit(self) -> None:
         num_steps = self._step.place.step + 1
         try:
             self._train_state.commit(num_steps)
         finally:
             if not self._step.is_open:
-                self._forget_batch()
+                self.batch = None
                 self.num_batches += num_steps
         if self._on_commit is not None:
-            self._update_offset()
+            self._train_state.offset = self._offset()
             self._on_commit()

@@ -1,38 +1,19 @@
-"""The next token: what is learned, exact perplexity, tied weights, generating."""
+"""The next token: exact perplexity, tied weights, generating, and windows of a text."""
 
 import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raysgd import TorchTrainer
 from raysgd.metrics import Sums
 from raysgd.operators import LanguageModel
-from raysgd.operators.language_model import _perplexity
+from raysgd.operators.language_model import TokenWindows, _perplexity
 from raysgd.testing import run_operator
-from tests.unit.operators.samples import library_text
 
 SMALL = {"vocab_size": 128, "hidden_size": 32, "num_heads": 2, "sequence_length": 32}
-
-
-def test_learns_the_library_of_python(trained):
-    text, held_out = library_text()
-    counts = torch.bincount(text.long(), minlength=128).double() + 1
-    by_frequency = -(counts / counts.sum()).log()[held_out.long()].mean().item()
-    config = {
-        **SMALL,
-        "train_data": text,
-        "validation_data": held_out,
-        "num_layers": 1,
-        "batch_size": 16,
-        "lr": 1e-2,
-        "max_grad_norm": 1.0,
-    }
-    train, found = trained(LanguageModel, config, num_epochs=2)
-    assert found["val_loss"] < by_frequency - 0.5  # better than knowing how often each byte comes
-    assert found["val_perplexity"] == pytest.approx(math.exp(found["val_loss"]), rel=1e-9)
-    assert train["train_perplexity"] == pytest.approx(math.exp(train["train_loss"]), rel=1e-9)
-    assert found["val_accuracy"] > 0.3
 
 
 def test_perplexity_is_that_of_all_tokens_whatever_the_batches():
@@ -175,3 +156,22 @@ def test_a_perplexity_of_a_loss_that_is_not_finite():
     ]
     assert math.isnan(perplexity[0])
     assert perplexity[1:] == [math.inf, math.inf]
+
+
+@given(st.integers(2, 60), st.integers(1, 20))
+def test_targets_are_the_text_without_its_first_token_and_inputs_come_before(size, length):
+    windows = TokenWindows(torch.arange(size), length)
+    samples = [windows[index] for index in range(len(windows))]
+    targets = torch.cat([target for _, target in samples])
+    inputs = torch.cat([tokens for tokens, _ in samples])
+    counts = targets != -100
+    assert targets[counts].tolist() == list(range(1, size))
+    assert inputs[counts].tolist() == list(range(size - 1))
+    assert {tuple(t.shape) for sample in samples for t in sample} == {(length,)}
+
+
+def test_windows_end():
+    windows = TokenWindows(torch.arange(5), 2)
+    assert len(list(windows)) == 2
+    with pytest.raises(IndexError, match="2"):
+        windows[2]

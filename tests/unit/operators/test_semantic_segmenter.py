@@ -1,37 +1,14 @@
-"""Classes of pixels: what is learned, and the definitions of loss and metrics."""
+"""Classes of pixels: the definitions of loss and metrics, and confusion matrices."""
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn import metrics as sklearn_metrics
 
 from raysgd.operators import SemanticSegmenter
+from raysgd.operators.confusion import accuracy, confusion_matrix, macro_f1, mean_iou
 from raysgd.testing import run_operator
-from tests.unit.operators.samples import shapes
-
-
-def make_model(config):
-    return torch.nn.Sequential(
-        torch.nn.Conv2d(1, 8, 5, padding=2),
-        torch.nn.ReLU(),
-        torch.nn.Conv2d(8, 8, 5, padding=2),
-        torch.nn.ReLU(),
-        torch.nn.Conv2d(8, 3, 1),
-    )
-
-
-def test_learns_shapes(trained):
-    config = {
-        "model": make_model,
-        "num_classes": 3,
-        "train_data": shapes(256, seed=0),
-        "validation_data": shapes(64, seed=1),
-        "batch_size": 8,
-        "lr": 0.01,
-        "train_metrics": True,
-    }
-    train, found = trained(SemanticSegmenter, config, num_epochs=10)
-    assert found["val_mean_iou"] > 0.7  # background alone gives less than 1 / 3
-    assert found["val_pixel_accuracy"] > 0.92
-    assert train["train_mean_iou"] > 0.6
 
 
 class Given(torch.nn.Module):
@@ -45,7 +22,7 @@ class Given(torch.nn.Module):
         return {"out": self.weight * scores}
 
 
-def given(num_classes=3, **config):
+def segmenter(num_classes=3, **config):
     config = {"model": Given(), "num_classes": num_classes, **config}
     return run_operator(SemanticSegmenter, config)
 
@@ -59,7 +36,7 @@ def test_metrics_are_those_of_all_pixels_and_not_means_over_batches():
     predicted = torch.tensor([[[0, 1]], [[1, 2]]])
     target = torch.tensor([[[0, 0]], [[1, 255]]], dtype=torch.uint8)
     batches = [(scores_of(predicted[i : i + 1]), target[i : i + 1]) for i in (0, 1)]
-    found = given().validate(iter(batches))
+    found = segmenter().validate(iter(batches))
     assert found["val_mean_iou"] == pytest.approx((1 / 2 + 1 / 2) / 2)
     assert found["val_pixel_accuracy"] == pytest.approx(2 / 3)
     right, wrong = (-torch.tensor([1.0, 0, 0]).log_softmax(dim=0)[i].item() for i in (0, 1))
@@ -67,7 +44,7 @@ def test_metrics_are_those_of_all_pixels_and_not_means_over_batches():
 
 
 def test_a_batch_of_nothing_but_ignored_pixels_has_no_loss_and_no_weight():
-    operator = given(ignore_index=9)
+    operator = segmenter(ignore_index=9)
     scores = scores_of(torch.zeros(1, 1, 2, dtype=torch.long))
     nothing, something = torch.full((1, 1, 2), 9), torch.zeros(1, 1, 2, dtype=torch.long)
     operator.train_batch((scores, nothing), {})
@@ -80,4 +57,36 @@ def test_a_batch_of_nothing_but_ignored_pixels_has_no_loss_and_no_weight():
 
 def test_scores_for_other_classes_are_refused():
     with pytest.raises(ValueError, match=r"scores for 3 classes, but config\['num_classes'\] is 2"):
-        given(num_classes=2).validate(iter([(torch.zeros(1, 3, 1, 2), torch.zeros(1, 1, 2))]))
+        segmenter(num_classes=2).validate(iter([(torch.zeros(1, 3, 1, 2), torch.zeros(1, 1, 2))]))
+
+
+# ---- confusion matrices
+
+
+pairs = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=40)
+
+
+@given(pairs)
+def test_all_figures_are_those_of_scikit_learn(pairs):
+    predicted, target = torch.tensor(pairs).T
+    counts = confusion_matrix(predicted, target, num_classes=5)
+    there = sorted({label for pair in pairs for label in pair})
+    expected = sklearn_metrics.confusion_matrix(target, predicted, labels=range(5))
+    assert counts.tolist() == expected.tolist()
+    assert accuracy(counts) == pytest.approx((predicted == target).double().mean().item())
+    for ours, theirs in (
+        (macro_f1, sklearn_metrics.f1_score),
+        (mean_iou, sklearn_metrics.jaccard_score),
+    ):
+        value = theirs(target, predicted, labels=there, average="macro", zero_division=0)
+        assert ours(counts) == pytest.approx(value)
+
+
+def test_ignored_positions_do_not_count():
+    target = torch.tensor([[0, 255], [255, 1]])
+    counts = confusion_matrix(torch.tensor([[0, 1], [1, 0]]), target, 2, ignore_index=255)
+    assert counts.tolist() == [[1, 0], [1, 0]]
+    counts = confusion_matrix(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1]), 2, ignore_index=0)
+    assert counts.tolist() == [[0, 0], [0, 1]]
+    counts = confusion_matrix(torch.tensor([0, 1]), torch.tensor([-100, 1]), 2)
+    assert counts.tolist() == [[0, 0], [0, 1]]

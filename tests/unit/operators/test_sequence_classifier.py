@@ -8,7 +8,6 @@ from sklearn.metrics import f1_score
 
 from raysgd.operators import SequenceClassifier
 from raysgd.testing import run_operator
-from tests.unit.operators.samples import lines_of_python
 
 TINY = {
     "model_type": "distilbert",
@@ -22,14 +21,6 @@ TINY = {
         "max_position_embeddings": 64,
     },
 }
-
-
-def test_tells_comments_from_code(trained):
-    train, held_out = lines_of_python()
-    config = {**TINY, "train_data": train, "validation_data": held_out, "lr": 3e-3}
-    _, found = trained(SequenceClassifier, config, num_epochs=5)
-    assert found["val_accuracy"] > 0.86
-    assert found["val_f1"] == pytest.approx(found["val_accuracy"], abs=0.03)
 
 
 def test_batches_may_be_dicts_or_tuples():
