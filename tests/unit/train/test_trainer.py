@@ -96,8 +96,8 @@ def test_wrong_arguments_of_run_are_refused(trainer, function, callbacks, error,
     [
         ({"scaling_config": ScalingConfig(num_workers=0)}, "num_workers"),
         ({"scaling_config": {"resources_per_worker": {"GPU": 1}}}, "use_gpu"),
-        ({"run_config": RunConfig(name="a/b")}, "must be the name of one folder"),
-        ({"run_config": RunConfig(name="..")}, "must be the name of one folder"),
+        ({"run_config": RunConfig(name="a/b")}, "must be the name of a folder"),
+        ({"run_config": RunConfig(name="..")}, "must be the name of a folder"),
         ({"run_config": RunConfig(storage_path="s3://bucket/a")}, "not a URL.*CheckpointStore"),
         (
             {"run_config": RunConfig(failure_config=FailureConfig(-2))},
