@@ -62,15 +62,15 @@ def bound_function(
     required = [p for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD]
     if len(required) > 1:
         raise ValueError(
-            f"The training function {train_func!r} requires {len(required)} arguments. It may "
-            "require one, the config."
+            f"The training function {train_func!r} requires {len(required)} arguments. It must "
+            "require none, or one, the config."
         )
     if required:
         return functools.partial(train_func, {} if config is None else config)
     if config and parameters:
         logger.warning(
-            "%r is called without the config, because none of its parameters is required. Write "
-            "def train_func(config) to get it.",
+            "%r is called without the config, because it requires no argument. To get the config, "
+            "write def train_func(config).",
             train_func,
         )
     return train_func
@@ -97,17 +97,11 @@ def worker_resources(
 
 
 def env_flag(name: str, default: bool = False) -> bool:
-    """Return whether an environment variable is switched on."""
     return os.environ.get(name, str(int(default))) in ("1", "true", "True")
 
 
 def run_folder(given: str | os.PathLike[str] | None, kind: str) -> Path:
-    """Return the absolute path of the folder for runs.
-
-    Raises:
-        TypeError: if `given` is not a path.
-        ValueError: if it is empty or a URL.
-    """
+    """Return the absolute path of the folder for runs."""
     date = f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
     path = f"{kind}_{date}" if given is None else checked_path("logdir", given)
     return Path(RESULTS).expanduser() / path

@@ -37,7 +37,7 @@ CONFIGS = {
 
 
 class Backend:
-    """Sets up a framework on the workers. Both hooks run on the driver and may do nothing."""
+    """Sets up a framework on the workers. Both hooks run on the driver."""
 
     share_cuda_visible_devices: bool = False
     """Whether each worker sees the GPUs of all workers on its node, in the same order."""
@@ -50,11 +50,7 @@ class Backend:
 
     @staticmethod
     def encode_data(data_dict: dict[str, Any]) -> Any:
-        """Encode a report or checkpoint for its transfer to the driver. Runs on the worker.
-
-        In addition, raysgd moves device tensors to the CPU and unwraps DistributedDataParallel
-        models.
-        """
+        """Encode a report or checkpoint for its transfer to the driver. Runs on the worker."""
         return data_dict
 
     @staticmethod
@@ -77,9 +73,6 @@ class BackendConfig:
 
         Runs on the driver. With a transport, raysgd wakes workers that wait for a failed worker.
         Return None if `on_start` sets up everything.
-
-        Args:
-            use_gpu: whether the workers reserve GPUs.
         """
         return None
 
@@ -90,11 +83,6 @@ class BackendConfig:
 
 
 def backend_class(config: BackendConfig) -> type[Backend]:
-    """Return the backend class of a config.
-
-    Raises:
-        TypeError: if it is not a subclass of Backend.
-    """
     found: Any = config.backend_cls
     if not inspect.isclass(found) and callable(found):
         found = found()
@@ -105,20 +93,14 @@ def backend_class(config: BackendConfig) -> type[Backend]:
         )
     if hasattr(found, "handle_failure"):
         logger.warning(
-            "raysgd does not call %s.handle_failure. It calls on_start again after a failure.",
+            "raysgd does not call %s.handle_failure. After a failure, it calls on_start again.",
             found.__name__,
         )
     return found
 
 
 def checked_config(backend: Any) -> BackendConfig:
-    """Return the config for the ``backend`` argument of a trainer.
-
-    Raises:
-        ValueError: if no backend has that name.
-        TypeError: if it is neither a name nor a config.
-        ImportError: if a dependency of the backend is not installed.
-    """
+    """Return the config for the ``backend`` argument of a trainer."""
     if isinstance(backend, BackendConfig):
         return backend
     if not isinstance(backend, str) or backend not in CONFIGS:
@@ -131,6 +113,6 @@ def checked_config(backend: Any) -> BackendConfig:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "BackendExecutor":  # imported here because the executor imports this module
+    if name == "BackendExecutor":  # not at the top, because the executor imports this module
         return importlib.import_module("raysgd.train.executor").BackendExecutor
     raise AttributeError(f"module 'raysgd.train.backend' has no attribute {name!r}")

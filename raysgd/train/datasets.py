@@ -12,15 +12,10 @@ logger = logging.getLogger(__name__)
 
 
 class Datasets:
-    """The data sets of a run.
+    """The data sets of a run: one, several by name, or None.
 
-    Args:
-        given: a data set, a dict of them by name, or None.
-        is_split: returns for a name whether to split that data set. Otherwise every worker gets all
-            of it.
-
-    Raises:
-        TypeError: if a value to split is not a Ray Dataset.
+    `is_split` returns for a name whether to split that data set. Otherwise every worker gets all of
+    it.
     """
 
     def __init__(self, given: Any, is_split: Callable[[str], bool] = lambda name: True) -> None:
@@ -57,9 +52,9 @@ class Datasets:
         if name not in self._fixed:
             if _is_lazy(dataset):
                 logger.warning(
-                    "Data set %r is read once, before training, so random map functions give the "
-                    "same rows in every epoch. Draw random numbers in the training function, and "
-                    "pass dataset.materialize() to avoid this warning.",
+                    "Data set %r is read once, before training. Random map functions give the same "
+                    "rows in every epoch: draw random numbers in the training function. To avoid "
+                    "this warning, pass dataset.materialize().",
                     name,
                 )
                 _warn_without_cpu(name)

@@ -16,14 +16,7 @@ __all__ = ["check_place", "newest_checkpoint_path"]
 def newest_checkpoint_path(name: str) -> str | None:
     """Return the path of a file or folder in the newest checkpoint; None without a checkpoint.
 
-    The files are a temporary copy. They are removed after the run, when the process starts another
-    one or ends.
-
-    Args:
-        name: of the file or folder in the checkpoint.
-
-    Raises:
-        FileNotFoundError: if the checkpoint has nothing of that name.
+    The files are a temporary copy, which is removed after the run.
     """
     checkpoint = get_checkpoint()
     if checkpoint is None:
@@ -34,18 +27,14 @@ def newest_checkpoint_path(name: str) -> str | None:
     path = Path(folder, name)
     if not path.exists():
         raise FileNotFoundError(
-            f"get_checkpoint_path(): the newest checkpoint contains no {name!r}, so it is not from "
-            "RayTrainReportCallback. Use raysgd.train.get_checkpoint()."
+            f"get_checkpoint_path(): the newest checkpoint contains no {name!r}. For a checkpoint "
+            "that is not from RayTrainReportCallback, call raysgd.train.get_checkpoint()."
         )
     return str(path)
 
 
 def check_place(rank: int, size: int, advice: str) -> None:
-    """Check the rank and the world size that another library has found.
-
-    Raises:
-        RuntimeError: if they are not those of this worker.
-    """
+    """Check the rank and the world size that another library has found."""
     if worker_context() is not None and (rank, size) != (world_rank(), world_size()):
         raise RuntimeError(
             f"prepare_trainer(): this is worker {world_rank()} of {world_size()}, but the trainer "

@@ -29,23 +29,14 @@ class CheckpointUploadMode(Enum):
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Options of `report`, with the names of current Ray Train.
-
-    Raises:
-        ValueError: if the mode is unknown.
-        TypeError: if `validation` is neither True or False nor a ValidationTaskConfig.
-    """
+    """Options of `raysgd.train.report`, which documents them. The names are those of Ray Train."""
 
     checkpoint_dir_name: str | None = None
-    """Name that `checkpoint_upload_fn` receives. The run's own files are numbered."""
     checkpoint_upload_mode: Any = CheckpointUploadMode.SYNC
     """The mode, as raysgd's enum or Ray's."""
     delete_local_checkpoint_after_upload: bool | None = None
-    """Whether to remove the folder after it is stored. None means only with ASYNC."""
     checkpoint_upload_fn: Callable[[Any, str], Any] | None = None
-    """Function that stores a checkpoint under a name and returns the stored checkpoint."""
     validation: Any = False
-    """Whether to validate the checkpoint: True, or a ValidationTaskConfig."""
 
     def __post_init__(self) -> None:
         given = self.checkpoint_upload_mode
@@ -60,7 +51,6 @@ class ReportOptions:
 
     @classmethod
     def names(cls) -> set[str]:
-        """Return the names of the options."""
         return {field.name for field in fields(cls)}
 
     @property
@@ -74,12 +64,6 @@ class ReportOptions:
         return not self.waits if given is None else given
 
     def check(self, checkpoint: Any, run_folder: str) -> None:
-        """Check the options of one report.
-
-        Raises:
-            ValueError: if there is no checkpoint to validate, or the folder of the run would be
-                removed.
-        """
         if self.validation and checkpoint is None:
             raise ValueError("report(validation=...) needs a checkpoint to validate.")
         path = getattr(checkpoint, "path", None)
@@ -87,18 +71,15 @@ class ReportOptions:
             return
         if Path(run_folder).resolve().is_relative_to(Path(path).resolve()):
             raise ValueError(
-                f"report(delete_local_checkpoint_after_upload=True): {path} contains the folder of "
-                f"the run, {run_folder}. Write checkpoints elsewhere."
+                f"report() would delete {path}, which contains the folder of the run, "
+                f"{run_folder}. Write checkpoints to another folder, or pass "
+                "delete_local_checkpoint_after_upload=False."
             )
 
     def packed(
         self, checkpoint: Any, iteration: int, metadata: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the packed checkpoint, after uploading it if there is an upload function.
-
-        Raises:
-            ValueError: if a checkpoint that stays in its place is not a readable folder.
-        """
+        """Return the packed checkpoint, after uploading it if there is an upload function."""
         stays = self.checkpoint_upload_mode is CheckpointUploadMode.NO_UPLOAD
         if self.checkpoint_upload_fn is not None and not stays:
             name = self.checkpoint_dir_name or f"checkpoint_{iteration:06d}"
@@ -108,8 +89,8 @@ class ReportOptions:
         path = getattr(checkpoint, "path", None)
         if path is None or not Path(path).is_dir():
             raise ValueError(
-                f"report(checkpoint={checkpoint!r}): without an upload, and from "
-                "checkpoint_upload_fn, it must be a folder that this node can read."
+                f"report(checkpoint={checkpoint!r}): must be a folder that this node can read, "
+                "with NO_UPLOAD and as the result of checkpoint_upload_fn."
             )
         return Checkpoint.linked(path, metadata)
 

@@ -40,11 +40,6 @@ class WorkerGroup:
         num_cpus_per_worker: CPUs of each worker.
         num_gpus_per_worker: GPUs of each worker; a fraction shares one.
         additional_resources_per_worker: further Ray resources of each worker.
-
-    Raises:
-        ValueError: if a number is out of its range.
-        InsufficientResourcesError: if the cluster has no room for the workers within 100 s
-            (``TRAIN_PLACEMENT_GROUP_TIMEOUT_S``).
     """
 
     def __init__(
@@ -72,8 +67,8 @@ class WorkerGroup:
     def start(self) -> None:
         """Start the workers.
 
-        Raises:
-            RuntimeError: if they are started already.
+        Raise InsufficientResourcesError if the cluster has no room for them within 100 s
+        (``TRAIN_PLACEMENT_GROUP_TIMEOUT_S``).
         """
         if self._group.members:
             raise RuntimeError("The workers are already started. Call shutdown() first.")
@@ -86,26 +81,16 @@ class WorkerGroup:
     def shutdown(self, patience_s: float = 5) -> None:
         """Stop the workers and wait until their resources are free.
 
-        Args:
-            patience_s: seconds that workers may take to finish their work; 0 kills them
-                immediately.
+        Workers have `patience_s` seconds to finish their work; 0 kills them immediately.
         """
         self._group.shutdown(force=patience_s <= 0, patience_s=patience_s)
 
     def add_workers(self, num_workers: int) -> None:
-        """Start further workers, with the highest ranks.
-
-        Raises:
-            InsufficientResourcesError: if there is no room for them.
-        """
+        """Start further workers, with the highest ranks."""
         self._group.add(num_workers)
 
     def remove_workers(self, worker_indexes: Sequence[int]) -> None:
-        """Stop some workers. Ranks close the gaps, and `add_workers` can use the free resources.
-
-        Raises:
-            ValueError: if an index is out of range.
-        """
+        """Stop some workers. Ranks close the gaps, and `add_workers` can use the free resources."""
         for member in dict.fromkeys([self._member(index) for index in worker_indexes]):
             self._group.discard(member)
 
@@ -128,10 +113,7 @@ class WorkerGroup:
     def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call `func` on every worker and return the results by rank.
 
-        Raises:
-            RuntimeError: if the workers are shut down.
-            WorkerLostError: if a worker died.
-            BaseException: the exception of `func`.
+        Raise the exception of `func`, or WorkerLostError if a worker died.
         """
         return tasks.results(self._members, self.execute_async(func, *args, **kwargs))
 
@@ -173,7 +155,6 @@ def group_options(
     strategy: str | None = None,
     label_selector: Any = None,
 ) -> GroupOptions:
-    """Return the options of a group, from the arguments and the environment."""
     fewest, most = checked_size(num_workers)
     for name, amount in {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}.items():
         check_number("resources_per_worker", name, amount)
@@ -188,12 +169,11 @@ def group_options(
         strategy="SPREAD" if env_flag(TRAIN_ENABLE_WORKER_SPREAD_ENV) else strategy or "PACK",
     )
     if not options.bundle:
-        raise ValueError("A worker must reserve something: CPUs, GPUs, or another resource.")
+        raise ValueError("A worker must reserve a CPU, a GPU, or another resource.")
     return options
 
 
 def _label_selectors(given: Any, num_workers: int) -> list[dict[str, str]]:
-    """Return the label selector of each worker; an empty list for none."""
     if isinstance(given, Mapping):
         return [dict(given)] * num_workers
     if given and len(given) != num_workers:
@@ -206,8 +186,7 @@ def _label_selectors(given: Any, num_workers: int) -> list[dict[str, str]]:
 
 # ---- a class of the user on every worker
 
-_NUM_RETURNS = "__ray_num_returns__"
-"""Attribute of methods that ``@ray.method(num_returns=...)`` sets."""
+_NUM_RETURNS = "__ray_num_returns__"  # set by @ray.method(num_returns=...)
 _HOSTED: dict[str, Any] = {}
 """In a worker: the object of each `TrainWorkerGroup`, by the ID of the group."""
 
@@ -250,9 +229,7 @@ class TrainWorkerGroup:
     def shutdown(self, patience_s: float = 5) -> None:
         """Stop the workers and wait until their resources are free.
 
-        Args:
-            patience_s: seconds that workers may take to finish their work; 0 kills them
-                immediately.
+        Workers have `patience_s` seconds to finish their work; 0 kills them immediately.
         """
         self._workers = []
         self._executor.shutdown(patience_s > 0, patience_s)
@@ -275,15 +252,12 @@ class HostedWorker:
 
 @dataclass(frozen=True)
 class HostedMethod:
-    """A method of an object in a worker."""
-
     actor: Any
     hosted_id: str
     name: str
     num_returns: int
 
     def options(self, *, num_returns: int) -> HostedMethod:
-        """Return the method with another number of references that `remote` returns."""
         return replace(self, num_returns=num_returns)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:

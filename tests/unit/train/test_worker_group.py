@@ -87,7 +87,7 @@ def test_a_worker_reserves_its_amounts(amounts, bundle):
         ((1, float("nan"), None), r"GPU=nan\): must be at least 0"),
         ((1, 0, {"license": "1"}), r"license='1'\): must be a number"),
         ((1, 0, {"license": True}), r"license=True\): must be a number"),
-        ((0, 0, {"a": 0}), "must reserve something"),
+        ((0, 0, {"a": 0}), "must reserve a CPU"),
     ],
 )
 def test_wrong_amounts_are_refused(amounts, match):
