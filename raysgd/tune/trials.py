@@ -7,8 +7,9 @@ the trial's placement group. With ``use_local=True`` the actor is worker 0.
 from __future__ import annotations
 
 import copy
+import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -56,21 +57,18 @@ class BaseTrainable(Trainable):
         "use_gpu": "auto",
     }
     """The arguments of the trainer that the config of a trial may set, and their defaults."""
+    options_module: ClassVar[str]
+    """Module that changes the options of optimizers in a checkpoint."""
     trainer_cls: ClassVar[Callable[..., OperatorTrainer]]
     trainer_kwargs: ClassVar[Mapping[str, Any]]
     override_tune_step: ClassVar[TuneStep | None] = None
-
-    @property
-    def trainer(self) -> OperatorTrainer:
-        """The trainer of this trial."""
-        return self._trainer
-
-    # ---- methods that Tune calls
+    trainer: OperatorTrainer
+    """The trainer of this trial."""
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> PlacementGroupFactory | None:
         """Return the resources of a trial: a bundle for each worker, and none for its actor."""
-        if cls._makes_its_trainer():
+        if cls._create_trainer is not BaseTrainable._create_trainer:
             return super().default_resource_request(config)
         arguments = cls.trainer_arguments(config)
         worker = _worker_bundle(arguments)
@@ -80,12 +78,10 @@ class BaseTrainable(Trainable):
         return PlacementGroupFactory(bundles, strategy="PACK")
 
     def setup(self, config: dict[str, Any]) -> None:
-        self._trainer = self._create_trainer(config)
-        self._has_validation, self._options = self.look_at_operator()
-
-    @classmethod
-    def _makes_its_trainer(cls) -> bool:
-        return cls._create_trainer is not BaseTrainable._create_trainer
+        self.trainer = self._create_trainer(config)
+        self._changes: Any = importlib.import_module(self.options_module)
+        inspected = self.trainer.apply_all_operators(self._changes.inspect)[0]
+        self._has_validation, self._options, *self._owners = inspected
 
     def _create_trainer(self, config: dict[str, Any]) -> OperatorTrainer:
         arguments = self.trainer_arguments(config)
@@ -114,18 +110,16 @@ class BaseTrainable(Trainable):
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         self.trainer.save(Path(checkpoint_dir) / _STATE)
-        if self._options is not None:
-            (Path(checkpoint_dir) / _OPTIONS).write_text(json.dumps(self._options))
+        (Path(checkpoint_dir) / _OPTIONS).write_text(json.dumps(self._options))
 
     def load_checkpoint(self, checkpoint: Any) -> None:
         """Load the output of `save_checkpoint`, perhaps in a trial with another config."""
         self.trainer.load(Path(checkpoint) / _STATE)
         saved = Path(checkpoint) / _OPTIONS
-        if self._options is None or not saved.exists():
-            return
-        if (then := json.loads(saved.read_text())) != self._options:
+        if saved.exists() and (then := json.loads(saved.read_text())) != self._options:
             state = self.trainer.state_dict()
-            self.trainer.load_state_dict(self.with_options(state, then, self._options))
+            state = self._changes.with_options(state, then, self._options, *self._owners)
+            self.trainer.load_state_dict(state)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         self.cleanup()
@@ -133,34 +127,14 @@ class BaseTrainable(Trainable):
         return True
 
     def cleanup(self) -> None:
-        self._trainer.shutdown()
-
-    # ---- methods of each family of trainers
-
-    def look_at_operator(self) -> tuple[bool, Any]:
-        """Return whether there is a validation loader, and the options of the optimizers.
-
-        The options are JSON, or None if `with_options` cannot change them.
-        """
-        raise NotImplementedError
-
-    def with_options(self, state: dict[str, Any], then: Any, now: Any) -> dict[str, Any]:
-        """Return the state of a trainer with other options of its optimizers.
-
-        Args:
-            state: the state.
-            then: options after ``setup`` with the config of that trainer.
-            now: options after ``setup`` with the config of this trial.
-        """
-        raise NotImplementedError
+        self.trainer.shutdown()
 
     @classmethod
     def trainer_arguments(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the trainer of a trial."""
         if not hasattr(cls, "trainer_kwargs"):
             raise TypeError(
-                f"{cls.__name__} has no trainer. Pass Tune the result of "
-                "TorchTrainer.as_trainable(...), or override _create_trainer(self, config)."
+                f"{cls.__name__} has no trainer. Pass the result of TorchTrainer.as_trainable(...) "
+                "to Tune, or override _create_trainer(self, config)."
             )
         given = dict(cls.trainer_kwargs)
         arguments = {name: given.get(name, default) for name, default in cls.defaults.items()}
@@ -174,20 +148,7 @@ class BaseTrainable(Trainable):
 class BaseTorchTrainable(BaseTrainable):
     """A trial that trains with a TorchTrainer: the base of what ``as_trainable`` returns."""
 
-    # Not among the options in checkpoints, because it is the same for all trials of a script.
-    _owners: Sequence[int | None] = ()
-
-    def look_at_operator(self) -> tuple[bool, Any]:
-        from raysgd.torch import optimizer_options
-
-        inspected = self.trainer.apply_all_operators(optimizer_options.inspect)[0]
-        has_validation, found, self._owners = inspected
-        return has_validation, found
-
-    def with_options(self, state: dict[str, Any], then: Any, now: Any) -> dict[str, Any]:
-        from raysgd.torch import optimizer_options
-
-        return optimizer_options.with_options(state, then, now, self._owners)
+    options_module = "raysgd.torch.optimizer_options"
 
 
 class TFTrainable(BaseTrainable):
@@ -197,6 +158,8 @@ class TFTrainable(BaseTrainable):
     (``model_creator``, ``data_creator``, ``num_replicas``, ``use_gpu``, ``num_cpus_per_worker``,
     ``use_local``), and as ``trainer_config`` the config of the two functions.
     """
+
+    options_module = "raysgd.tf.optimizer_options"
 
     @classmethod
     def trainer_arguments(cls, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,21 +177,9 @@ class TFTrainable(BaseTrainable):
 
     @staticmethod
     def trainer_cls(**arguments: Any) -> OperatorTrainer:
-        """Create the trainer of a trial."""
         from raysgd.tf import TFTrainer
 
         return TFTrainer(**arguments)
-
-    def look_at_operator(self) -> tuple[bool, Any]:
-        from raysgd.tf import optimizer_options
-
-        found: tuple[bool, Any] = self.trainer.apply_all_operators(optimizer_options.inspect)[0]
-        return found
-
-    def with_options(self, state: dict[str, Any], then: Any, now: Any) -> dict[str, Any]:
-        from raysgd.tf import optimizer_options
-
-        return optimizer_options.with_options(state, then, now)
 
 
 def trainable_class(
@@ -245,10 +196,6 @@ def trainable_class(
         override_tune_step: replaces ``step``. Its arguments are the trainer and
             ``{"iteration": n}``, the number of earlier results.
         trainer_kwargs: arguments of the trainer.
-
-    Raises:
-        TypeError: if an argument has the wrong type.
-        ValueError: if an argument is out of its range.
     """
     name = getattr(trainer_cls, "__name__", "Trainer")
     checked_dict(name, "config", trainer_kwargs.get("config"))
@@ -269,7 +216,7 @@ def trainable_class(
 
 
 def _check(arguments: Mapping[str, Any]) -> None:
-    """Check the resources of a trial before Tune waits for resources that the cluster lacks."""
+    """Check the resources before Tune waits for what the cluster lacks."""
     check_int("trial", "num_workers", arguments["num_workers"], 1, MOST_WORKERS)
     cpus = arguments["num_cpus_per_worker"]
     if not is_number(cpus) or not cpus > 0:
