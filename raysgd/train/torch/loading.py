@@ -8,12 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from raysgd.data.partition import EpochPartition, part_of
 from raysgd.torch.batches import move_to_device
@@ -56,20 +51,29 @@ def prepared_loader(
         shares: relative shares of the workers; None for equal shares.
         weigh: receives the loss weight of each batch.
     """
+    while isinstance(loader, PreparedLoader):
+        loader = loader._loader
     full_size = full_size or world_size
     if full_size > 1 and _can_share(loader):
         if world_size < full_size and loader.batch_size is not None:
             logger.warning(
                 "A loader gives each of %d workers up to %d samples per batch instead of %d, so "
-                "that steps keep the size of %d workers. Pass "
-                'ElasticConfig(global_batch="scale") for smaller steps.',
+                "that steps keep the size of %d workers. For smaller steps, pass "
+                'ElasticConfig(global_batch="scale").',
                 world_size,
                 -(-full_size * loader.batch_size // world_size),
                 loader.batch_size,
                 full_size,
             )
+        if isinstance(loader.sampler, RandomSampler) and loader.generator is not None:
+            seed = loader.generator.initial_seed() % 2**31
+        sampler = _SharedSampler(loader, world_size, rank, seed, full_size, shares)
         pin = ahead and device is not None and device.type == "cuda"
-        loader = _shared(loader, world_size, rank, seed, pin, full_size, shares)
+        settings: dict[str, Any] = {"sampler": sampler, "pin_memory": loader.pin_memory or pin}
+        if loader.batch_size is not None:
+            batches = _SharedBatches(sampler, sampler.batch_size, loader.drop_last)
+            settings["batch_sampler"] = batches
+        loader = changed(loader, **settings)
     return PreparedLoader(loader, device, ahead, weigh)
 
 
@@ -114,7 +118,6 @@ class PreparedLoader(DataLoader[Any]):
 def _weighed(
     batches: Iterator[Any], sampler: _SharedSampler, weigh: Callable[[float], None]
 ) -> Iterator[Any]:
-    """Announce the loss weight of each batch before yielding it."""
     try:
         for batch, share in zip(batches, sampler.shares(), strict=False):
             weigh(share)
@@ -131,27 +134,16 @@ def _moved_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
         batch = next(batches, batches)
         if batch is batches:
             return batches
+        # The copy may reuse the memory of a batch that queued steps still read.
+        stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             return move_to_device(batch, device)
 
     coming = fetch()
     while coming is not batches:
-        current = torch.cuda.current_stream(device)
-        current.wait_stream(stream)
-        batch = coming
-        _record(batch, current)
-        coming = fetch()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        batch, coming = coming, fetch()
         yield batch
-
-
-def _record(batch: Any, stream: Any) -> None:
-    """Keep the memory of the tensors until `stream` no longer uses it."""
-    if isinstance(batch, torch.Tensor):
-        if batch.is_cuda:
-            batch.record_stream(stream)
-    elif isinstance(batch, tuple | list | dict):
-        for item in batch.values() if isinstance(batch, dict) else batch:
-            _record(item, stream)
 
 
 class _SharedSampler(DistributedSampler[Any]):
@@ -171,10 +163,8 @@ class _SharedSampler(DistributedSampler[Any]):
         shares: tuple[float, ...] | None,
     ) -> None:
         given: Any = loader.sampler
-        # DistributedSampler shuffles the data set, so it cannot replace a sampler of other items.
-        self._is_plain = is_plain_shuffle(given) and len(given) == len(loader.dataset)  # type: ignore[arg-type]
         self._given = given
-        super().__init__(given, num_replicas, rank, shuffle=self._is_plain, seed=seed)
+        super().__init__(given, num_replicas, rank, shuffle=is_plain_shuffle(given), seed=seed)
         self.dataset = loader.dataset
         # Without a batch size, each item of the loader is a batch and cannot become larger.
         self._batch_size = loader.batch_size or 1
@@ -184,7 +174,7 @@ class _SharedSampler(DistributedSampler[Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next pass. A user's sampler with an epoch takes precedence."""
+        """The epoch of the next pass. The epoch of the user's sampler takes precedence."""
         own = getattr(self._given, "epoch", None) if hasattr(self._given, "set_epoch") else None
         return own if isinstance(own, int) else self._epoch
 
@@ -193,7 +183,6 @@ class _SharedSampler(DistributedSampler[Any]):
         self._epoch = epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass, also in the user's sampler."""
         self._epoch = epoch
         if hasattr(self._given, "set_epoch"):
             self._given.set_epoch(epoch)
@@ -230,19 +219,17 @@ class _SharedSampler(DistributedSampler[Any]):
         return itertools.chain.from_iterable(self.batches())
 
     def batches(self) -> Iterator[list[Any]]:
-        """Return the batches of the next pass."""
         epoch = self.epoch
         order = drawn_order(self._given, self.seed + epoch)
         self.set_epoch(epoch + 1)  # holds unless the user sets another
         return (picked(order, *span) for span in self._partition.batches())
 
     def num_batches(self) -> int:
-        """Return the number of batches of a pass."""
         return self._partition.num_steps()
 
 
 class _SharedBatches(BatchSampler):
-    """This worker's batches. With shares, the last one may be larger than the others."""
+    """This worker's batches. With shares, the last one may be the largest."""
 
     sampler: _SharedSampler
 
@@ -256,7 +243,7 @@ class _SharedBatches(BatchSampler):
 def _can_share(loader: DataLoader[Any]) -> bool:
     if makes_own_batches(loader) or _is_part(loader.sampler):
         return False
-    if type(loader).__iter__ not in (DataLoader.__iter__, PreparedLoader.__iter__):
+    if type(loader).__iter__ is not DataLoader.__iter__:
         _warn(f"{type(loader).__name__} has its own __iter__")
         return False
     if not hasattr(loader.sampler, "__len__"):
@@ -276,28 +263,7 @@ def _is_part(sampler: Any) -> bool:
 
 def _warn(reason: str) -> None:
     logger.warning(
-        "A loader is not partitioned, because %s: every worker reads all of it. Select the data by "
+        "Every worker reads all data of a loader, because %s. Select the data by "
         "train.world_rank(), and pass add_dist_sampler=False to prepare_data_loader().",
         reason,
     )
-
-
-def _shared(
-    loader: DataLoader[Any],
-    world_size: int,
-    rank: int,
-    seed: int,
-    pin: bool,
-    full_size: int,
-    shares: tuple[float, ...] | None,
-) -> DataLoader[Any]:
-    """Return a loader with the same settings over this worker's part."""
-    while isinstance(loader, PreparedLoader):
-        loader = loader._loader
-    if isinstance(loader.sampler, RandomSampler) and loader.generator is not None:
-        seed = loader.generator.initial_seed() % 2**31
-    sampler = _SharedSampler(loader, world_size, rank, seed, full_size, shares)
-    settings: dict[str, Any] = {"sampler": sampler, "pin_memory": loader.pin_memory or pin}
-    if loader.batch_size is not None:
-        settings["batch_sampler"] = _SharedBatches(sampler, sampler.batch_size, loader.drop_last)
-    return changed(loader, **settings)
