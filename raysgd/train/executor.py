@@ -108,7 +108,7 @@ class BackendExecutor:
     # ---- lifecycle
 
     def start(self, initialization_hook: Callable[[], None] | None = None) -> None:
-        """Start the workers and the backend. See `Trainer.start`."""
+        """Start the workers and the backend. Each worker first calls the hook."""
         if self.is_started:
             raise RuntimeError("The workers are already started. Call shutdown() first.")
         check_hook("start", initialization_hook)
@@ -141,7 +141,7 @@ class BackendExecutor:
             raise
 
     def _prepare_workers(self) -> None:
-        """Set up the backend, and distribute the data, on workers that have just started."""
+        """Set up the backend and share the data on workers that have just started."""
         self._backend.on_start(self.worker_group, self._backend_config)
         if self._run is not None:
             self._run.share_data()
@@ -149,9 +149,8 @@ class BackendExecutor:
     def shutdown(self, graceful_termination: bool = True, patience_s: float = 5) -> None:
         """Stop the workers. `start` works again afterwards.
 
-        Args:
-            graceful_termination: whether to let backend and workers clean up.
-            patience_s: seconds to wait for busy workers before they are killed.
+        With `graceful_termination`, backend and workers clean up. Busy workers have `patience_s`
+        seconds to finish.
         """
         controller, gently = self._controller, False
         if controller is None:
@@ -163,7 +162,7 @@ class BackendExecutor:
             if gently:
                 self._backend.on_shutdown(self.worker_group, self._backend_config)
         except Exception:
-            logger.warning("The shutdown of the backend failed.", exc_info=True)
+            logger.warning("%s.on_shutdown failed.", type(self._backend).__name__, exc_info=True)
         finally:
             controller.shutdown(force=not gently)
             self._forget()
@@ -173,7 +172,7 @@ class BackendExecutor:
             return False
         if function_calls.are_idle(controller.members, patience_s):
             return True
-        logger.warning("Killed workers that were still busy after %g s.", patience_s)
+        logger.warning("Killing the workers, because some are still busy after %g s.", patience_s)
         return False
 
     def _forget(self) -> None:
@@ -232,8 +231,8 @@ class BackendExecutor:
         controller = self._supervised("start_training")
         if self._run is not None:
             raise TrainBackendError(
-                "start_training() was called while a training function runs. Call "
-                "finish_training() first."
+                "start_training(): another training function is running. Call finish_training() "
+                "first."
             )
         checkpoints = RunCheckpoints(
             None if run_dir is None else Path(run_dir) / TRAIN_CHECKPOINT_SUBDIR,
@@ -374,7 +373,7 @@ class BackendExecutor:
         self._supervised(method)
         if self._run is None:
             raise TrainBackendError(
-                f"{method}() needs a training function that runs. Call start_training() first."
+                f"{method}(): no training function is running. Call start_training() first."
             )
         return self._run
 
@@ -382,7 +381,6 @@ class BackendExecutor:
 def executor_for(
     config: BackendConfig, scaling: ScalingConfig, failure: FailureConfig
 ) -> BackendExecutor:
-    """Return an executor for the configs of a trainer."""
     num_cpus, num_gpus, others = worker_resources(scaling.use_gpu, scaling.resources_per_worker)
     return BackendExecutor(
         config,

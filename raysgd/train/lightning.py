@@ -40,7 +40,7 @@ __all__ = [
 
 
 class _OnWorkers:
-    """Sets the device and the data part from this worker's rank."""
+    """Sets the device and the data part of this worker."""
 
     @property
     def root_device(self) -> torch.device:
@@ -54,14 +54,14 @@ class _OnWorkers:
 class RayDDPStrategy(_OnWorkers, DDPStrategy):
     """The ``DDPStrategy`` of Lightning, with its arguments, over all workers.
 
-    The backend and the timeout are those of :class:`raysgd.train.torch.TorchConfig`.
+    :class:`raysgd.train.torch.TorchConfig` sets the backend and the timeout.
     """
 
 
 class RayFSDPStrategy(_OnWorkers, FSDPStrategy):
     """The ``FSDPStrategy`` of Lightning, with its arguments, over all workers. They need GPUs.
 
-    The backend and the timeout are those of :class:`raysgd.train.torch.TorchConfig`.
+    :class:`raysgd.train.torch.TorchConfig` sets the backend and the timeout.
     """
 
 
@@ -92,14 +92,8 @@ class RayTrainReportCallback(Callback):
     """Reports metrics and a checkpoint at the end of each training epoch.
 
     The metrics are ``trainer.callback_metrics``, ``epoch``, and ``step``. The checkpoint is a
-    folder with Lightning's own checkpoint in the file `CHECKPOINT_NAME`.
-
-    Args:
-        checkpoint_upload_mode: an option of :func:`raysgd.train.report`; None for its default.
-        validation: an option of :func:`raysgd.train.report`.
-
-    Raises:
-        ValueError: if the mode is NO_UPLOAD, because the checkpoint is a temporary folder.
+    folder with Lightning's own checkpoint in the file `CHECKPOINT_NAME`. The arguments are options
+    of :func:`raysgd.train.report`; NO_UPLOAD is not allowed.
     """
 
     CHECKPOINT_NAME = "checkpoint.ckpt"
@@ -132,20 +126,12 @@ class RayTrainReportCallback(Callback):
 
 
 def get_checkpoint_path() -> str | None:
-    """Return a temporary path of the newest checkpoint, or None, for ``fit(ckpt_path=...)``.
-
-    Raises:
-        FileNotFoundError: if the checkpoint is not from :class:`RayTrainReportCallback`.
-    """
+    """Return a temporary path of the newest checkpoint, or None, for ``fit(ckpt_path=...)``."""
     return newest_checkpoint_path(RayTrainReportCallback.CHECKPOINT_NAME)
 
 
 def prepare_trainer(trainer: Trainer) -> Trainer:
-    """Return the trainer; check that its world is the group of workers.
-
-    Raises:
-        RuntimeError: if this worker has another rank or world size in Lightning.
-    """
+    """Check that the trainer has the rank and the world size of this worker, and return it."""
     check_place(
         trainer.global_rank,
         trainer.world_size,

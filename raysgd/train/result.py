@@ -40,17 +40,13 @@ class Result:
 
     @property
     def metrics_dataframe(self) -> Any:
-        """All reports of worker 0, as a pandas DataFrame.
-
-        Raises:
-            ImportError: if pandas is not installed.
-        """
+        """All reports of worker 0, as a DataFrame of pandas, which must be installed."""
         pandas = import_extra("Result.metrics_dataframe", "pandas", "data")
         return pandas.DataFrame(self.history)
 
     @property
     def log_dir(self) -> str:
-        """Path of the run folder, like `path`."""
+        """The same as `path`."""
         return self.path
 
 

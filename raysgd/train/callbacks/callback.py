@@ -36,13 +36,7 @@ class TrainingCallback:
     def start_training(
         self, logdir: str | os.PathLike[str], config: dict[str, Any] | None = None, **info: Any
     ) -> None:
-        """Prepare for a run.
-
-        Args:
-            logdir: folder of the run.
-            config: config of the training function.
-            info: reserved.
-        """
+        """Prepare for a run in the folder `logdir`."""
 
     def process_results(self, results: list[dict[str, Any]], **info: Any) -> None:
         """Preprocess the reports of all workers, by rank, and call `handle_result`."""
@@ -56,21 +50,11 @@ class TrainingCallback:
         """Handle preprocessed reports."""
 
     def finish_training(self, error: bool = False, **info: Any) -> None:
-        """Handle the end of a run.
-
-        Args:
-            error: whether the run failed.
-            info: reserved.
-        """
+        """Handle the end of a run. `error` says whether the run failed."""
 
 
 class FileCallback(TrainingCallback):
-    """Writes into a folder.
-
-    Args:
-        logdir: the folder; None for the folder of the run.
-        workers: ranks of the workers whose results it gets; None for all.
-    """
+    """Writes into a folder what some workers report."""
 
     logdir: Path
     """The folder of the callback. It exists from the first run on."""
@@ -92,15 +76,11 @@ class FileCallback(TrainingCallback):
         self._begin(config or {})
 
     def _begin(self, config: dict[str, Any]) -> None:
-        """Begin to write. The folder already exists."""
+        """Begin to write. The folder exists."""
 
 
 class CallbackHandler:
-    """Calls the callbacks of one run.
-
-    Raises:
-        TypeError: if one is not a TrainingCallback.
-    """
+    """Calls the callbacks of one run."""
 
     def __init__(self, callbacks: Sequence[Any] | None) -> None:
         if not isinstance(callbacks, Sequence | None):

@@ -68,7 +68,6 @@ class JsonLoggerCallback(FileCallback):
 
     @property
     def log_path(self) -> Path:
-        """Path of the log file."""
         return self.logdir / self._filename
 
 
@@ -85,9 +84,6 @@ class MLflowLoggerCallback(FileCallback):
         save_artifact: whether to upload the folder of the run at the end.
         logdir: the folder; None for the folder of the run.
         worker_to_log: rank of the worker.
-
-    Raises:
-        ImportError: if mlflow is not installed.
     """
 
     def __init__(
@@ -142,14 +138,8 @@ class TBXLoggerCallback(FileCallback):
     """Writes the reports of one worker for TensorBoard.
 
     Numbers become scalars, and lists and arrays of numbers become histograms. Their tags are
-    ``ray/train/NAME``, and their steps ``_training_iteration``.
-
-    Args:
-        logdir: the folder; None for the folder of the run.
-        worker_to_log: rank of the worker.
-
-    Raises:
-        ImportError: if tensorboard or torch, whose writer it uses, is not installed.
+    ``ray/train/NAME``, and their steps ``_training_iteration``. The default folder is that of the
+    run. Needs tensorboard, and torch, whose writer it uses.
     """
 
     def __init__(

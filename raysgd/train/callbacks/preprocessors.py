@@ -33,11 +33,7 @@ class ResultsPreprocessor:
 
 
 class IndexedResultsPreprocessor(ResultsPreprocessor):
-    """Keeps only the results of some workers.
-
-    Args:
-        indices: ranks of the workers; None for all. Ranks that do not exist are skipped.
-    """
+    """Keeps only the results of the workers with these ranks; None keeps all."""
 
     def __init__(self, indices: int | Iterable[int] | None) -> None:
         indices = [indices] if isinstance(indices, int) else indices
@@ -50,11 +46,7 @@ class IndexedResultsPreprocessor(ResultsPreprocessor):
 
 
 class ExcludedKeysResultsPreprocessor(ResultsPreprocessor):
-    """Removes some metrics.
-
-    Args:
-        excluded_keys: names of the metrics.
-    """
+    """Removes the metrics with these names."""
 
     def __init__(self, excluded_keys: Iterable[str] | None = None) -> None:
         self._excluded = set(excluded_keys or ())
@@ -79,11 +71,7 @@ class SequentialResultsPreprocessor(ResultsPreprocessor):
 
 
 class _Aggregating(ResultsPreprocessor):
-    """Adds to every result a value over the workers that reported a number.
-
-    Args:
-        keys: names of the metrics; None for all that are numbers.
-    """
+    """Adds to every result a value over the workers that reported a number."""
 
     _name = "{}"
     """Name of the added metric."""
@@ -101,16 +89,12 @@ class _Aggregating(ResultsPreprocessor):
         return [{**result, **added} for result in results]
 
     def _aggregate(self, numbers: Mapping[int, float], results: Results) -> float:
-        """Return one value for the numbers, which are keyed by rank."""
+        """Return one value for the numbers by rank."""
         raise NotImplementedError
 
 
 class AverageResultsPreprocessor(_Aggregating):
-    """Adds ``avg(name)``, the mean over the workers.
-
-    Args:
-        keys: names of the metrics; None for all that are numbers.
-    """
+    """Adds ``avg(name)``, the mean over the workers, for `keys` or all metrics that are numbers."""
 
     _name = "avg({})"
 
@@ -119,11 +103,7 @@ class AverageResultsPreprocessor(_Aggregating):
 
 
 class MaxResultsPreprocessor(_Aggregating):
-    """Adds ``max(name)``, the largest value over the workers.
-
-    Args:
-        keys: names of the metrics; None for all that are numbers.
-    """
+    """Adds ``max(name)``, the maximum over the workers, for `keys` or all that are numbers."""
 
     _name = "max({})"
 
@@ -134,10 +114,9 @@ class MaxResultsPreprocessor(_Aggregating):
 class WeightedAverageResultsPreprocessor(_Aggregating):
     """Adds ``weight_avg_WEIGHT(name)``, the mean over the workers, weighted by another metric.
 
-    Args:
-        keys: names of the metrics; None for all that are numbers.
-        weight_key: name of the metric that is the weight. Workers without a number there do not
-            count. If the sum of the weights is zero, all workers count equally.
+    Adds it for `keys`, or all metrics that are numbers. `weight_key` names the metric that is the
+    weight. Workers without a number there do not count. If the sum of the weights is zero, all
+    workers count equally.
     """
 
     def __init__(self, keys: Iterable[str] | None = None, weight_key: str = "nb_steps") -> None:
@@ -151,6 +130,6 @@ class WeightedAverageResultsPreprocessor(_Aggregating):
         weights = {rank: 0.0 if math.isnan(weight) else weight for rank, weight in found.items()}
         total = sum(weights.values())
         if total == 0:
-            logger.warning("All workers count equally, because none reported a weight %r.", key)
+            logger.warning("All workers count equally, because no worker reported %r.", key)
             return sum(numbers.values()) / len(numbers)
         return sum(value * weights[rank] for rank, value in numbers.items()) / total

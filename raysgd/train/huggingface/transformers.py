@@ -58,11 +58,7 @@ class RayTrainReportCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def get_checkpoint_path() -> str | None:
-    """Return a temporary path of the newest checkpoint, or None, to resume from.
-
-    Raises:
-        FileNotFoundError: if the checkpoint is not from :class:`RayTrainReportCallback`.
-    """
+    """Return a temporary path of the newest checkpoint, or None, to resume from."""
     return newest_checkpoint_path(RayTrainReportCallback.CHECKPOINT_NAME)
 
 
@@ -77,13 +73,10 @@ class _Batches(IterableDataset[Any]):
 
 
 def prepare_trainer(trainer: Any) -> Any:
-    """Return the trainer, able to read batches of Ray Data; check that it sees all workers.
+    """Return the trainer, able to read batches of Ray Data. Check its rank and its world size.
 
     Its ``train_dataset`` and ``eval_dataset`` may be the result of
     ``get_dataset_shard().iter_torch_batches()``, which sets the batch size.
-
-    Raises:
-        RuntimeError: if this worker has another rank or world size in Transformers.
     """
     check_place(
         trainer.args.process_index,

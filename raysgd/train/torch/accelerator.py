@@ -72,20 +72,14 @@ def _accelerator() -> _Accelerator:
 def accelerate(amp: bool = False) -> None:
     """Set the precision of the run. Call it once, at the top of the training function.
 
-    In mixed precision, models from `prepare_model` compute in float16 on a GPU and in bfloat16 on a
-    CPU. Then use `prepare_optimizer` and `backward` as well.
-
-    Args:
-        amp: whether to use mixed precision (``torch.amp``).
-
-    Raises:
-        RuntimeError: if the run called this before, or has prepared something.
+    With `amp`, models from `prepare_model` compute in mixed precision: in float16 on a GPU, and in
+    bfloat16 on a CPU. Then use `prepare_optimizer` and `backward` as well.
     """
     extras = _extras()
     if _KEY in extras:
         raise RuntimeError(
-            "accelerate() has to be called once, and before prepare_model(), "
-            "prepare_data_loader(), prepare_optimizer(), and backward()."
+            "Call accelerate() once, and before prepare_model(), prepare_data_loader(), "
+            "prepare_optimizer(), and backward()."
         )
     extras[_KEY] = _Accelerator(amp)
 
@@ -127,10 +121,6 @@ def prepare_model(
             parameters, gradients and the state of optimizers that are created afterwards. None does
             not wrap the model.
         parallel_strategy_kwargs: arguments of the wrapper.
-
-    Raises:
-        ValueError: if the strategy is unknown, or it is "ddp" and no parameter requires a gradient.
-        TypeError: if `wrap_ddp` is not a bool.
     """
     check_flags("prepare_model", wrap_ddp=wrap_ddp)
     check_choice("prepare_model", "parallel_strategy", parallel_strategy, ("ddp", "fsdp", None))
@@ -192,9 +182,6 @@ def prepare_data_loader(
         move_to_device: whether to move the batches to `get_device`.
         auto_transfer: whether to move the next batch during the current step, on a CUDA stream of
             its own; needs a GPU.
-
-    Raises:
-        TypeError: if it is not a DataLoader.
     """
     if not isinstance(data_loader, torch.utils.data.DataLoader):
         raise TypeError(
@@ -246,9 +233,6 @@ def enable_reproducibility(seed: int = 0) -> None:
 
     Call it at the top of the training function, after `accelerate`. It also seeds data loader
     workers and slows training down. Results may still differ between machines.
-
-    Args:
-        seed: the seed.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -276,7 +260,7 @@ class TorchAccelerator:
 
 
 class _Autocast:
-    """A model's forward pass in mixed precision, with float32 outputs."""
+    """The forward pass of a model in mixed precision, with float32 outputs."""
 
     def __init__(self, precision: Precision, forward: Callable[..., Any]) -> None:
         self._precision = precision
@@ -312,7 +296,7 @@ class _AmpOptimizer:
     def step(self, closure: Any = None) -> None:
         if closure is not None:
             raise RuntimeError(
-                "An optimizer for mixed precision takes no closure. Compute the loss, call "
+                "In mixed precision, step() takes no closure. Compute the loss, call "
                 "raysgd.train.torch.backward(loss), and then step()."
             )
         self._precision.step(self.optimizer)
