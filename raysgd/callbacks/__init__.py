@@ -25,7 +25,7 @@ from raysgd.callbacks.mlflow import MLflowLogger as MLflowLogger
 from raysgd.callbacks.model_summary import ModelSummary as ModelSummary
 from raysgd.callbacks.profiler import TorchProfiler as TorchProfiler
 from raysgd.callbacks.progress import ProgressBar as ProgressBar
-from raysgd.callbacks.run_report import RunReport as RunReport
+from raysgd.callbacks.report import RunReport as RunReport
 from raysgd.callbacks.tensorboard import TensorBoardLogger as TensorBoardLogger
 from raysgd.callbacks.terminate_on_nan import TerminateOnNaN as TerminateOnNaN
 from raysgd.callbacks.wandb import WandbLogger as WandbLogger

@@ -1,9 +1,10 @@
-"""A page about a run, made from the logs in its folder."""
+"""A page about a run, written from the logs in its folder."""
 
 from __future__ import annotations
 
 import datetime
 import html
+import logging
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,17 +13,16 @@ from typing import Any
 
 from raysgd._internal.files import replacing
 from raysgd._internal.imports import import_extra
+from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.run_log import BREAKS, Record, RunLog, goodput, time_spent
 
-__all__ = ["make_report"]
+__all__ = ["RunReport", "make_report"]
 
-_Line = tuple[str, list[tuple[float, float]]]
-"""A line of a chart: name and points."""
+logger = logging.getLogger(__name__)
+
 _COLORS = ("#3366cc", "#e07b39", "#2e9e6b", "#b04a8f", "#8a7a3b", "#5a6b7b")
 _BREAK_COLOR = "#d33f49"
 _COUNTS = ("epoch", "batch_count", "num_samples", "profile")
-_GOOD = 0.95
-"""Goodput above which the report gives no explanation."""
 _STYLE = """
 :root { color-scheme: light; font-family: system-ui, sans-serif; color: #1d2430; }
 body { margin: 0 auto; padding: 2rem 1.5rem 4rem; max-width: 72rem; background: #f6f7f9; }
@@ -40,6 +40,27 @@ p { margin: .5rem 0 0; color: #5b6472; font-size: .86rem; }
 """
 
 
+class RunReport(Callback):
+    """Writes ``report.html`` into the trainer's ``logdir``; ``TorchTrainer(logdir=...)`` adds one.
+
+    ``raysgd report RUNDIR`` writes it at any other time.
+    """
+
+    stage = 2  # run after the loggers
+    needs_logdir = True
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        assert trainer.logdir is not None
+        try:
+            make_report(trainer.logdir)
+        except (ImportError, OSError, ValueError) as error:
+            logger.warning(
+                "Could not write report.html: %s To write it later, run: raysgd report %s",
+                error,
+                trainer.logdir,
+            )
+
+
 def make_report(folder: str | Path) -> Path:
     """Write ``report.html`` into a run folder, and return its path.
 
@@ -52,9 +73,9 @@ def make_report(folder: str | Path) -> Path:
     """
     folder = Path(folder)
     log = RunLog.read(folder)
-    path = folder / "report.html"
     plotly = import_extra("report.html", "plotly.offline", "callbacks")
-    library, script = folder / "plotly.min.js", plotly.get_plotlyjs().encode()
+    script = plotly.get_plotlyjs().encode()
+    path, library = folder / "report.html", folder / "plotly.min.js"
     text = _page(folder.resolve().name, log, f'<script src="{library.name}"></script>')
     with replacing(path) as file:
         file.write(text.encode(errors="replace"))  # JSON can contain half a surrogate pair
@@ -75,55 +96,29 @@ def _page(name: str, log: RunLog, script: str) -> str:
         f'<link rel="icon" href="data:,"><style>{_STYLE}</style>{script}</head><body>'
         f"<h1>{title}</h1>"
         f'<p class="when">{began:%A, %d %B %Y, %H:%M:%S %Z} · {html.escape(_made_with(run))}</p>'
-        f'<div class="tiles">{"".join(_tile(*tile) for tile in _tiles(log))}</div>'
-        f"{''.join(_sections(log, run))}</body></html>"
+        f'<div class="tiles">{"".join(_tiles(log))}</div>{"".join(_sections(log, run))}'
+        "</body></html>"
     )
 
 
-def _sections(log: RunLog, run: Record) -> Iterator[str]:
-    if log.of("train") and goodput(log) <= _GOOD:
-        yield _section(
-            "Where the time went",
-            _table(
-                (name, f"{seconds:.1f} s", f"{100 * seconds / (log.ended - log.began):.1f} %")
-                for name, seconds in time_spent(log).items()
-            ),
-            "<p>Goodput is the share of training: steps that count, from the first record of the "
-            "run to the last.</p>",
-        )
-    yield from _metric_charts(log)
-    yield from _speed_chart(log)
-    yield from _worker_chart(log)
-    yield _section("Calls", _call_table(log) if log.calls else "<p>No call has finished.</p>")
-    if log.events:
-        fields = ("kind", "ranks", "step", "seconds", "cause")
-        rows = [
-            [f"{event['time'] - log.began:.2f}", *(event[name] for name in fields)]
-            for event in log.events
-        ]
-        yield _section("Events", _table(rows, ("time", *fields)))
-    if config := run.get("config"):
-        yield _section("Config", _table((name, f"{v!r:.200}") for name, v in config.items()))
-
-
 def _made_with(run: Record) -> str:
-    versions = run.get("versions", {})
-    parts = [f"raysgd {run.get('version', '?')}", *(f"{name} {v}" for name, v in versions.items())]
+    parts = [f"raysgd {run.get('version', '?')}"]
     if "device" in run:
-        parts.insert(0, f"{_count(run['num_workers'], 'worker')}, {run['device']}")
-    return " · ".join(parts)
+        count = run["num_workers"]
+        parts.insert(0, f"{count} worker{'s' * (count != 1)}, {run['device']}")
+    return " · ".join(parts + [f"{k} {v}" for k, v in run.get("versions", {}).items()])
 
 
-def _tiles(log: RunLog) -> Iterator[tuple[str, str, str]]:
-    """Yield the id, the value, and the label of each figure at the top."""
+def _tiles(log: RunLog) -> Iterator[str]:
+    """Yield the figures at the top."""
     trains = log.of("train")
     num_lost = sum(event["kind"] == "lost" for event in log.events)
-    yield "duration", str(datetime.timedelta(seconds=round(log.ended - log.began))), "duration"
-    yield "goodput", f"{100 * goodput(log):.1f} %", "goodput"
-    yield "lost-workers", str(num_lost), "lost workers"
+    yield _tile("duration", datetime.timedelta(seconds=round(log.ended - log.began)), "duration")
+    yield _tile("goodput", f"{100 * goodput(log):.1f} %", "goodput")
+    yield _tile("lost-workers", num_lost, "lost workers")
     if trains:
-        yield "epoch", str(trains[-1]["epoch"]), "epochs"
-        yield "global-step", str(trains[-1]["global_step"]), "steps"
+        yield _tile("epoch", trains[-1]["epoch"], "epochs")
+        yield _tile("global-step", trains[-1]["global_step"], "steps")
     for kind, name, label, best_of in (
         ("train", "train_loss", "training loss", min),
         ("validate", "val_loss", "validation loss", min),
@@ -132,18 +127,44 @@ def _tiles(log: RunLog) -> Iterator[tuple[str, str, str]]:
         found = [(value, call["epoch"]) for value, call in _values(log.kept(kind), name)]
         if found:
             best, epoch = best_of(found)
-            yield name, _shown(found[-1][0]), f"{label}, last; best {_shown(best)}, epoch {epoch}"
+            yield _tile(name, found[-1][0], f"{label}, last; best {_shown(best)}, epoch {epoch}")
 
 
-def _tile(key: str, value: str, label: str) -> str:
-    return (
-        f'<div class="tile"><b id="{key}">{html.escape(value)}</b>'
-        f"<span>{html.escape(label)}</span></div>"
-    )
+def _tile(key: str, value: Any, label: str) -> str:
+    text = html.escape(_shown(value))
+    return f'<div class="tile"><b id="{key}">{text}</b><span>{html.escape(label)}</span></div>'
 
 
-def _section(title: str, *content: str) -> str:
-    return f"<section><h2>{html.escape(title)}</h2>{''.join(content)}</section>"
+def _sections(log: RunLog, run: Record) -> Iterator[str]:
+    if duration := log.ended - log.began:
+        rows = [
+            (name, f"{seconds:.1f} s", f"{100 * seconds / duration:.1f} %")
+            for name, seconds in time_spent(log).items()
+        ]
+        note = "<p>Goodput is the share of training: steps that count, of the whole duration.</p>"
+        yield _section("Where the time went", _table(rows) + note)
+    yield from _metric_charts(log)
+    speeds = [
+        (call["time"] - log.began, samples / call["seconds"])
+        for samples, call in _values(log.of("train"), "num_samples")
+        if call["seconds"] > 0
+    ]
+    if speeds:
+        yield _lines_chart("Samples per second", {"samples/s": speeds}, "seconds")
+    if log.events:
+        yield _worker_chart(log)
+        fields = ("kind", "ranks", "step", "seconds", "cause")
+        rows = [
+            (f"{event['time'] - log.began:.2f}", *(event[name] for name in fields))
+            for event in log.events
+        ]
+        yield _section("Events", _table(rows, ("time", *fields)))
+    if config := run.get("config"):
+        yield _section("Config", _table((name, f"{v!r:.200}") for name, v in config.items()))
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section><h2>{html.escape(title)}</h2>{content}</section>"
 
 
 def _table(rows: Iterable[Sequence[Any]], head: Sequence[str] = ()) -> str:
@@ -153,24 +174,9 @@ def _table(rows: Iterable[Sequence[Any]], head: Sequence[str] = ()) -> str:
     return f"<table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _call_table(log: RunLog) -> str:
-    names = dict.fromkeys(
-        name
-        for call in log.calls
-        for name, value in call["metrics"].items()
-        if not isinstance(value, list) and not name.startswith("last_") and name != "epoch"
-    )
-    fields = ("kind", "epoch", "global_step", "num_workers", "seconds")
-    rows = [
-        [*(call[name] for name in fields), *(call["metrics"].get(name, "") for name in names)]
-        for call in log.calls
-    ]
-    return _table(rows, (*fields, *names))
-
-
 def _metric_charts(log: RunLog) -> Iterator[str]:
     """Yield a chart for the losses, one for the accuracies, and one for each other group."""
-    groups: dict[str, list[_Line]] = {"Loss": [], "Accuracy": []}
+    charts: dict[str, dict[str, list[tuple[float, float]]]] = {"Loss": {}, "Accuracy": {}}
     for kind in ("train", "validate", "step"):
         calls = log.kept(kind)
         for name in dict.fromkeys(name for call in calls for name in call["metrics"]):
@@ -179,10 +185,10 @@ def _metric_charts(log: RunLog) -> Iterator[str]:
             points = [(call["global_step"], value) for value, call in _values(calls, name)]
             if points:
                 shown = f"{name}, by step" if kind == "step" else name
-                groups.setdefault(_group_of(name), []).append((shown, points))
-    for title, lines in groups.items():
+                charts.setdefault(_group_of(name), {})[shown] = points
+    for title, lines in charts.items():
         if lines:
-            yield _section(title, _lines_chart(lines, "step"))
+            yield _lines_chart(title, lines, "step")
 
 
 def _group_of(name: str) -> str:
@@ -194,97 +200,71 @@ def _group_of(name: str) -> str:
     return re.sub(r"[-_]\d+$", "", whole) or name
 
 
-def _speed_chart(log: RunLog) -> Iterator[str]:
-    points = [
-        (call["time"] - log.began, samples / call["seconds"])
-        for samples, call in _values(log.of("train"), "num_samples")
-        if call["seconds"] > 0
-    ]
-    if points:
-        yield _section("Samples per second", _lines_chart([("samples/s", points)], "seconds"))
-
-
-def _worker_chart(log: RunLog) -> Iterator[str]:
-    """Yield a chart of the number of workers over time, with markers for the events."""
-    if not log.events:
-        return
-    import plotly.graph_objects as go
-
-    line: list[tuple[float, int | None]] = []
-    marks: dict[str, list[tuple[float, int, str]]] = {}
+def _worker_chart(log: RunLog) -> str:
+    """Return a chart of the number of workers over time, with a marker for each event."""
+    points: list[tuple[float, int | None, str, str]] = []
     for event in log.events:
-        at, count = event["time"] - log.began, event["num_workers"]
-        if event["kind"] == "started":
-            line.append((at, None))  # a gap between two runs
-        line.append((at, count))
-        marks.setdefault(event["kind"], []).append((at, count, html.escape(_described(event))))
-    line.append((log.ended - log.began, line[-1][1]))
-    figure = go.Figure()
-    figure.add_scatter(
-        x=[x for x, _ in line],
-        y=[y for _, y in line],
-        mode="lines",
-        line={"shape": "hv", "color": _COLORS[0], "width": 2},
-        name="workers",
-        hoverinfo="skip",
-    )
-    # Draw breaks last, because repairs at nearly the same time would hide them.
-    for number, kind in enumerate(sorted(marks, key=BREAKS.__contains__)):
-        is_break = kind in BREAKS
-        color = _BREAK_COLOR if is_break else _COLORS[number % len(_COLORS)]
-        figure.add_scatter(
-            x=[x for x, _, _ in marks[kind]],
-            y=[y for _, y, _ in marks[kind]],
-            mode="markers",
-            marker={"color": color, "size": 12, "symbol": "x" if is_break else "circle"},
-            name=html.escape(kind),
-            text=[text for _, _, text in marks[kind]],
-            hovertemplate="%{text}<extra></extra>",
-        )
-    figure.update_yaxes(rangemode="tozero")
-    yield _section("Workers", _drawn(figure, "seconds"))
+        at, kind = event["time"] - log.began, event["kind"]
+        if kind == "started":
+            points.append((at, None, "", _COLORS[0]))  # a gap between two runs
+        ranks = ", ".join(map(str, event["ranks"])) or "none"
+        text = f"{kind}: workers {ranks}, step {event['step']}. {event['cause']}"
+        color = _BREAK_COLOR if kind in BREAKS else _COLORS[0]
+        points.append((at, event["num_workers"], html.escape(text), color))
+    points.append((log.ended - log.began, points[-1][1], "end of the log", _COLORS[0]))
+    x, y, texts, colors = zip(*points, strict=True)
+    trace = {
+        "x": x,
+        "y": y,
+        "text": texts,
+        "hovertemplate": "%{text}<extra></extra>",
+        "name": "workers",
+        "mode": "lines+markers",
+        "line": {"shape": "hv", "color": _COLORS[0], "width": 2},
+        "marker": {"color": colors, "size": 10},
+    }
+    return _chart("Workers", [trace], "seconds", {"rangemode": "tozero"})
 
 
-def _described(event: Record) -> str:
-    ranks = ", ".join(map(str, event["ranks"])) or "none"
-    return f"{event['kind']}: workers {ranks}, step {event['step']}. {event['cause']}"
-
-
-def _lines_chart(lines: Sequence[_Line], axis: str) -> str:
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
-    for index, (name, points) in enumerate(lines):
-        figure.add_scatter(
-            x=[x for x, _ in points],
-            y=[y for _, y in points],
-            name=html.escape(name),
-            mode="lines+markers",
-            line={"color": _COLORS[index % len(_COLORS)], "width": 2},
-        )
-    values = {y for _, points in lines for _, y in points}
+def _lines_chart(title: str, lines: dict[str, list[tuple[float, float]]], axis: str) -> str:
+    traces = [
+        {
+            "name": html.escape(name),
+            "x": [x for x, _ in points],
+            "y": [y for _, y in points],
+            "mode": "lines+markers",
+            "line": {"color": _COLORS[index % len(_COLORS)], "width": 2},
+        }
+        for index, (name, points) in enumerate(lines.items())
+    ]
+    y_axis = {}
+    values = {y for points in lines.values() for _, y in points}
     if len(values) == 1:  # plotly would draw an axis from 1 below the value to 1 above it
         (value,) = values
         margin = 0.05 * abs(value) or 0.05
-        figure.update_yaxes(range=[value - margin, value + margin])
-    return _drawn(figure, axis)
+        y_axis["range"] = [value - margin, value + margin]
+    return _chart(title, traces, axis, y_axis)
 
 
-def _drawn(figure: Any, axis: str) -> str:
-    figure.update_layout(
-        template="plotly_white",
-        height=320,
-        margin={"l": 56, "r": 16, "t": 8, "b": 44},
-        legend={"orientation": "h", "y": 1.12, "x": 0},
-        showlegend=True,
-    )
-    figure.update_xaxes(title=axis)
-    drawing: str = figure.to_html(
+def _chart(title: str, traces: list[Any], axis: str, y_axis: dict[str, Any]) -> str:
+    import plotly.io
+
+    layout = {
+        "template": "plotly_white",
+        "height": 320,
+        "margin": {"l": 56, "r": 16, "t": 8, "b": 44},
+        "legend": {"orientation": "h", "y": 1.12, "x": 0},
+        "showlegend": True,
+        "xaxis": {"title": {"text": axis}},
+        "yaxis": y_axis,
+    }
+    drawing = plotly.io.to_html(
+        {"data": traces, "layout": layout},
         full_html=False,
         include_plotlyjs=False,
         config={"displayModeBar": False, "responsive": True},
     )
-    return drawing
+    return _section(title, drawing)
 
 
 def _values(calls: Iterable[Record], name: str) -> Iterator[tuple[float, Record]]:
@@ -297,7 +277,3 @@ def _values(calls: Iterable[Record], name: str) -> Iterator[tuple[float, Record]
 
 def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

@@ -12,7 +12,7 @@ from raysgd.callbacks.base import Callback
 from raysgd.callbacks.callback_list import checked_callbacks
 from raysgd.callbacks.jsonl_logger import JsonlLogger
 from raysgd.callbacks.progress import ProgressBar
-from raysgd.callbacks.run_report import RunReport
+from raysgd.callbacks.report import RunReport
 
 __all__ = ["checked_logdir", "trainer_callbacks"]
 

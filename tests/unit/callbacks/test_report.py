@@ -4,11 +4,14 @@ import html
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 
+from raysgd import TorchTrainer
 from raysgd.callbacks.report import make_report
 from raysgd.callbacks.run_log import RunLog, goodput, time_spent
+from tests.operators import Classifier
 from tests.unit.callbacks.test_run_log import call, event, run, write
 
 CHROMIUM = shutil.which("chromium")
@@ -120,7 +123,7 @@ def test_report_with_low_goodput_shows_where_the_time_went(folder):
 
 def test_a_run_without_a_finished_call_has_a_page_too(tmp_path):
     write(tmp_path, [run()])
-    assert "No call has finished" in make_report(tmp_path).read_text()
+    assert tile(make_report(tmp_path).read_text(), "lost-workers") == "0"
 
 
 def test_the_entries_of_a_vector_share_a_drawing(tmp_path):
@@ -129,7 +132,7 @@ def test_the_entries_of_a_vector_share_a_drawing(tmp_path):
     write(tmp_path, [run(), call(120, 10, 5, **values)])
     text = make_report(tmp_path).read_text()
     titles = re.findall(r"<section><h2>(.*?)</h2>", text)
-    assert titles == ["Where the time went", "f1", "profile", "lr", "Calls"]
+    assert titles == ["Where the time went", "f1", "profile", "lr"]
 
 
 @pytest.mark.parametrize(("value", "low", "high"), [(1.0, 0.95, 1.05), (0.0, -0.05, 0.05)])
@@ -148,6 +151,26 @@ def test_a_page_that_cannot_be_written_leaves_nothing_behind(folder):
     assert sorted(folder.iterdir()) == before
 
 
+def test_a_run_with_a_folder_ends_with_a_page_about_it(tmp_path):
+    with TorchTrainer(
+        training_operator_cls=Classifier, use_local=True, use_gpu=False, logdir=tmp_path
+    ) as trainer:
+        trainer.train()
+        metrics = trainer.validate()
+    assert tile((tmp_path / "report.html").read_text(), "val_loss") == f"{metrics['val_loss']:.4g}"
+
+
+def test_run_without_plotly_succeeds_with_a_warning(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with TorchTrainer(
+        training_operator_cls=Classifier, use_local=True, use_gpu=False, logdir=tmp_path
+    ) as trainer:
+        trainer.fit(1)
+    assert not (tmp_path / "report.html").exists()
+    assert caplog.text.count('pip install "raysgd[callbacks]"') == 1
+    assert f"raysgd report {tmp_path}" in caplog.text
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium")
 def test_a_browser_shows_it_without_a_network_or_an_error(folder, tmp_path_factory):
     path = make_report(folder)
@@ -163,5 +186,5 @@ def test_a_browser_shows_it_without_a_network_or_an_error(folder, tmp_path_facto
     drawn = re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL)
     # loss, accuracy, the odd metric, speed, workers
     assert drawn.count('class="main-svg"') >= 5
-    assert drawn.count('class="trace scatter') >= 8
+    assert drawn.count('class="trace scatter') >= 6
     assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]

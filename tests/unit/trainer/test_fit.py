@@ -474,7 +474,6 @@ def test_log_every_writes_metrics_during_the_epoch(make_trainer, tmp_path):
     x, y = (re.search(rf'"{axis}":\[(.*?)\]', drawn).group(1).split(",") for axis in "xy")
     told = [(point["global_step"], point["metrics"]["train_loss"]) for point in points()]
     assert [*zip(map(float, x), map(float, y), strict=True)] == told
-    assert "<td>step</td>" not in report, "the table is of calls"
     assert [step for step, _ in scalars(tmp_path / "tensorboard", "step/twice")] == [2, 4, 6, 8, 10]
     assert len(scalars(tmp_path / "tensorboard", "train/twice")) == 3
 
