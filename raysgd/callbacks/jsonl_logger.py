@@ -9,7 +9,6 @@ import os
 import platform
 import sys
 import time
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,8 +24,8 @@ __all__ = ["JsonlLogger"]
 class JsonlLogger(LoggerCallback):
     """Writes ``metrics.jsonl`` and ``events.jsonl``; ``TorchTrainer(logdir=...)`` adds one.
 
-    The first line of ``metrics.jsonl``, and another one each time that the run resumes, describes
-    the run::
+    In ``metrics.jsonl``, a line of kind "run" describes each start: a ``fit()``, or else the first
+    call::
 
         {"kind": "run", "time": ..., "version": ..., "operator": "Classifier", "device": "CPU",
          "versions": {"python": ..., ...}, "config": {...}, "epoch": 0, "global_step": 0,
@@ -46,12 +45,9 @@ class JsonlLogger(LoggerCallback):
         self.folder = None if folder is None else checked_path("folder", folder).absolute()
         """The folder that the user gave."""
         self.needs_logdir = folder is None
-        self._described: weakref.ref[Trainer] | None = None
 
     def on_train_start(self, trainer: Trainer) -> None:
         super().on_train_start(trainer)
-        if self._described is not None and self._described() is trainer:
-            return
         folder = folder_for(trainer, self.folder)
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("metrics.jsonl", "events.jsonl"):
@@ -70,7 +66,6 @@ class JsonlLogger(LoggerCallback):
             "min_workers": trainer.min_workers,
         }
         self._write(trainer, "metrics.jsonl", run)
-        self._described = weakref.ref(trainer)
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         line = {**record_of(trainer, call), "metrics": plain_values(metrics)}

@@ -28,19 +28,13 @@ class LoggerCallback(Callback):
     """Whether the logger has started and not ended. Otherwise it ignores events."""
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
-        """Write the result of ``train()``, ``validate()``, or some steps.
-
-        ``call.kind`` tells which.
-        """
+        """Write the result of ``train()``, ``validate()``, or some steps: see ``call.kind``."""
 
     def log_event(self, trainer: Trainer, event: Event) -> None:
         """Write an event."""
 
     def close(self, trainer: Trainer) -> None:
-        """Close open files and connections.
-
-        The trainer calls this at the end, also after an exception.
-        """
+        """Close open files and connections at the end, also after an exception."""
 
     def on_train_start(self, trainer: Trainer) -> None:
         self.is_running = True
@@ -79,10 +73,7 @@ class ServiceLogger(LoggerCallback):
         raise NotImplementedError
 
     def _opened(self, trainer: Trainer) -> Any:
-        """Return the run.
-
-        Open it with the first record, because loading a state can set `run_id`.
-        """
+        """Return the run. The first record opens it, because loading a state can set `run_id`."""
         if self._run is None:
             self._failed = False
             self._run = self._open(trainer)

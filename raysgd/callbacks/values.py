@@ -98,36 +98,28 @@ def plain_values(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
         elif (plain := _plain(value)) is not None:
             found[name] = plain
         else:
-            held = value.tolist() if hasattr(value, "tolist") else value
-            if isinstance(held, list | tuple):
-                found |= json_dict({name: held})
+            rows = value.tolist() if hasattr(value, "tolist") else value
+            found |= json_dict({name: rows}) if isinstance(rows, list | tuple) else {}
     return found
 
 
 def jsonable(value: Any, keep_nan: bool = False) -> Any:
-    """Return `value` with JSON types only. Numbers that are not finite become strings.
+    """Return `value` with JSON types only, or raise TypeError.
+
+    Numbers that are not finite become strings, unless `keep_nan`.
 
     >>> jsonable({"a": (1, float("nan")), "b": -float("inf")})
     {'a': [1, 'nan'], 'b': '-inf'}
-
-    Args:
-        value: the value.
-        keep_nan: whether they stay numbers, which `json` writes as NaN and Infinity.
-
-    Raises:
-        TypeError: if JSON cannot represent it.
     """
-    if value is None or isinstance(value, str | bool):
-        return str(value) if isinstance(value, str) else value
-    if isinstance(value, Mapping):
-        if not all(isinstance(key, str) for key in value):
-            raise TypeError("JSON has only strings as keys")
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {str(key): jsonable(held, keep_nan) for key, held in value.items()}
     if isinstance(value, list | tuple):
         return [jsonable(held, keep_nan) for held in value]
     plain = _plain(value)
     if plain is None:
-        raise TypeError(f"JSON has no {type(value).__name__}")
+        raise TypeError(f"JSON cannot represent {value!r:.100}.")
     if isinstance(plain, float) and not math.isfinite(plain) and not keep_nan:
         return str(plain)
     return plain
@@ -136,14 +128,10 @@ def jsonable(value: Any, keep_nan: bool = False) -> Any:
 def json_dict(
     values: Mapping[Any, Any], otherwise: Callable[[Any], Any] | None = None
 ) -> dict[str, Any]:
-    """Return a dict with JSON types only.
+    """Return a dict with JSON types only. `otherwise` converts other values; None omits them.
 
     >>> json_dict({"lr": 0.5, "odd": {1}}), json_dict({"odd": {1}}, repr)
     ({'lr': 0.5}, {'odd': '{1}'})
-
-    Args:
-        values: the dict.
-        otherwise: converts other values; None leaves them out.
     """
     found = {}
     for key, value in values.items():
@@ -159,11 +147,10 @@ def _plain(value: Any) -> float | int | str | None:
     """Return a number or string as a Python type, or None if it is neither."""
     if isinstance(value, str):
         return str(value)
+    if isinstance(value, numbers.Integral):
+        return int(value)
     if isinstance(value, numbers.Number):  # before `item`, which returns a long double unchanged
-        if isinstance(value, numbers.Integral):
-            return int(value)
         return float(value) if isinstance(value, numbers.Real) else None
-    if hasattr(value, "item") and (hasattr(value, "numel") or hasattr(value, "size")):
-        size = value.numel() if hasattr(value, "numel") else value.size
-        return _plain(value.item()) if size == 1 else None
+    if hasattr(value, "tolist") and math.prod(value.shape) == 1:  # an array or a tensor
+        return _plain(value.item())
     return None

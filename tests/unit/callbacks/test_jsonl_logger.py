@@ -112,11 +112,11 @@ def test_a_run_that_is_resumed_appends(make_trainer, tmp_path):
     first.fit(1)
     first.fit(2)
     path = tmp_path / "metrics.jsonl"
-    assert [line["kind"] for line in lines(path)] == ["run"] + ["train", "validate"] * 2
+    assert [line["kind"] for line in lines(path)] == ["run", "train", "validate"] * 2
     with path.open("a") as file:
         file.write('{"kind": "tra')  # its writer was killed
     second = make_trainer(logdir=tmp_path)
     second.train()
     kept = path.read_text().splitlines()
-    assert kept[5] == '{"kind": "tra'
-    assert [json.loads(line)["kind"] for line in kept[6:]] == ["run", "train"]
+    assert kept[6] == '{"kind": "tra'
+    assert [json.loads(line)["kind"] for line in kept[7:]] == ["run", "train"]
