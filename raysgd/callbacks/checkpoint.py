@@ -14,7 +14,7 @@ from raysgd._internal.arguments import check_choice
 from raysgd._internal.nested import map_leaves
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.logger import folder_for
-from raysgd.callbacks.values import suggest_metric
+from raysgd.callbacks.values import missing_metric
 from raysgd.checkpoint import BackgroundWriter, CheckpointStore
 from raysgd.checkpoint.location import locate
 from raysgd.checkpoint.sharded import UnsharedFolderError
@@ -182,9 +182,7 @@ class CheckpointCallback(Callback):
             self._save(trainer, {**trainer.latest_metrics, **metrics})
         elif self.monitor not in trainer.latest_metrics:
             raise ValueError(
-                f"CheckpointCallback(monitor={self.monitor!r}): there is no such metric. There "
-                f"are: {', '.join(trainer.latest_metrics)}."
-                + suggest_metric(self.monitor, trainer.latest_metrics)
+                missing_metric("CheckpointCallback", self.monitor, trainer.latest_metrics)
             )
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:

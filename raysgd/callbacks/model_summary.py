@@ -33,14 +33,9 @@ def _summary(operator: Any) -> str:
             rows.append((f"{prefix}{part}", _described(module), *_cells(_counts(module))))
         totals = [total + count for total, count in zip(totals, _counts(model), strict=True)]
     rows.append(("all", "", *_cells(totals)))
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    return "\n".join(
-        "  ".join(
-            f"{cell:{'<' if column < 2 else '>'}{width}}"
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    formats = [f"{{:{'<' if n < 2 else '>'}{width}}}" for n, width in enumerate(widths)]
+    return "\n".join("  ".join(formats).format(*row) for row in rows)
 
 
 def _cells(counts: Sequence[int]) -> tuple[str, str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import logging
 import os
@@ -17,8 +18,8 @@ __all__ = ["TorchProfiler", "exported"]
 
 logger = logging.getLogger(__name__)
 
-_RUNNING: dict[str, Any] = {}
-"""The profilers that run on this worker."""
+_running: list[Any] = []
+"""The profiler that runs on this worker; PyTorch supports one at a time."""
 
 
 class TorchProfiler(Callback):
@@ -80,16 +81,14 @@ class TorchProfiler(Callback):
         self._begin_at = None
 
     def _begin(self, trainer: Trainer) -> None:
-        key, arguments = str(id(self)), self._arguments
-        trainer.apply_all_operators(lambda operator: _start(operator, key, arguments))
+        trainer.apply_all_operators(functools.partial(_start, self._arguments))
         self._end_at = trainer.global_step + self._num_steps
 
     def _end(self, trainer: Trainer) -> None:
         self._begin_at = self._end_at = None
-        key = str(id(self))
-        packed = trainer.apply_all_operators(lambda operator: _stop(operator, key))[0]
+        packed = trainer.apply_all_operators(_stop)[0]
         if packed is None:
-            logger.warning("No trace was written: worker 0 was lost while it was profiled.")
+            logger.warning("TorchProfiler wrote no trace, because worker 0 was lost.")
             return
         assert self._folder is not None
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -97,20 +96,20 @@ class TorchProfiler(Callback):
         self.trace.write_bytes(packed)
 
 
-def _start(operator: Any, key: str, arguments: dict[str, Any]) -> None:
+def _start(arguments: dict[str, Any], operator: Any) -> None:
     """Start the profiler. Runs on the worker, in the thread that trains."""
     if operator.world_rank == 0:
         from torch.profiler import profile
 
-        _RUNNING[key] = profile(**arguments)
-        _RUNNING[key].start()
+        _running.append(profile(**arguments))
+        _running[0].start()
 
 
-def _stop(operator: Any, key: str) -> bytes | None:
+def _stop(operator: Any) -> bytes | None:
     """Stop the profiler, and return its trace. Runs on the worker."""
-    profiler = _RUNNING.pop(key, None)
-    if profiler is None:
+    if not _running:
         return None
+    profiler = _running.pop()
     profiler.stop()
     return gzip.compress(exported(profiler))
 

@@ -15,6 +15,7 @@ from raysgd._internal.paths import HIDDEN, without_secrets
 __all__ = [
     "json_dict",
     "jsonable",
+    "missing_metric",
     "numbers_in",
     "plain_values",
     "scalars",
@@ -40,6 +41,15 @@ def suggest_metric(name: str, metrics: Iterable[str]) -> str:
     ends = [each for each in known if each.endswith((f"_{name}", f"/{name}"))]
     close = ends[0] if ends else closest(name, known)
     return f" Did you mean {close!r}?" if close else ""
+
+
+def missing_metric(callback: str, name: str, metrics: Iterable[str]) -> str:
+    """Return a message for a callback that monitors a metric that does not exist."""
+    known = list(metrics)
+    return (
+        f"{callback}(monitor={name!r}): there is no such metric. There are: {', '.join(known)}."
+        + suggest_metric(name, known)
+    )
 
 
 def shown_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from typing import Any
 
 from raysgd._internal.context import OutOfMemoryError, PausedError
 from raysgd._internal.nested import unchanged
-from raysgd.callbacks.learning_rate import learning_rates
+from raysgd.callbacks.measuring import learning_rates
 from raysgd.data.source import BatchSource
 from raysgd.loop.evaluation import Evaluation, no_batch, weighted
 from raysgd.loop.micro_batches import IndivisibleError

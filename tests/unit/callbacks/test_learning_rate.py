@@ -58,7 +58,7 @@ def test_worker_lost_in_the_hook_does_not_end_the_run(make_trainer, monkeypatch,
 
     monkeypatch.setattr(trainer, "apply_all_operators", lose)
     assert "lr" not in trainer.train()
-    assert "No learning rates for epoch 1" in caplog.text
+    assert "LearningRateLogger has no metrics for epoch 1" in caplog.text
 
 
 @pytest.mark.parametrize("flavor", ["keras", "tf_keras"])

@@ -32,7 +32,7 @@ def test_a_run_that_ends_first_has_the_trace_so_far(make_trainer, tmp_path):
     make_trainer(Recorder, callbacks=[profiler]).fit(1)
     assert profiler.trace.name == "trace-step-00000005.json.gz"
     assert num_updates(profiler.trace) == 3
-    assert not module._RUNNING
+    assert not module._running
 
 
 def test_a_worker_that_is_lost_takes_its_trace_along(make_trainer, tmp_path, caplog):
@@ -44,7 +44,7 @@ def test_a_worker_that_is_lost_takes_its_trace_along(make_trainer, tmp_path, cap
             return 1 if global_step == 0 else None
 
         def on_pause(self, trainer):
-            module._RUNNING.popitem()[1].stop()
+            module._running.pop().stop()
 
     trainer.fit(2, callbacks=[Losing(), profiler])
     assert profiler.trace is None

@@ -1,4 +1,4 @@
-"""Stopping when a metric no longer improves."""
+"""Callbacks that stop ``fit()``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from raysgd._internal.arguments import check_choice, check_int, check_number
 from raysgd.callbacks.base import Callback, Trainer
-from raysgd.callbacks.values import numbers_in, suggest_metric
+from raysgd.callbacks.values import missing_metric, numbers_in
 
-__all__ = ["EarlyStopping"]
+__all__ = ["EarlyStopping", "TerminateOnNaN"]
 
 
 class EarlyStopping(Callback):
@@ -39,7 +39,7 @@ class EarlyStopping(Callback):
     ) -> None:
         check_choice("EarlyStopping", "mode", mode, ("min", "max"))
         check_number("EarlyStopping", "min_delta", min_delta)
-        self.monitor = monitor
+        self.monitor: str = monitor
         self._sign = 1.0 if mode == "min" else -1.0
         self._patience = check_int("EarlyStopping", "patience", patience, 1)
         self._min_delta = min_delta
@@ -50,8 +50,7 @@ class EarlyStopping(Callback):
         self._of_validation = False
 
     def on_train_start(self, trainer: Trainer) -> None:
-        if self.num_waited >= self._patience:
-            self._stop(trainer)
+        self._stop_if_due(trainer)
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         if self.monitor in metrics and not self._of_validation:
@@ -63,36 +62,32 @@ class EarlyStopping(Callback):
                 self._of_validation, self.best, self.num_waited = True, None, 0
             self._compare(trainer, metrics[self.monitor])
         elif self.monitor not in trainer.latest_metrics:
-            raise ValueError(
-                f"EarlyStopping(monitor={self.monitor!r}): there is no such metric. There are: "
-                f"{', '.join(trainer.latest_metrics)}."
-                + suggest_metric(str(self.monitor), trainer.latest_metrics)
-            )
+            raise ValueError(missing_metric("EarlyStopping", self.monitor, trainer.latest_metrics))
 
     def _compare(self, trainer: Trainer, measured: Any) -> None:
         value = numbers_in({"value": measured}).get("value")
         if value is None:
             raise ValueError(
-                f"EarlyStopping(monitor={self.monitor!r}): must be a number, but it is "
+                f"EarlyStopping(monitor={self.monitor!r}): the metric must be a number, but it is "
                 f"{measured!r}."
             )
         if self._is_better(value):
             self.best, self.num_waited = value, 0
         else:
             self.num_waited += 1
-        if self.num_waited >= self._patience:
-            self._stop(trainer)
+        self._stop_if_due(trainer)
 
     def _is_better(self, value: float) -> bool:
         if self.best is None:
             return not math.isnan(value)
         return self._sign * (self.best - value) > self._min_delta  # False for NaN
 
-    def _stop(self, trainer: Trainer) -> None:
-        best = "it was always NaN" if self.best is None else f"the best is {self.best:.6g}"
-        trainer.request_stop(
-            f"{self.monitor} has not improved for {self.num_waited} values in a row; {best}."
-        )
+    def _stop_if_due(self, trainer: Trainer) -> None:
+        if self.num_waited >= self._patience:
+            best = "it was always NaN" if self.best is None else f"the best is {self.best:.6g}"
+            trainer.request_stop(
+                f"{self.monitor} has not improved for {self.num_waited} values in a row; {best}."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -108,3 +103,18 @@ class EarlyStopping(Callback):
             self.num_waited = int(state["num_waited"])
             self.best = None if best is None else float(best)
             self._of_validation = state.get("of_validation", False)
+
+
+class TerminateOnNaN(Callback):
+    """Stops ``fit()`` after an epoch with a loss that is NaN or infinite.
+
+    A loss is a metric of training or validation with ``loss`` in its name. A CheckpointCallback
+    without `monitor` saves that epoch; with `monitor`, the best checkpoint stays a finite one.
+    """
+
+    def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+        for name, value in numbers_in(metrics).items():
+            if "loss" in name and not math.isfinite(value):
+                trainer.request_stop(f"{name} is {value} in epoch {trainer.epoch}.")
+
+    on_validation_end = on_steps_end = on_epoch_end
