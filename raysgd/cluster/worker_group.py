@@ -44,8 +44,6 @@ class WorkerGroup:
         self.clock = clock or Clock()
         self.members: list[WorkerHandle] = []
         self.drains = Drains(self.clock)
-        self.suspects: list[Any] = []
-        """Slots on silent hosts. Room is requested elsewhere too, until a worker starts there."""
         self._extra: list[Any] = []
         """Room that was requested in addition to that of lost or leaving workers."""
         self._reservation: Any = None
@@ -224,11 +222,6 @@ class WorkerGroup:
         """Request slots for missing workers, and spare ones for slots that may soon be lost."""
         num_workers = self.options.num_workers - (self._local is not None)
         unsure = [*going, *(self._slots.get(member) for member in self.leaving())]
-        self.suspects = [slot for slot in self.suspects if slot in reservation.slots]
-        if len(reservation.slots) < num_workers + len(unsure) + len(self.suspects):
-            # Ray may have moved some of the slots to another node.
-            self.suspects = [s for s in self.suspects if s.node_id in (None, s.last_node_id)]
-        unsure += self.suspects
         while len(reservation.slots) < num_workers + len(unsure):
             slot = reservation.request_slot(self.options.bundle, unsure)
             if slot is None:

@@ -292,7 +292,7 @@ class Controller:
             self._context.call.causes.append(f"worker {rank} on {member.name}: {said}")
             logger.warning("Lost worker %d on %s: %s", rank, member.name, said)
             self._commands.busy.pop(member, None)
-            self._scale_up.lost(member, error)
+            self._scale_up.lost(member)
             self._group.discard(member)
         self._context.call.num_losses = self.state.budget.num_losses
         self._scale_up.resized()

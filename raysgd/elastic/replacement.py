@@ -89,8 +89,6 @@ class Replacement:
             limit_s = max(self.group.options.start_timeout_s, COME_UP_S)
             yield from self._until(place, "come up", limit_s)
             member.locate(place.result())
-            if self.slot in self.group.suspects:
-                self.group.suspects.remove(self.slot)
         asked: list[tuple[Step, Future[Outcome]]]
         asked = [("start", member.work("create", *self.created))]
         if self.goal == "process":

@@ -10,7 +10,6 @@ from typing import Any
 
 from raysgd._internal.context import Progress
 from raysgd.cluster.group_options import COME_UP_S
-from raysgd.cluster.host_monitor import HostLostError
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of, is_loss
 from raysgd.elastic.config import ElasticConfig
@@ -73,17 +72,10 @@ class ScaleUp(Feature):
         if self.config.grow and self.recovery.can_join and not self.group.options.inline:
             self.tick()
 
-    def lost(self, member: WorkerHandle, error: BaseException) -> None:
-        """Let the replacement of a lost member join without the cooldown.
-
-        If its host does not respond, a worker on that host may never start. Therefore another one
-        starts on a different host too.
-        """
-        slot = self.group.slot_of(member)
-        self._lost_slots.append(slot)
+    def lost(self, member: WorkerHandle) -> None:
+        """Let the replacement of a lost member join without the cooldown."""
+        self._lost_slots.append(self.group.slot_of(member))
         self.try_again()
-        if isinstance(error, HostLostError) and slot not in self.group.suspects:
-            self.group.suspects.append(slot)
 
     def try_again(self) -> None:
         """Reset the failures of replacement workers, because their cause may be gone."""
@@ -125,7 +117,7 @@ class ScaleUp(Feature):
         self._advance(self._replacements)
         missing = self._num_missing()
         if missing <= 0:
-            in_order = sorted(self._replacements, key=self._is_sure, reverse=True)
+            in_order = sorted(self._replacements, key=lambda r: r.member is None)
             for replacement in in_order[self._num_places() :]:
                 self.drop(replacement)  # other workers were first, or all members stay
             if not self._replacements:
@@ -133,24 +125,19 @@ class ScaleUp(Feature):
         if missing > 0 and self._failures < self.config.max_attempts:
             self._advance(self._start_missing(starting))
 
-    def _is_sure(self, replacement: Replacement) -> bool:
-        return replacement.member is not None and replacement.slot not in self.group.suspects
-
     def _num_places(self) -> int:
         num_staying = len(self.group.members) - len(self.group.leaving())
         return self.group.options.num_workers - num_staying
 
     def _num_missing(self) -> int:
-        """Return the number of vacant ranks without a replacement that is certain to join."""
+        """Return the number of vacant ranks without a worker that starts."""
         return self._num_places() - self.coming()
 
     def _advance(self, replacements: Sequence[Replacement]) -> None:
-        missing = self._num_missing()
         for replacement in list(replacements):
-            if (waits := replacement.member is None) and missing <= 0:
+            if replacement.member is None and self._num_missing() <= 0:
                 continue  # another replacement was first
             replacement.advance()
-            missing -= waits and self._is_sure(replacement)
             if replacement.error is not None:
                 self.fail(replacement)
 
@@ -160,7 +147,7 @@ class ScaleUp(Feature):
         now, num_workers = self.group.clock.monotonic(), self.group.options.num_workers
         num_staying = num_workers - self._num_places()
         size = min(num_staying + len(taken) + len(vacant), num_workers)
-        replaces = starting or num_staying < len(self.group.members) or bool(self.group.suspects)
+        replaces = starting or num_staying < len(self.group.members)
         goal: Goal = "setup" if self.recovery.rejoins else "room"
         if starting and self.together:
             goal = "process"
@@ -237,8 +224,8 @@ class ScaleUp(Feature):
         return [r for r in self._replacements if r.is_ready and (is_free or r.replaces_lost)]
 
     def coming(self) -> int:
-        """Return the number of replacement workers on reachable hosts."""
-        return sum(map(self._is_sure, self._replacements))
+        """Return the number of replacement workers that start or are ready."""
+        return sum(replacement.member is not None for replacement in self._replacements)
 
     def begin(self) -> None:
         """Prepare for a start, in which the started workers become the group."""

@@ -6,7 +6,6 @@ from concurrent.futures import Future
 
 import pytest
 
-from raysgd.cluster.host_monitor import HostLostError
 from raysgd.elastic import call_runner
 from raysgd.elastic.machine import Broken
 from raysgd.errors import CollectiveError, WorkerLostError
@@ -755,26 +754,3 @@ def test_three_crashes_in_setup_of_one_slot_alone_end_the_start(world):
     every_new(world, setup_s=0.1)
     with pytest.raises(WorkerLostError, match="Worker 1 died 3 times in a row in setup"):
         world.drive(3)
-
-
-def test_worker_on_a_silent_host_is_replaced_on_another_host(world):
-    """Whichever comes first; the other is given up, and the group has its size."""
-    world.room = 4
-    controller = world.drive(3).controller
-    every_new(world, start_s=1.0)
-    silent = controller.members[2]
-
-    def lose():
-        silent.dead = HostLostError("its host is unreachable")
-        silent.fail_all()
-        world.on_new_worker.insert(0, hang_there)
-
-    def hang_there(member):
-        if member.slot is silent.slot:
-            member.silent = True
-
-    world.at_step(20, lose)
-    run_until(controller, 200, max_losses=1)
-    assert kinds(controller) == ["started", "lost", "resumed", "grown"]
-    assert [member.slot.index for member in controller.members] == [0, 1, 3]
-    assert len([worker for worker in world.workers if not worker.dead]) == 3

@@ -56,7 +56,6 @@ class FakeGroup:
         self.options = GroupOptions(num_workers=3, num_cpus=2)
         self.made = []
         self.members = []
-        self.suspects = []
         self.error = None
 
     def new_member(self, slot):

@@ -33,7 +33,6 @@ class FakeGroup:
         self.slots = list(range(num_workers))
         self.taken = list(range(present))
         self.discarded = []
-        self.suspects = []
         self.drains = Drains(clock)
 
     def vacant_slots(self, request=True):
@@ -53,7 +52,7 @@ class FakeGroup:
 
     def lose(self, scale_up, slot):
         member = next(each for each in self.members if each == f"member{slot}")
-        scale_up.lost(member, LostError("OOM"))
+        scale_up.lost(member)
         self.members.remove(member)
         self.taken.remove(slot)
 
