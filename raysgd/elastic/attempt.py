@@ -47,17 +47,14 @@ class Attempt:
 
     @property
     def pending(self) -> dict[WorkerHandle, Future[Outcome]]:
-        """Workers that have not returned."""
         return {member: future for future, member in self._pending.items()}
 
     @property
     def under_way(self) -> bool:
-        """Whether workers are busy and none has failed."""
         return bool(self._pending) and not self.failed
 
     @property
     def failed(self) -> bool:
-        """Whether a worker has failed."""
         return bool(self.lost or self.unanswered) or any(
             o.kind not in ("ok", "paused") for o in self.outcomes.values()
         )
@@ -69,7 +66,6 @@ class Attempt:
 
     @property
     def has_cause(self) -> bool:
-        """Whether a worker is lost, or user code has raised."""
         return bool(self.lost) or self.first_error is not None
 
     def settle(self, timeout_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""A call on the workers: its request, its goal, and its losses so far."""
+"""A call on the workers, and the requests that the controller itself sends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from typing import Any
 
 from raysgd._internal.context import Progress, Request
 
-__all__ = ["Call"]
+__all__ = [
+    "Call",
+    "ExportReplicaRequest",
+    "ImportReplicaRequest",
+    "LoadRequest",
+    "RestartStateRequest",
+]
 
 
 @dataclass(kw_only=True)
@@ -30,10 +36,9 @@ class Call:
     can_pause: bool = False
     """Whether the call can pause at a step, so that replacement workers can join."""
     on_wait: Callable[[Sequence[Progress]], None] | None = None
-    """Function that receives the progress of all workers while the call runs."""
+    """Receives the progress of all workers while the call runs."""
     catch_up: Callable[[Progress], Call | None] | None = None
-    """Function that returns the call to repeat steps lost with all workers. None if no call is
-    needed."""
+    """Returns the call that repeats steps lost with all workers, if there is one."""
     farewell: Request | None = None
     """Request for the metrics of a worker that leaves during the call."""
     at_once: bool = False
@@ -50,3 +55,31 @@ class Call:
 
     def begin(self, progress: Progress) -> None:
         """Prepare the first attempt. A call of ``train`` computes its absolute goal here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRequest(Request):
+    """Load a state."""
+
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartStateRequest(Request):
+    """Return the state for a restart; None without one.
+
+    A sharded state is complete only if all `num_workers` workers are asked.
+    """
+
+    num_workers: int = 1
+
+
+class ExportReplicaRequest(Request):
+    """Return the shards that a worker holds, before it leaves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportReplicaRequest(Request):
+    """Store the shards of a worker that leaves."""
+
+    held: Sequence[Any]

@@ -26,11 +26,8 @@ __all__ = ["CallRunner"]
 logger = logging.getLogger(__name__)
 
 _TICK_S = 1.0
-"""Seconds between two checks of a running call."""
 _BUSY_TICK_S = 0.05
-"""Seconds between two checks while replacement workers start."""
 _UNEVEN_TICK_S = 0.25
-"""Seconds between two checks while some workers have returned."""
 
 
 class CallRunner:
@@ -50,7 +47,6 @@ class CallRunner:
 
     @property
     def is_sent(self) -> bool:
-        """Whether the newest attempt has reached workers."""
         return self._sent is not None
 
     def save(self) -> None:
@@ -65,13 +61,11 @@ class CallRunner:
             self._journal.progress, self._context.has_state = progress, True
 
     def begin(self, call: Call) -> None:
-        """Set the call of the next attempts."""
         self._context.call, self._redo, self._split = call, None, 0
         # Committed steps count, even if a later step has left the state partial.
         self._reached = replace(self._journal.progress, partial=False)
 
     def end(self) -> None:
-        """Forget the call and what the workers returned."""
         self._context.call, self._redo, self.outcomes = Call(), None, []
         self._sent = self._attempt = None
 
@@ -205,7 +199,6 @@ class CallRunner:
             self._interrupt(attempt)  # some workers have passed the step: discard it
 
     def _interrupt(self, attempt: Attempt) -> None:
-        """Interrupt the attempt although no worker has failed."""
         attempt.interrupted_by_us = True
         self._commands.stop(attempt)
 

@@ -18,7 +18,6 @@ from raysgd.errors import WorkerTimeoutError
 __all__ = ["ANSWER_S", "Commands", "value_of"]
 
 ANSWER_S = 0.7
-"""Seconds that a worker may take to answer a control call."""
 _SILENCE_S = 10.0
 _SALVAGE_S = 10.0
 """Seconds that a worker may take to send its state before all workers restart."""
@@ -61,7 +60,6 @@ class Commands:
         self._clock.wait(answers, ANSWER_S)
 
     def stop(self, attempt: Attempt) -> None:
-        """Find out why an attempt failed, and stop its remaining calls."""
         attempt.find_cause(self.interrupt)
         self.busy |= attempt.pending
 

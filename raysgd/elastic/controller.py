@@ -93,7 +93,7 @@ class Controller:
         self._commands = commands = Commands(group, journal, self._check_open)
         # The driver's own worker stays unless all workers restart.
         of_driver = not elastic.in_place and not group.options.inline
-        self.snapshots = SnapshotKeeper(of_driver, group)
+        self.snapshots = SnapshotKeeper(group, of_driver)
         self._preemption = PreemptionWatch(group, journal, can_join)
         arguments = (*created.values(), sys.path)
         self._scale_up = ScaleUp(group, elastic, journal, self.recovery, arguments, timeout_s)
@@ -144,7 +144,6 @@ class Controller:
             raise
 
     def shutdown(self, force: bool = False) -> None:
-        """Stop all workers."""
         busy = isinstance(self.state, machine.Running | machine.Starting | machine.Broken)
         self._is_shut_down = True
         self.state, _ = transition(self.state, machine.ShutDown(), self._policy)
@@ -211,7 +210,6 @@ class Controller:
                         self._fail(why)
 
     def _feed(self, event: Event) -> Sequence[machine.Action]:
-        """Enter the next state, and return its actions."""
         self._check_open()
         self.state, actions = transition(self.state, event, self._policy)
         if self._is_shut_down:  # another thread has just called `shutdown`
@@ -337,7 +335,6 @@ class Controller:
 
     @property
     def members(self) -> list[WorkerHandle]:
-        """The workers, in rank order."""
         return self._group.members
 
     @property
@@ -354,7 +351,6 @@ class Controller:
 
     @property
     def progress(self) -> Progress:
-        """The newest known training progress."""
         return self.journal.progress
 
     @property
@@ -362,10 +358,8 @@ class Controller:
         return self.journal.events
 
     def ask_progress(self) -> Mapping[WorkerHandle, Progress]:
-        """Return the progress of every worker that answers. Also works during a call."""
         return self._commands.ask_progress()
 
     def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:
-        """Accept a preemption notice. Any thread may call this."""
         self._check_open()
         self._preemption.drain(node_id, rank, deadline_s)

@@ -49,7 +49,6 @@ class DriverContext:
 
     @property
     def features(self) -> list[Feature]:
-        """The features of the driver, in the order of their calls."""
         return [self.snapshots, self.preemption, self.scale_up, self.shares]
 
     def who_moves(self) -> tuple[list[Replacement], list[WorkerHandle]]:
@@ -60,6 +59,5 @@ class DriverContext:
         return ready[:num_places], leaving
 
     def discard_members(self) -> None:
-        """Stop all members of the group."""
         for member in list(self.group.members):
             self.group.discard(member)

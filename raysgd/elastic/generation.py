@@ -10,6 +10,7 @@ from typing import Any
 from raysgd._internal.context import Progress, WorkerContext
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of
 from raysgd.elastic.attempt import Attempt
+from raysgd.elastic.call import ExportReplicaRequest, ImportReplicaRequest
 from raysgd.elastic.commands import ANSWER_S, value_of
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import EventKind
@@ -25,7 +26,6 @@ from raysgd.elastic.machine import (
 )
 from raysgd.elastic.policies import assign_contexts
 from raysgd.elastic.replacement import Replacement
-from raysgd.elastic.requests import ExportReplicaRequest, ImportReplicaRequest
 from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
 
 __all__ = ["GroupForming"]
@@ -82,10 +82,6 @@ class GroupForming:
         return await_stragglers(self._commands.busy, self._journal.ranks, self._clock, patience_s)
 
     def note_lost(self, lost: Mapping[WorkerHandle, BaseException]) -> Event:
-        """Report lost members to the controller.
-
-        Lost replacements do not count against the call.
-        """
         for member in lost:
             self._commands.busy.pop(member, None)
         self._journal.lost = {
@@ -94,7 +90,6 @@ class GroupForming:
         return WorkersLost() if self._journal.lost else FormingFailed(by_newcomer=True)
 
     def form_group(self, action: FormGroup) -> Event:
-        """Move members and replacements into a new generation."""
         before, journal = list(self._group.members), self._journal
         staying = [before[rank] for rank in action.staying]
         leader = before[action.leader]

@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 _STANDSTILL_S = 60.0
 """Seconds without a finished batch after which to log the stacks of all workers."""
 _STACKS_S = 2.0
-"""Seconds that a worker may take to send its stacks. A stopped process never answers."""
 _MENTION_STRAGGLER_S = 5.0
 """Seconds after which to log that workers are still busy with an interrupted call."""
 _BLOCKED_S = 0.7

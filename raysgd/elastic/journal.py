@@ -39,11 +39,9 @@ class Journal:
         self.on_event: Callable[[], None] | None = None
 
     def number(self, members: Sequence[WorkerHandle]) -> None:
-        """Assign ranks to workers, in order."""
         self.ranks = {member: rank for rank, member in enumerate(members)}
 
     def listed(self, members: Iterable[WorkerHandle]) -> str:
-        """Return the ranks of workers as text for messages."""
         return ", ".join(sorted(str(self.ranks.get(member, "(new)")) for member in members))
 
     def record(

@@ -82,11 +82,8 @@ class Closed(State):
 # ---- events
 
 
-@dataclass(frozen=True, kw_only=True)
 class Event:
-    """An event of the group. `why` is the reason, for messages."""
-
-    why: str = ""
+    """An event of the group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +140,11 @@ class FormingFailed(Event):
     is_communication: bool = True
 
 
+@dataclass(frozen=True)
 class StateLost(Event):
     """No worker has the state of the last step."""
+
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,12 +215,11 @@ class Do(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class FormGroup:
-    """Form the next generation, with the state of the rank `leader`."""
+    """Form the next generation. `admits` is whether replacement workers join."""
 
     leader: int
     staying: Sequence[int]
     admits: bool
-    """Whether replacement workers join."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,7 +324,6 @@ def _restart_from_snapshot(state: State, can_restart: bool) -> Next:
 
 
 def _after_survey(state: State, event: Surveyed, policy: Policy) -> Next:
-    """Repair the group, add and remove workers, or run the call."""
     budget, recovery = state.budget, policy.recovery
     if not event.num_workers:
         return _restart_from_snapshot(state, event.can_restart)
@@ -349,7 +347,6 @@ def _after_survey(state: State, event: Surveyed, policy: Policy) -> Next:
 
 
 def _choose_members(state: Broken, event: ProgressKnown, policy: Policy) -> Next:
-    """Choose the rank with the newest state, and the members of the next generation."""
     progress = event.progress
     leader = choose_leader(progress)
     if progress[leader].partial and event.has_snapshot:
@@ -374,7 +371,6 @@ def _after_state_loss(state: Broken, why: str, policy: Policy) -> Next:
 
 
 def _after_loss(state: Broken, policy: Policy) -> Next:
-    """Count the loss, and let the other workers continue or restart."""
     budget, recovery = state.budget, policy.recovery
     actions: list[Action] = [Do.REMOVE_LOST]
     if not recovery.survivors_stay:

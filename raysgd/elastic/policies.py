@@ -104,7 +104,6 @@ def choose_leader(progress: Sequence[Progress]) -> int:
 
 
 def furthest(progress: Sequence[Progress]) -> Progress:
-    """Return the progress of the leader."""
     return progress[choose_leader(progress)]
 
 

@@ -39,11 +39,6 @@ class PreemptionWatch(Feature):
         """Whether to save soon: workers leave before any worker can replace them."""
 
     def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:
-        """Accept a preemption notice. Any thread may call this.
-
-        Raises:
-            ValueError: if there is no such node or worker, or it is the driver's process.
-        """
         members = list(self._group.members)
         if node_id is not None:
             known = {member.node_id for member in members}
@@ -63,7 +58,6 @@ class PreemptionWatch(Feature):
         self._group.drains.drain_member(members[rank], deadline_s)
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
-        """Record the members that will leave, and notify all members."""
         self._step_s = max((p.step_s for p in progress.values()), default=0.0) or self._step_s
         for member in [member for member, p in progress.items() if p.terminated]:
             self._group.drains.terminate(member)

@@ -26,8 +26,6 @@ Step = Literal["come up", "start", "set up", "join"]
 
 @dataclass(eq=False)
 class Replacement:
-    """A worker that is starting."""
-
     group: WorkerGroup
     slot: Any
     rank: int
@@ -50,7 +48,6 @@ class Replacement:
         self._life = self._live()
 
     def advance(self) -> None:
-        """Take the next step if it does not need to wait."""
         if self.is_ready or self.error is not None:
             return
         try:
@@ -64,7 +61,6 @@ class Replacement:
                 raise
 
     def set_up_alone(self, generation: int) -> None:
-        """Set up alone instead of together with the others."""
         self.goal, self.generation = "setup", generation
         if self.is_ready:
             self.is_ready, self._life = False, self._results(self._asked_to_set_up())

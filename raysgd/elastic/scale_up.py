@@ -64,7 +64,6 @@ class ScaleUp(Feature):
 
     @property
     def under_way(self) -> bool:
-        """Whether there are replacement workers."""
         return bool(self._replacements)
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
@@ -200,7 +199,6 @@ class ScaleUp(Feature):
             logger.warning("No more replacement workers start after %d failures.", self._failures)
 
     def drop(self, replacement: Replacement) -> None:
-        """Stop a replacement worker."""
         if replacement not in self._replacements:
             return  # `shutdown` in another thread has done this
         self._replacements.remove(replacement)
@@ -224,7 +222,6 @@ class ScaleUp(Feature):
         return [r for r in self._replacements if r.is_ready and (is_free or r.replaces_lost)]
 
     def coming(self) -> int:
-        """Return the number of replacement workers that start or are ready."""
         return sum(replacement.member is not None for replacement in self._replacements)
 
     def begin(self) -> None:
@@ -261,7 +258,6 @@ class ScaleUp(Feature):
                 replacement.set_up_alone(self.journal.generation)
 
     def forget_joined(self, replacements: Sequence[Replacement]) -> None:
-        """Remove replacement workers that have joined the group."""
         for replacement in replacements:
             self._replacements.remove(replacement)
             self._crashes.pop(replacement.slot, None)
@@ -271,7 +267,6 @@ class ScaleUp(Feature):
         self.resized()
 
     def stop(self) -> None:
-        """Stop all replacement workers."""
         for replacement in list(self._replacements):
             self.drop(replacement)
 

@@ -10,9 +10,9 @@ from typing import Any
 from raysgd._internal.context import Progress
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle
+from raysgd.elastic.call import RestartStateRequest
 from raysgd.elastic.commands import Commands
 from raysgd.elastic.feature import Feature
-from raysgd.elastic.requests import RestartStateRequest
 
 __all__ = ["SnapshotKeeper", "with_shares"]
 
@@ -24,9 +24,9 @@ class SnapshotKeeper(Feature):
     With `of_driver`, it fetches from a worker in the driver's process too.
     """
 
-    def __init__(self, of_driver: bool = False, group: WorkerGroup | None = None) -> None:
-        self._of_driver = of_driver
+    def __init__(self, group: WorkerGroup, of_driver: bool = False) -> None:
         self._group = group
+        self._of_driver = of_driver
         self._pickled: list[bytes] = []
         self._state: Mapping[str, Any] | None = None
         self._step = -1
@@ -42,18 +42,26 @@ class SnapshotKeeper(Feature):
         self._step, self._coming = -1, None
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
-        """Fetch a newer snapshot from the members, without waiting."""
-        if progress:
-            first, *rest = progress
-            are_all = self._group is not None and len(progress) == len(self._group.members)
-            others = {member: progress[member] for member in rest} if are_all else None
-            self.follow(first, progress[first], others)
+        """Fetch a newer snapshot from the members, without waiting.
+
+        The shards of a sharded state must be of one step, so they are fetched together.
+        """
+        self._receive()
+        if not progress:
+            return
+        member, newest = next(iter(progress.items()))
+        step = newest.snapshot
+        if step is None:  # its last snapshot is outdated
+            self._step = -1
+        elif self._coming is None and step > self._step:
+            if not newest.divided:
+                if member.remote or self._of_driver:
+                    self._coming = (step, [member.control("snapshot")])
+            elif [p.snapshot for p in progress.values()] == [step] * len(self._group.members):
+                self._coming = (step, [each.control("snapshot", step) for each in progress])
 
     def rescue(self, commands: Commands) -> Progress | None:
-        """Store the state of a member that answers, and return its progress.
-
-        None if there is none.
-        """
+        """Store the state of a member that answers, and return its progress, if there is one."""
         reached = commands.ask_progress()
         remote = [member for member in reached if member.remote]
         each = [[m] for m in sorted(remote, key=lambda m: -reached[m].global_step)]
@@ -65,35 +73,10 @@ class SnapshotKeeper(Feature):
                 return reached[members[0]]
         return None
 
-    def follow(
-        self,
-        member: WorkerHandle,
-        progress: Progress,
-        others: Mapping[WorkerHandle, Progress] | None = None,
-    ) -> None:
-        """Fetch the snapshot of `member` if it is newer, without waiting.
-
-        The shards of a sharded state must be of one step, so they are fetched together. `others` is
-        the progress of the other members; None if some do not answer.
-        """
-        self._receive()
-        if progress.snapshot is None:  # its last snapshot is outdated
-            self._step = -1
-        step = progress.snapshot
-        if self._coming is not None or step is None or step <= self._step:
-            return
-        if not progress.divided:
-            if member.remote or self._of_driver:
-                self._coming = (step, [member.control("snapshot")])
-        elif others is not None and all(other.snapshot == step for other in others.values()):
-            self._coming = (step, [each.control("snapshot", step) for each in (member, *others)])
-
     def state(self) -> Mapping[str, Any] | None:
-        """Return the newest snapshot, or None."""
         self._receive()
         if self._pickled:
-            states = [pickle.loads(each) for each in self._pickled]
-            return with_shares(states)
+            return with_shares([pickle.loads(each) for each in self._pickled])
         return self._state
 
     def _receive(self) -> None:

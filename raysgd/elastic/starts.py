@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from raysgd._internal.context import Progress
 from raysgd.cluster.serialization import sendable
 from raysgd.cluster.worker_handle import WorkerHandle
+from raysgd.elastic.call import LoadRequest
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.generation import GroupForming
 from raysgd.elastic.machine import Event, FormingFailed, GroupFormed, WorkersReady
 from raysgd.elastic.policies import backoff_s
 from raysgd.elastic.replacement import Replacement
-from raysgd.elastic.requests import LoadRequest
 from raysgd.errors import WorkerLostError
 
 __all__ = ["Starts"]
@@ -39,7 +39,6 @@ class Starts:
         """Called after all workers have started, before they load a snapshot."""
 
     def restart(self) -> None:
-        """Stop the members, and begin to start new workers."""
         self._since, self._num_before = self._group.clock.monotonic(), len(self._group.members)
         self._left = "; ".join(f"left {member.name}" for member in self._context.leaving)
         self._context.has_state |= bool(self._context.leaving)
@@ -110,11 +109,6 @@ class Starts:
         return event
 
     def _enter_together(self, joining: Mapping[WorkerHandle, Replacement]) -> None:
-        """Move the workers into a generation.
-
-        Raises:
-            WorkerLostError: if a worker is lost meanwhile.
-        """
         forming = self._forming
         members = self._group.in_order(sorted(joining, key=lambda member: member.remote))
         contexts = forming.next_contexts(members)

@@ -15,7 +15,7 @@ from raysgd._internal.context import Preemption, Progress, Request, WorkerContex
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.nested import loading, map_leaves
 from raysgd.cluster.serialization import unpicklable_key
-from raysgd.elastic.requests import (
+from raysgd.elastic.call import (
     ExportReplicaRequest,
     ImportReplicaRequest,
     LoadRequest,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.context import Preemption, Progress, Request, Runner, WorkerContext
-from raysgd.elastic.requests import LoadRequest
+from raysgd.elastic.call import LoadRequest
 from raysgd.train.arguments import env_flag
 from raysgd.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
 from raysgd.train.report_queue import ReportQueue

@@ -15,10 +15,9 @@ from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.callback_list import CallbackList
 from raysgd.checkpoint import BackgroundWriter
 from raysgd.data import Dataset
-from raysgd.elastic.call import Call
+from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.machine import Closed
-from raysgd.elastic.requests import LoadRequest
 from raysgd.loop.requests import MeasuredRequest, TrainRequest, ValidateRequest
 from raysgd.metrics import merge_workers
 from raysgd.trainer.fit_options import FitOptions, Limits

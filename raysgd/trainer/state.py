@@ -16,8 +16,7 @@ from raysgd.callbacks.base import Trainer
 from raysgd.callbacks.checkpoint import CheckpointCallback
 from raysgd.callbacks.values import scalars, shown_config
 from raysgd.checkpoint.location import locate
-from raysgd.elastic.call import Call
-from raysgd.elastic.requests import LoadRequest
+from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.snapshots import with_shares
 from raysgd.errors import CheckpointError
 from raysgd.loop.options import Options

@@ -3,8 +3,7 @@
 import dataclasses
 
 from raysgd._internal.context import Request
-from raysgd.elastic.call import Call
-from raysgd.elastic.requests import LoadRequest
+from raysgd.elastic.call import Call, LoadRequest
 from raysgd.loop.requests import TrainRequest
 
 OPTIONS = {field.name for field in dataclasses.fields(Call)}

@@ -13,10 +13,10 @@ from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.elastic import attempt
+from raysgd.elastic.call import LoadRequest
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.machine import Broken, Closed, Ready
-from raysgd.elastic.requests import LoadRequest
 from raysgd.errors import CollectiveError, RemoteError, RemoteTraceback, WorkerLostError
 from tests.blackbox.simulation.seam import LostError
 from tests.unit.cluster.calls import run

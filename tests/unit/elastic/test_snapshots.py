@@ -1,7 +1,8 @@
-"""The driver's copy of the state: which one counts, and what can go wrong on its way."""
+"""Snapshots on the driver: which one counts, and failures while it is fetched."""
 
 import pickle
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,21 +35,25 @@ def at(step):
     return Progress(global_step=100, snapshot=step)
 
 
+def make_keeper(num_members, of_driver=False):
+    return SnapshotKeeper(SimpleNamespace(members=[None] * num_members), of_driver)
+
+
 @pytest.fixture
 def keeper():
-    return SnapshotKeeper()
+    return make_keeper(1)
 
 
 def test_a_newer_snapshot_of_the_same_step_is_fetched(keeper):
-    """The schedulers were told a metric in between."""
+    """A scheduler has received a metric since."""
     member = FakeMember()
     for step, state in ((5, "before"), (None, ""), (5, "after")):
-        keeper.follow(member, at(step))
+        keeper.poll({member: at(step)})
         if step is not None:
             member.send(state)
     assert keeper.state() == "after"
     keeper.outdate()
-    keeper.follow(member, at(5))
+    keeper.poll({member: at(5)})
     member.send("after that")
     assert keeper.state() == "after that"
 
@@ -57,52 +62,53 @@ def divided(step):
     return Progress(global_step=100, snapshot=step, divided=True)
 
 
-def test_shards_of_one_step_are_fetched_together(keeper):
+def test_shards_of_one_step_are_fetched_together():
+    keeper = make_keeper(2)
     one, other = FakeMember(), FakeMember()
-    keeper.follow(one, divided(4), None)  # the other has said nothing
-    keeper.follow(one, divided(4), {other: divided(3)})
+    keeper.poll({one: divided(4)})  # the other has not answered
+    keeper.poll({one: divided(4), other: divided(3)})
     assert one.asked == other.asked == []
-    keeper.follow(one, divided(4), {other: divided(4)})
+    keeper.poll({one: divided(4), other: divided(4)})
     one.send({"step": 4, "shares": "a"})
     assert keeper.state() is None
     other.send({"step": 4, "shares": "b"})
     assert keeper.state() == {"step": 4, "shares": ["a", "b"]}
-    keeper.follow(one, divided(5), {other: divided(5)})
+    keeper.poll({one: divided(5), other: divided(5)})
     one.send({"step": 5, "shares": "a"})
-    other.asked[-1].set_result(None)  # it has a newer one by now
+    other.asked[-1].set_result(None)  # it has a newer one
     assert keeper.state()["step"] == 4
 
 
 def test_a_snapshot_is_fetched_once_and_one_at_a_time(keeper):
     member = FakeMember()
-    keeper.follow(member, at(0))
-    keeper.follow(member, at(0))
-    keeper.follow(member, at(5))
+    keeper.poll({member: at(0)})
+    keeper.poll({member: at(0)})
+    keeper.poll({member: at(5)})
     assert len(member.asked) == 1
     member.send({"step": 0})
-    keeper.follow(member, at(0))
+    keeper.poll({member: at(0)})
     assert len(member.asked) == 1
-    keeper.follow(member, at(5))
+    keeper.poll({member: at(5)})
     assert len(member.asked) == 2
 
 
 def test_a_worker_may_die_while_it_sends_a_snapshot(keeper):
     first, second = FakeMember(), FakeMember()
-    keeper.follow(first, at(0))
+    keeper.poll({first: at(0)})
     first.send({"step": 0})
-    keeper.follow(first, at(5))
+    keeper.poll({first: at(5)})
     first.asked[-1].set_exception(RuntimeError("the actor died"))
     assert keeper.state() == {"step": 0}
-    keeper.follow(second, at(5))
+    keeper.poll({second: at(5)})
     second.send({"step": 5})
     assert keeper.state() == {"step": 5}
 
 
 def test_a_loaded_state_replaces_snapshots_even_those_being_fetched(keeper):
     member = FakeMember()
-    keeper.follow(member, at(5))
+    keeper.poll({member: at(5)})
     member.send({"step": 5})
-    keeper.follow(member, at(10))
+    keeper.poll({member: at(10)})
     keeper.set({"step": 3})
     assert keeper.state() == {"step": 3}
     member.send({"step": 10})
@@ -126,7 +132,6 @@ class RunnerMember(FakeMember):
 @pytest.mark.parametrize("every", ["epoch", 2])
 @pytest.mark.parametrize("train_after", [0, 1])
 def test_a_snapshot_from_before_a_state_was_loaded_does_not_come_back(keeper, every, train_after):
-    """After going back to an older state, a restart must not go on from the one given up."""
     options = TorchOptions(
         training_operator_cls=Recorder,
         config={"num_samples": 40, "batch_size": 8},
@@ -138,22 +143,22 @@ def test_a_snapshot_from_before_a_state_was_loaded_does_not_come_back(keeper, ev
     member = RunnerMember(runner)
     loaded = runner.state_dict()
     runner.handle(TrainRequest(call=0, until_step=8))
-    keeper.follow(member, runner.progress())
+    keeper.poll({member: runner.progress()})
     assert keeper.state()["global_step"] > 1
     runner.load_state_dict(loaded)
     keeper.set(loaded)
     if train_after:
         runner.handle(TrainRequest(call=1, until_step=train_after))
     for _ in range(2):
-        keeper.follow(member, runner.progress())
+        keeper.poll({member: runner.progress()})
     assert keeper.state()["global_step"] <= train_after
 
 
 def test_a_worker_in_the_drivers_process_sends_snapshots_only_if_it_restarts():
     member = FakeMember(remote=False)
-    SnapshotKeeper().follow(member, at(5))
+    make_keeper(1).poll({member: at(5)})
     assert member.asked == []
-    keeper = SnapshotKeeper(of_driver=True)
-    keeper.follow(member, at(5))
+    keeper = make_keeper(1, of_driver=True)
+    keeper.poll({member: at(5)})
     member.send({"step": 5})
     assert keeper.state() == {"step": 5}

@@ -31,7 +31,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
 from raysgd.checkpoint.file import TENSORS_FILE
 from raysgd.checkpoint.weights import save_rows
-from raysgd.elastic.requests import ExportReplicaRequest, ImportReplicaRequest
+from raysgd.elastic.call import ExportReplicaRequest, ImportReplicaRequest
 from raysgd.elastic.snapshots import with_shares
 from raysgd.loop.requests import TrainRequest, ValidateRequest
 from raysgd.torch.features.fully_sharded import FullyShardedModel

@@ -8,7 +8,7 @@ import pytest
 
 from raysgd import train
 from raysgd._internal.context import WorkerContext
-from raysgd.elastic.requests import LoadRequest
+from raysgd.elastic.call import LoadRequest
 from raysgd.train import session
 from raysgd.train.runner import BeginRequest, EndRunRequest, FunctionRunner, NextRequest
 from raysgd.train.session import Plan
