@@ -244,7 +244,7 @@ class TorchTrainer(OperatorTrainer):
             )
         rates, losses = geometric(lowest, highest, num_steps), []
         never = sys.maxsize  # schedulers with a validation metric do not step
-        with self._results.trial(self), self._validations.of_fit(never, never):
+        with self._calls.results.trial(self), self._validations.of_fit(never, never):
             for rate in rates:
                 self.apply_all_operators(functools.partial(set_rate, rate=rate))
                 losses.append(float(self.train(num_steps=1)["train_loss"]))

@@ -45,7 +45,6 @@ from raysgd.trainer.calls import Calls
 from raysgd.trainer.fit import FitLoop
 from raysgd.trainer.fit_options import FitOptions
 from raysgd.trainer.info import TrainerInfo
-from raysgd.trainer.results import Results
 from raysgd.trainer.state import TrainerState
 from raysgd.trainer.validations import Validations
 
@@ -81,11 +80,10 @@ class OperatorTrainer(TrainerInfo):
         )
         self._callback_list = CallbackList(attached)
         self._calls = calls = Calls(controller, self._callback_list, options.trainer)
-        self._results = Results(self._callback_list)
         monitor = getattr(options, "monitor", None)
-        self._validations = Validations(options.trainer, calls, self._results, monitor)
-        self._state = self._state_cls(options, calls, self._results, self._validations)
-        self._fit_loop = FitLoop(options, calls, self._results, self._validations)
+        self._validations = Validations(options.trainer, calls, monitor)
+        self._state = self._state_cls(options, calls, self._validations)
+        self._fit_loop = FitLoop(options, calls, self._validations)
         # Shut down even if the trainer is dropped without shutdown(), or the driver ends.
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
         controller.journal.on_event = _event_notifier(weakref.ref(self))
@@ -114,19 +112,19 @@ class OperatorTrainer(TrainerInfo):
         """Train for one epoch, or for the rest of an epoch that has begun.
 
         Args:
-            num_steps: number of steps to train instead, with a batch on each worker. The call
-                continues after the last call, and starts over at the end of the loader.
+            num_steps: number of steps to train instead. The next call continues there, and starts
+                over at the end of the loader.
             profile: whether to add ``profile``, the mean seconds of the stages of a step.
             reduce_results: whether to merge the metrics of the workers into one dict.
             max_retries: how often workers may be lost in this call. Workers that are lost together
-                count once. The survivors train the rest, if there are at least ``min_workers``.
+                count once.
             info: passed to ``train_epoch`` and, in ``batch_info["info"]``, to ``train_batch``.
             dataset: data to train on instead of the registered train loader.
 
         Returns:
-            A dict with ``epoch`` (from 1), ``num_samples``, ``batch_count``, the mean and the last
-            value of what the batches returned, and with a loss scaler ``num_skipped_steps``. Or a
-            list with a dict for each worker.
+            A dict with ``epoch`` (from 1), ``num_samples``, ``batch_count``, and the mean and last
+            value of each metric; with a loss scaler also ``num_skipped_steps``. Or a list with a
+            dict for each worker.
 
         Raises:
             ValueError: if `num_steps` is below 1 or `max_retries` below 0.
@@ -150,7 +148,7 @@ class OperatorTrainer(TrainerInfo):
             if result.completed_epoch:
                 self._validations.end_epoch(metrics)
             hook = "on_epoch_end" if result.completed_epoch else "on_steps_end"
-            self._results.show(hook, self, metrics, result.call)
+            self._calls.results.show(hook, self, metrics, result.call)
         if reduce_results:
             return metrics
         return [{"epoch": epoch} | measured | {"epoch": epoch} for measured in result.by_worker]
@@ -187,18 +185,17 @@ class OperatorTrainer(TrainerInfo):
 
     @suggests
     def test(self, loader: Any, *, info: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Evaluate on another loader, without callbacks and without `latest_metrics`.
+        """Evaluate on another loader, without callbacks and `latest_metrics`.
 
         Args:
-            loader: a loader, as for ``register_data``. Or a function of the config that each worker
-                calls to create the loader.
+            loader: a loader, as for ``register_data``, or a function of the config that creates it.
             info: as in `validate`.
 
         Returns:
-            The metrics of `validate`, with names such as ``test_loss``, without the ``last_`` ones.
+            The metrics of `validate`, with names such as ``test_loss``, without ``last_`` metrics.
 
         Raises:
-            TypeError: if `loader` is no loader, or cannot be divided between several workers.
+            TypeError: if `loader` is no loader, or cannot be partitioned for several workers.
         """
         checked_dict("test", "info", info)
         self._calls.check_open(moves=True)
@@ -210,17 +207,14 @@ class OperatorTrainer(TrainerInfo):
 
     @suggests
     def predict(self, loader: Any) -> Any:
-        """Return the results of ``predict_batch`` for a loader, in the order of the loader.
-
-        Result *i* is of sample *i*, for any number of workers. By default it is the output of the
-        model.
+        """Return the results of ``predict_batch`` for a loader, in the order of its samples.
 
         Args:
             loader: as in `test`. It must not shuffle.
 
         Returns:
-            The outputs of the batches, joined along their first dimension, on CPU: a tensor, an
-            array (TFTrainer), or a dict or tuple of them. If rows differ in shape, a list of rows.
+            The results, joined along their first dimension, on CPU: a tensor, an array (TFTrainer),
+            or a dict or tuple of them. If rows differ in shape, a list of rows.
 
         Raises:
             TypeError: as in `test`, or if ``predict_batch`` returns something else.
@@ -233,7 +227,6 @@ class OperatorTrainer(TrainerInfo):
 
     @staticmethod
     def _concatenate(parts: Sequence[Any]) -> Any:
-        """Join arrays along their first dimension. Families may have other arrays."""
         return np.concatenate(parts)
 
     @suggests
@@ -257,19 +250,18 @@ class OperatorTrainer(TrainerInfo):
     ) -> History:
         """Train until `num_epochs` epochs are completed, with validations in between.
 
-        `num_epochs` counts from the very first epoch: a trainer that was loaded at epoch 3, or
-        resumed there by a CheckpointCallback, trains 7 more for ``fit(10)``. A script that restarts
-        after a crash therefore ends at the same epoch. An epoch that has begun is finished first,
-        and an epoch that lacks its validation is validated first.
+        `num_epochs` counts from the very first epoch: a trainer that was loaded or resumed at epoch
+        3 trains 7 more for ``fit(10)``. An epoch that has begun, or that lacks its validation, is
+        finished first.
 
         Args:
             num_epochs: completed epochs at which to end; may be None with `max_steps` or
                 `max_time_s`.
             validate_every: validate after each epoch whose number it divides, and after the last
-                one; None for never. Without a validation loader there is no validation.
+                one; None for never.
             callbacks: called in this `fit` only, after the callbacks of the trainer.
             sanity_steps: batches on which to try the validation before the first epoch of the first
-                `fit`. State and metrics do not change. 0 to skip this.
+                `fit`, without changes of state and metrics. 0 for none.
             log_every: at each step that it divides, show loggers the means since the last such step
                 or the beginning of the epoch, learning rates, and the norm of the gradients.
             verbose: print a line for each epoch, and show a bar in a terminal or a notebook.
@@ -280,13 +272,11 @@ class OperatorTrainer(TrainerInfo):
             max_time_s: seconds of this `fit` after which to end, at the next step.
             limit_train_batches: number of steps of an epoch, or as a float their share.
             limit_val_batches: the same for each validation, but not for `predict` and `test`.
-            overfit_batches: sets both limits. Every epoch has the same batches as the first, which
-                a working model can overfit.
+            overfit_batches: sets both limits. Every epoch has the same batches as the first.
             fast_dev_run: train one step and validate one, without callbacks, and restore the state.
 
         Returns:
-            A list with the metrics of each epoch of this call. If it ends early, its
-            ``stop_reason`` is the reason.
+            A list with the metrics of each epoch. If it ends early, ``stop_reason`` is the reason.
 
         Raises:
             ValueError: if a number is below 1, or a callback has no folder to write to.
@@ -309,11 +299,7 @@ class OperatorTrainer(TrainerInfo):
         return self._fit_loop.run(self, options, callbacks, verbose)
 
     def request_stop(self, reason: str) -> None:
-        """Ask `fit` to end after the current epoch. Other calls ignore it.
-
-        Args:
-            reason: the value of `stop_reason`. The first reason counts.
-        """
+        """Ask `fit` to end after the current epoch. The first reason becomes `stop_reason`."""
         if self._fit_loop.stop_reason is None:
             self._fit_loop.stop_reason = str(reason)
 
@@ -333,8 +319,8 @@ class OperatorTrainer(TrainerInfo):
         scaler), and ``validation_due`` (the newest metrics, before a validation of `fit`).
 
         Args:
-            copy: False leaves large tensors and arrays in the shared memory of Ray, which is enough
-                to write them to a file. Do not change them, and release them soon.
+            copy: False leaves large tensors and arrays in the shared memory of Ray. Do not change
+                them, and release them soon.
 
         Raises:
             CallbackError: if the ``state_dict`` of a callback raised.
@@ -348,11 +334,11 @@ class OperatorTrainer(TrainerInfo):
 
         Args:
             state: a result of `state_dict`, or a state of RaySGD v1, which has no ``data``.
-            blocking: for older scripts. The workers always have the state on return.
+            blocking: for older scripts; without effect.
 
         Raises:
-            CheckpointError: if the state is not from such a trainer, or a ``load_state_dict`` of
-                the operator or of a callback raised. The trainer is then unchanged.
+            CheckpointError: if the state is of another trainer, or the operator or a callback
+                cannot load it. The trainer is then unchanged.
         """
         del blocking
         self._state.load(state)
@@ -362,8 +348,8 @@ class OperatorTrainer(TrainerInfo):
 
         Args:
             path: a path, or a URL such as ``s3://bucket/state.pt``.
-            blocking: False to write a copy of the state during training. If the write fails, the
-                next call of the trainer raises the error.
+            blocking: False to write a copy of the state during training. The next call of the
+                trainer raises an error of the write.
 
         Returns:
             The absolute path, or the URL.
@@ -374,23 +360,19 @@ class OperatorTrainer(TrainerInfo):
         return self._state.save(path, blocking)
 
     def save_model(self, path: str | os.PathLike[str]) -> str:
-        """Write the weights of the models as a ``.safetensors`` file, completely or not at all.
+        """Write the weights of the models to a ``.safetensors`` file, as `save` writes the state.
 
         With several models the keys begin with ``0.``, ``1.``, ….
 
-        Arguments and errors are those of `save`.
-
         Raises:
+            CheckpointError: if it cannot be written there.
             ImportError: if safetensors is not installed.
         """
         return self._state.save_model(path)
 
     @suggests
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Load a file that `save` wrote. Loading runs no code from the file.
-
-        Args:
-            path: a path or a URL.
+        """Load a file of `save`, from a path or a URL. Loading runs no code from the file.
 
         Raises:
             CheckpointError: if the file is missing, damaged, or not a state of this trainer, or
@@ -401,8 +383,7 @@ class OperatorTrainer(TrainerInfo):
     def load_best(self) -> str:
         """Load the best checkpoint of ``CheckpointCallback(monitor=...)``, and return its path.
 
-        The callback is one of the trainer, or of its newest `fit`; the first one that has a best
-        checkpoint. A later `fit` continues training from that state.
+        The callback is the first one with a best checkpoint, of the trainer or its newest `fit`.
 
         Raises:
             CheckpointError: if there is none, or it cannot be loaded.
@@ -414,7 +395,7 @@ class OperatorTrainer(TrainerInfo):
     # ---- workers
 
     def describe_data(self) -> dict[str, str]:
-        """Return a description of how the workers partition each registered loader, by name.
+        """Return how the workers partition each registered loader, by name.
 
         A loader is "partitioned by raysgd", by Hugging Face datasets, or by your code; or it is
         "read whole by each worker", with the reason.
@@ -427,17 +408,14 @@ class OperatorTrainer(TrainerInfo):
         """Call `fn` on every worker, and return the results by rank.
 
         Raises:
-            TypeError: if it cannot be called, or the function or its result cannot be pickled.
+            TypeError: if `fn` is no function, or it or its result cannot be pickled.
             WorkerLostError: if a worker is lost. The call is not repeated.
         """
         _check_callable("apply_all_workers", fn)
         return self._calls.make(Call(request=ApplyRequest(function=fn)))
 
     def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
-        """Call `fn` with the operator of every worker, and return the results by rank.
-
-        Arguments and errors are those of `apply_all_workers`.
-        """
+        """Call `fn` with each worker's operator, as `apply_all_workers` calls functions."""
         _check_callable("apply_all_operators", fn)
         return self._calls.make(Call(request=ApplyOperatorRequest(function=fn)))
 
@@ -450,13 +428,12 @@ class OperatorTrainer(TrainerInfo):
     ) -> None:
         """Announce the preemption of a node or a worker. Any thread may call this.
 
-        During training, or with the next call, a replacement starts on another node, gets the
-        state, and takes over at a step. If no replacement fits, the group becomes smaller shortly
-        before the deadline. No step is repeated. You need not announce nodes that Ray drains
-        (``ray drain-node``, the autoscaler), or workers that receive SIGTERM.
+        A replacement starts on another node, and takes over at a step. If none fits, the group
+        becomes smaller shortly before the deadline. No step is repeated. You need not announce
+        nodes that Ray drains, or workers that receive SIGTERM.
 
         Args:
-            node_id: the id of a node in Ray, as in the ``nodes`` of events.
+            node_id: the ID of a node in Ray, as in the ``nodes`` of events.
             rank: the current rank of one worker instead.
             deadline_s: seconds until the preemption; None to wait for a replacement.
 
@@ -493,9 +470,8 @@ class OperatorTrainer(TrainerInfo):
             force: whether to kill the workers without letting them clean up.
 
         Raises:
-            CheckpointError: if the write failed. The workers are stopped in any case.
-            CallbackError: if a callback failed in ``on_train_end``. The workers are stopped in any
-                case.
+            CheckpointError: if the write failed, after the workers have stopped.
+            CallbackError: if a callback failed in ``on_train_end``, after the workers have stopped.
         """
         try:
             if not isinstance(self._controller.state, Closed):
@@ -534,15 +510,13 @@ class OperatorTrainer(TrainerInfo):
         """Return a ``ray.tune.Trainable`` subclass that trains with this kind of trainer.
 
         The config of a trial is merged over `config`, key by key. Its ``num_workers``,
-        ``num_cpus_per_worker`` and ``use_gpu`` are also arguments of the trainer, and determine the
-        resources of the trial. The operator finds them in its config as well. See the guide on Ray
-        Tune.
+        ``num_cpus_per_worker`` and ``use_gpu`` are also arguments of the trainer.
 
         Args:
-            override_tune_step: a function of two arguments, the trainer and ``{"iteration": n}``
-                (the number of earlier results), that returns the metrics of one step. By default
-                a step is one ``train()`` and, if there is a validation loader, one ``validate()``.
-            trainer_kwargs: arguments of the trainer, by name.
+            override_tune_step: a function of the trainer and ``{"iteration": n}`` (the number of
+                earlier results) that returns the metrics of one step. By default a step is one
+                ``train()`` and, if there is a validation loader, one ``validate()``.
+            trainer_kwargs: arguments of the trainer.
 
         Raises:
             RuntimeError: if Ray Tune is not installed.
@@ -557,7 +531,7 @@ class OperatorTrainer(TrainerInfo):
 
     @classmethod
     def _trial_arguments(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Check the arguments for trials, as far as possible without a trainer."""
+        """Check the arguments for trials without a trainer. Subclasses check more."""
         known = known_arguments(cls)
         for name in arguments:
             if name not in known:

@@ -1,4 +1,4 @@
-"""The calls of a trainer to its workers. A call has several parts if callbacks pause in it."""
+"""The calls of a trainer to its workers, and their results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raysgd.loop.requests import MeasuredRequest, TrainRequest, ValidateRequest
 from raysgd.metrics import merge_workers
 from raysgd.trainer.fit_options import FitOptions, Limits
 
-__all__ = ["CallResult", "Calls", "TrainCall"]
+__all__ = ["CallResult", "Calls", "Results", "TrainCall"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +36,52 @@ class CallResult(NamedTuple):
     call: LastCall
 
 
+@dataclass(eq=False)
+class Results:
+    """Keeps the newest metrics, and passes each result to the callbacks."""
+
+    callback_list: CallbackList
+    latest: dict[str, Any] = field(default_factory=dict)
+    last_call: LastCall | None = None
+    _shown: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The newest metrics, including those that callbacks are processing."""
+        return {**self.latest, **self._shown}
+
+    def show(self, hook: str, trainer: Trainer, metrics: dict[str, Any], call: LastCall) -> None:
+        """Pass the metrics of a call to the callbacks, which may add metrics."""
+        self.last_call = call
+        before, self._shown = self._shown, metrics
+        try:
+            self.callback_list.call(hook, trainer, metrics)
+        finally:
+            self._shown = before
+            self.latest.update(metrics)
+
+    @contextlib.contextmanager
+    def trial(self, trainer: Trainer) -> Iterator[None]:
+        """Train without callbacks. Restore the state and the metrics at the end of the context."""
+        state, latest, last_call = trainer.state_dict(), self.latest, self.last_call
+        self.latest = dict(latest)
+        try:
+            with self.callback_list.silenced():
+                yield
+        finally:
+            trainer.load_state_dict(state)
+            self.latest, self.last_call = latest, last_call
+
+
 @dataclass(kw_only=True)
 class TrainCall(Call):
-    """A call of ``train``. The workers treat its parts as one call with common metrics."""
+    """A call of ``train``, in parts if callbacks pause. Its parts have common metrics."""
 
     request: TrainRequest
     num_steps: int | None
     """Number of steps to train. None means the rest of the epoch."""
     next_pause: Callable[[int, bool], int | None]
-    """Function that returns the step of the next pause, given the number of committed steps and
-    `at_once`."""
+    """Returns the step of the next pause, given the number of committed steps and `at_once`."""
     has_batches: bool = True
     can_pause: bool = True
     start: Progress | None = None
@@ -82,6 +118,7 @@ class Calls:
     callback_list: CallbackList
     trainer_name: str
     writer: BackgroundWriter = field(default_factory=BackgroundWriter)
+    results: Results = field(init=False)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _newest: TrainCall | None = None
     _failed_validation: int | None = None
@@ -89,6 +126,9 @@ class Calls:
     _log_every: int | None = None
     _changed_at: int = 0
     """Step at which `info` or `dataset` of train last changed."""
+
+    def __post_init__(self) -> None:
+        self.results = Results(self.callback_list)
 
     def check_open(self, moves: bool = False) -> None:
         """Check that the trainer may call its workers now and, if `moves`, change the state."""
@@ -169,7 +209,6 @@ class Calls:
         info: Mapping[str, Any] | None,
         dataset: Dataset | None,
     ) -> CallResult:
-        """Make one call of train."""
         request = TrainRequest(
             call=self.next_number(),
             until_step=self._limits.options.max_steps,
@@ -229,7 +268,6 @@ class Calls:
         self.callback_list.call("on_log", trainer, point, metrics)
 
     def _next_pause(self, global_step: int, at_once: bool) -> int | None:
-        """Return the next step at which a callback, a limit, or logging needs a pause."""
         steps = (
             self.callback_list.next_pause(global_step, at_once),
             self._limits.next_look(global_step),

@@ -19,7 +19,6 @@ from raysgd.loop.requests import ApplyOperatorRequest, RehearseRequest
 from raysgd.metrics import merge_workers
 from raysgd.trainer.calls import Calls
 from raysgd.trainer.fit_options import FitOptions, Limits
-from raysgd.trainer.results import Results
 from raysgd.trainer.validations import Validations
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ class FitLoop:
 
     options: Options
     calls: Calls
-    results: Results
     validations: Validations
     stop_reason: str | None = None
 
@@ -91,7 +89,7 @@ class FitLoop:
     def _try_all(self, trainer: OperatorTrainer, options: FitOptions) -> History:
         one = FitOptions(num_epochs=1, limit_train_batches=1, limit_val_batches=1)
         limits, epoch = Limits(one), self._num_completed + 1
-        with self.results.trial(trainer), self.calls.limited(limits):
+        with self.calls.results.trial(trainer), self.calls.limited(limits):
             validates = bool(options.validate_every) and self._can_validate()
             with self.validations.of_fit(epoch, 1 if validates else None):
                 metrics = trainer.train(max_retries=options.max_retries, info=options.info)

@@ -12,8 +12,8 @@ from raysgd.elastic.controller import Controller
 from raysgd.elastic.events import Event
 from raysgd.elastic.machine import Closed
 from raysgd.loop.options import Options
+from raysgd.trainer.calls import Calls
 from raysgd.trainer.fit import FitLoop
-from raysgd.trainer.results import Results
 from raysgd.trainer.validations import Validations
 
 __all__ = ["TrainerInfo", "argument"]
@@ -29,7 +29,7 @@ class TrainerInfo:
 
     _options: Options
     _controller: Controller
-    _results: Results
+    _calls: Calls
     _validations: Validations
     _fit_loop: FitLoop
     _keeps_batch: bool
@@ -118,12 +118,12 @@ class TrainerInfo:
     @property
     def latest_metrics(self) -> dict[str, Any]:
         """The newest metrics of `train` and `validate`, merged over workers, in one dict."""
-        return self._results.metrics
+        return self._calls.results.metrics
 
     @property
     def last_call(self) -> LastCall | None:
         """Kind, time of the end, and seconds of the newest `train` or `validate`."""
-        return self._results.last_call
+        return self._calls.results.last_call
 
     @property
     def logdir(self) -> Path | None:

@@ -22,7 +22,6 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ModelsRequest, RngStateRequest, StateRequest
 from raysgd.trainer.calls import Calls
-from raysgd.trainer.results import Results
 from raysgd.trainer.validations import Validations
 
 __all__ = ["TrainerState"]
@@ -32,11 +31,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class TrainerState:
-    """Reads, writes, and loads the state of one trainer."""
-
     options: Options
     calls: Calls
-    results: Results
     validations: Validations
 
     # ---- methods of each framework
@@ -51,12 +47,10 @@ class TrainerState:
         return dict(state)
 
     def weights(self) -> Any:
-        """Return what `save_model` writes: a model, or several."""
         models = self.models()
         return models[0] if len(models) == 1 else models
 
     def write_weights(self, target: str) -> str:
-        """Write the weights into a file."""
         return checkpoint.save_model(self.weights(), target)
 
     def sharded(self, folder: Path) -> AbstractContextManager[dict[str, Any]]:
@@ -70,7 +64,6 @@ class TrainerState:
         return self._complete(lambda: self._collect_from_workers(own))
 
     def _complete(self, collect_from_workers: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the workers' state combined with the driver's state."""
         callbacks = self.calls.callback_list.state_dict()
         state = collect_from_workers()
         if callbacks:
@@ -78,7 +71,7 @@ class TrainerState:
         state["config"] = self._shown_config()
         if self.validations.missing:
             # Callbacks need these metrics in the next validation.
-            state["validation_due"] = scalars(self.results.metrics)
+            state["validation_due"] = scalars(self.calls.results.metrics)
         return state
 
     def _collect_from_workers(self, own: bool) -> dict[str, Any]:
@@ -98,7 +91,6 @@ class TrainerState:
         return self.calls.make(Call(request=RngStateRequest(), max_losses=3, any_size=True))
 
     def models(self) -> Any:
-        """Return copies of the models."""
         rank = None if self.calls.controller.progress.divided else 0
         call = Call(request=ModelsRequest(), rank=rank, max_losses=3, any_size=True)
         return self.calls.make(call)[0]
@@ -106,7 +98,6 @@ class TrainerState:
     # ---- files
 
     def save(self, path: str | os.PathLike[str], blocking: bool) -> str:
-        """Write the state to one file."""
         self.calls.check_open()
         target = checkpoint.check_writable(path)
         self.calls.writer.wait()  # hold only one copy of the state at a time
@@ -123,12 +114,10 @@ class TrainerState:
         return checkpoint.Manifest(world_size=num_workers, operator=name)
 
     def save_model(self, path: str | os.PathLike[str]) -> str:
-        """Write the weights of the models."""
         self.calls.check_open()
         return self.write_weights(checkpoint.check_writable(path))
 
     def read(self, path: str | os.PathLike[str]) -> Mapping[str, Any]:
-        """Return the state in a file."""
         self.calls.check_open(moves=True)
         self.calls.writer.wait()  # it may be writing the same file by another path
         return checkpoint.read_file(path)
@@ -151,7 +140,6 @@ class TrainerState:
     # ---- loading
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load a state on all workers and in callbacks."""
         self.calls.check_open(moves=True)
         missing = [
             key
@@ -170,7 +158,7 @@ class TrainerState:
             call = Call(request=LoadRequest(state=of_workers), max_losses=3)
             self.calls.make(call, moves=True)
         self.calls.controller.snapshots.set(of_workers)
-        self.results.latest.update(of_driver["validation_due"])
+        self.calls.results.latest.update(of_driver["validation_due"])
         self._warn_of_changes(of_driver["config"])
         # An empty dict counts too: the state was saved before any metric.
         self.validations.note_owed("validation_due" in state)

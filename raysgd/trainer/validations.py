@@ -15,7 +15,6 @@ from raysgd.elastic.call import Call
 from raysgd.errors import WorkerLostError
 from raysgd.loop.requests import UpdateSchedulersRequest
 from raysgd.trainer.calls import CallResult, Calls
-from raysgd.trainer.results import Results
 
 __all__ = ["Validations"]
 
@@ -32,7 +31,6 @@ class Validations:
 
     trainer_name: str
     calls: Calls
-    results: Results
     monitor: str | None
     """Metric with which ``fit()`` steps schedulers. None if it steps none."""
     has_run: bool = False
@@ -49,7 +47,6 @@ class Validations:
         profile: bool = False,
         from_start: bool = False,
     ) -> CallResult:
-        """Validate, and pass the result to callbacks."""
         self.calls.check_open(moves=True)
         with self.calls.callback_list.calling(trainer):
             result = self.calls.validate(
@@ -57,10 +54,10 @@ class Validations:
             )
             if from_start and self.missing:
                 # Step the schedulers before callbacks save the state.
-                self._step_schedulers({**self.results.metrics, **result.merged})
+                self._step_schedulers({**self.calls.results.metrics, **result.merged})
             self.has_run = True
             self._owed_at, self._settled = None, self._progress.epoch
-            self.results.show("on_validation_end", trainer, result.merged, result.call)
+            self.calls.results.show("on_validation_end", trainer, result.merged, result.call)
         return result
 
     @contextlib.contextmanager
@@ -80,7 +77,6 @@ class Validations:
 
     @property
     def num_epochs(self) -> int | None:
-        """The number of epochs at which the current ``fit()`` ends. None outside of `fit`."""
         return self._num_epochs or None
 
     @property
