@@ -164,7 +164,7 @@ class CheckpointCallback(Callback):
         elif self.monitor in metrics:
             if not self._of_validation and not trainer.validation_due:
                 self._save(trainer, metrics)
-        elif not self._of_validation:
+        elif not self._of_validation and trainer.num_epochs is None:  # `fit` checks the name
             self._num_epochs_missing += 1
             if self._num_epochs_missing == 2:
                 logger.warning(

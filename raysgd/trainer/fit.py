@@ -121,6 +121,8 @@ class FitLoop:
         while end() is None and self._num_completed < num_epochs:
             epoch = self._num_completed
             history.append(trainer.train(max_retries=options.max_retries, info=options.info))
+            if len(history) == 1 and not self.validations.in_fit:
+                self._warn_of_missing(history[0])
             if self._num_completed > epoch and self.validations.due:
                 history[-1] = {**self._validate(trainer, options), **history[-1]}
         if (reason := end()) is not None and self._num_completed < num_epochs:
@@ -152,6 +154,16 @@ class FitLoop:
             error.add_note(f"This was in fit(sanity_steps={num_steps}), before any training.")
             raise
         validations.has_run = True
+
+    def _warn_of_missing(self, metrics: Mapping[str, Any]) -> None:
+        for given, name in self._monitored().items():
+            if name not in metrics:
+                logger.warning(
+                    "%s: the first epoch has no such metric, and fit() does not validate. There "
+                    "are: %s.",
+                    given,
+                    ", ".join(metrics),
+                )
 
     def _monitored(self) -> dict[str, str]:
         """Return the monitored metrics by argument. Empty if operator or callbacks add metrics."""

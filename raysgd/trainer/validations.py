@@ -80,6 +80,11 @@ class Validations:
         return self._num_epochs or None
 
     @property
+    def in_fit(self) -> bool:
+        """Whether a ``fit()`` runs that validates."""
+        return self._every is not None
+
+    @property
     def due(self) -> bool:
         """Whether ``fit()`` validates after the newest completed epoch."""
         epoch, every = self._progress.epoch, self._every

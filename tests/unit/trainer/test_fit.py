@@ -169,6 +169,15 @@ def test_a_monitored_metric_that_only_training_may_have_is_a_warning(
     assert "a validation has no such metric, but 'val_accuracy'" in caplog.text
 
 
+@pytest.mark.parametrize(("monitor", "every"), [("val_loss", 3), ("f1", None)])
+def test_a_monitored_metric_is_warned_of_only_if_no_epoch_will_have_it(
+    make_trainer, tmp_path, caplog, monitor, every
+):
+    saving = CheckpointCallback(tmp_path, monitor=monitor)
+    make_trainer().fit(4, validate_every=every, callbacks=[saving])
+    assert caplog.text.count("no such metric") == (every is None)
+
+
 class Drawing(Recorder):
     """Uses random numbers in validation, and leaves the models in the mode for it."""
 
