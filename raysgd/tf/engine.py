@@ -21,19 +21,13 @@ class Engine:
     """Compiles and runs the steps of one operator."""
 
     def __init__(self) -> None:
-        self._gradients: dict[Any, Any] = {}
-        self._updates: dict[Any, Any] = {}
-        self._calls: dict[Any, Any] = {}
-        # The keys of compiled steps are IDs of these objects, so keep the objects alive.
-        self._kept: list[Any] = []
+        self._compiled: dict[Any, tuple[Any, Any]] = {}
+        """Compiled steps by the IDs of their objects, and the objects, which must stay alive."""
 
     def call(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """Run a function of tensors in a graph."""
-        key = _key(function)
-        if key not in self._calls:
-            self._kept.append(function)
-            self._calls[key] = tf.function(function, reduce_retracing=True)
-        return self._calls[key](*arguments)
+        compiled = self._once(lambda: tf.function(function, reduce_retracing=True), function)
+        return compiled(*arguments)
 
     def gradients(
         self,
@@ -42,59 +36,54 @@ class Engine:
         optimizer: Any,
         variables: Sequence[Any],
     ) -> tuple[Any, list[Any]]:
-        """Compute a loss and this worker's gradients of it.
+        """Return the result of `loss_of`, and this worker's gradients, scaled for the optimizer.
 
-        Returns:
-            The result of `loss_of`, and the gradients, scaled for the optimizer. A gradient is None
-            if the loss does not depend on the variable.
+        A gradient is None if the loss does not depend on the variable.
         """
-        key = (_key(loss_of), id(optimizer), tuple(id(v) for v in variables))
-        if key not in self._gradients:
-            self._kept += [loss_of, optimizer, list(variables)]
-            self._gradients[key] = self._compiled_gradients(loss_of, optimizer, variables)
-        result, gradients = self._gradients[key](*arguments)
+        compiled = self._once(
+            lambda: _gradients_of(loss_of, optimizer, variables), loss_of, optimizer, *variables
+        )
+        result, gradients = compiled(*arguments)
         return result, gradients
-
-    def _compiled_gradients(
-        self, loss_of: Callable[..., Any], optimizer: Any, variables: Sequence[Any]
-    ) -> Any:
-        watched = [tf_variable(variable) for variable in variables]
-
-        @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator]
-        def compiled(*given: Any) -> Any:
-            with tf.GradientTape() as tape:
-                result = loss_of(*given)
-                loss = result[0] if isinstance(result, tuple | list) else result
-                scaled = _scaled_loss(optimizer, loss)
-            found = tape.gradient(scaled, watched)
-            if all(each is None for each in found):
-                raise ValueError(
-                    "The loss depends on no variable of the model: compute it in TensorFlow, "
-                    "from the model's output."
-                )
-            return result, found
-
-        return compiled
 
     def update(self, optimizer: Any, means: Sequence[Any], variables: Sequence[Any]) -> None:
         """Apply gradients that are averaged over the workers."""
-        key = (id(optimizer), tuple(id(variable) for variable in variables))
-        if key not in self._updates:
-            self._kept += [optimizer, list(variables)]
-            self._updates[key] = self._compiled_update(optimizer, list(variables))
-        self._updates[key](means)
 
-    def _compiled_update(self, optimizer: Any, variables: list[Any]) -> Any:
-        @tf.function  # type: ignore[untyped-decorator]
-        def compiled(means: Any) -> None:
+        def apply(means: Any) -> None:
             optimizer.apply_gradients(zip(_unscaled(optimizer, means), variables, strict=True))
 
-        return compiled
+        self._once(lambda: tf.function(apply), optimizer, *variables)(means)
+
+    def _once(self, make: Callable[[], Any], *objects: Any) -> Any:
+        key = tuple(map(_identity, objects))
+        if key not in self._compiled:
+            self._compiled[key] = make(), objects
+        return self._compiled[key][0]
 
 
-def _key(function: Callable[..., Any]) -> tuple[int, int]:
-    """Return a key for a method that is the same each time code looks up the method."""
-    return id(getattr(function, "__func__", function)), id(getattr(function, "__self__", None))
+def _identity(thing: Any) -> tuple[int, int]:
+    """Return a key that is the same each time code looks up a method."""
+    return id(getattr(thing, "__func__", thing)), id(getattr(thing, "__self__", None))
+
+
+def _gradients_of(loss_of: Callable[..., Any], optimizer: Any, variables: Sequence[Any]) -> Any:
+    watched = [tf_variable(variable) for variable in variables]
+
+    @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator]
+    def compiled(*given: Any) -> Any:
+        with tf.GradientTape() as tape:
+            result = loss_of(*given)
+            loss = result[0] if isinstance(result, tuple | list) else result
+            scaled = _scaled_loss(optimizer, loss)
+        found = tape.gradient(scaled, watched)
+        if all(each is None for each in found):
+            raise ValueError(
+                "The loss depends on no variable of the model. Compute it in TensorFlow from the "
+                "model's output."
+            )
+        return result, found
+
+    return compiled
 
 
 def _scaled_loss(optimizer: Any, loss: Any) -> Any:

@@ -11,7 +11,7 @@ import collections
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -19,11 +19,55 @@ import tensorflow as tf
 from raysgd.data import Dataset
 from raysgd.data.partition import EpochPartition, MicroBatch, micro_batches_of, part_of
 from raysgd.data.source import BatchSource, PartitionedSource
+from raysgd.loop.sources import DataSources
 
-__all__ = ["ArraySource", "DatasetSource", "ItemSource", "check_end", "is_arrays", "spec_of"]
+if TYPE_CHECKING:
+    from raysgd.tf.train_state import KerasTrainState
+
+__all__ = ["ArraySource", "DatasetSource", "KerasSources", "spec_of"]
+
+_DEFAULT_BATCH_SIZE = 32
 
 
-def check_end(loader: Any, what: str, call: str) -> None:
+class KerasSources(DataSources):
+    """Reads data sets of TensorFlow, arrays, and iterables."""
+
+    _state: KerasTrainState
+    batch_size: int | None = None
+    """Number of samples in a worker's batch of arrays."""
+    shuffle = True
+
+    def wrap(self, loader: Any, training: bool) -> BatchSource:
+        settings, placing = self._state.settings, self._state.settings.placing
+        if isinstance(loader, Dataset):
+            return ItemSource(loader, **placing)
+        if _is_arrays(loader):
+            share = settings.batch_share
+            return ArraySource(
+                loader,
+                training=training,
+                batch_size=self.batch_size or share or _DEFAULT_BATCH_SIZE,
+                shuffle=self.shuffle,
+                seed=self._state.seed,
+                follows_share=share is not None and self.batch_size in (None, share),
+                **placing,
+            )
+        if isinstance(loader, tf.data.Dataset) and settings.options.add_dist_sampler:
+            splits = settings.options.splits_batches
+            del placing["global_batch"]  # the batches of the data set exist already
+            return DatasetSource(loader, training=training, splits=splits, **placing)
+        why_whole = "it is neither arrays nor a tf.data.Dataset"
+        return BatchSource(
+            loader, by_user=not settings.options.add_dist_sampler, why_whole=why_whole
+        )
+
+    def check_end(self) -> None:
+        if self.has(self.trains_on):
+            loader = self.readable(self.trains_on).loader
+            _check_end(loader, "training", "train(num_steps=...)")
+
+
+def _check_end(loader: Any, what: str, call: str) -> None:
     """Raise ValueError if `loader` is a ``tf.data.Dataset`` that repeats without end."""
     endless = tf.data.INFINITE_CARDINALITY
     if isinstance(loader, tf.data.Dataset) and int(loader.cardinality()) == endless:
@@ -33,8 +77,7 @@ def check_end(loader: Any, what: str, call: str) -> None:
         )
 
 
-def is_arrays(data: Any) -> bool:
-    """Return whether `data` is an array, or a tuple or dict of arrays."""
+def _is_arrays(data: Any) -> bool:
     leaves = tf.nest.flatten(data) if isinstance(data, tuple | dict) else [data]
     return bool(leaves) and all(hasattr(leaf, "__array__") for leaf in leaves)
 
@@ -239,7 +282,7 @@ class DatasetSource(BatchSource):
         the same order as older processes.
         """
         if num_steps is None and not self._training:
-            check_end(self.loader, "validation", "validate(num_steps=...)")
+            _check_end(self.loader, "validation", "validate(num_steps=...)")
         iteration = self._iterate(self._next_order(epoch, offset), epoch)
         stop = None if num_steps is None else offset + num_steps * self._group
         return self._shared(iteration, offset, stop, in_parts)

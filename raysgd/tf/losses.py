@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import re
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,57 +13,60 @@ import tensorflow as tf
 
 from raysgd.metrics import MergeableMetric, Sums, ratio
 
-__all__ = [
-    "BatchMetrics",
-    "KerasMetric",
-    "MeanLoss",
-    "accuracy",
-    "batch_metric",
-    "loss_function",
-    "widened",
-    "without_means",
-]
+__all__ = ["BatchMetrics", "KerasMetric", "MeanLoss", "accuracy", "widened", "without_means"]
 
 
-def loss_function(
-    keras: Any,
-    criterion: Any,
-    model: Any = None,
-    loss_weights: Any = None,
-    as_compiled: bool = False,
-) -> MeanLoss:
-    """Return a function of (target, output) that computes the mean loss of a batch.
+class MeanLoss:
+    """A function of (target, output, sample_weight=None): the mean loss of a worker's batch.
 
     Args:
         keras: ``keras`` or ``tf_keras``.
         criterion: Loss in any form that ``compile()`` takes, or a function of (target, output).
         model: The model, which names the outputs.
-        loss_weights: Loss weights of ``compile()``.
-        as_compiled: Whether Keras must call the loss, even if it is a function.
     """
-    if isinstance(criterion, type):
-        criterion = criterion()
-    if isinstance(criterion, MeanLoss):
-        return criterion
-    is_by_output = isinstance(criterion, dict) and "class_name" not in criterion
-    as_compiled = as_compiled or is_by_output or isinstance(criterion, list | tuple)
-    if isinstance(criterion, str | dict) and not as_compiled and criterion not in _BY_SHAPE:
-        criterion = keras.losses.get(criterion)
-    elif not isinstance(criterion, str | dict | list | tuple) and not callable(criterion):
-        raise TypeError(f"register(criterion=...) must be callable, but it is {criterion!r}.")
-    if inspect.isfunction(criterion) and criterion.__module__.startswith(f"{keras.__name__}."):
-        # Wrap a Keras function or its name like compile() does, to apply masks and match ranks.
-        wrapper = keras.losses.MeanSquaredError.__base__
-        criterion = wrapper(criterion, name=criterion.__name__)
-    compiled = _compiled(keras, model, loss=criterion, loss_weights=loss_weights)
-    if as_compiled or criterion in _BY_SHAPE:
-        return MeanLoss(criterion, compiled, "always")
-    is_keras = isinstance(criterion, keras.losses.Loss)
-    return MeanLoss(criterion, compiled, "several outputs" if is_keras else "weights")
+
+    def __init__(self, keras: Any, criterion: Any, model: Any = None) -> None:
+        if isinstance(criterion, type):
+            criterion = criterion()
+        if not (callable(criterion) or isinstance(criterion, str | dict | list | tuple)):
+            raise TypeError(f"register(criterion=...) must be callable, but it is {criterion!r}.")
+        self._criterion = criterion
+        self._is_keras = isinstance(criterion, keras.losses.Loss)
+        # Keras functions need the ranks and masks that only compile() gives them.
+        names_keras = getattr(criterion, "__module__", "").startswith(f"{keras.__name__}.")
+        self._is_direct = callable(criterion) and (self._is_keras or not names_keras)
+        self._compiled = _compiled(keras, model, loss=criterion)
+
+    def __call__(self, target: Any, output: Any, sample_weight: Any = None) -> Any:
+        output = widened(output)
+        several = self._is_keras and tf.nest.is_nested(output)
+        if self._is_direct and not several and sample_weight is None:
+            values = self._criterion(target, output)
+        else:
+            given = [_tensors(each) for each in (target, output, sample_weight)]
+            values = self._compiled.compute_loss(None, *given)
+        return tf.reduce_mean(tf.cast(values, tf.float32))
+
+    def parts(self) -> dict[str, float]:
+        return loss_parts(self._compiled)
 
 
-_BY_SHAPE = ("crossentropy", "ce")
-"""Names of losses that Keras selects by the shapes of target and output."""
+def loss_parts(compiled: Any) -> dict[str, float]:
+    """Return and reset the losses of a compiled model's outputs, by name."""
+    means = [metric for metric in compiled.metrics if metric.name.endswith("_loss")]
+    found = {mean.name: float(mean.result()) for mean in means}
+    for mean in means:
+        mean.reset_state()
+    return found
+
+
+def _compiled(keras: Any, model: Any, **arguments: Any) -> Any:
+    """Return a compiled model without layers, which computes losses and metrics like ``fit()``."""
+    shell = keras.Model(name="compiled")
+    if names := getattr(model, "output_names", None):
+        shell.output_names = list(names)
+    shell.compile("sgd", **arguments)
+    return shell
 
 
 def without_means(criterion: Any) -> list[str]:
@@ -75,62 +76,6 @@ def without_means(criterion: Any) -> list[str]:
         for loss in tf.nest.flatten(criterion)
         if getattr(loss, "reduction", None) in ("sum", "mean_with_sample_weight")
     ]
-
-
-def _compiled(keras: Any, model: Any, **arguments: Any) -> Any:
-    """Return a compiled model without layers, which computes losses and metrics like ``fit()``."""
-    shell = keras.Model(name="compiled")
-    names = getattr(model, "output_names", None)
-    if names:
-        shell.output_names = list(names)
-    shell.compile("sgd", **arguments)
-    return shell
-
-
-class MeanLoss:
-    """A loss as one number: a worker's mean over its batch. Other attributes are the loss's own.
-
-    Args:
-        criterion: The user's loss.
-        compiled: A compiled model whose ``compute_loss`` computes it like ``fit()``.
-        uses_compiled: When to call `compiled` instead of `criterion`: "always", for "several
-            outputs", or only if there are "weights".
-    """
-
-    def __init__(self, criterion: Any, compiled: Any, uses_compiled: str) -> None:
-        self._criterion, self._compiled = criterion, compiled
-        self._uses_compiled = uses_compiled
-
-    def __call__(self, target: Any, output: Any, *others: Any, **named: Any) -> Any:
-        """Return the mean loss. Further arguments, such as sample weights, go to the loss."""
-        output = widened(output)
-        several = self._uses_compiled == "several outputs" and tf.nest.is_nested(output)
-        if several or self._uses_compiled == "always":
-            return self._as_fit(target, output, *others, **named)
-        values = self._criterion(target, output, *others, **named)
-        return tf.reduce_mean(tf.cast(values, tf.float32))
-
-    def weighted(self, target: Any, output: Any, sample_weight: Any) -> Any:
-        if sample_weight is None:
-            return self(target, output)
-        return self._as_fit(target, widened(output), sample_weight)
-
-    def _as_fit(self, target: Any, output: Any, sample_weight: Any = None) -> Any:
-        values = self._compiled.compute_loss(None, target, output, sample_weight)
-        return tf.reduce_mean(tf.cast(values, tf.float32))
-
-    def parts(self) -> dict[str, float]:
-        """Return the losses of the outputs since the last call, by name."""
-        means = [m for m in self._compiled.metrics if m.name.endswith("_loss")]
-        found = {mean.name: float(mean.result()) for mean in means}
-        for mean in means:
-            mean.reset_state()
-        return found
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._criterion, name)
 
 
 def widened(output: Any) -> Any:
@@ -176,10 +121,12 @@ class BatchMetrics:
     """
 
     def __init__(self, keras: Any, model: Any, given: Any = None) -> None:
-        for each in tf.nest.flatten(given) if given is not None else []:
-            if each is not None and not isinstance(each, str) and not callable(each):
-                raise TypeError(f"register(metrics=...) must be Keras metrics, but got {each!r}.")
         if given is not None:
+            for each in tf.nest.flatten(given):
+                if each is not None and not isinstance(each, str) and not callable(each):
+                    raise TypeError(
+                        f"register(metrics=...) must be Keras metrics, but got {each!r}."
+                    )
             given = given if isinstance(given, list | tuple | dict) else [given]
             model = _compiled(keras, model, metrics=given)
         self._keras = keras
@@ -188,8 +135,11 @@ class BatchMetrics:
         kinds = ("_user_metrics", "_user_weighted_metrics")
         self._is_empty = not any(getattr(self._held, kind, None) for kind in kinds)
         self._names: list[str] = []
+        self._checked: set[str] = set()
+        """Metrics whose state is known to be a sum over batches."""
 
     def measure(self, target: Any, output: Any, sample_weight: Any) -> dict[str, MergeableMetric]:
+        """Return the values for one batch, in a form that merges exactly."""
         if self._is_empty:
             return {}
         given = [_tensors(each) for each in (target, output, sample_weight)]
@@ -212,7 +162,19 @@ class BatchMetrics:
     def _measure(
         self, found: Any, name: str, metric: Any, update: Any, *given: Any, **named: Any
     ) -> None:
-        found[name] = batch_metric(self._keras, metric, *given, update=update, **named)
+        updated = partial(update, *given, **named)
+        owner = next(kind for kind in type(metric).__mro__ if "update_state" in vars(kind))
+        is_own = not owner.__module__.startswith(f"{self._keras.__name__}.")
+        if is_own and name not in self._checked and _adds_up(metric, updated):
+            self._checked.add(name)
+        _begin(metric)
+        updated()
+        mean = self._keras.metrics.Mean
+        if isinstance(metric, mean) and type(metric).result is mean.result:
+            total, weight = float(metric.total.numpy()), float(metric.count.numpy())
+            found[name] = Sums(ratio, total=total, weight=weight)
+        else:
+            found[name] = KerasMetric(metric, (given, named))
 
 
 def _tensors(nest: Any) -> Any:
@@ -230,59 +192,38 @@ def _stable(names: Any, metrics: list[Any]) -> list[str]:
     return stable
 
 
-_checked = weakref.WeakSet[Any]()
-"""Metrics whose state is known to be a sum over batches."""
-
-
-def batch_metric(
-    keras: Any, metric: Any, *given: Any, update: Any = None, **named: Any
-) -> MergeableMetric:
-    """Return the value of a metric for one batch, in a form that merges exactly.
-
-    Args:
-        keras: ``keras`` or ``tf_keras``.
-        metric: The metric. Its state is overwritten.
-        given: Arguments of its ``update_state``: target, output, and possibly sample weights.
-        update: Its ``update_state``, if that attribute is replaced.
-        named: Keyword arguments of its ``update_state``.
-    """
-    updated = partial(update or metric.update_state, *given, **named)
-    owner = next(kind for kind in type(metric).__mro__ if "update_state" in vars(kind))
-    if metric not in _checked and not owner.__module__.startswith(f"{keras.__name__}."):
-        _check_adds_up(metric, updated)
-        _checked.add(metric)
-    _begin(metric)
-    updated()
-    mean = keras.metrics.Mean
-    if isinstance(metric, mean) and type(metric).result is mean.result:
-        return Sums(ratio, total=float(metric.total.numpy()), weight=float(metric.count.numpy()))
-    return KerasMetric(metric, (given, named))
-
-
 def _begin(metric: Any) -> None:
     for variable in metric.variables:  # reset_state may miss some variables
         variable.assign(tf.zeros_like(variable))
     metric.reset_state()
 
 
-def _check_adds_up(metric: Any, update: Callable[[], Any]) -> None:
-    """Check that the state after two batches is the sum of the states after each."""
+def _adds_up(metric: Any, update: Callable[[], Any]) -> bool:
+    """Return whether the state after two updates is known to be twice that after one.
+
+    It is not known for variables that are still zero.
+
+    Raises:
+        TypeError: If the state is not a sum.
+    """
     update()  # the first update may create variables
     _begin(metric)
     states = []
     for _ in range(3):
         states.append([np.array(variable.numpy(), np.float64) for variable in metric.variables])
         update()
-    adds_up = bool(metric.variables) and all(
-        not start.any() and np.allclose(twice, 2 * once, rtol=1e-3, equal_nan=True)
-        for start, once, twice in zip(*states, strict=True)
+    starts, once, twice = states
+    adds_up = bool(once) and all(
+        not start.any() and np.allclose(second, 2 * first, rtol=1e-3, equal_nan=True)
+        for start, first, second in zip(starts, once, twice, strict=True)
     )
     if not adds_up:
         raise TypeError(
             f"The state of the metric {metric.name!r}, a {type(metric).__name__}, is not a sum "
-            "over batches, so that raysgd cannot merge it. Keep the state in variables that add "
-            "up, or return a raysgd.metrics.MergeableMetric from validate_batch."
+            "over batches, so raysgd cannot merge it. Keep the state in variables that add up, or "
+            "return a raysgd.metrics.MergeableMetric from validate_batch."
         )
+    return all(first.any() for first in once)
 
 
 class KerasMetric(MergeableMetric):
@@ -313,16 +254,13 @@ class KerasMetric(MergeableMetric):
             metric.update_state(*given, **named)
         for variable, value in zip(metric.variables, self._sums, strict=True):
             variable.assign(tf.cast(value, variable.dtype))
-        return _by_place(metric.result())
-
-
-def _by_place(result: Any) -> float | dict[str, float]:
-    if isinstance(result, dict):
-        return {f"_{name}": float(value) for name, value in result.items()}
-    result = np.asarray(result, np.float64)
-    if result.ndim == 0:
-        return float(result)
-    return {f"_{index}": float(value) for index, value in enumerate(result.ravel())}
+        result = metric.result()
+        if isinstance(result, dict):
+            return {f"_{name}": float(value) for name, value in result.items()}
+        result = np.asarray(result, np.float64)
+        if result.ndim == 0:
+            return float(result)
+        return {f"_{index}": float(value) for index, value in enumerate(result.ravel())}
 
 
 def _spec(leaf: Any) -> Any:

@@ -334,9 +334,9 @@ class TrainingOperator(OperatorBase):
             return
         if own is None:
             self._default("criterion")
-        from raysgd.tf.losses import loss_function
+        from raysgd.tf.losses import MeanLoss
 
-        self._train_state.criterion = loss_function(self._train_state.keras, own)
+        self._train_state.criterion = MeanLoss(self._train_state.keras, own)
 
     def _loss_and_output(self, features: Any, target: Any, weights: Any) -> Any:
         return self._forward(features, target, weights, training=True)

@@ -9,12 +9,11 @@ import tensorflow as tf
 
 from raysgd.loop.operator_base import check_registered, create_operator
 from raysgd.loop.train_state import listed, shaped_like
-from raysgd.tf.batches import unpack
 from raysgd.tf.communication import Communication
 from raysgd.tf.keras import flavor_of, is_keras_model, policy_name, scaled_optimizer, set_policy
 from raysgd.tf.loading import spec_of
-from raysgd.tf.losses import BatchMetrics, loss_function, without_means
-from raysgd.tf.train_state import KerasTrainState, TFSettings
+from raysgd.tf.losses import BatchMetrics, MeanLoss, without_means
+from raysgd.tf.train_state import KerasTrainState, TFSettings, unpack
 
 if TYPE_CHECKING:
     from raysgd.tf.operator import TrainingOperator
@@ -40,19 +39,19 @@ def register(
                 f"register(models=...) must be one or a list of Keras models, but got {model!r}."
             )
     state.keras = flavor_of(state.models[0])
-    if optimizers is None:
-        optimizers = _compiled(state, "optimizer", models)
-    state.optimizers = [_placed(state, optimizer) for optimizer in listed(optimizers)]
-    state.step.optimizers = state.optimizers
     model = state.models[0]
+    if optimizers is None:
+        optimizers = getattr(model, "optimizer", None)
+        if optimizers is None or isinstance(models, list | tuple):
+            raise ValueError(
+                "register(models=..., optimizers=None) needs one compiled model. Call "
+                "model.compile(optimizer=..., loss=...) before, or pass optimizers."
+            )
+    state.optimizers = [_checked_optimizer(state, each) for each in listed(optimizers)]
+    state.step.optimizers = state.optimizers
     if criterion is not None:
-        state.criterion = loss_function(state.keras, criterion, model)
-    elif (criterion := getattr(model, "loss", None)) is not None:
-        held = getattr(model, "_compile_loss", None) or model.compiled_loss
-        # No public attribute has the weights.
-        weights = getattr(held, "_user_loss_weights", None)
-        state.criterion = loss_function(state.keras, criterion, model, weights, as_compiled=True)
-    for loss in without_means(criterion):
+        state.criterion = MeanLoss(state.keras, criterion, model)
+    for loss in without_means(getattr(model, "loss", None) if criterion is None else criterion):
         state.warn_of_loss(f"The loss {loss} is not a mean over samples.")
     if class_weight is not None and not isinstance(class_weight, Mapping):
         raise TypeError(
@@ -62,15 +61,16 @@ def register(
     state.class_weight = class_weight
     state.metrics = BatchMetrics(state.keras, model, metrics)
     state.registered = True
-    given = [shaped_like(models, state.models), shaped_like(optimizers, state.optimizers)]
-    return tuple(
-        given
-        + ([state.criterion] if state.criterion is not None else [])
-        + ([metrics] if metrics is not None else [])
+    registered = (
+        shaped_like(models, state.models),
+        shaped_like(optimizers, state.optimizers),
+        state.criterion,
+        metrics,
     )
+    return tuple(each for each in registered if each is not None)
 
 
-def _placed(state: KerasTrainState, optimizer: Any) -> Any:
+def _checked_optimizer(state: KerasTrainState, optimizer: Any) -> Any:
     if isinstance(optimizer, str | dict):
         optimizer = state.keras.optimizers.get(optimizer)
     if not hasattr(optimizer, "apply_gradients"):
@@ -90,16 +90,6 @@ def _placed(state: KerasTrainState, optimizer: Any) -> Any:
             f"tf_keras.optimizers.{name}."
         )
     return scaled_optimizer(state.keras, optimizer, state.settings.options.use_fp16)
-
-
-def _compiled(state: KerasTrainState, name: str, models: Any) -> Any:
-    found = getattr(state.models[0], name, None)
-    if isinstance(models, list | tuple) or found is None:
-        raise ValueError(
-            f"register(models=..., {name}s=None) needs one compiled model. Call "
-            f"model.compile({name}=..., loss=...) before, or pass {name}s."
-        )
-    return found
 
 
 def _complete(state: KerasTrainState) -> None:

@@ -13,25 +13,15 @@ import tensorflow as tf
 from raysgd._internal.nested import deep_copied, map_leaves
 from raysgd.loop.state import check_parts
 from raysgd.loop.train_state import Settings, TrainState
-from raysgd.tf.batches import unpack, with_class_weight
 from raysgd.tf.communication import Communication
 from raysgd.tf.engine import Engine
-from raysgd.tf.features.averages import Averages
-from raysgd.tf.features.replication import Replication
-from raysgd.tf.features.rollback import Rollback
-from raysgd.tf.keras import (
-    loss_scale_of,
-    named_arrays,
-    overrides,
-    set_arrays,
-    variables_of,
-)
-from raysgd.tf.losses import BatchMetrics, widened
-from raysgd.tf.optimization import Optimization
+from raysgd.tf.features import Averages, Optimization, Replication
+from raysgd.tf.keras import loss_scale_of, named_arrays, overrides, set_arrays, variables_of
+from raysgd.tf.loading import KerasSources
+from raysgd.tf.losses import BatchMetrics, loss_parts, widened
 from raysgd.tf.options import TFOptions
-from raysgd.tf.sources import KerasSources
 
-__all__ = ["KerasTrainState", "TFSettings", "copy_leaf_to_arrays"]
+__all__ = ["KerasTrainState", "TFSettings", "copy_leaf_to_arrays", "unpack"]
 
 
 @dataclass
@@ -56,15 +46,8 @@ class KerasTrainState(TrainState):
         self.criterion: Any = None
         self.metrics: BatchMetrics | None = None
         self.class_weight: Mapping[int, float] | None = None
-        rollback = Rollback(self.step)
-        self.optimization = Optimization(self, rollback)
-        self.features = [
-            Replication(self),
-            self.optimization,
-            rollback,
-            self.parts,
-            Averages(self),
-        ]
+        self.optimization = Optimization(self)
+        self.features = [Replication(self), self.optimization, self.parts, Averages(self)]
 
     def trained(self) -> list[tuple[Any, list[Any]]]:
         pairs = len(self.models) == len(self.optimizers)
@@ -77,41 +60,46 @@ class KerasTrainState(TrainState):
         ]
 
     def unpacked(self, batch: Any, training: bool) -> tuple[Any, Any, Any]:
+        """Return the features, target, and sample weights, with class weights in training."""
         features, target, weights = unpack(batch, self.models[0])
         if training and self.class_weight is not None:
-            weights = with_class_weight(self.class_weight, target, weights)
+            weights = _with_class_weight(self.class_weight, target, weights)
         return features, target, weights
+
+    @property
+    def needs_criterion(self) -> bool:
+        """Whether no loss is registered and the model does not compute one."""
+        return self.criterion is None and not self._model_computes_loss
+
+    @property
+    def _model_computes_loss(self) -> bool:
+        model = self.models[0]
+        is_compiled = getattr(model, "optimizer", None) is not None
+        return overrides(model, "compute_loss") or (self.criterion is None and is_compiled)
 
     def total_loss(
         self, model: Any, features: Any, target: Any, output: Any, weights: Any, training: bool
     ) -> Any:
         """Return the mean loss of a batch, including losses of layers."""
-        if overrides(model, "compute_loss"):
+        if self._model_computes_loss:
             given = (features, target, widened(output), weights)
             takes = "training" in inspect.signature(model.compute_loss).parameters
             loss = model.compute_loss(*given, **({"training": training} if takes else {}))
             return tf.reduce_mean(tf.cast(loss, tf.float32))
-        added = [tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in model.losses]
-        if self.criterion is None or target is None:
-            return tf.add_n(added)
-        return tf.add_n([self.criterion.weighted(target, output, weights), *added])
-
-    @property
-    def needs_criterion(self) -> bool:
-        """Whether no loss is registered or compiled and the model does not compute a loss."""
-        model = self.models[0]
-        is_compiled = getattr(model, "optimizer", None) is not None
-        return self.criterion is None and not (is_compiled or overrides(model, "compute_loss"))
+        losses = [tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in model.losses]
+        if target is not None:
+            losses.append(self.criterion(target, output, weights))
+        return tf.add_n(losses)
 
     def measured(self, prefix: str, target: Any, output: Any, weights: Any) -> dict[str, Any]:
         """Return the losses of the outputs and the registered metrics of a batch, by name."""
         assert self.metrics is not None
-        parts = self.criterion.parts() if self.criterion is not None else {}
+        own = self._model_computes_loss or self.criterion is None
+        parts = loss_parts(self.models[0]) if own else self.criterion.parts()
         found = {**parts, **self.metrics.measure(target, output, weights)}
         return {f"{prefix}_{name}": value for name, value in found.items()}
 
     def check_masks(self, masks: Any) -> None:
-        """Warn if losses are means over only the steps that a mask keeps."""
         if any(mask is not None for mask in tf.nest.flatten(masks)):
             self.warn_of_loss("The model masks its output, and Keras losses skip masked steps.")
 
@@ -121,8 +109,8 @@ class KerasTrainState(TrainState):
         if size > 1:
             self.say(
                 "loss",
-                "%s %d workers average their losses weighted by samples, so their updates may "
-                "differ from those of one worker. Use a loss that is a mean over samples.",
+                "%s %d workers weight their losses by samples, so updates can differ from those of "
+                "one worker. Use a loss that is a mean over samples.",
                 what,
                 size,
             )
@@ -173,6 +161,43 @@ class KerasTrainState(TrainState):
             if arrays and loss_scale_of(optimizer):
                 set_arrays(loss_scale_of(optimizer), arrays)
         self.step.is_partial = False
+
+
+def unpack(batch: Any, model: Any) -> tuple[Any, Any, Any]:
+    """Return the features, target, and sample weights of a batch, with None for missing parts.
+
+    Three parts are ``(x, y, sample_weight)``, or ``(x1, x2, y)`` if the model has two inputs.
+    """
+    if not isinstance(batch, tuple | list):
+        return batch, None, None
+    if len(batch) == 3 and _has_weights(batch, model):
+        return batch[0], batch[1], batch[2]
+    *features, target = batch if len(batch) > 1 else (*batch, None)
+    return features[0] if len(features) == 1 else features, target, None
+
+
+def _has_weights(batch: Any, model: Any) -> bool:
+    inputs: Any = getattr(model, "inputs", None)
+    return tf.nest.is_nested(batch[0]) or inputs is None or len(tf.nest.flatten(inputs)) == 1
+
+
+def _with_class_weight(class_weight: Mapping[int, float], target: Any, sample_weight: Any) -> Any:
+    """Return sample weights times the weight of each target's class, which is 1 by default."""
+    if tf.nest.is_nested(target) or target is None:
+        raise ValueError(
+            "register(class_weight=...) is for models with one target. Yield batches "
+            "(x, y, sample_weight) instead."
+        )
+    classes = np.asarray(target)
+    if classes.ndim > 1:
+        one_hot = classes.shape[-1] > 1
+        classes = classes.argmax(axis=-1) if one_hot else classes[..., 0]
+    found = [class_weight.get(each, 1.0) for each in classes.round().astype(int).ravel().tolist()]
+    weights = np.asarray(found, np.float32).reshape(classes.shape)
+    if sample_weight is None:
+        return weights
+    sample_weight = np.asarray(sample_weight, np.float32)
+    return weights.reshape(sample_weight.shape) * sample_weight
 
 
 def _scale_problem(optimizer: Any, arrays: Mapping[str, Any]) -> str:

@@ -240,7 +240,9 @@ def test_several_workers_warn_of_losses_that_are_no_means_over_samples(
     operator = build(Compiled, {"make": make}, workers=workers)
     for _ in range(2):
         operator.train_batch((np.ones((3, 6)), np.ones((3, 6, 1), "float32")), {})
-    warnings = [message for message in caplog.messages if "2 workers average" in message]
+    warnings = [
+        message for message in caplog.messages if "2 workers weight their losses" in message
+    ]
     assert len(warnings) == (workers == 2 and kind != "mean")
     said = "(reduction='sum') is not a mean" if kind == "sum" else "The model masks its output"
     assert all(said in warning for warning in warnings)

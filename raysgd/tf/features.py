@@ -1,0 +1,152 @@
+"""Features of training steps: replication, updates, and averages of the weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from raysgd.data.partition import MicroBatch
+from raysgd.loop.feature import StepFeature
+from raysgd.tf.communication import communication_of
+from raysgd.tf.keras import loss_scale_of, tf_variable, variables_of
+
+if TYPE_CHECKING:
+    from raysgd.tf.train_state import KerasTrainState
+
+__all__ = ["Averages", "Optimization", "Replication"]
+
+
+class Replication(StepFeature):
+    """Copies the state at the start, and averages statistics after each call."""
+
+    replicates = True
+
+    def __init__(self, state: KerasTrainState) -> None:
+        self._state = state
+
+    def start_together(self) -> None:
+        self._state.share_training_state(0, follows=True)
+
+    def enter(self) -> None:
+        context, options = self._state.context, self._state.settings.options
+        self._state.communication = communication_of(context, options.use_horovod)
+
+    def sync_buffers(self) -> None:
+        """Average non-trainable variables, such as batch statistics, over the ranks."""
+        communication = self._state.communication
+        if communication.size == 1:
+            return
+        held = [
+            tf_variable(v) for model in self._state.models for v in model.non_trainable_variables
+        ]
+        floats = [variable for variable in held if variable.dtype.is_floating]
+        if floats:
+            means = communication.mean([tf.identity(variable) for variable in floats])
+            for variable, mean in zip(floats, means, strict=True):
+                variable.assign(mean)
+
+
+class Optimization(StepFeature):
+    """Averages gradients over the workers, adds up those of a batch's parts, and updates.
+
+    It copies what an update changes if a later optimizer of the step may fail.
+    """
+
+    def __init__(self, state: KerasTrainState) -> None:
+        self._state = state
+        self._has_stepped = False
+        self._held: dict[int, list[Any]] = {}
+        self._before: dict[int, tuple[Any, Any]] = {}
+
+    def begin_batch(self, place: MicroBatch) -> None:
+        if place.position > 0 and not self._held:
+            self._state.parts.refuse("train_batch does not call self.minimize()", place)
+        self._has_stepped = False
+
+    def update(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
+        """Average gradients over the workers and update, or accumulate them until the last part."""
+        communication, place = self._state.communication, self._state.step.place
+        if self._has_stepped:
+            self._state.parts.refuse("train_batch calls self.minimize() several times", place)
+        self._has_stepped = True
+        if place.size is not None:
+            weight = place.size / place.total * place.share if place.size else 0.0
+            gradients = gradients if weight == 1.0 else [_scaled(g, weight) for g in gradients]
+        if place.is_part:
+            held = self._held.get(id(optimizer))
+            gradients = gradients if held is None else list(map(_added, held, gradients))
+            self._held[id(optimizer)] = gradients
+        if not place.is_last:
+            return
+        if communication.size > 1:
+            gradients = communication.completed(gradients, variables)
+        pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
+        means = communication.mean([gradient for gradient, _ in pairs])
+        changed = [variable for _, variable in pairs]
+        if len(self._state.optimizers) > 1:
+            self._remember([*changed, *variables_of(optimizer), *loss_scale_of(optimizer)])
+        self._state.step.begin_update(optimizer)
+        self._state.engine.update(optimizer, means, changed)
+        self._state.step.end_update(optimizer)
+
+    def _remember(self, variables: list[Any]) -> None:
+        for variable in map(tf_variable, variables):
+            if id(variable) not in self._before:
+                self._before[id(variable)] = variable, tf.identity(variable)
+
+    def commit(self) -> None:
+        self._held.clear()
+        self._before.clear()
+        self._has_stepped = False
+
+    def roll_back(self) -> None:
+        for variable, value in self._before.values():
+            variable.assign(value)
+        if self._state.step.updating is not None and not self._before:
+            self._state.step.is_partial = True
+        self.commit()
+
+
+def _scaled(gradient: Any, weight: float) -> Any:
+    if gradient is None:
+        return None
+    factor = tf.cast(weight, gradient.dtype)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor
+
+
+def _added(left: Any, right: Any) -> Any:
+    if left is None or right is None:
+        return right if left is None else left
+    if not (isinstance(left, tf.IndexedSlices) and isinstance(right, tf.IndexedSlices)):
+        return tf.convert_to_tensor(left) + tf.convert_to_tensor(right)
+    return tf.IndexedSlices(
+        tf.concat([left.values, right.values], 0),
+        tf.concat([left.indices, right.indices], 0),
+        left.dense_shape,
+    )
+
+
+class Averages(StepFeature):
+    """Evaluates models with the averages of optimizers with ``use_ema``, as after ``fit()``."""
+
+    def __init__(self, state: KerasTrainState) -> None:
+        self._state = state
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        held = []
+        for optimizer, variables in self._state.trained():
+            inner = getattr(optimizer, "inner_optimizer", optimizer)
+            if getattr(inner, "use_ema", False) and int(inner.iterations) > 0:
+                held += [(tf_variable(v), tf.identity(tf_variable(v))) for v in variables]
+                optimizer.finalize_variable_values(variables)
+        try:
+            yield
+        finally:
+            for variable, value in held:
+                variable.assign(value)

@@ -1,1 +1,0 @@
-"""Features of training steps, one in each file."""
