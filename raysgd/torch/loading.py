@@ -60,12 +60,19 @@ class TorchSources(DataSources):
 
     def register(self, train_loader: Any, validation_loader: Any) -> None:
         super().register(train_loader, validation_loader)
-        context = self._state.context
-        is_first = context.world_rank == 0 and context.generation <= 1
-        if train_loader is None or not is_first or self._state.settings.options.num_workers == 1:
+        context, options = self._state.context, self._state.settings.options
+        if train_loader is None or options.num_workers == 1:
             return
         source = self.source("train")
-        if source.sharded and type(source.order_sampler) is SequentialSampler:
+        has_shares = source.sharded and source.loader.batch_size is not None
+        if options.elastic.shares != "even" and not has_shares:
+            raise ValueError(
+                f"register_data(train_loader=...): ElasticConfig(shares=...) needs a DataLoader "
+                f"with a batch_size, whose batches raysgd partitions. It cannot change the size of "
+                f'the batches of {source.describe()}. Pass such a loader, or shares="even".'
+            )
+        is_first = context.world_rank == 0 and context.generation <= 1
+        if is_first and source.sharded and type(source.order_sampler) is SequentialSampler:
             logger.warning(
                 "The train loader does not shuffle, and RaySGD v1 did. Write DataLoader(..., "
                 "shuffle=True), unless you want the order of the data set."

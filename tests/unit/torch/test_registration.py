@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from raysgd import ElasticConfig
 from raysgd._internal.context import WorkerContext
 from raysgd.data import Dataset
 from raysgd.torch import collectives, registration
@@ -324,7 +325,20 @@ def test_parameters_that_change_after_register_are_an_error(process_group, chang
         train_state.check_trained()
 
 
-# ---- the order of training data
+# ---- training data
+
+
+@pytest.mark.parametrize("given", ["stream", "batch_sampler"])
+def test_batches_that_raysgd_does_not_make_can_have_no_shares(given):
+    data = TensorDataset(torch.zeros(8, 1))
+    loader = [data[:4], data[4:]]
+    if given == "batch_sampler":
+        loader = DataLoader(data, batch_sampler=[[0, 1], [2, 3, 4]])
+    elastic = ElasticConfig(shares="measured")
+    train_state = make_registration(num_workers=2, elastic=elastic)
+    train_state.data.register(DataLoader(data, shuffle=True), loader)
+    with pytest.raises(ValueError, match=r"shares.*batch_size"):
+        train_state.data.register(loader, None)
 
 
 @pytest.mark.parametrize(
