@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import importlib
 import itertools
 import logging
-import numbers
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -174,9 +172,9 @@ class ShardedLoader(PartitionedSource):
         self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
     ) -> Iterator[Any]:
         order, shard = self._order_of(epoch), self.shard
-        if self._tensors is not None and not isinstance(order, list):
+        if self._tensors is not None:
             spans = shard.batches(offset, num_steps, in_parts)
-            keys = order if order is not None else torch.arange(shard.total)
+            keys = torch.arange(shard.total) if order is None else torch.as_tensor(order)
             return ([each[keys[start:stop]] for each in self._tensors] for start, stop in spans)
         loader = self._reader()
         indices = loader._index_sampler
@@ -252,7 +250,7 @@ class ShardedLoader(PartitionedSource):
         return self._order is not None and self._order[0] == (self._seed, epoch)
 
     def order_digest(self, epoch: int) -> int | None:
-        """Return a number below 2**62 that identifies the order of an epoch.
+        """Return a number that identifies the order of an epoch.
 
         Return None if seed and epoch determine the order, so that all workers agree.
         """
@@ -263,8 +261,7 @@ class ShardedLoader(PartitionedSource):
             return self.own_seed  # with the epoch, this determines the order
         order = self._order_of(epoch)
         # Keys without their own `repr` never compare equal.
-        data = order.numpy().tobytes() if isinstance(order, torch.Tensor) else repr(order).encode()
-        return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") % 2**62
+        return int(hashlib.sha256(repr(order).encode()).hexdigest()[:15], 16)
 
     def agree_on_order(self, epoch: int, offset: int, train_state: TorchTrainState) -> None:
         """Make all workers use one order, because a user's sampler or generator may differ.
@@ -528,7 +525,7 @@ def drawn_order(sampler: Any, seed: int) -> Order:
         if is_plain_shuffle(sampler):
             return torch.randperm(len(sampler.data_source))
         # An endless sampler ends at its length.
-        return _compact(list(itertools.islice(sampler, len(sampler))))
+        return list(itertools.islice(sampler, len(sampler)))
 
 
 def is_plain_shuffle(sampler: Any) -> bool:
@@ -538,16 +535,6 @@ def is_plain_shuffle(sampler: Any) -> bool:
         and not sampler.replacement
         and sampler.num_samples == len(sampler.data_source)
     )
-
-
-def _compact(keys: list[Any]) -> torch.Tensor | list[Any]:
-    """Return integer keys as a tensor, and other keys unchanged."""
-    keys = [k.item() if isinstance(k, torch.Tensor) and not k.dim() else k for k in keys]
-    if all(isinstance(key, numbers.Integral) for key in keys):
-        # Versions of PyTorch raise different errors for keys beyond 64 bits.
-        with contextlib.suppress(OverflowError, RuntimeError, ValueError):
-            return torch.tensor(keys, dtype=torch.int64)
-    return keys
 
 
 # ---- data sets of items

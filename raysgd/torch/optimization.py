@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Group", "Optimization", "as_count"]
 
-_NO_BACKWARD = "train_batch does not call self.backward(loss) for each batch"
+_NO_BACKWARD = "train_batch does not call self.backward(loss) for every batch"
 
 
 class Group:
@@ -206,11 +206,7 @@ class Optimization(StepFeature):
     def check_complete(self) -> None:
         """Raise RuntimeError if accumulated gradients are left at the end of a group."""
         if self.group.holds and not self._has_updated():
-            self._refuse_parts("train_batch makes no update in some batches")
-            raise RuntimeError(
-                "train_batch made no update in the last batch of an accumulation group. Call "
-                "self.backward(loss) and self.optimizer_step(optimizer) for every batch."
-            )
+            self._reject("train_batch makes no update in the last batch of a group")
 
     def _has_updated(self) -> bool:
         return any(map(self._step.num_updates, self._optimizers))
@@ -295,29 +291,16 @@ class Optimization(StepFeature):
             )
         self._step.check_warm_up()
         if id(optimizer) in self._stepped:
-            self._refuse_parts("train_batch steps an optimizer twice")
-            if self._in_group:
-                raise RuntimeError(
-                    f"optimizer_step() was called twice in one batch for the same {kind}. With "
-                    f"{self.needs_helper} it can step once per batch."
-                )
+            self._reject(f"train_batch steps the same {kind} twice")
         self._stepped.add(id(optimizer))
         self._check_unchanged(optimizer)
-        if self._in_group and not self.group.has_backward and _has_gradients(optimizer):
-            self._refuse_parts(_NO_BACKWARD)
-            raise RuntimeError(
-                "optimizer_step() found gradients that self.backward(loss) did not compute. Call "
-                "self.backward(loss) instead of loss.backward()."
-            )
-        if not self.group.is_last:
+        group = self.group
+        needs_backward = _has_gradients(optimizer) or (group.holds and group.is_last)
+        if self._in_group and needs_backward and not group.has_backward:
+            self._reject(_NO_BACKWARD)
+        if not group.is_last:
             self._set_aside(optimizer)
             return False
-        if self.group.holds and not self.group.has_backward:
-            self._refuse_parts(_NO_BACKWARD)
-            raise RuntimeError(
-                "optimizer_step() in the last batch of an accumulation group needs "
-                "self.backward(loss) for this batch. Call it for every batch."
-            )
         self.in_helper, self._gradients = True, None
         try:
             for feature in self._state.features:
@@ -347,6 +330,15 @@ class Optimization(StepFeature):
 
     def _refuse_parts(self, why: str) -> None:
         self._state.parts.refuse(why, self.group.place)
+
+    def _reject(self, why: str) -> None:
+        """Reject what does not work in a group of several batches or parts."""
+        self._refuse_parts(why)
+        if self._in_group:
+            raise RuntimeError(
+                f"{why}. With {self.needs_helper}, call self.backward(loss) and "
+                "self.optimizer_step(optimizer) once for every batch."
+            )
 
     def _multiply_gradients(self, factor: float) -> None:
         parameters = [p for model in self._state.models for p in model.parameters()]

@@ -611,10 +611,10 @@ HALF = PRECISIONS[1]
         (by_hand, {"steps": 2}, {}, r"SGD\.step.*gradient_accumulation_steps=2"),
         (by_hand, {"clip": 1.0}, {}, r"SGD\.step.*max_grad_norm=1\.0"),
         (half_by_hand, {}, HALF, r"SGD\.step.*scaled gradients.*self\.optimizer_step"),
-        (twice, {"steps": 2}, {}, "twice in one batch for the same SGD"),
-        (not_the_last, {"steps": 2}, {}, "accumulation group needs self.backward"),
+        (twice, {"steps": 2}, {}, "train_batch steps the same SGD twice"),
+        (not_the_last, {"steps": 2}, {}, "not call self.backward\\(loss\\) for every batch"),
         (zeroing_between, {"steps": 2}, {}, "removed accumulated gradients"),
-        (backward_by_hand, {"steps": 2}, {}, "self.backward\\(loss\\) did not compute"),
+        (backward_by_hand, {"steps": 2}, {}, "not call self.backward\\(loss\\) for every batch"),
         (without_step, {"steps": 2}, {}, "no update in the last batch"),
     ],
 )
