@@ -37,14 +37,14 @@ class TorchOptions(Options):
         if self.monitor is not None and self.scheduler_step_freq != "epoch":
             raise ValueError(
                 f"TorchTrainer(monitor={self.monitor!r}, scheduler_step_freq="
-                f'{self.scheduler_step_freq!r}): pass scheduler_step_freq="epoch" with it.'
+                f'{self.scheduler_step_freq!r}): monitor needs scheduler_step_freq="epoch".'
             )
         dtypes = (None, torch.float16, torch.bfloat16)
         check_choice(self.trainer, "amp_dtype", self.amp_dtype, dtypes)
         if self.amp_dtype is not None and self.use_fp16 is not True:
             raise ValueError(
                 f"TorchTrainer(amp_dtype={self.amp_dtype}, use_fp16={self.use_fp16!r}): amp_dtype "
-                "is for native AMP; pass use_fp16=True with it."
+                "is for native AMP. Also pass use_fp16=True."
             )
 
     def backends(self) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ class TorchOptions(Options):
         """See :meth:`raysgd.loop.options.Options.decided`; the backend follows from the GPUs."""
         decided = super().decided()
         if self.backend == "nccl" and not decided.use_gpu:
-            raise ValueError('backend="nccl" needs GPUs: pass use_gpu=True, or backend="gloo".')
+            raise ValueError('backend="nccl" needs GPUs. Pass use_gpu=True, or backend="gloo".')
         if self.backend == "auto":
             # NCCL does not support two workers on one GPU.
             has_own = decided.use_gpu and self.resources_per_worker.get("GPU", 1) >= 1

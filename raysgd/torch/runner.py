@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,15 +19,32 @@ from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.register_checks import warn_of_own_schedulers, warn_of_unregistered
 from raysgd.torch.registration import adopt_wrappers
-from raysgd.torch.requests import SaveTensorsRequest, SaveWeightsRequest
 from raysgd.torch.seeding import TorchGenerators
 from raysgd.torch.sharded_files import with_tensors, write_state, write_weights
 from raysgd.torch.sharding.merge import gather_state
 from raysgd.torch.train_state import OperatorSettings, TorchTrainState
 
-__all__ = ["TorchRunner"]
+__all__ = ["SaveTensorsRequest", "SaveWeightsRequest", "TorchRunner"]
 
-logger = logging.getLogger(__name__)
+
+@dataclass(frozen=True, kw_only=True)
+class SaveTensorsRequest(Request):
+    """Write this worker's tensors of the state into a file.
+
+    Rank 0 returns the rest of the state, and the hash of the file.
+    """
+
+    folder: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveWeightsRequest(Request):
+    """Write this worker's parameters of sharded models into a file.
+
+    Rank 0 returns the rest of the models' states, and other names of parameters.
+    """
+
+    folder: str
 
 
 class TorchRunner(OperatorRunner):
@@ -53,8 +70,8 @@ class TorchRunner(OperatorRunner):
             alone = context.in_driver and context.world_size == 1
             if not (context.gpu_index is not None or alone) or not torch.cuda.is_available():
                 raise RuntimeError(
-                    f"Worker {context.world_rank} on {context.node_ip} shall use a GPU, and "
-                    "PyTorch sees none. Install PyTorch with CUDA there, or pass use_gpu=False."
+                    f"Worker {context.world_rank} on {context.node_ip} must use a GPU, but PyTorch "
+                    "finds none. Install PyTorch with CUDA there, or pass use_gpu=False."
                 )
             if context.gpu_index is not None:
                 torch.cuda.set_device(context.gpu_index)
@@ -118,24 +135,17 @@ class TorchRunner(OperatorRunner):
 def build_operator(
     operator_cls: type[TrainingOperator], config: Mapping[str, Any], settings: OperatorSettings
 ) -> TrainingOperator:
-    """Create an operator and run its ``setup``.
-
-    Raises:
-        RuntimeError: if its setup registered nothing.
-    """
+    """Create an operator and run its ``setup``."""
     operator: TrainingOperator = create_operator(operator_cls, config, settings)
     operator.setup(operator.config)
     adopt_wrappers(operator._train_state, vars(operator).values())
     check_registered(operator)
+    state = operator._train_state
     if settings.context.world_rank == 0:
-        frequency = settings.options.scheduler_step_freq
-        train_state = operator._train_state
-        warn_of_own_schedulers(operator, train_state.schedulers, frequency)
-        warn_of_unregistered(
-            operator, [*train_state.models, *train_state.criteria, *train_state.optimizers]
-        )
+        warn_of_own_schedulers(operator, state.schedulers, settings.options.scheduler_step_freq)
+        warn_of_unregistered(operator, [*state.models, *state.criteria, *state.optimizers])
     # Reseed after setup, so that torch.manual_seed there decides the order of the epochs.
-    operator._train_state.reseed(torch.initial_seed() % 2**62)
+    state.reseed(torch.initial_seed() % 2**62)
     operator._seed_worker()
     return operator
 

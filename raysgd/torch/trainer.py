@@ -47,8 +47,8 @@ _OLD_ARGUMENTS = {
 class TorchTrainer(OperatorTrainer):
     """Trains a :class:`TrainingOperator` on one or several workers.
 
-    Runs on the driver. Each worker is a Ray actor with its own copy of the operator. Gradients are
-    averaged over the workers at each step, and metrics at the end of a call::
+    Each worker is a Ray actor with its own copy of the operator. The workers average gradients at
+    each step, and metrics at the end of a call::
 
         trainer = TorchTrainer(
             training_operator_cls=Classifier, config={"lr": 0.1}, num_workers=4)
@@ -59,46 +59,45 @@ class TorchTrainer(OperatorTrainer):
         trainer.shutdown()
 
     Args:
-        training_operator_cls: a TrainingOperator subclass; required.
-        initialization_hook: function of no arguments that every worker runs before anything else.
-        config: passed to the operator; may hold the global batch size under ``BATCH_SIZE``.
-        num_workers: the maximum number of workers. With 1 there is no process group.
-        min_workers: the minimum number, to start with and to continue with after losses.
+        training_operator_cls: A TrainingOperator subclass. Required.
+        initialization_hook: Function of no arguments that every worker runs before anything else.
+        config: Passed to the operator. May hold the global batch size under ``BATCH_SIZE``.
+        num_workers: Maximum number of workers. With 1, there is no process group.
+        min_workers: Minimum number, to start with and to continue with after losses.
         num_cpus_per_worker: CPUs that each worker reserves, and threads that PyTorch gets there.
-        resources_per_worker: other Ray resources of each worker; ``GPU`` for several GPUs, or for a
+        resources_per_worker: Other Ray resources of each worker. ``GPU`` for several GPUs, or for a
             fraction of one.
-        use_gpu: True: one GPU per worker; "auto": the same if the cluster has GPUs. With
-            `use_local` a single worker takes the GPU of this process, and several use none.
-        backend: "gloo", "nccl", "horovod", or a registered one; "auto": nccl if each worker has a
-            GPU of its own, else gloo. With Horovod, its DistributedOptimizer averages gradients.
-        wrap_ddp: whether to wrap registered models in DistributedDataParallel.
-        timeout_s: seconds that each collective (except in Horovod) and ``setup`` may take. For
+        use_gpu: True: one GPU per worker. "auto": the same if the cluster has GPUs. With
+            `use_local`, a single worker takes the GPU of this process, and several use none.
+        backend: "gloo", "nccl", "horovod", or a registered one. "auto": nccl if each worker has a
+            GPU of its own, else gloo.
+        wrap_ddp: Whether to wrap registered models in DistributedDataParallel.
+        timeout_s: Seconds that each collective (except in Horovod) and ``setup`` may take. For
             nccl, ``NCCL_TIMEOUT_S`` in the environment of the driver overrides it.
-        use_fp16: True: mixed precision by ``torch.amp``; "apex": by NVIDIA Apex on every worker.
-        amp_dtype: torch.float16 or torch.bfloat16, for ``use_fp16=True``; None: float16 on GPUs,
-            bfloat16 on CPUs. With float16 the loss is scaled.
-        use_tqdm: whether to show a progress bar.
-        add_dist_sampler: whether to partition registered map-style loaders. False if each loader
-            selects the samples of its worker itself.
-        scheduler_step_freq: "batch", "epoch" or "manual"; required with schedulers.
-        monitor: the metric that steps ReduceLROnPlateau in `fit`, after each validation, or after
-            each epoch if it is a metric of training. Needs ``scheduler_step_freq="epoch"``.
-        split_on_oom: whether to repeat a step that runs out of memory with micro-batches, on all
-            workers. False to raise the error.
-        use_local: whether worker 0 lives in this process. With ``num_workers=1`` Ray is neither
+        use_fp16: True: mixed precision by ``torch.amp``. "apex": by NVIDIA Apex on every worker.
+        amp_dtype: torch.float16 or torch.bfloat16, for ``use_fp16=True``. None: float16 on GPUs,
+            bfloat16 on CPUs.
+        use_tqdm: Whether to show a progress bar.
+        add_dist_sampler: Whether to partition loaders. False if each loader selects the samples of
+            its worker.
+        scheduler_step_freq: "batch", "epoch", or "manual". Required with schedulers.
+        monitor: Metric that steps ReduceLROnPlateau in `fit`, after each validation, or after each
+            epoch if it is a metric of training. Needs ``scheduler_step_freq="epoch"``.
+        split_on_oom: Whether to repeat a step that runs out of memory with micro-batches.
+        use_local: Whether worker 0 lives in this process. With ``num_workers=1``, Ray is neither
             started nor imported, and PyTorch keeps the threads of this process.
-        elastic: how to react when workers are lost or can be added.
-        callbacks: observe every call of this trainer, see :class:`raysgd.callbacks.Callback`.
-        logdir: folder of the run, for ``metrics.jsonl``, ``events.jsonl``, and callbacks without a
+        elastic: How to react when workers are lost or can be added.
+        callbacks: Objects that observe every call, see :class:`raysgd.callbacks.Callback`.
+        logdir: Folder of the run, for ``metrics.jsonl``, ``events.jsonl``, and callbacks without a
             folder of their own. None to write nothing.
 
     Raises:
-        TypeError: if an argument has the wrong type.
-        ValueError: if an argument has a value that is not allowed.
-        ImportError: if a worker lacks Apex, for ``use_fp16="apex"``.
-        InsufficientResourcesError: if the cluster has no room for `min_workers` within the start
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument has a value that is not allowed.
+        ImportError: If a worker lacks Apex, for ``use_fp16="apex"``.
+        InsufficientResourcesError: If the cluster has no room for `min_workers` within the start
             timeout (``SGD_PLACEMENT_GROUP_TIMEOUT_S``, 100 s).
-        BaseException: an error of ``setup`` of the operator on a worker.
+        BaseException: An error of ``setup`` of the operator on a worker.
     """
 
     _trainable = "BaseTorchTrainable"
@@ -170,12 +169,10 @@ class TorchTrainer(OperatorTrainer):
     def get_model(self, to_cpu: bool = False) -> Any:
         """Return a copy of the model, or of the list of models, without DistributedDataParallel.
 
-        Args:
-            to_cpu: whether to keep it on the CPU. Otherwise it is on a GPU, if the workers use GPUs
-                and this process has one.
+        It is on a GPU if the workers use GPUs and this process has one, unless `to_cpu` is set.
 
         Raises:
-            TypeError: if a model cannot be pickled; ``state_dict()["models"]`` has its weights.
+            TypeError: If a model cannot be pickled. ``state_dict()["models"]`` has its weights.
         """
         if self._options.use_local and self.global_step == 0:
             logger.warning(
@@ -193,24 +190,26 @@ class TorchTrainer(OperatorTrainer):
         """Write the state to one file, or to a folder, completely or not at all.
 
         Args:
-            path: a path, or a URL such as ``s3://bucket/state.pt``.
+            path: A path, or a URL such as ``s3://bucket/state.pt``.
             blocking: False to write a copy of the state during training. If the write fails, the
                 next call of the trainer raises the error.
             sharded: True: each worker writes its shards of models with ``sharding="full"`` into the
-                folder `path`, which all of them reach. No process ever has the whole state. `load`
-                takes it on any number of workers.
+                folder `path`, which all workers share.
 
         Returns:
             The absolute path, or the URL.
 
         Raises:
-            CheckpointError: if it cannot be written there, or the last write failed.
-            ValueError: if `sharded` does not fit `blocking`, or the registered models.
+            CheckpointError: If it cannot be written there, or the last write failed.
+            ValueError: If `sharded` does not fit `blocking`, or the registered models.
         """
         if not sharded:
             return super().save(path, blocking)
         if not blocking:
-            raise ValueError("save(sharded=True) waits until all is written: leave blocking out.")
+            raise ValueError(
+                "save(sharded=True, blocking=False): a sharded save always waits until all is "
+                "written. Leave blocking out."
+            )
         return self._state.save_sharded(path)
 
     def find_learning_rate(
@@ -218,29 +217,21 @@ class TorchTrainer(OperatorTrainer):
     ) -> LearningRates:
         """Train with a growing learning rate, and suggest the rate at which the loss falls fastest.
 
-        This is the range test of Smith (2015). All optimizers get the same rate. The state is
-        restored at the end, and callbacks are not called::
-
-            found = trainer.find_learning_rate()
-            print(found.suggestion)  # use it in the config of a new trainer
-
-        Args:
-            lowest: the first rate.
-            highest: the last rate.
-            num_steps: number of steps. The search ends early if the loss is NaN or four times the
-                minimum.
+        This is the range test of Smith (2015). All optimizers get the same rate. The search ends
+        early if the loss is NaN or four times the minimum. The state is restored at the end, and
+        callbacks are not called.
 
         Returns:
-            ``suggestion``, ``rates`` and ``losses``.
+            ``suggestion``, ``rates``, and ``losses``.
 
         Raises:
-            ValueError: if the rates do not grow, or there are fewer than 3 steps.
-            KeyError: if ``train_batch`` returns no ``train_loss``.
+            ValueError: If the rates do not grow, or there are fewer than 3 steps.
+            KeyError: If ``train_batch`` returns no ``train_loss``.
         """
         if not 0 < lowest < highest < math.inf or num_steps < 3:
             raise ValueError(
                 f"find_learning_rate(lowest={lowest!r}, highest={highest!r}, num_steps="
-                f"{num_steps!r}): the rates must be positive and grow, in at least 3 steps."
+                f"{num_steps!r}): rates must be positive and grow, and num_steps be at least 3."
             )
         rates, losses = geometric(lowest, highest, num_steps), []
         never = sys.maxsize  # schedulers with a validation metric do not step
@@ -265,11 +256,7 @@ class TorchTrainer(OperatorTrainer):
 
 
 def _without_old(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments without those of older libraries that have no effect.
-
-    Raises:
-        DeprecationWarning: if one of the others is from the oldest API, with its replacement.
-    """
+    """Return arguments without those of older libraries that have no effect."""
     left = {
         n: value for n, value in arguments.items() if n not in _OLD_ARGUMENTS or value is not None
     }
@@ -296,6 +283,7 @@ def _checked_operator(operator_cls: Any) -> type[TrainingOperator]:
 
 
 def __getattr__(name: str) -> Any:
-    if name != "BaseTorchTrainable":  # import path of older scripts; it needs Ray Tune
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Return `BaseTorchTrainable`, which needs Ray Tune. Older scripts import it from here."""
+    if name != "BaseTorchTrainable":
+        raise AttributeError(f"raysgd.torch has no attribute {name!r}")
     return importlib.import_module("raysgd.tune").BaseTorchTrainable

@@ -19,7 +19,7 @@ from raysgd.checkpoint.sharded import (
 )
 from raysgd.checkpoint.weights import save_rows
 from raysgd.elastic.call import Call
-from raysgd.torch.requests import SaveTensorsRequest, SaveWeightsRequest
+from raysgd.torch.runner import SaveTensorsRequest, SaveWeightsRequest
 from raysgd.torch.sharded_files import with_tensors
 from raysgd.torch.sharding.merge import gather_state
 from raysgd.trainer.state import TrainerState

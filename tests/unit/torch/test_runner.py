@@ -74,7 +74,7 @@ def test_workers_set_their_threads_and_the_driver_keeps_its_own(monkeypatch):
 def test_invisible_gpu_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     runner = TorchRunner(TorchOptions(training_operator_cls=Recorder, config=SMALL, use_gpu=True))
-    with pytest.raises(RuntimeError, match=r"shall use a GPU.*use_gpu=False"):
+    with pytest.raises(RuntimeError, match=r"must use a GPU.*use_gpu=False"):
         runner.prepare(WorkerContext(gpu_index=0, in_driver=True))
 
 
@@ -85,7 +85,7 @@ def test_single_local_worker_uses_the_current_gpu(monkeypatch):
     alone = WorkerContext(in_driver=True)
     runner.prepare(alone)
     assert _device(True, alone) == torch.device("cuda", 3)
-    with pytest.raises(RuntimeError, match="shall use a GPU"):
+    with pytest.raises(RuntimeError, match="must use a GPU"):
         runner.prepare(WorkerContext(in_driver=True, world_size=2))
 
 
