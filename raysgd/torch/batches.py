@@ -75,19 +75,16 @@ def read_batch(batch: Any, model: torch.nn.Module) -> Batch:
     Raises:
         TypeError: if the arguments and the target cannot be told apart.
     """
-    if _is_named(batch):
-        return _read_named(_by_name(batch), batch, model)
-    if _is_named_like(model, batch, num_others=1):
-        return _read_named(batch._asdict(), batch, model)
+    if (named := _by_name(batch, model, num_others=1)) is not None:
+        return _read_named(named, batch, model)
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         raise _unclear(batch, model)
     *features, target = batch
     if len(features) == 1:
         (feature,) = features
-        if _is_named(feature) and _accepts(model, named := _by_name(feature)) == named.keys():
+        named = _by_name(feature, model, num_others=0)
+        if named is not None and _accepts(model, named) == named.keys():
             return Batch((), named, target)
-        if _is_named_like(model, feature, num_others=0):
-            return Batch((), feature._asdict(), target)
         if isinstance(feature, tuple | list) and 1 < len(feature) == len(_required(model)):
             return Batch(tuple(feature), {}, target)
     return Batch(tuple(features), {}, target)
@@ -106,25 +103,23 @@ def _read_named(named: Mapping[str, Any], batch: Any, model: torch.nn.Module) ->
     raise _unclear(batch, model)
 
 
-def _is_named(value: Any) -> bool:
-    return isinstance(value, Mapping) or (
-        dataclasses.is_dataclass(value) and not isinstance(value, type)
-    )
-
-
-def _by_name(value: Any) -> Mapping[str, Any]:
+def _named(value: Any) -> Mapping[str, Any] | None:
+    """Return a dict or a data class by name, and None for other values."""
     if isinstance(value, Mapping):
         return value
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
-def _is_named_like(model: torch.nn.Module, value: Any, num_others: int) -> bool:
-    """Return whether a named tuple has the arguments of ``forward``, and few other fields."""
+def _by_name(value: Any, model: torch.nn.Module, num_others: int) -> Mapping[str, Any] | None:
+    """Do the same, also for a named tuple of arguments of ``forward`` and few other fields."""
     fields = set(getattr(value, "_fields", ())) if isinstance(value, tuple) else set()
     if not fields:
-        return False
+        return _named(value)
     others = fields - {p.name for p in _inputs_of(model) if p.kind not in _VARIADIC}
-    return _required(model) <= fields and len(others) <= num_others < len(fields)
+    is_like = _required(model) <= fields and len(others) <= num_others < len(fields)
+    return value._asdict() if is_like else None
 
 
 def _accepts(model: torch.nn.Module, names: Collection[str]) -> set[str]:
@@ -276,8 +271,8 @@ def _shapes_of(value: Any) -> str:
     """
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-    if _is_named(value):
-        inner = ", ".join(f"{name!r}: {_shapes_of(v)}" for name, v in _by_name(value).items())
+    if (named := _named(value)) is not None:
+        inner = ", ".join(f"{name!r}: {_shapes_of(v)}" for name, v in named.items())
         kind = "" if type(value) is dict else type(value).__name__
         return f"{kind}{{{inner}}}"
     if isinstance(value, tuple | list):
@@ -289,8 +284,8 @@ def _shapes_of(value: Any) -> str:
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif _is_named(value):
-        yield from _tensors_in(list(_by_name(value).values()))
+    elif (named := _named(value)) is not None:
+        yield from _tensors_in(list(named.values()))
     elif isinstance(value, tuple | list):
         for each in value:
             yield from _tensors_in(each)

@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,8 +37,8 @@ def _horovod() -> Any:
         return None
     if "horovod" not in sys.modules:
         raise RuntimeError(
-            "The backend has made no process group: torch.distributed is not initialized after its "
-            "setup()."
+            "The setup() of the backend did not initialize torch.distributed. It must create a "
+            "process group."
         )
     import horovod.torch as hvd
 
@@ -46,13 +46,11 @@ def _horovod() -> Any:
 
 
 def rank() -> int:
-    """Return this worker's rank."""
     hvd = _horovod()
     return dist.get_rank() if hvd is None else int(hvd.rank())
 
 
 def size() -> int:
-    """Return the number of workers."""
     hvd = _horovod()
     return dist.get_world_size() if hvd is None else int(hvd.size())
 
@@ -138,13 +136,12 @@ def _broadcast_flat(tensors: list[torch.Tensor], source: int, to: Sequence[int] 
             tensor.copy_(part.view_as(tensor))
 
 
-class _Slot:
+class _Slot(NamedTuple):
     """A placeholder for a tensor in the pickled structure."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape = tuple(tensor.shape)
-        self.dtype = tensor.dtype
-        self.on_cpu = tensor.device.type == "cpu"
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_cpu: bool
 
 
 def broadcast_state(
@@ -153,10 +150,10 @@ def broadcast_state(
     device: torch.device,
     to: Sequence[int] | None = None,
 ) -> Any:
-    """Return rank `source`'s state on every rank: nested dicts, lists and tuples with tensors.
+    """Return rank `source`'s state on every rank: nested dicts, lists, and tuples with tensors.
 
-    Only rank `source` calls `make_state`. The structure is pickled, and the tensors are broadcast.
-    Tensors arrive on the same kind of device, `device` or the CPU.
+    Only rank `source` calls `make_state`. Tensors arrive on the same kind of device, `device` or
+    the CPU.
     """
     tensors: list[torch.Tensor] = []
 
@@ -164,7 +161,7 @@ def broadcast_state(
         if not isinstance(leaf, torch.Tensor):
             return leaf
         tensors.append(leaf)
-        return _Slot(leaf)
+        return _Slot(tuple(leaf.shape), leaf.dtype, leaf.device.type == "cpu")
 
     def make(leaf: Any) -> Any:
         if not isinstance(leaf, _Slot):
@@ -183,10 +180,9 @@ def broadcast_state(
 
 
 def fingerprint(state: Any) -> bytes:
-    """Return a digest of nested dicts, lists and tuples with tensors, to compare ranks.
+    """Return a digest of nested dicts, lists, and tuples with tensors, to compare ranks.
 
-    For each tensor it has the sum and the hash of its 64-bit words, computed on its device. A state
-    that cannot be pickled gets a random digest.
+    A state that cannot be pickled gets a random digest.
     """
 
     def summary(leaf: Any) -> Any:
@@ -203,6 +199,7 @@ def fingerprint(state: Any) -> bytes:
 
 
 def _bits(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the sum and the hash of the 64-bit words of a tensor, computed on its device."""
     content = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
     if content.storage_offset() % 8:
         content = content.clone()  # words must be aligned

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["LearningRates", "geometric", "set_rate", "suggested"]
+__all__ = ["LearningRates", "set_rate", "suggested"]
 
 _SMOOTHING = 0.9
 
@@ -24,17 +24,7 @@ class LearningRates(NamedTuple):
     """The loss at each rate, before the update."""
 
 
-def geometric(lowest: float, highest: float, number: int) -> list[float]:
-    """Return `number` rates with a constant ratio.
-
-    >>> geometric(0.01, 1.0, 3)
-    [0.01, 0.1, 1.0]
-    """
-    return [float(rate) for rate in np.geomspace(lowest, highest, number)]
-
-
 def set_rate(operator: Any, rate: float) -> None:
-    """Set the learning rate of all optimizers of an operator."""
     for optimizer in operator._train_state.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate

@@ -18,33 +18,26 @@ Options = list[list[dict[str, Any]]]
 """Options that are numbers or lists of numbers, by optimizer and parameter group."""
 
 Owners = Sequence[int | None]
-"""Index of the optimizer of each scheduler. None if it is unknown."""
+"""Index of the optimizer of each scheduler. None: the first optimizer with its rates."""
 
 _Rates = list[tuple[list[Any], list[Any]]]
 
 
 def inspect(operator: TrainingOperator) -> tuple[bool, Options, Owners]:
     """Return whether a validation loader exists, the options, and the owners of schedulers."""
-    optimizers = operator._train_state.optimizers
-    options = [[_plain(group) for group in optimizer.param_groups] for optimizer in optimizers]
-    owners = [_owner(scheduler, optimizers) for scheduler in operator._train_state.schedulers]
-    return operator._train_state.data.has("validation"), options, owners
+    state = operator._train_state
+    options = [[_plain(group) for group in each.param_groups] for each in state.optimizers]
+    owners = [_owner(scheduler, state.optimizers) for scheduler in state.schedulers]
+    return state.data.has("validation"), options, owners
 
 
 def with_options(
     state: dict[str, Any], then: Options, now: Options, owners: Owners = ()
 ) -> dict[str, Any]:
-    """Change a state to other options, in place, and return it.
+    """Change the state of a trainer, in place, from the initial options `then` to `now`.
 
     Changes by schedulers stay in proportion: a learning rate that is a tenth of its first value
     becomes a tenth of the new one.
-
-    Args:
-        state: the state of a trainer.
-        then: the options after the ``setup`` of the trainer that saved the state.
-        now: the new initial options.
-        owners: the optimizer of each scheduler. A scheduler without one follows the first optimizer
-            with its rates.
     """
     rates: list[_Rates] = []
     for optimizer, groups_then, groups_now in zip(state["optimizers"], then, now, strict=True):

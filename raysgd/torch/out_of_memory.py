@@ -38,7 +38,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory() -> None:
-    """Free tensors that the frames of a failed step hold, and GPU memory that PyTorch caches."""
+    """Free tensors in reference cycles, and GPU memory that PyTorch caches."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -47,9 +47,7 @@ def free_memory() -> None:
 def num_rows(batch: Any, samples: float = 0) -> int:
     """Return the first dimension that all tensors of a batch share.
 
-    Args:
-        batch: the batch.
-        samples: number of samples in the batch; 0 if unknown.
+    `samples` is the number of samples in the batch, or 0 if unknown.
 
     Raises:
         TypeError: if the batch cannot be split.
@@ -58,9 +56,9 @@ def num_rows(batch: Any, samples: float = 0) -> int:
 
     def measure(tensor: Any) -> Any:
         if not tensor.shape:
-            raise TypeError("it holds a tensor without dimensions")
+            raise TypeError("it has a tensor without dimensions")
         if (layout := getattr(tensor, "layout", torch.strided)) is not torch.strided:
-            raise TypeError(f"it holds a tensor of the layout {layout}")
+            raise TypeError(f"it has a tensor of the layout {layout}")
         sizes.add(len(tensor))
         return tensor
 
@@ -111,11 +109,7 @@ def in_own_containers(batch: Any) -> Any:
 
 
 def _mapped(batch: Any, function: Callable[[Any], Any], strict: bool = True) -> Any:
-    """Return a batch with a function applied to its tensors, in any container.
-
-    Raises:
-        TypeError: if `strict` is set and it contains another object.
-    """
+    """Return a batch with a function applied to its tensors. If `strict`, it has nothing else."""
 
     def mapped(item: Any) -> Any:
         return _mapped(item, function, strict)
@@ -141,5 +135,5 @@ def _mapped(batch: Any, function: Callable[[Any], Any], strict: bool = True) -> 
                 object.__setattr__(like, name, mapped(getattr(batch, name)))
             return like
     if strict:
-        raise TypeError(f"it holds a {type(batch).__name__}, which is no tensor")
+        raise TypeError(f"it has a {type(batch).__name__}, which is no tensor")
     return batch

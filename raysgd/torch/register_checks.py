@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +30,6 @@ __all__ = [
     "is_trained",
     "needs_metric",
     "warn_of_own_schedulers",
-    "warn_of_strangers",
     "warn_of_unregistered",
 ]
 
@@ -94,19 +92,6 @@ def is_trained(
         return False
     own = {id(p) for p in criterion.parameters() if p.requires_grad}
     return bool(own & _stepped(optimizers) - _parameters_of(models))
-
-
-def warn_of_strangers(optimizers: list[torch.optim.Optimizer], modules: list[Any]) -> None:
-    """Warn about an optimizer without parameters of the registered models or the criterion."""
-    registered = _parameters_of(m for m in modules if isinstance(m, torch.nn.Module))
-    for optimizer in optimizers:
-        if not _stepped([optimizer]) & registered:
-            warnings.warn(
-                f"register(optimizers=...): {type(optimizer).__name__} updates no parameter of the "
-                "registered models. Create it with the parameters() of a registered model.",
-                RuntimeWarning,
-                stacklevel=5,  # the line of register() in the user's setup
-            )
 
 
 def _parameters_of(models: Iterable[torch.nn.Module]) -> set[int]:

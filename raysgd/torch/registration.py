@@ -32,7 +32,6 @@ from raysgd.torch.register_checks import (
     checked,
     checked_sharding,
     is_trained,
-    warn_of_strangers,
 )
 
 if TYPE_CHECKING:
@@ -75,7 +74,6 @@ def register(
     options, device = state.settings.options, state.settings.device
     distributed = state.context.distributed
     sharding_args = checked_sharding(sharding, sharding_args, options, state.optimizers)
-    warn_of_strangers(state.optimizers, [*modules, *criteria])
     trained = [each for each in criteria if is_trained(each, state.optimizers, modules)]
     state.num_criteria = len(trained)
     init = checked_init(modules, state.optimizers, sharding_args.pop("init_fn", None), sharding)

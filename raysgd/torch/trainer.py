@@ -12,13 +12,14 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from raysgd._internal.arguments import suggests, unknown_argument
 from raysgd.callbacks.base import Callback
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
-from raysgd.torch.learning_rate import LearningRates, geometric, set_rate, suggested
+from raysgd.torch.learning_rate import LearningRates, set_rate, suggested
 from raysgd.torch.operator import CreatorOperator, TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.out_of_memory import concatenated
@@ -233,7 +234,8 @@ class TorchTrainer(OperatorTrainer):
                 f"find_learning_rate(lowest={lowest!r}, highest={highest!r}, num_steps="
                 f"{num_steps!r}): rates must be positive and grow, and num_steps be at least 3."
             )
-        rates, losses = geometric(lowest, highest, num_steps), []
+        rates: list[float] = np.geomspace(lowest, highest, num_steps).tolist()
+        losses: list[float] = []
         never = sys.maxsize  # schedulers with a validation metric do not step
         with self._calls.results.trial(self), self._validations.of_fit(never, never):
             for rate in rates:

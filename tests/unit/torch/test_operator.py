@@ -46,17 +46,6 @@ def test_register_suggests_a_name_for_a_misspelled_argument():
         run_operator(Wrong)
 
 
-def test_optimizer_of_another_model_causes_a_warning():
-    class Strange(TrainingOperator):
-        def setup(self, config):
-            optimizer = torch.optim.SGD(make_model().parameters(), lr=0.1)
-            self.register(models=make_model(), optimizers=optimizer)
-
-    with pytest.warns(RuntimeWarning, match="updates no parameter") as caught:
-        run_operator(Strange)
-    assert caught[0].filename == __file__
-
-
 def test_several_models_need_an_own_train_batch():
     operator = operator_with()
     operator.model = [operator.model, operator.model]

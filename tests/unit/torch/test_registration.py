@@ -23,45 +23,25 @@ def sgd(*models):
     return torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
 
 
-def step_lr(optimizer):
-    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
-
 def make_registration(device=CPU, context=None, batch_share=None, **options):
     place = {"context": context or WorkerContext(), "device": device, "batch_share": batch_share}
     return TorchTrainState(OperatorSettings(options=TorchOptions(**options), **place))
 
 
-def register(
-    train_state, models=None, optimizers=None, criterion=None, schedulers=None, ddp_args=None
-):
-    models = linear() if models is None else models
-    if optimizers is None:
-        first = models[0] if isinstance(models, list | tuple) and models else models
-        optimizers = sgd(first if isinstance(first, torch.nn.Module) else linear())
-    return registration.register(train_state, models, optimizers, criterion, schedulers, ddp_args)
+def register(train_state, models=None, optimizers=None, criterion=None, schedulers=None):
+    models = models or linear()
+    optimizers = optimizers or sgd(models)
+    return registration.register(train_state, models, optimizers, criterion, schedulers)
 
 
-def test_register_returns_single_objects():
-    train_state, model = make_registration(), linear()
+def test_register_returns_what_was_passed():
+    model = torch.nn.Sequential(linear(), linear())  # an iterable, but one model
     optimizer = sgd(model)
-    assert register(train_state, model, optimizer) == (model, optimizer)
-    assert (train_state.models, train_state.optimizers) == ([model], [optimizer])
-
-
-def test_iterable_model_is_one_model():
-    model = torch.nn.Sequential(linear(), linear())
-    train_state = make_registration()
-    assert register(train_state, model, sgd(model))[0] is model
-    assert train_state.models == [model]
-
-
-def test_register_returns_criterion_and_schedulers_if_passed():
-    model = linear()
-    optimizer = sgd(model)
-    scheduler = step_lr(optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     train_state = make_registration(scheduler_step_freq="batch")
-    assert register(train_state, model, optimizer, schedulers=scheduler)[2:] == (scheduler,)
+    given = model, optimizer, scheduler
+    assert register(train_state, model, optimizer, schedulers=scheduler) == given
+    assert train_state.models == [model]
     assert len(register(make_registration())) == 2
 
 
@@ -115,18 +95,6 @@ def test_rollback_restores_loaded_buffers():
 # ---- the place in the data
 
 
-def test_position_can_be_restored():
-    train_state = make_registration()
-    register(train_state)
-    train_state.epoch, train_state.offset, train_state.validation_offset = 2, 8, 3
-    position = train_state.position()
-    other = make_registration()
-    register(other)
-    other.move_to(position, global_step=11)
-    assert other.position() == position
-    assert other.global_step == 11
-
-
 def test_positions_of_old_states_load():
     train_state = make_registration()
     seed = train_state.seed
@@ -137,27 +105,6 @@ def test_positions_of_old_states_load():
         train_state.validation_offset,
         train_state.seed,
     ) == (1, 4, 0, seed)
-
-
-def test_reseed_changes_the_order():
-    train_state = make_registration()
-    data = TensorDataset(torch.arange(30))
-    train_state.data.register(DataLoader(data, batch_size=30, shuffle=True), None)
-    orders = []
-    for seed in (1, 2, 1):
-        train_state.reseed(seed)
-        orders.append(next(train_state.data.source("train").batches(0, 0))[0].tolist())
-    assert orders[0] == orders[2] != orders[1]
-
-
-def test_replacement_adopts_batch_sizes():
-    train_state, data = make_registration(batch_share=4), TensorDataset(torch.arange(8))
-    train_state.data.register(DataLoader(data, batch_size=4), DataLoader(data, batch_size=8))
-    assert train_state.data.batching() == {"train": (4, True), "validation": (8, False)}
-    other = make_registration(batch_share=2)
-    other.data.register([[torch.zeros(2)]], DataLoader(data, batch_size=2))
-    other.data.set_batch_size(train_state.data.batching())
-    assert other.data.batching() == {"validation": (8, False)}
 
 
 def test_data_set_of_a_call_keeps_its_batch_size():
@@ -172,43 +119,6 @@ def test_data_set_of_a_call_keeps_its_batch_size():
         train_state.enter(WorkerContext(world_rank=1, world_size=2), batch_share=2)
         sizes.append(source.batch_size)
     assert sizes == [4, 4]
-
-
-def shuffling(seed):
-    """TorchTrainState whose train loader shuffles by a generator of its own."""
-    train_state, data = make_registration(), TensorDataset(torch.arange(30))
-    generator = torch.Generator().manual_seed(seed)
-    train_state.data.register(
-        DataLoader(data, batch_size=30, shuffle=True, generator=generator),
-        DataLoader(data, batch_size=30),
-    )
-    return train_state
-
-
-def order_of(train_state):
-    return next(train_state.data.source("train").batches(0, 0))[0].tolist()
-
-
-def test_position_has_the_seeds_of_generators():
-    saved, train_state = shuffling(1), shuffling(2)
-    own = order_of(train_state)
-    assert order_of(saved) != own
-    train_state.move_to(saved.position(), global_step=1)
-    assert train_state.position() == saved.position()
-    assert order_of(train_state) == order_of(saved)
-    older = saved.position()
-    del older["loader_seeds"]  # of a state that was saved without them
-    train_state.move_to(older, global_step=1)
-    assert order_of(train_state) == own
-
-
-def test_new_generation_partitions_the_data():
-    train_state = make_registration(batch_share=4)
-    train_state.data.register(DataLoader(TensorDataset(torch.arange(8)), batch_size=4), None)
-    train_state.enter(WorkerContext(world_rank=1, world_size=2), batch_share=2)
-    batches = [batch[0].tolist() for batch in train_state.data.source("train").batches(0, 0)]
-    assert batches == [[2, 3], [6, 7]]
-    assert train_state.settings.context.world_size == 2
 
 
 def test_parameters_frozen_after_register_are_averaged_later(
