@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 import numbers
 from collections.abc import Callable, Sequence
@@ -282,16 +280,9 @@ class Optimization(StepFeature):
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """See :meth:`TrainingOperator.optimizer_step`."""
-        kind = type(optimizer).__name__
-        if _needs_closure(type(optimizer).step):
-            raise TypeError(
-                f"optimizer_step() cannot step {kind}, because it needs a closure. Override "
-                f"train_batch, and call step(closure) of {kind} there, in full precision, without "
-                "accumulation or clipping."
-            )
         self._step.check_warm_up()
         if id(optimizer) in self._stepped:
-            self._reject(f"train_batch steps the same {kind} twice")
+            self._reject(f"train_batch steps the same {type(optimizer).__name__} twice")
         self._stepped.add(id(optimizer))
         self._check_unchanged(optimizer)
         group = self.group
@@ -439,9 +430,3 @@ def _gradients_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
     """Return the identities and versions of gradients, to detect changes."""
     gradients = [parameter.grad for parameter in _parameters(optimizer)]
     return [(id(each), 0 if each is None else version_of(each)) for each in gradients]
-
-
-@functools.cache
-def _needs_closure(step: Callable[..., Any]) -> bool:
-    closure = inspect.signature(step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
