@@ -81,9 +81,7 @@ def schedule_of(trainer):
 
 
 def averages_of(trainer):
-    return trainer.apply_all_operators(
-        lambda op: fingerprint(op._train_state.feature("Averaging").averages)
-    )
+    return trainer.apply_all_operators(lambda op: fingerprint(op._train_state.feature("Averaging")))
 
 
 @pytest.mark.slow("two workers are lost and replaced, one after the other")

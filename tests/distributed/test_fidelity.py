@@ -83,7 +83,7 @@ def run_out(trainer, where, rank):
 
 def all_weights(operator):
     assert all(rank != operator.world_rank for rank, _ in operator.faults)
-    (averages,) = operator._train_state.feature("Averaging").averages.state_dict()["models"]
+    (averages,) = operator._train_state.feature("Averaging").averages
     return torch.cat([flat(operator.model), *(each.flatten() for each in averages.values())])
 
 

@@ -1,12 +1,14 @@
 """Averages of the weights: what they are, where they stand in for the weights, what keeps them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from raysgd.callbacks import EMA, SWA, Callback, CheckpointCallback
 from raysgd.errors import CheckpointError
-from raysgd.torch.features.averaging import Averages
+from raysgd.torch.features.averaging import Averaging
 from tests.unit.recorder import Recorder
 
 CONFIG = {"batch_norm": True, "dropout": 0.5, "shuffle": True}
@@ -118,7 +120,7 @@ def test_averages_that_do_not_fit_are_refused(make_trainer, change):
     trainer.train(num_steps=1)
     state = trainer.state_dict()
     change(state["averages"])
-    with pytest.raises(CheckpointError, match="'averages' cannot be taken"):
+    with pytest.raises(CheckpointError, match="Cannot load 'averages'"):
         trainer.load_state_dict(state)
 
 
@@ -130,12 +132,14 @@ def test_arguments_out_of_range_are_refused(kind, value):
 
 def test_models_that_share_parameters_get_them_back():
     shared = torch.nn.Linear(2, 2)
-    averages = Averages([shared, torch.nn.Sequential(shared, torch.nn.Linear(2, 1))], 0.5)
-    averages.note_update()
+    models = [shared, torch.nn.Sequential(shared, torch.nn.Linear(2, 1))]
+    averages = Averaging(SimpleNamespace(models=models, sharded=[]))
+    averages.begin(0.5, start_epoch=1)
+    averages.commit()
     average = shared.weight.detach().clone()
     with torch.no_grad():
         shared.weight += 1
     before = shared.weight.detach().clone()
-    with averages.in_place():
+    with averages.evaluating():
         assert torch.equal(shared.weight, average)
     assert torch.equal(shared.weight, before)

@@ -124,7 +124,7 @@ def test_split_changes_neither_weights_nor_metrics(accumulated, arguments):
         with local(Clipped, config, callbacks=[Points()], **arguments) as trainer:
             measured = [*trainer.fit(2, log_every=2), *points]
             operator = trainer.get_local_operator()
-            (averages,) = operator._train_state.feature("Averaging").averages.state_dict()["models"]
+            (averages,) = operator._train_state.feature("Averaging").averages
             learnt = [flat(operator.model), *(each.flatten() for each in averages.values())]
             results.append((measured, torch.cat(learnt), trainer.global_step))
             assert splits(trainer) == ([2, 4, 8] if faults else [])

@@ -412,5 +412,5 @@ def test_sparse_averages_are_an_error():
     state = copy.deepcopy(train_state.training_state())
     given = state["averages"]["models"][0]
     given["weight"] = given["weight"].to_sparse()
-    with pytest.raises(CheckpointError, match="no dense tensors"):
+    with pytest.raises(CheckpointError, match="not dense tensors"):
         train_state.check_training_state(state)
