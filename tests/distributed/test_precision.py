@@ -15,7 +15,7 @@ HALF = {"use_fp16": True, "amp_dtype": torch.float16}
 
 def scaler_of(trainer):
     states = trainer.apply_all_operators(
-        lambda op: op._train_state.optimization.precision.scale_state()
+        lambda op: op._train_state.optimization.precision.state_dict()["amp_native"]
     )
     assert all(state == states[0] for state in states)
     return states[0]

@@ -23,9 +23,4 @@ PRECISIONS: dict[bool | str, Callable[[torch.device, torch.dtype | None], Precis
 def create_precision(
     use_fp16: bool | str, device: torch.device, dtype: torch.dtype | None = None
 ) -> Precision:
-    """Return the precision that ``use_fp16`` and ``amp_dtype`` of the trainer ask for.
-
-    Raises:
-        ImportError: if a required package is not installed.
-    """
     return PRECISIONS[use_fp16](device, dtype)

@@ -12,21 +12,15 @@ from raysgd.torch.precision.base import Precision
 
 __all__ = ["ApexAmp"]
 
+_KEY = "amp_apex"
+
 
 class ApexAmp(Precision):
-    """Passes models and optimizers to ``apex.amp``, with the calls that Apex documents.
+    """Passes models and optimizers to ``apex.amp``, whose ``opt_level`` selects the dtype.
 
     Apex keeps its state in its modules, so a process has only one.
-
-    Args:
-        device: device of the models; Apex needs a GPU.
-        dtype: None, because the ``opt_level`` of Apex selects the dtype.
-
-    Raises:
-        ImportError: if Apex is not installed.
     """
 
-    state_key: ClassVar[str | None] = "amp_apex"
     name: ClassVar[str] = 'Apex (use_fp16="apex")'
     scales = True
 
@@ -36,9 +30,9 @@ class ApexAmp(Precision):
             self._amp: Any = importlib.import_module("apex.amp")
         except ImportError as error:
             raise ImportError(
-                'use_fp16="apex" needs NVIDIA Apex in the Python of every worker, and here it is '
-                f"missing ({error}). Build it from https://github.com/NVIDIA/apex, or pass "
-                "use_fp16=True for torch's own mixed precision."
+                f'use_fp16="apex" needs NVIDIA Apex on every worker, but importing it failed here: '
+                f"{error}. Build it from https://github.com/NVIDIA/apex, or pass use_fp16=True for "
+                "the mixed precision of PyTorch."
             ) from error
         self._optimizers: list[torch.optim.Optimizer] = []
         self._num_updates: dict[int, int] = {}
@@ -67,7 +61,6 @@ class ApexAmp(Precision):
             scaled.backward()
 
     def parameters(self, optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
-        """Return the float32 master parameters."""
         return list(self._amp.master_params(optimizer))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -77,18 +70,18 @@ class ApexAmp(Precision):
         self._skipped |= self._num_updates.get(id(optimizer), 0) == before
 
     def commit(self) -> None:
-        """Count a skipped step."""
         self._num_skipped += self._skipped
         self._skipped = False
 
     def roll_back(self) -> None:
         self._skipped = False
 
-    def scale_state(self) -> dict[str, Any]:
-        return dict(self._amp.state_dict())
+    def state_dict(self) -> dict[str, Any]:
+        return {_KEY: dict(self._amp.state_dict())}
 
-    def load_scale_state(self, state: Mapping[str, Any]) -> None:
-        self._amp.load_state_dict(dict(state))
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if _KEY in state:
+            self._amp.load_state_dict(dict(state[_KEY]))
 
     def _on_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._num_updates[id(optimizer)] = self._num_updates.get(id(optimizer), 0) + 1

@@ -8,41 +8,39 @@ from typing import Any, ClassVar
 
 import torch
 
+from raysgd._internal.arguments import is_number
+from raysgd.errors import CheckpointError
 from raysgd.torch.precision.base import Precision
 from raysgd.torch.tensors import multiply_all
 
 __all__ = ["NativeAmp"]
 
-_STATE_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+_KEY = "amp_native"
 
 
 class NativeAmp(Precision):
     """Autocasts forward passes, and scales the loss if the dtype is float16.
 
-    One scaler serves all optimizers. Its scale is constant from the first backward pass of a
-    training step to its last update. It changes after every optimizer has stepped, or at `commit`
-    if a step uses only some of them. If an optimizer steps twice in a training step, the scale
-    changes in between. Gradients that still wait for their update are rescaled.
+    One scaler serves all optimizers. Its scale changes after every optimizer has stepped, or at
+    `commit` if a step uses only some of them. If an optimizer steps twice in a training step, the
+    scale changes in between, and gradients that still wait for their update are rescaled.
 
-    Args:
-        device: device of the models.
-        dtype: float16 or bfloat16; None for float16 on a GPU and bfloat16 on a CPU.
+    ``dtype=None`` means float16 on a GPU, and bfloat16 on a CPU.
     """
 
-    state_key: ClassVar[str | None] = "amp_native"
     name: ClassVar[str] = "native AMP (use_fp16=True)"
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
         super().__init__(device)
         default = torch.bfloat16 if device.type == "cpu" else torch.float16
         self.dtype = default if dtype is None else dtype
+        # bfloat16 has the range of float32, and needs no scaler.
         self.scaler = self._new_scaler() if self.dtype is torch.float16 else None
-        """The GradScaler; None for bfloat16, which has the range of float32."""
         self.scales = self.scaler is not None
         self._optimizers: list[torch.optim.Optimizer] = []
         self._stepped: set[int] = set()
         self._checked: set[int] = set()
-        # Keep it on the device, because reading it would synchronize at each step.
+        # These stay on the device, because reading them would synchronize at each step.
         self._one = torch.ones((), device=device)
         self._num_skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._committed_skipped = self._num_skipped
@@ -52,7 +50,6 @@ class NativeAmp(Precision):
 
     @property
     def num_skipped(self) -> int | None:
-        """The number of skipped steps. Reading it synchronizes with the device."""
         return int(self._committed_skipped.item()) if self.scales else None
 
     def prepare(
@@ -98,7 +95,7 @@ class NativeAmp(Precision):
         self._committed_skipped = self._num_skipped
 
     def roll_back(self) -> None:
-        """Discard the results of overflow checks. The scale does not change."""
+        """Keep the scale, and discard the results of overflow checks."""
         self._num_skipped = self._committed_skipped
         if self._checked and self.scaler is not None:
             state = self.scaler.state_dict()
@@ -107,20 +104,22 @@ class NativeAmp(Precision):
         self._stepped.clear()
         self._checked.clear()
 
-    def scale_state(self) -> dict[str, Any]:
-        return {} if self.scaler is None else self.scaler.state_dict()
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.scaler is None else {_KEY: self.scaler.state_dict()}
 
-    def load_scale_state(self, state: Mapping[str, Any]) -> None:
-        if self.scaler is not None:
-            self.scaler.load_state_dict(dict(state))
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.scaler is not None and _KEY in state:
+            self.scaler.load_state_dict(dict(state[_KEY]))
 
-    def scale_problem(self, state: Any) -> str:
-        if problem := super().scale_problem(state):
-            return problem
-        if missing := _STATE_KEYS - state.keys():
-            return f"without {', '.join(sorted(missing))}"
-        wrong = [k for k in sorted(_STATE_KEYS) if not isinstance(state[k], int | float)]
-        return f"{wrong[0]} is no number" if wrong else ""
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        if self.scaler is None or _KEY not in state:
+            return
+        saved, keys = state[_KEY], self.scaler.state_dict().keys()
+        if not isinstance(saved, Mapping) or not all(is_number(saved.get(key)) for key in keys):
+            raise CheckpointError(
+                f"Cannot load {_KEY!r} of the state: {saved!r} is not a dict with the "
+                f"numbers of a GradScaler: {', '.join(keys)}."
+            )
 
     def _update(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Update the scale from the detected overflows. Return the old and the new scale."""

@@ -363,21 +363,17 @@ def test_states_load_with_and_without_scaler(make_trainer):
 
 
 @pytest.mark.parametrize(
-    ("scaler", "problem"),
-    [
-        (7, "int, not a dict"),
-        ({}, "without _growth_tracker, backoff_factor, growth_factor, growth_interval, scale"),
-        ({"scale": None}, "scale is no number"),
-    ],
+    "scaler",
+    [7, {}, {"scale": None}],
 )
-def test_damaged_scaler_is_an_error_before_anything_changes(make_trainer, scaler, problem):
+def test_damaged_scaler_is_an_error_before_anything_changes(make_trainer, scaler):
     trainer = make_trainer(**HALF)
     state = trainer.state_dict()
     if scaler and isinstance(scaler, dict):
         scaler = {**state["amp_native"], **scaler}
     trainer.train()
     before = parameters(trainer.get_local_operator()).clone()
-    with pytest.raises(CheckpointError, match=rf"'amp_native' is no state of a scaler.*{problem}"):
+    with pytest.raises(CheckpointError, match="is not a dict with the numbers of a GradScaler"):
         trainer.load_state_dict({**state, "amp_native": scaler})
     assert torch.equal(parameters(trainer.get_local_operator()), before)
 
