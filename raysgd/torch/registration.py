@@ -14,7 +14,6 @@ from raysgd.loop.train_state import listed, shaped_like
 from raysgd.torch import collectives, ddp
 from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.features.buffers import BufferCopies
-from raysgd.torch.features.clipping import Clipping
 from raysgd.torch.features.compilation import Compilation, checked_compile, uncompile
 from raysgd.torch.features.gradient_norms import GradientNorms
 from raysgd.torch.features.replication import Replication
@@ -97,7 +96,7 @@ def register(
     state.accumulation_steps = check_int(
         "register", "gradient_accumulation_steps", accumulation_steps, 1
     )
-    clipping = Clipping(state.optimization, max_grad_norm)
+    norms = GradientNorms(state, max_grad_norm)
     for optimizer in state.optimizers:
         optimizer.register_step_post_hook(state.optimization.end_update)
     state.models = precision.prepare(state.models, state.optimizers, apex_args)
@@ -125,8 +124,7 @@ def register(
         precision,
         *replication,
         state.optimization,
-        GradientNorms(state),
-        clipping,
+        norms,
         Rollback(state.step, *watched, updates_late=bool(sharded)),
         state.buffers,
         state.parts,

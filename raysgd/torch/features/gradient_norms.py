@@ -1,35 +1,50 @@
-"""Log the norms of gradients before clipping."""
+"""Log the norms of gradients, and clip gradients by their norm."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from raysgd.loop.feature import StepFeature
 
 if TYPE_CHECKING:
-    import torch
-
     from raysgd.torch.train_state import TorchTrainState
 
 __all__ = ["GradientNorms"]
 
 
 class GradientNorms(StepFeature):
-    """Adds ``grad_norm`` of each optimizer to the metrics of logged steps."""
+    """Clips the gradients of each optimizer to ``max_grad_norm`` of ``register``.
 
-    def __init__(self, state: TorchTrainState) -> None:
-        self._state = state
-        self._is_wanted = False
+    Before that, it adds their norm to the metrics of logged steps, as ``grad_norm``.
+    """
+
+    def __init__(self, state: TorchTrainState, max_norm: Any) -> None:
+        if max_norm is not None:
+            if isinstance(max_norm, bool) or not isinstance(max_norm, int | float):
+                raise TypeError(f"register(max_grad_norm={max_norm!r}): must be a number or None.")
+            if not 0 < max_norm < math.inf:
+                raise ValueError(
+                    f"register(max_grad_norm={max_norm!r}): must be above 0 and finite."
+                )
+            self.needs_helper = f"max_grad_norm={max_norm}"
+        self._state, self._max_norm = state, max_norm
+        self._is_logged = False
         self._norms: dict[int, torch.Tensor] = {}
 
     def begin_call(self, logs_steps: bool) -> None:
-        self._is_wanted = logs_steps
-        if not logs_steps:
-            self._norms.clear()
+        self._is_logged = logs_steps
+        self._norms.clear()
 
     def before_update(self, optimizer: Any) -> None:
-        if self._is_wanted:
-            _, self._norms[id(optimizer)] = self._state.optimization.gradients(optimizer)
+        if self._is_logged or self._max_norm is not None:
+            held, norm = self._state.optimization.gradients(optimizer)
+            if self._is_logged:
+                self._norms[id(optimizer)] = norm
+            if self._max_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(held, self._max_norm, norm)
 
     def step_metrics(self) -> dict[str, float]:
         norms = [self._norms.get(id(optimizer)) for optimizer in self._state.optimizers]
