@@ -39,12 +39,7 @@ def checked_init(
     init: Any,
     sharding: Any,
 ) -> Init | None:
-    """Return the function that initializes a module; None if no model is on the meta device.
-
-    Raises:
-        TypeError: if `init` is not callable.
-        ValueError: if meta models do not fit the other arguments, or cannot be initialized.
-    """
+    """Return the function that initializes a module; None if no model is on the meta device."""
     if init is not None and not callable(init):
         raise TypeError(
             f"register(sharding_args={{'init_fn': {init!r}}}): must be a function of a module."
@@ -53,15 +48,15 @@ def checked_init(
     if not empty:
         if init is not None:
             raise ValueError(
-                "register(sharding_args={'init_fn': ...}) is for models on the meta device, and "
-                "these have content. Make them in `with torch.device('meta'):`, or leave it out."
+                "register(sharding_args={'init_fn': ...}) is for models on the meta device, but "
+                "these have content. Create them in `with torch.device('meta'):`, or leave out "
+                "init_fn."
             )
         return None
     if sharding != "full":
         raise ValueError(
-            f"register(models=...): {type(empty[0]).__name__} is on the meta device, and has no "
-            'content. Pass sharding="full", with which each worker makes its part, or make the '
-            "model on a device."
+            f"register(models=...): {type(empty[0]).__name__} is on the meta device, so it has no "
+            'content. Pass sharding="full", or create the model on another device.'
         )
     if any(
         isinstance(value, torch.Tensor) and value.is_meta
@@ -70,9 +65,9 @@ def checked_init(
         for value in state.values()
     ):
         raise ValueError(
-            f"register(optimizers=...): {type(optimizers[0]).__name__} has state of parameters on "
-            "the meta device, which has no content. Use an optimizer that makes its state in its "
-            "first step, or make the model on a device."
+            f"register(optimizers=...): {type(optimizers[0]).__name__} already has state on the "
+            "meta device, which has no content. Use an optimizer that creates its state in the "
+            "first step, or create the model on another device."
         )
     if init is not None:
         found: Init = init
@@ -80,10 +75,10 @@ def checked_init(
     for module in (module for model in empty for module in model.modules()):
         if _own_parameters(module) and not hasattr(module, "reset_parameters"):
             raise ValueError(
-                f"register(models=...): {type(module).__name__} has parameters on the meta device "
-                "and no method reset_parameters that would fill them. Pass a function that fills "
-                "the parameters and buffers that a module has itself: "
-                "sharding_args={'init_fn': function}."
+                f"register(models=...): {type(module).__name__} has parameters on the meta device, "
+                "but no method reset_parameters. Pass sharding_args={'init_fn': function}. The "
+                "function must fill the parameters and buffers of a module, without those of its "
+                "submodules."
             )
     return _reset
 
@@ -99,93 +94,61 @@ def materialize(
 ) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
     """Initialize each parameter on the CPU, and yield it with its content.
 
-    If the caller releases each content, memory holds only one module's own parameters, and those
-    that modules share. The parameters stay on the meta device. The buffers of the models get their
-    content.
-
-    Args:
-        models: models with parameters or buffers on the meta device.
-        init: fills the parameters and buffers that a module owns directly.
-        device: device of the buffers.
+    The parameters stay on the meta device. If the caller releases the contents, memory holds only
+    those of one module, and those that modules share. The buffers get their content on `device`.
 
     Raises:
-        ValueError: if `init` leaves a tensor unfilled, or changes its shape or dtype.
+        ValueError: if `init` does not fill a tensor.
     """
     modules = list(dict.fromkeys(module for model in models for module in model.modules()))
-    places = Counter(p for module in modules for p in _own_parameters(module).values())
-    shared: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+    num_left = Counter(p for module in modules for p in _own_parameters(module).values())
+    contents: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for module in modules:
-        own, buffers = _own_parameters(module), _own_buffers(module)
+        own = _own_parameters(module)
+        buffers = {name: _unfilled(buffer) for name, buffer in _own_buffers(module).items()}
         if not own and not buffers:
             continue
-        empty: dict[str, torch.Tensor] = {n: _unfilled(buffer) for n, buffer in buffers.items()}
-        for name, buffer in empty.items():
-            setattr(module, name, buffer)
-        for name, parameter in own.items():
-            content = shared.get(parameter)
-            if content is None:
+        for parameter in own.values():
+            if parameter not in contents:
                 content = torch.nn.Parameter(_unfilled(parameter), parameter.requires_grad)
-                empty[name] = content
-            if places[parameter] > 1:
-                shared[parameter] = content
-            setattr(module, name, content)
+                contents[parameter] = content
+        whole = {name: contents[parameter] for name, parameter in own.items()}
+        for name, tensor in (whole | buffers).items():
+            setattr(module, name, tensor)
         try:
             with torch.no_grad():
                 init(module)
         finally:
-            filled = {name: getattr(module, name) for name in own}
             for name, parameter in own.items():
                 setattr(module, name, parameter)
-        for name in buffers:
-            found = _checked(module, name, empty[name], getattr(module, name))
-            setattr(module, name, found.to(device))
+        for name, empty in buffers.items():
+            buffer = getattr(module, name)
+            _check_filled(module, name, buffer, is_new=buffer is not empty)
+            setattr(module, name, buffer.to(device))
         for name, parameter in own.items():
-            content = _checked(module, name, empty.get(name), filled[name])
-            if content.shape != parameter.shape or content.dtype != parameter.dtype:
-                raise ValueError(
-                    f"{type(module).__name__}.{name} is of shape {tuple(content.shape)} and "
-                    f"{content.dtype} after the function that fills what a module has itself, and "
-                    f"was of {tuple(parameter.shape)} and {parameter.dtype}."
-                )
-            if places[parameter] == 1:
+            num_left[parameter] -= 1
+            if not num_left[parameter]:
+                content = contents.pop(parameter)
+                _check_filled(module, name, content)
                 yield parameter, content.detach()
-            elif content is not shared[parameter]:  # init replaced the object
-                shared[parameter].detach().copy_(content)
-    for parameter, content in shared.items():
-        yield parameter, content.detach()
 
 
 def _unfilled(like: torch.Tensor) -> torch.Tensor:
-    """Return a CPU tensor filled with a marker, to detect functions that do not write to it."""
-    return torch.full(like.shape, _mark(like.dtype), dtype=like.dtype)
+    """Return a CPU tensor for which `_check_filled` raises."""
+    is_float = like.is_floating_point() or like.is_complex()
+    return torch.full(like.shape, torch.nan if is_float else 0, dtype=like.dtype)
 
 
-def _mark(dtype: torch.dtype) -> float | int | bool:
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.nan
-    return False if dtype == torch.bool else torch.iinfo(dtype).max
-
-
-def _checked(module: torch.nn.Module, name: str, empty: torch.Tensor | None, found: Any) -> Any:
-    """Return the content of a tensor, if it was filled.
-
-    Args:
-        module: the module, for the message.
-        name: name of the tensor.
-        empty: result of `_unfilled`; None if the tensor had content before.
-        found: the current value.
-    """
-    is_filled = isinstance(found, torch.Tensor) and not found.isnan().any()
-    if is_filled and empty is not None and found is empty and empty.numel():
-        # A bool cannot hold a marker, but its version shows whether it was written.
-        is_written = empty.dtype == torch.bool and version_of(empty)
-        is_filled = bool(is_written or (empty != _mark(empty.dtype)).any())
+def _check_filled(module: torch.nn.Module, name: str, tensor: Any, is_new: bool = False) -> None:
+    is_filled = isinstance(tensor, torch.Tensor) and not tensor.isnan().any()
+    if is_filled and not (tensor.is_floating_point() or tensor.is_complex()):
+        is_filled = is_new or version_of(tensor) > 0 or tensor.numel() == 0
     if not is_filled:
         raise ValueError(
-            f"{type(module).__name__}.{name} has no content, or NaN, after the function that fills "
-            "what a module has itself (init_fn, or reset_parameters)."
+            f"{type(module).__name__}.{name} has no content, or NaN, after init_fn or "
+            "reset_parameters. The function must fill the parameters and buffers of the module in "
+            "place."
         )
-    return found
 
 
 def make_whole(models: Sequence[torch.nn.Module], init: Init, device: torch.device) -> None:
@@ -196,7 +159,7 @@ def make_whole(models: Sequence[torch.nn.Module], init: Init, device: torch.devi
 
 
 def _own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the meta-device parameters of a module, without those of its submodules."""
+    """Return the parameters on the meta device, without those of submodules."""
     own = module.named_parameters(recurse=False, remove_duplicate=False)
     return {name: parameter for name, parameter in own if parameter.is_meta}
 

@@ -50,7 +50,7 @@ def test_whole_parameters_are_there_for_one_module_at_a_time():
 
 
 class Position(torch.nn.Module):
-    """Has what it computes as it is made, and a parameter of integers."""
+    """Computes its buffers in the constructor, and has a parameter of integers."""
 
     def __init__(self, **values):
         super().__init__()
@@ -67,8 +67,7 @@ def fill_table(module):
     ("name", "value"),
     [("steps", [1]), ("scales", [1.0]), ("mask", [True])],
 )
-def test_a_buffer_that_nobody_fills_is_refused(name, value):
-    """Its content is lost on the meta device, and zeros would be another one."""
+def test_a_buffer_without_content_is_refused(name, value):
     with torch.device("meta"):
         empty = Position(**{name: torch.tensor(value)})
     with pytest.raises(ValueError, match=rf"Position\.{name} has no content"):
@@ -80,8 +79,7 @@ def test_a_buffer_that_nobody_fills_is_refused(name, value):
 
     def fill_in_place(module):
         fill_table(module)
-        value = getattr(module, name)
-        (value if value.dtype == torch.bool else value.data).zero_()
+        getattr(module, name).zero_()
 
     for each, expected in ((fill, value), (fill_in_place, [0])):
         with torch.device("meta"):
@@ -91,23 +89,28 @@ def test_a_buffer_that_nobody_fills_is_refused(name, value):
         assert made.table.tolist() == [0, 1]
 
 
-def test_other_objects_may_be_put_in_the_place_of_parameters_if_they_fit():
-    def put(module, dtype=torch.float32):
-        weight = torch.full(module.weight.shape, len(there) + 1.0, dtype=dtype)
-        there.append(weight)
-        module.weight = torch.nn.Parameter(weight)
+def test_a_shared_parameter_has_the_content_from_its_last_module():
+    def count(module):
+        seen.append(module)
+        module.weight.fill_(len(seen))
 
-    there = []
+    seen = []
     with torch.device("meta"):
         tied = torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(3)))
         tied[2].weight = tied[0].weight
-    make_whole([tied], put, CPU)
+    make_whole(list(tied), count, CPU)
     assert [each.weight[0, 0].item() for each in tied] == [3, 2, 3]
     assert tied[0].weight is tied[2].weight
+
+
+def test_a_parameter_that_is_replaced_instead_of_filled_is_refused():
+    def replace(module):
+        module.weight = torch.nn.Parameter(torch.ones(module.weight.shape))
+
     with torch.device("meta"):
-        other = torch.nn.Linear(2, 2, bias=False)
-    with pytest.raises(ValueError, match=r"Linear\.weight is of shape \(2, 2\) and torch.float64"):
-        make_whole([other], lambda module: put(module, torch.float64), CPU)
+        empty = torch.nn.Linear(2, 2, bias=False)
+    with pytest.raises(ValueError, match=r"Linear\.weight has no content.*in place"):
+        make_whole([empty], replace, CPU)
 
 
 def test_a_parameter_with_two_names_in_a_module_may_be_filled_by_one():

@@ -486,10 +486,15 @@ HALF = {"use_fp16": True, "amp_dtype": torch.float16}
         (compiled, {}, ValueError, "does not work with torch.compile"),
         (wrapped, {}, ValueError, "does not work with DistributedDataParallel"),
         ({**FULL, "sharding_args": {"init_fn": 1}}, {}, TypeError, "must be a function of a mod"),
-        ({**FULL, "sharding_args": {"init_fn": id}}, {}, ValueError, "and these have content"),
-        (lambda: on_meta(sharding=None), {}, ValueError, "is on the meta device, and has no cont"),
+        ({**FULL, "sharding_args": {"init_fn": id}}, {}, ValueError, "but these have content"),
+        (
+            lambda: on_meta(sharding=None),
+            {},
+            ValueError,
+            "is on the meta device, so it has no",
+        ),
         (lambda: on_meta(**FULL), {}, ValueError, "Sequential has parameters on the meta device"),
-        (adagrad, {}, ValueError, "Adagrad has state of parameters on the meta device"),
+        (adagrad, {}, ValueError, "Adagrad already has state on the meta device"),
         (
             lambda: on_meta(**FULL, sharding_args={"init_fn": lambda module: None}),
             {},
