@@ -240,7 +240,7 @@ class Loop:
         try:
             with train_state.timers.record("train_epoch"):
                 metrics = operator.train_epoch(segment, *positional, **named)
-            left = segment.finish()
+            segment.finish()
         except IndivisibleError:  # train the step again with whole batches
             if segment.num_batches == 0:
                 train_state.meters = None  # its metrics will be computed again
@@ -254,8 +254,6 @@ class Loop:
             if in_step and (split := train_state.parts.split_after(error, batch)):
                 raise OutOfMemoryError(split) from error
             raise
-        if left:
-            self._drop_rest(source, left)
         metrics = checked_result(operator.train_epoch, metrics)
         if segment.num_batches or not segment.drawn_from:
             num_batches = max(1, segment.num_batches)
@@ -313,16 +311,6 @@ class Loop:
         found = self.train_state.minimum(number * context.world_size + context.world_rank)
         least, self._shortest = divmod(int(found), context.world_size)
         return least
-
-    def _drop_rest(self, source: BatchSource, left: list[Any]) -> None:
-        warnings.warn(
-            f"{type(self.operator).__name__}.train_epoch ended within an accumulation group, so "
-            f"the gradients of its last {len(left)} batches are dropped. Draw whole groups of "
-            f"{self.train_state.accumulation_steps} batches.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        self._batches = None if source.sharded else itertools.chain(left, self._batches or ())
 
     def _settle_failure(self, segment: StepIterator, source: BatchSource) -> None:
         """Save the progress and the metrics of a segment that raised."""

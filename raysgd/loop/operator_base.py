@@ -291,7 +291,8 @@ def check_operator(trainer: str, operator_cls: Any, base: type[Any], shown: str)
 
     Users know its base class as `shown`.
     """
-    if not (isinstance(operator_cls, type) and issubclass(operator_cls, base)):
+    fits = isinstance(operator_cls, type) and issubclass(operator_cls, base)
+    if not fits:
         raise TypeError(
             f"{trainer}(training_operator_cls=...) must be a subclass of {shown} (the class, not "
             f"an instance), but it is {operator_cls!r}."

@@ -145,27 +145,32 @@ class StepIterator:
         self.paused = pause is not None and self.start_step + self.num_batches >= pause
         return self.paused
 
-    def finish(self) -> list[Any]:
-        """Commit the last step after the loop has returned.
-
-        Return the batches of an incomplete group, to train again.
-        """
+    def finish(self) -> None:
+        """Commit the last step after the loop has returned."""
         step = self._step
-        lost = self._discard_group() if step.batches and not step.place.is_last else []
+        if step.batches and not step.place.is_last:
+            raise RuntimeError(
+                "train_epoch ended within an accumulation group, before its update. Draw whole "
+                f"groups of {self._train_state.accumulation_steps} batches from the iterator."
+            )
+        self._end()
+
+    def fail(self) -> list[Any]:
+        """Commit or discard the step after the loop has raised. Return batches to train again."""
+        lost = []
+        if not (self._step.is_updated and self._step.place.is_last):
+            lost = self._discard_group()
+        self._end()
+        self._train_state.roll_back()
+        return lost
+
+    def _end(self) -> None:
         try:
-            if step.batches:
+            if self._step.batches:
                 self._commit()
         finally:
             self._train_state.offset = self._offset()
             self._train_state.end_segment()
-        return lost
-
-    def fail(self) -> list[Any]:
-        """Commit or discard the step after the loop has raised. Return batches to train again."""
-        lost = [] if self._step.is_updated else self._discard_group()
-        self.finish()
-        self._train_state.roll_back()
-        return lost
 
     def _discard_group(self) -> list[Any]:
         """Discard the current step. Return its batches, and one that was read ahead."""

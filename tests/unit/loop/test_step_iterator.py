@@ -15,26 +15,44 @@ from raysgd.torch.registration import register
 from raysgd.torch.train_state import OperatorSettings, TorchTrainState
 
 
-def make_registration(num_optimizers=1):
+def make_steps(
+    batches,
+    limit=None,
+    steps_left="all",
+    go_on=None,
+    size=1,
+    num_optimizers=1,
+    sharded=False,
+    before=0,
+    world_size=1,
+):
+    """A new train state, and steps with an accumulation of `size` batches."""
     train_state = TorchTrainState(OperatorSettings())
     models = [torch.nn.BatchNorm1d(1) for _ in range(num_optimizers)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    register(train_state, models, optimizers, None, None, None)
-    return train_state
-
-
-def make_steps(train_state, batches, limit=None, steps_left="all", go_on=None):
-    batches = list(batches)
-    left = len(batches) if steps_left == "all" else steps_left
-    return StepIterator(
-        train_state, BatchSource(batches), iter(batches), limit, left, go_on, Signal()
+    register(train_state, models, optimizers, None, None, None, accumulation_steps=size)
+    train_state.global_step = before
+    train_state.settings.context = WorkerContext(world_size=world_size)
+    if steps_left == "all":
+        batches = list(batches)
+        steps_left = len(batches)
+    source = BatchSource(batches)
+    source.sharded = sharded
+    return train_state, StepIterator(
+        train_state, source, iter(batches), limit, steps_left, go_on, Signal()
     )
+
+
+def reading(size, fetched):
+    """Batches that are counted as they are read."""
+    for index in range(size):
+        fetched.append(index)
+        yield index
 
 
 @given(st.integers(0, 8), st.none() | st.integers(0, 10), st.booleans(), st.integers(0, 9))
 def test_steps_are_counted_as_the_loop_draws(size, limit, length_known, stop_after):
-    train_state = make_registration()
-    steps = make_steps(train_state, range(size), limit, size if length_known else None)
+    train_state, steps = make_steps(range(size), limit, size if length_known else None)
     drawn = []
     for batch in steps:
         drawn.append(batch)
@@ -51,49 +69,24 @@ def test_steps_are_counted_as_the_loop_draws(size, limit, length_known, stop_aft
 
 def test_no_batch_is_fetched_beyond_the_limit():
     fetched = []
-
-    def batches():
-        for index in range(5):
-            fetched.append(index)
-            yield index
-
-    steps = StepIterator(make_registration(), BatchSource([]), batches(), 2, None, None, Signal())
+    _, steps = make_steps(reading(5, fetched), 2, steps_left=None)
     assert list(steps) == [0, 1]
     assert fetched == [0, 1]
 
 
-def test_a_step_that_failed_before_the_update_is_not_counted_and_comes_back():
-    train_state = make_registration()
-    steps = make_steps(train_state, "abc")
-    assert [next(steps), next(steps)] == ["a", "b"]
-    assert steps.fail() == ["b"]
-    assert (train_state.global_step, train_state.offset, steps.num_batches) == (1, 1, 1)
-
-
-def test_a_step_that_failed_after_the_update_is_counted():
-    train_state = make_registration()
-    steps = make_steps(train_state, "abc")
-    next(steps)
-    train_state.models[0].weight.sum().backward()
-    train_state.optimizers[0].step()
-    assert steps.fail() == []
-    assert (train_state.global_step, train_state.offset) == (1, 1)
-    assert train_state.models[0].weight.grad is None  # what follows does not add to it
-
-
 def test_a_step_is_done_only_when_every_optimizer_has_stepped():
-    train_state = make_registration(num_optimizers=2)
-    steps = make_steps(train_state, "abc")
+    train_state, steps = make_steps("ab", num_optimizers=2)
     next(steps)
-    train_state.optimizers[0].step()
-    train_state.optimizers[0].step()
+    for _ in range(2):
+        train_state.optimizers[0].step()
     assert steps.fail() == ["a"]
     assert train_state.global_step == 0
-    steps = make_steps(train_state, "abc")
+    train_state, steps = make_steps("ab", num_optimizers=2)
     next(steps)
     for optimizer in train_state.optimizers:
         optimizer.step()
     assert steps.fail() == []
+    assert train_state.global_step == 1
 
 
 def test_a_failure_between_two_steps_takes_nothing_back():
@@ -103,8 +96,7 @@ def test_a_failure_between_two_steps_takes_nothing_back():
         yield "a"
         raise OSError("disk")
 
-    train_state = make_registration()
-    steps = StepIterator(train_state, BatchSource([]), broken(), None, None, None, Signal())
+    train_state, steps = make_steps(broken(), steps_left=None)
     next(steps)
     with pytest.raises(OSError, match="disk"):
         next(steps)
@@ -113,11 +105,10 @@ def test_a_failure_between_two_steps_takes_nothing_back():
 
 
 def test_a_failed_step_leaves_no_gradient_and_no_trace_in_buffers():
-    train_state = make_registration()
-    model = train_state.models[0]
-    steps = make_steps(
-        train_state, [torch.tensor([[1.0], [3.0]]), torch.tensor([[100.0], [300.0]])]
+    train_state, steps = make_steps(
+        [torch.tensor([[1.0], [3.0]]), torch.tensor([[100.0], [300.0]])]
     )
+    model = train_state.models[0]
     model(next(steps)).sum().backward()
     train_state.optimizers[0].step()
     batch = next(steps)
@@ -131,8 +122,7 @@ def test_a_failed_step_leaves_no_gradient_and_no_trace_in_buffers():
 
 
 def test_a_request_to_stop_raises_at_the_next_step_and_keeps_those_done():
-    train_state = make_registration()
-    steps = make_steps(train_state, range(5))
+    train_state, steps = make_steps(range(5))
     next(steps)
     steps._signal.stop = True
     with pytest.raises(StepInterruptedError):
@@ -149,13 +139,34 @@ def test_all_ranks_end_when_one_has_no_batch_left():
         asked.append(has_batch)
         return next(answers)
 
-    train_state = make_registration()
-    steps = make_steps(train_state, range(5), steps_left=None, go_on=go_on)
+    _, steps = make_steps(range(5), steps_left=None, go_on=go_on)
     assert list(steps) == [0]
     assert asked == [True, True]
     assert steps.epoch_is_over
-    steps = make_steps(train_state, [], steps_left=None, go_on=lambda has_batch: has_batch)
-    assert list(steps) == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_loader_that_ends_before_its_length_is_refused_if_others_would_wait(world_size):
+    _, steps = make_steps(range(3), steps_left=5, world_size=world_size)
+    given, ending = [], contextlib.nullcontext()
+    if world_size > 1:
+        ending = pytest.raises(RuntimeError, match="worker 0 ended after 3 of 5 batches")
+    with ending:
+        given.extend(steps)
+    if world_size == 1:
+        assert given == [0, 1, 2]
+
+
+def test_the_mean_time_of_a_step_is_known_after_the_first(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("raysgd.loop.step_iterator.time.perf_counter", lambda: now[0])
+    _, steps = make_steps(range(5))
+    means = []
+    for seconds in (0.0, 2.0, 4.0):
+        now[0] += seconds
+        next(steps)
+        means.append(steps.step_s)
+    assert means == [0.0, 2.0, 3.0]
 
 
 # ---- pauses
@@ -182,9 +193,9 @@ def drawn(steps, pause=None, after=None):
     data=st.data(),
 )
 def test_a_segment_ends_exactly_at_its_pause(before, size, limit, length_known, data):
-    train_state = make_registration()
-    train_state.global_step = before
-    steps = make_steps(train_state, range(size), limit, size if length_known else None)
+    train_state, steps = make_steps(
+        range(size), limit, size if length_known else None, before=before
+    )
     whole = min(size, limit or size)
     after = data.draw(st.integers(0, whole))
     # a batch that was drawn will be done: the earliest step to stop at is the one after it
@@ -205,42 +216,12 @@ def test_at_a_pause_the_ranks_are_not_asked_for_batches():
         asked.append(has_batch)
         return has_batch
 
-    steps = make_steps(make_registration(), range(5), steps_left=None, go_on=go_on)
+    _, steps = make_steps(range(5), steps_left=None, go_on=go_on)
     assert drawn(steps, pause=2, after=1) == [0, 1]
     assert asked == [True, True]
 
 
-def test_the_mean_time_of_a_step_is_known_after_the_first(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr("raysgd.loop.step_iterator.time.perf_counter", lambda: now[0])
-    steps = make_steps(make_registration(), range(5))
-    assert steps.step_s == 0.0
-    next(steps)
-    now[0] += 2.0
-    assert steps.step_s == 0.0
-    next(steps)
-    assert steps.step_s == 2.0
-    now[0] += 4.0
-    next(steps)
-    assert steps.step_s == 3.0
-
-
 # ---- groups of batches that make one update
-
-
-def grouped(size, batches, limit=None, steps_left="all", go_on=None, sharded=False):
-    """TrainState and steps with an accumulation of `size` batches."""
-    train_state = TorchTrainState(OperatorSettings())
-    model = torch.nn.BatchNorm1d(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    register(train_state, model, optimizer, None, None, None, accumulation_steps=size)
-    batches = list(batches)
-    left = len(batches) if steps_left == "all" else steps_left
-    source = BatchSource(batches)
-    source.sharded = sharded
-    return train_state, StepIterator(
-        train_state, source, iter(batches), limit, left, go_on, Signal()
-    )
 
 
 def groups_of(train_state, steps, after=None, pause=None):
@@ -255,7 +236,7 @@ def groups_of(train_state, steps, after=None, pause=None):
         if count == after:
             steps._signal.driver_pause = pause
     assert group == []
-    assert steps.finish() == []
+    steps.finish()
     return groups
 
 
@@ -269,9 +250,12 @@ def groups_of(train_state, steps, after=None, pause=None):
 def test_batches_come_in_groups_and_a_smaller_one_at_the_end(
     size, count, limit, length_known, sharded
 ):
-    sharded = sharded and length_known
-    train_state, steps = grouped(
-        size, range(count), limit, count if length_known else None, None, sharded
+    train_state, steps = make_steps(
+        range(count),
+        limit,
+        count if length_known else None,
+        size=size,
+        sharded=sharded and length_known,
     )
     whole = min(count, limit or count)
     expected = [list(range(start, min(start + size, whole))) for start in range(0, whole, size)]
@@ -290,7 +274,7 @@ def test_no_batch_is_lost_if_a_worker_fails_while_ranks_agree(size, count, fails
             raise ConnectionError
         return has_batch
 
-    train_state, steps = grouped(size, range(count), steps_left=None, go_on=go_on)
+    train_state, steps = make_steps(range(count), steps_left=None, go_on=go_on, size=size)
     with contextlib.suppress(ConnectionError):
         for _ in steps:
             pass
@@ -299,7 +283,7 @@ def test_no_batch_is_lost_if_a_worker_fails_while_ranks_agree(size, count, fails
 
 
 def test_a_group_is_committed_as_one_when_its_last_batch_is_done():
-    train_state, steps = grouped(3, range(7))
+    train_state, steps = make_steps(range(7), size=3)
     seen = []
     for _ in steps:
         seen.append((train_state.global_step, steps.num_batches, steps.num_finished))
@@ -307,16 +291,9 @@ def test_a_group_is_committed_as_one_when_its_last_batch_is_done():
     assert train_state.global_step == 7
 
 
-def test_a_loader_of_unknown_length_is_looked_into_one_batch_ahead_within_a_group_alone():
+def test_only_within_a_group_is_a_loader_of_unknown_length_read_one_batch_ahead():
     fetched = []
-
-    def batches():
-        for index in range(8):
-            fetched.append(index)
-            yield index
-
-    train_state, _ = grouped(3, [])
-    steps = StepIterator(train_state, BatchSource([]), batches(), None, None, None, Signal())
+    _, steps = make_steps(reading(8, fetched), steps_left=None, size=3)
     seen = [(batch, len(fetched)) for batch in steps]
     assert seen == [(0, 2), (1, 3), (2, 3), (3, 5), (4, 6), (5, 6), (6, 8), (7, 8)]
 
@@ -325,69 +302,48 @@ def test_a_loader_of_unknown_length_is_looked_into_one_batch_ahead_within_a_grou
 def test_a_pause_is_made_at_the_end_of_the_group_that_reaches_it(size, count, pause, data):
     """Of the group under way, where the request comes too late."""
     after = data.draw(st.integers(1, count))
-    train_state, steps = grouped(size, range(count))
+    train_state, steps = make_steps(range(count), size=size)
     groups_of(train_state, steps, after, pause)
     assert train_state.global_step == min(count, -(-max(pause, after) // size) * size)
 
 
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("length_known", [True, False])
 @pytest.mark.parametrize("at", range(5))
-def test_a_failure_discards_the_group_and_returns_its_batches(at, length_known):
-    batches = list("abcde")
-    iterator = iter(batches)
-    train_state, _ = grouped(3, [])
-    steps = StepIterator(
-        train_state,
-        BatchSource(batches),
-        iterator,
-        None,
-        5 if length_known else None,
-        None,
-        Signal(),
-    )
+def test_a_failure_discards_the_group_and_returns_its_batches(at, length_known, size):
+    train_state, steps = make_steps("abcde", steps_left=5 if length_known else None, size=size)
     for _ in range(at + 1):
         batch = next(steps)
-    assert batch == batches[at]
-    reached = at // 3 * 3
-    again = steps.fail()
-    assert again + list(iterator) == batches[reached:]
+    assert batch == "abcde"[at]
+    reached = at // size * size
+    assert [*steps.fail(), *steps._batches] == list("abcde"[reached:])
     assert train_state.global_step == train_state.offset == steps.num_batches == reached
     assert train_state.step.place.position == 0
 
 
-def test_a_group_whose_update_is_done_is_counted_as_a_whole_when_the_loop_raises():
-    train_state, steps = grouped(3, "abcde")
-    optimizer = train_state.optimizers[0]
-    for _ in range(3):
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_group_whose_update_is_done_is_counted_as_a_whole_when_the_loop_raises(size):
+    train_state, steps = make_steps("abcde", size=size)
+    for _ in range(size):
         next(steps)
         train_state.optimization.backward(train_state.models[0].weight.sum(), 1)
-        train_state.optimization.step(optimizer)
+        train_state.optimization.step(train_state.optimizers[0])
     assert steps.fail() == []
-    assert (train_state.global_step, train_state.offset) == (3, 3)
+    assert (train_state.global_step, train_state.offset) == (size, size)
+    assert train_state.models[0].weight.grad is None
 
 
-def test_a_loop_that_leaves_a_group_gets_its_batches_back_and_no_gradient_stays():
-    train_state, steps = grouped(3, [torch.ones(2, 1) * index for index in range(5)])
+def test_a_loop_that_leaves_a_group_is_an_error_and_no_gradient_stays():
+    batches = [torch.ones(2, 1) * index for index in range(5)]
+    train_state, steps = make_steps(batches, size=3)
     for index, batch in enumerate(steps):
         train_state.optimization.backward(train_state.models[0](batch).square().mean(), 2)
         train_state.optimization.step(train_state.optimizers[0])
         if index == 3:
             break
-    assert [int(batch[0]) for batch in steps.finish()] == [3, 4]
+    with pytest.raises(RuntimeError, match="within an accumulation group"):
+        steps.finish()
+    assert [int(batch[0]) for batch in steps.fail()] == [3, 4]
     assert (train_state.global_step, train_state.offset) == (3, 3)
     assert train_state.models[0].weight.grad is None
     assert train_state.models[0].num_batches_tracked == 3
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_loader_that_ends_before_its_length_is_refused_if_others_would_wait(world_size):
-    train_state = make_registration()
-    train_state.settings.context = WorkerContext(world_size=world_size)
-    segment = make_steps(train_state, range(3), steps_left=5)
-    given, ending = [], contextlib.nullcontext()
-    if world_size > 1:
-        ending = pytest.raises(RuntimeError, match="worker 0 ended after 3 of 5 batches")
-    with ending:
-        given.extend(segment)
-    if world_size == 1:
-        assert given == [0, 1, 2]

@@ -185,7 +185,7 @@ def test_group_with_an_error_is_repeated(operator_cls, when, at):
     assert torch.equal(found, trained(config, operator_cls=operator_cls)[0])
 
 
-def test_loop_that_leaves_a_group_gets_a_warning():
+def test_loop_that_leaves_a_group_is_an_error():
     class Leaving(Accumulating):
         def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
             for index, batch in enumerate(iterator):
@@ -198,15 +198,13 @@ def test_loop_that_leaves_a_group_gets_a_warning():
     with local(Leaving, config) as trainer:
         operator = trainer.get_local_operator()
         operator.leave_after = 4
-        with pytest.warns(
-            RuntimeWarning, match=r"Leaving\.train_epoch.*last 2 batches are dropped"
-        ):
+        with pytest.raises(RuntimeError, match="within an accumulation group"):
             trainer.train()
-        assert (trainer.global_step, trainer.epoch) == (3, 1)
+        assert trainer.state_dict()["global_step"] == 3
         assert no_gradients(trainer)
         operator.leave_after = 2
         trainer.train()
-        assert (trainer.global_step, trainer.epoch) == (6, 2)
+        assert (trainer.global_step, trainer.epoch) == (6, 1)
 
 
 # ---- clipping
