@@ -1,4 +1,4 @@
-"""Which samples each worker gets: properties over every size and every interruption."""
+"""Which samples each worker gets: properties over every size, share, and interruption."""
 
 from collections import Counter
 
@@ -153,57 +153,79 @@ def test_an_interrupted_epoch_goes_on_as_if_nothing_had_been(total, batch_size, 
 
 
 full_sizes = st.integers(1, 6)
+shares = st.lists(st.floats(0.1, 10), min_size=1, max_size=5).map(tuple)
 
 
-@given(full_sizes, courses, totals, batch_sizes, st.integers(0, 5), st.booleans())
-def test_steps_are_the_same_samples_with_any_number_of_workers(
-    full_size, course, total, batch_size, more, drop_last
-):
-    """`more`: a global batch that does not divide."""
-    course = [(min(size, full_size), num_steps) for size, num_steps in course]
-    kept = {"full_size": full_size, "drop_last": drop_last}
-    if more:
-        kept["global_batch"] = batch_size * full_size + min(more, full_size - 1)
-    steps, _ = run(course, 1, total, batch_size, **kept)
-    whole = EpochPartition(total, batch_size, 1, 0, **kept)
-    assert [set(samples([step])) for step in steps] == [
-        set(range(start, stop)) for start, stop in whole.batches()
-    ]
-    for step in steps:
-        sizes = [stop - start for start, stop in step]
-        assert max(sizes) - min(sizes) <= 1
+def shared_group(workers, full_size, *arguments, **others):
+    """The parts of some workers: their number, or their relative shares."""
+    if isinstance(workers, int):
+        return group(*arguments, min(workers, full_size), full_size=full_size, **others)
+    workers = workers[:full_size]
+    return group(*arguments, len(workers), full_size=full_size, shares=workers, **others)
 
 
 @given(
     full_sizes,
-    st.integers(1, 6),
+    st.lists(st.tuples(world_sizes | shares, st.integers(1, 4)), max_size=6),
+    totals,
+    batch_sizes,
+    st.integers(0, 5),
+    st.booleans(),
+)
+def test_steps_are_the_same_samples_with_any_workers(
+    full_size, course, total, batch_size, more, drop_last
+):
+    """`more`: a global batch that does not divide."""
+    kept = {"drop_last": drop_last}
+    if more:
+        kept["global_batch"] = batch_size * full_size + min(more, full_size - 1)
+    offset, steps = 0, []
+    for workers, num_steps in [*course, (1, None)]:
+        shards = shared_group(workers, full_size, total, batch_size, **kept)
+        made = [list(shard.batches(offset, num_steps)) for shard in shards]
+        assert len(set(map(len, made))) == 1, "every worker has a batch in each step"
+        for step in zip(*made, strict=True):
+            steps.append(set(samples([step])))
+            sizes = [stop - start for start, stop in step]
+            assert not isinstance(workers, int) or max(sizes) - min(sizes) <= 1
+        offset = shards[0].offset_after(offset, len(made[0]))
+    (whole,) = shared_group(1, full_size, total, batch_size, **kept)
+    assert steps == [set(range(*span)) for span in whole.batches()]
+
+
+@given(
+    full_sizes,
+    world_sizes | shares,
     st.lists(st.integers(1, 40), min_size=1, max_size=3),
     st.booleans(),
 )
-@example(full_size=5, world_size=4, sizes=[15], in_parts=True)  # one has a sample less
-@example(full_size=3, world_size=3, sizes=[5, 2], in_parts=False)  # one repeats another's
-@example(full_size=4, world_size=3, sizes=[4, 1], in_parts=True)
+@example(full_size=5, workers=4, sizes=[15], in_parts=True)  # one has a sample less
+@example(full_size=3, workers=3, sizes=[5, 2], in_parts=False)  # one repeats another's
+@example(full_size=4, workers=3, sizes=[4, 1], in_parts=True)
 def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
-    full_size, world_size, sizes, in_parts
+    full_size, workers, sizes, in_parts
 ):
     """Each sample counts the same, also where a worker is given one that another has."""
-    world_size = min(world_size, full_size)
     at_once = -(-max(sizes) // full_size)
-    kept = {"full_size": full_size, "global_batch": max(sizes)}
+    shards = {
+        size: shared_group(workers, full_size, size, at_once, global_batch=max(sizes))
+        for size in sizes
+    }
+    world_size, weighted = shards[sizes[0]][0].world_size, shards[sizes[0]][0].shares
     places = [
-        micro_batches_of(tuple(sizes), world_size, rank, at_once, in_parts)
+        micro_batches_of(tuple(sizes), world_size, rank, at_once, in_parts, weighted)
         for rank in range(world_size)
     ]
     weights = Counter()
     for rank, own in enumerate(places):
         start, held = 0, iter(own)
         for size in sizes:
-            shard = EpochPartition(size, at_once, world_size, rank, **kept)
-            for low, high in shard.batches(in_parts=in_parts):
+            for low, high in shards[size][rank].batches(in_parts=in_parts):
                 place = next(held)
-                first, stop = part_of(size, world_size, rank)
-                assert not in_parts or high - low <= (4 if at_once in (2, 3) else at_once)
-                assert high - low > 1 or at_once == 1 or stop - first == 1
+                if weighted is None:
+                    first, stop = part_of(size, world_size, rank)
+                    assert not in_parts or high - low <= (4 if at_once in (2, 3) else at_once)
+                    assert high - low > 1 or at_once == 1 or stop - first == 1
                 for sample in range(start + low, start + high):
                     # the loss is a mean over the batch, and gradients are one over the workers
                     mean = place.size / max(1, place.total) * place.share / world_size
@@ -224,13 +246,29 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
         assert {round(weight, 9) for weight in weights_of_steps.values()} <= {0, 1}
 
 
-@given(full_sizes, world_sizes, totals, batch_sizes, st.integers(1, 9))
-def test_so_many_steps_of_validation_are_the_same_samples_with_any_number_of_workers(
-    full_size, world_size, total, batch_size, num_steps
+@given(full_sizes, world_sizes | shares, totals, batch_sizes, st.integers(1, 9))
+def test_so_many_steps_of_validation_are_the_same_samples_with_any_workers(
+    full_size, workers, total, batch_size, num_steps
 ):
-    world_size = min(world_size, full_size)
-    shards = group(total, batch_size, world_size, full_size=full_size, even=False)
+    shards = shared_group(workers, full_size, total, batch_size, even=False)
     spans = [span for shard in shards for span in shard.batches(0, num_steps)]
     end = min(total, num_steps * batch_size * full_size)
     assert sorted(i for span in spans for i in range(*span)) == list(range(end))
     assert {shard.offset_after(0, num_steps) for shard in shards} == {end}
+
+
+@given(shares, st.integers(1, 100))
+def test_parts_follow_the_shares(weights, total):
+    spans = [part_of(total, len(weights), rank, weights) for rank in range(len(weights))]
+    sizes = [stop - first for first, stop in spans]
+    assert min(sizes) >= 1
+    if total >= len(weights):
+        assert [first for first, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
+        assert spans[-1][1] == total
+    if min(weights) / sum(weights) * total >= 2:
+        assert sizes == pytest.approx([total * w / sum(weights) for w in weights], abs=1)
+
+
+def test_validation_batches_follow_the_shares():
+    first, second = shared_group((3.0, 1.0), 5, 80, 2, even=False)
+    assert (len(list(first.batches())), len(list(second.batches()))) == (30, 10)
