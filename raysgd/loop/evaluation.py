@@ -208,8 +208,7 @@ def no_batch(name: str, source: BatchSource, rank: int | None = None) -> Runtime
     if isinstance(source.loader, Iterator):
         return RuntimeError(
             f"The {name} gives no more batch: {source.describe()}. An iterator can be read only "
-            "once. Register an object that iter() can start again, such as a DataLoader, a "
-            "list, or an object whose __iter__ is the generator."
+            "once. Register a DataLoader, a list, or another object that iter() can start again."
         )
     return RuntimeError(
         f"The {name} gives no batch: {source.describe()}. Use more data, a smaller batch size, or "

@@ -57,17 +57,16 @@ class DataSources(ABC):
         if isinstance(loader, GeneratorType):
             raise TypeError(
                 f"{given}: a generator can be read only once, so it has no second epoch. Register "
-                "an object whose __iter__ is the generator, an IterableDataset, or a list."
+                "a list, or an object whose __iter__ is the generator."
             )
         source = self.wrap(loader, training=training)
         if not source.partitioned_by and self._state.settings.options.num_workers > 1:
             self._state.say(
                 given,
                 "%s: raysgd cannot partition this %s, because %s. Every worker reads all of it, "
-                "and num_samples counts each sample once for each worker. Let it select a part by "
-                "self.world_rank and self.world_size in each epoch. If it does so already, pass "
-                "add_dist_sampler=False to the trainer, or give the loader, its data set, or its "
-                "sampler an attribute num_replicas.",
+                "and num_samples counts each sample once for each worker. Select a part by "
+                "self.world_rank and self.world_size, and pass add_dist_sampler=False to the "
+                "trainer or give the loader an attribute num_replicas.",
                 given,
                 type(loader).__name__,
                 source.why_whole,
@@ -176,9 +175,8 @@ class DataSources(ABC):
                 raise ValueError(
                     f"The workers registered different data as {name}_loader: {own[name]} on "
                     f"worker {rank}, and {expected[name]} on another. Register the same data set "
-                    "on every worker, and seed what is random in setup: random_split(..., "
-                    "generator=torch.Generator().manual_seed(0)). If each worker reads its own "
-                    "part, pass add_dist_sampler=False to the trainer."
+                    "on every worker, and pass seeded generators to random_split and the like. If "
+                    "each worker reads its own part, pass add_dist_sampler=False to the trainer."
                 )
 
     def set_batch_size(self, batching: dict[str, tuple[int, bool]]) -> None:
