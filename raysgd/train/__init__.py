@@ -41,12 +41,11 @@ from raysgd.train.api import (
 )
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks.callback import TrainingCallback
-from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
+from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy, CheckpointUploadMode
 from raysgd.train.configs import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.result import Result
 from raysgd.train.trainer import Trainer, TrainingIterator
-from raysgd.train.uploads import CheckpointUploadMode
 from raysgd.train.validation import (
     CheckpointConsistencyMode,
     ReportedCheckpoint,

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd._internal.context import Preemption, WorkerContext
-from raysgd.train.checkpoint import Checkpoint
+from raysgd.train.checkpoint import Checkpoint, ReportOptions
 from raysgd.train.session import Session, current, here, worker_context
-from raysgd.train.uploads import ReportOptions
 from raysgd.train.validation import CheckpointConsistencyMode, ReportedCheckpoint
 
 __all__ = [
@@ -305,8 +304,6 @@ class TrainContext:
     def get_trial_dir(self) -> str:
         """Return the folder of the run on the driver's node."""
         return self.experiment.get("dir", "")
-
-    get_storage = get_trial_dir
 
 
 def get_context() -> TrainContext:

@@ -8,7 +8,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from raysgd.backends import Backend as Transport
-from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
+from raysgd.errors import RaySGDError, WorkerLostError
 from raysgd.train.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
@@ -34,6 +34,18 @@ CONFIGS = {
     "horovod": "raysgd.train.horovod:HorovodConfig",
 }
 """Config class of each named backend; imported on first use."""
+
+
+class TrainBackendError(RaySGDError, RuntimeError):
+    """Code called methods of the executor in the wrong order."""
+
+
+class InactiveWorkerGroupError(RaySGDError, RuntimeError):
+    """The executor has no workers: it was not started, or was shut down."""
+
+
+class TrainingWorkerError(WorkerLostError, TrainBackendError):
+    """A run lost workers more often than ``max_retries``. The message lists the causes."""
 
 
 class Backend:

@@ -10,6 +10,8 @@ __all__ = ["Datasets"]
 
 logger = logging.getLogger(__name__)
 
+_UNNAMED = "dataset"
+
 
 class Datasets:
     """The data sets of a run: one, several by name, or None.
@@ -20,14 +22,15 @@ class Datasets:
 
     def __init__(self, given: Any, is_split: Callable[[str], bool] = lambda name: True) -> None:
         self._has_names = isinstance(given, Mapping) and bool(given)
-        self._named: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"": given}
+        self._named: dict[str, Any] = (
+            dict(given) if isinstance(given, Mapping) else {_UNNAMED: given}
+        )
         self._is_split = is_split
         self._fixed: dict[str, Any] = {}
-        self._warned: set[tuple[str, int]] = set()
         for name, dataset in self._named.items():
             is_dataset = hasattr(dataset, "split") and not isinstance(dataset, str)
             if dataset is not None and is_split(name) and not is_dataset:
-                shown = f"dataset {name!r}" if name else f"dataset={dataset!r}"
+                shown = f"dataset {name!r}" if self._has_names else f"dataset={dataset!r}"
                 raise TypeError(f"{shown}: must be a Ray Dataset, or a dict of them by name.")
 
     def shared_out(self, actors: Sequence[Any]) -> list[Any]:
@@ -38,7 +41,7 @@ class Datasets:
         """
         shares = {name: self._shares(name, data, actors) for name, data in self._named.items()}
         if not self._has_names:
-            return shares.get("", [None] * len(actors))
+            return shares.get(_UNNAMED, [None] * len(actors))
         return [{name: each[rank] for name, each in shares.items()} for rank in range(len(actors))]
 
     def materialize(self) -> None:
@@ -69,8 +72,7 @@ class Datasets:
         dataset, num_workers = self._materialized(name, dataset), len(actors)
         num_rows = dataset.count() if hasattr(dataset, "count") else 0
         num_unused = num_rows % num_workers
-        if num_unused and (name, num_workers) not in self._warned:
-            self._warned.add((name, num_workers))
+        if num_unused:
             logger.warning(
                 "%d of %d rows of data set %r are not used, because %d workers get equally many.",
                 num_unused,

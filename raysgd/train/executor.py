@@ -23,12 +23,18 @@ from raysgd.elastic.events import Event
 from raysgd.elastic.machine import Ready
 from raysgd.errors import WorkerLostError
 from raysgd.train.arguments import pickled_function, worker_resources
-from raysgd.train.backend import Backend, BackendConfig, backend_class
+from raysgd.train.backend import (
+    Backend,
+    BackendConfig,
+    InactiveWorkerGroupError,
+    TrainBackendError,
+    TrainingWorkerError,
+    backend_class,
+)
 from raysgd.train.checkpoint import CheckpointStrategy
 from raysgd.train.configs import FailureConfig, ScalingConfig
 from raysgd.train.constants import TRAIN_CHECKPOINT_SUBDIR
 from raysgd.train.datasets import Datasets
-from raysgd.train.errors import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
 from raysgd.train.function_run import FunctionRun, repair
 from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
 from raysgd.train.runner import EndRunRequest, FunctionRunner

@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 
 from raysgd.checkpoint.file import read_pickle, write_pickle
-from raysgd.checkpoint.folder import CheckpointFolder
+from raysgd.checkpoint.folder import CheckpointFolder, position_of
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
 from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
@@ -72,7 +72,7 @@ class RunCheckpoints(CheckpointFolder):
             return None
         newest, self.blob, manifest = self._load_first(names, read_pickle, [])
         self._learn(names)
-        self.number, self.has_saved = _number_of(newest), True
+        (self.number,), self.has_saved = position_of(newest), True
         return manifest
 
     def keep(self, turn: Turn, blob: bytes, world_size: int) -> None:
@@ -80,12 +80,12 @@ class RunCheckpoints(CheckpointFolder):
         self._check_score(turn)
         if self._decode is not None:
             blob = cloudpickle.dumps(self._decode(pickle.loads(blob)))
+        name = f"checkpoint_{self.number + 1:06d}"
         if turn.validation:
-            self._validations.start(self.number + 1, blob, turn.validation)
+            self._validations.start(name, blob, turn.validation)
         self._measure()
         if self._keep != 0:
             self._folder.make_folder()
-            name = f"checkpoint_{self.number + 1:06d}"
             manifest = Manifest(
                 world_size=world_size, global_step=turn.iteration, metrics=dict(turn.numbers)
             )
@@ -114,7 +114,7 @@ class RunCheckpoints(CheckpointFolder):
 
     def _tidy(self, newest: str | None) -> None:
         for name in self._surplus(newest):
-            if _number_of(name) in self._validations.tasks:  # its score is still unknown
+            if name in self._validations.tasks:  # its score is still unknown
                 continue
             del self._manifests[name]
             try:
@@ -132,24 +132,24 @@ class RunCheckpoints(CheckpointFolder):
         self._validations.cancel()
 
     def _measure(self, wait: bool = False) -> None:
-        for number, numbers in self._validations.collect(wait).items():
-            for name, manifest in self._manifests.items():
-                if manifest and _number_of(name) == number:
-                    metrics = {**manifest.metrics, **numbers}
-                    self._manifests[name] = dataclasses.replace(manifest, metrics=metrics)
+        for name, numbers in self._validations.collect(wait).items():
+            if manifest := self._manifests.get(name):
+                metrics = {**manifest.metrics, **numbers}
+                self._manifests[name] = dataclasses.replace(manifest, metrics=metrics)
 
     def reported(self) -> list[Reported]:
         """Return the checkpoints on disk for the workers, oldest first."""
-        validations, found = self._validations, []
-        for name in sorted(self._ranked(), key=_number_of):
-            number, manifest = _number_of(name), self._manifests[name]
-            assert manifest is not None
-            status = validations.status.get(number, ReportedCheckpointStatus.COMMITTED)
-            task = validations.tasks.get(number)
-            if task is not None:
-                status = ReportedCheckpointStatus.PENDING_VALIDATION
-            found.append(Reported(self._path_of(name), manifest.metrics, status, task))
-        return found
+        status, tasks = self._validations.status, self._validations.tasks
+        return [
+            Reported(
+                self._path_of(name),
+                manifest.metrics,
+                status.get(name, ReportedCheckpointStatus.COMMITTED),
+                tasks.get(name),
+            )
+            for name in sorted(self._ranked(), key=position_of)
+            if (manifest := self._manifests[name])
+        ]
 
     @property
     def latest(self) -> dict[str, Any] | None:
@@ -158,7 +158,7 @@ class RunCheckpoints(CheckpointFolder):
 
     @property
     def latest_path(self) -> Path | None:
-        newest = max(self._ranked(), key=_number_of, default=None)
+        newest = max(self._ranked(), key=position_of, default=None)
         return None if newest is None else self._path_of(newest)
 
     @property
@@ -168,7 +168,7 @@ class RunCheckpoints(CheckpointFolder):
     def newest_checkpoint(self) -> Checkpoint | None:
         """Return the newest checkpoint: the file if it is on disk, otherwise the one in memory."""
         path = self.latest_path
-        if path is not None and _number_of(path.name) == self.number:
+        if path is not None and position_of(path.name) == (self.number,):
             return Checkpoint(path=path)
         return None if self.blob is None else Checkpoint(blob=self.blob)
 
@@ -189,9 +189,7 @@ def packed_checkpoint(checkpoint: Any) -> bytes | None:
     if checkpoint is None:
         return None
     if isinstance(checkpoint, str | os.PathLike):
-        if not os.path.isdir(os.path.expanduser(checkpoint)):
-            return read_pickle(checkpoint)[0]
-        checkpoint = Checkpoint.from_directory(checkpoint)
+        checkpoint = Checkpoint(path=checkpoint)
     if hasattr(checkpoint, "to_directory"):
         checkpoint = Checkpoint.taken_from(checkpoint).packed()
     if not isinstance(checkpoint, Mapping):
@@ -200,7 +198,3 @@ def packed_checkpoint(checkpoint: Any) -> bytes | None:
         )
     blob: bytes = cloudpickle.dumps(dict(checkpoint))
     return blob
-
-
-def _number_of(name: str) -> int:
-    return int(name.removeprefix("checkpoint_"))

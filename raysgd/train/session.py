@@ -26,7 +26,7 @@ from raysgd.callbacks.values import numbers_in
 from raysgd.cluster import function_calls as tasks
 from raysgd.cluster.serialization import Packed, Portable, pack, unpicklable_key
 from raysgd.train.arguments import env_flag
-from raysgd.train.checkpoint import Checkpoint
+from raysgd.train.checkpoint import Checkpoint, ReportOptions
 from raysgd.train.constants import (
     DATE,
     ENABLE_DETAILED_AUTOFILLED_METRICS_ENV,
@@ -39,7 +39,6 @@ from raysgd.train.constants import (
     TRAINING_ITERATION,
 )
 from raysgd.train.report_queue import ReportQueue, Turn, TurnKind
-from raysgd.train.uploads import ReportOptions
 from raysgd.train.validation import Reported, ReportedCheckpoint
 
 __all__ = ["Plan", "Session", "current", "here", "receive_shards", "worker_context"]

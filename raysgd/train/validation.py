@@ -116,30 +116,30 @@ class Validations:
 
     def __init__(self, config: Any = None) -> None:
         self._config = config
-        self.tasks: dict[int, Any] = {}
-        """Running validations, by the number of the checkpoint."""
-        self.status: dict[int, ReportedCheckpointStatus] = {}
-        """Status of finished validations."""
+        self.tasks: dict[str, Any] = {}
+        """Running validations, by the name of the checkpoint."""
+        self.status: dict[str, ReportedCheckpointStatus] = {}
 
-    def start(self, number: int, blob: bytes, requested: Any) -> None:
+    def start(self, name: str, blob: bytes, requested: Any) -> None:
         config = self._config.task_config or ValidationTaskConfig()
         own = config if requested is True else requested
         keywords = {**(config.fn_kwargs or {}), **(own.fn_kwargs or {})}
         arguments = self._config.fn, blob, keywords, own.timeout_s
         options = self._config.ray_remote_kwargs or {}
-        self.tasks[number] = tasks.start_task(_validate, arguments, options)
+        self.tasks[name] = tasks.start_task(_validate, arguments, options)
+        self.status[name] = ReportedCheckpointStatus.PENDING_VALIDATION
 
-    def collect(self, wait: bool = False) -> dict[int, Mapping[str, float]]:
+    def collect(self, wait: bool = False) -> dict[str, Mapping[str, float]]:
         """Return the metrics of finished validations. With `wait`, first wait for all of them."""
         done = tasks.finished(list(self.tasks.values()), None if wait else 0)
-        found: dict[int, Mapping[str, float]] = {}
-        for number, task in list(self.tasks.items()):
+        found: dict[str, Mapping[str, float]] = {}
+        for name, task in list(self.tasks.items()):
             if task in done:
-                del self.tasks[number]
-                self.status[number], found[number] = _result(done[task])
-                if self.status[number] is not ReportedCheckpointStatus.VALIDATED:
+                del self.tasks[name]
+                self.status[name], found[name] = _result(done[task])
+                if self.status[name] is not ReportedCheckpointStatus.VALIDATED:
                     reason = done[task] or "It took longer than its timeout_s."
-                    logger.warning("The validation of checkpoint %d failed: %s", number, reason)
+                    logger.warning("The validation of %s failed: %s", name, reason)
         return found
 
     def cancel(self) -> None:

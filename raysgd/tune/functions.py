@@ -166,7 +166,7 @@ def function_trainable(
     dataset: Any,
 ) -> type[FunctionTrainable]:
     """Create the Trainable class of a function, for the older API."""
-    named = dataset if isinstance(dataset, Mapping) else {"": dataset}
+    named = dataset if isinstance(dataset, Mapping) else {"dataset": dataset}
     trainer = DataParallelTrainer(
         train_func,
         backend_config=backend,

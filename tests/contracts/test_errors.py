@@ -8,7 +8,11 @@ import pytest
 
 from raysgd import errors
 from raysgd.loop.signal import StepInterruptedError
-from raysgd.train import errors as train_errors
+from raysgd.train.backend import (
+    InactiveWorkerGroupError,
+    TrainBackendError,
+    TrainingWorkerError,
+)
 
 EXAMPLES = {
     "CallbackError": errors.CallbackError("failed", callback="Mine", hook="on_epoch_end"),
@@ -18,11 +22,13 @@ EXAMPLES = {
         "full", {"CPU": 2.0}, {"CPU": 4.0}, {"CPU": 1.0}
     ),
     "StepInterruptedError": StepInterruptedError("stop"),
-    "TrainingWorkerError": train_errors.TrainingWorkerError("gone", rank=1, cause="OOM"),
+    "TrainingWorkerError": TrainingWorkerError("gone", rank=1, cause="OOM"),
 }
 KINDS = [
     *(getattr(errors, name) for name in errors.__all__),
-    *(getattr(train_errors, name) for name in train_errors.__all__),
+    InactiveWorkerGroupError,
+    TrainBackendError,
+    TrainingWorkerError,
     StepInterruptedError,
 ]
 

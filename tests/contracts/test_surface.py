@@ -229,7 +229,13 @@ SURFACE = {
         "TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV",
         "TUNE_CHECKPOINT_FILE_NAME",
     ],
-    "raysgd.train.checkpoint": ["Checkpoint", "CheckpointStrategy", "load_checkpoint_from_path"],
+    "raysgd.train.checkpoint": [
+        "Checkpoint",
+        "CheckpointStrategy",
+        "CheckpointUploadMode",
+        "ReportOptions",
+        "load_checkpoint_from_path",
+    ],
     "raysgd.train.huggingface.transformers": [
         "RayTrainReportCallback",
         "get_checkpoint_path",

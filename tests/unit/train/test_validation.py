@@ -93,7 +93,7 @@ def test_the_best_checkpoint_by_its_validation_stays(tmp_path, started, caplog):
     checkpoints.await_validations()
     (best,) = checkpoints.best_checkpoints()
     assert best[1] == {"n": 3, "val_loss": 1.0}
-    assert "The validation of checkpoint 4 failed: loss 3.0" in caplog.text
+    assert "The validation of checkpoint_000004 failed: loss 3.0" in caplog.text
     checkpoints.keep(Turn("report"), blob(1.0), world_size=2)
     assert "checkpoint_score_attribute='val_loss'" in caplog.text
 
