@@ -78,8 +78,8 @@ def accelerate(amp: bool = False) -> None:
     extras = _extras()
     if _KEY in extras:
         raise RuntimeError(
-            "Call accelerate() once, and before prepare_model(), prepare_data_loader(), "
-            "prepare_optimizer(), and backward()."
+            "accelerate() has to be called once, and before prepare_model(), "
+            "prepare_data_loader(), prepare_optimizer(), and backward()."
         )
     extras[_KEY] = _Accelerator(amp)
 
