@@ -52,16 +52,8 @@ class BackendExecutor:
     Methods that need the workers raise InactiveWorkerGroupError before `start` and after
     `shutdown`. Methods of training raise TrainBackendError if they are called out of order.
 
-    Args:
-        backend_config: the backend.
-        num_workers: number of workers; ``(min, max)`` uses as many of them as fit.
-        num_cpus_per_worker: CPUs of each worker.
-        num_gpus_per_worker: GPUs of each worker.
-        additional_resources_per_worker: further Ray resources of each worker.
-        max_retries: how often a run may lose workers; -1: no limit.
-        elastic: how to wait for resources. Its ``in_place`` and ``snapshot_every`` are ignored.
-        placement_strategy: how Ray places the workers.
-        label_selector: Ray labels that the nodes of the workers must have.
+    Arguments are those of :class:`raysgd.train.Trainer` and :class:`raysgd.train.ScalingConfig`.
+    ``in_place`` and ``snapshot_every`` of `elastic` are ignored.
     """
 
     def __init__(
@@ -122,11 +114,7 @@ class BackendExecutor:
         self._workers = WorkerGroup.over(group)
         controller = Controller(
             group,
-            FunctionRunner(
-                self._backend.share_cuda_visible_devices,
-                self._overridden("encode_data"),
-                self.options.num_workers if self._elastic.global_batch == "keep" else None,
-            ),
+            FunctionRunner(self._backend.share_cuda_visible_devices),
             self._backend_config.transport(use_gpu=self.options.num_gpus > 0),
             initialization_hook,
             self._backend_config.timeout,
@@ -251,15 +239,18 @@ class BackendExecutor:
             iteration = found.global_step
         else:
             checkpoints.blob = packed_checkpoint(checkpoint)
+        keeps_batch = self._elastic.global_batch == "keep"
         plan = Plan(
             uuid.uuid4().hex,
             pickled_function(train_func),
             checkpoints.blob,
             iteration,
-            dict(metadata or {}),
-            dict(experiment or {}),
-            checkpoints.reported(),
-            validation is not None,
+            metadata=dict(metadata or {}),
+            experiment=dict(experiment or {}),
+            reported=checkpoints.reported(),
+            validates=validation is not None,
+            encode=self._overridden("encode_data"),
+            full_size=self.options.num_workers if keeps_batch else None,
         )
         datasets = dataset if isinstance(dataset, Datasets) else Datasets(dataset)
         # From here on there is a run, and a failure must end it.

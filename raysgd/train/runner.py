@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,15 +46,8 @@ class FunctionRunner(Runner):
     environment, ``TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES`` overrides it.
     """
 
-    def __init__(
-        self,
-        share_gpus: bool,
-        encode: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-        full_size: int | None = None,
-    ) -> None:
+    def __init__(self, share_gpus: bool) -> None:
         self._share_gpus = env_flag(ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV, share_gpus)
-        self._encode = encode
-        self._full_size = full_size
         self._context = WorkerContext()
         self._plan: Plan | None = None
         self._session: Session | None = None  # None until the function has started
@@ -128,8 +121,6 @@ class FunctionRunner(Runner):
         if self._session is None:
             if self._plan is None:
                 raise RuntimeError("This worker has no function to run.")
-            self._session = Session(
-                self._plan, self._context, ReportQueue(), here.shards, self._encode, self._full_size
-            )
+            self._session = Session(self._plan, self._context, ReportQueue(), here.shards)
             self._session.start()
         return self._session

@@ -25,19 +25,9 @@ from raysgd._internal.context import Preemption, WorkerContext
 from raysgd.callbacks.values import numbers_in
 from raysgd.cluster import function_calls as tasks
 from raysgd.cluster.serialization import Packed, Portable, pack, unpicklable_key
+from raysgd.train import constants
 from raysgd.train.arguments import env_flag
 from raysgd.train.checkpoint import Checkpoint, ReportOptions
-from raysgd.train.constants import (
-    DATE,
-    ENABLE_DETAILED_AUTOFILLED_METRICS_ENV,
-    HOSTNAME,
-    NODE_IP,
-    PID,
-    TIME_THIS_ITER_S,
-    TIME_TOTAL_S,
-    TIMESTAMP,
-    TRAINING_ITERATION,
-)
 from raysgd.train.report_queue import ReportQueue, Turn, TurnKind
 from raysgd.train.validation import Reported, ReportedCheckpoint
 
@@ -73,16 +63,19 @@ class Plan:
     reported: Sequence[Reported] = ()
     """The checkpoints on disk."""
     validates: bool = False
-    detailed: bool = field(default_factory=lambda: env_flag(ENABLE_DETAILED_AUTOFILLED_METRICS_ENV))
+    encode: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    """`encode_data` of the user's backend; None if it does nothing."""
+    full_size: int | None = None
+    """Number of workers of the full group, which sets the global batch size. None scales the batch
+    with the group."""
+    detailed: bool = field(
+        default_factory=lambda: env_flag(constants.ENABLE_DETAILED_AUTOFILLED_METRICS_ENV)
+    )
     """Whether reports include date, host, and process. The driver's environment sets it."""
 
 
 class Session:
-    """One run of a training function in this process.
-
-    `full_size` is the number of workers of the full group, which sets the global batch size. None
-    scales the batch with the group.
-    """
+    """One run of a training function in this process."""
 
     def __init__(
         self,
@@ -90,14 +83,11 @@ class Session:
         context: WorkerContext,
         report_queue: ReportQueue,
         shards: Any = None,
-        encode: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-        full_size: int | None = None,
     ) -> None:
         self.plan = plan
         self.context = context
         self.report_queue = report_queue
         self.shards = shards
-        self.full_size = full_size
         self.extras: dict[str, Any] = {}
         """State of framework-specific modules for this run."""
         self.iteration = plan.iteration
@@ -106,7 +96,6 @@ class Session:
         self._uploading: Callable[[], None] | None = None
         """Hands over the last report when its upload is done."""
         self._checkpoint = plan.checkpoint
-        self._encode = encode
         self._pid = os.getpid()
         self._began_at = self._reported_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="raysgd-train-function", daemon=True)
@@ -161,21 +150,21 @@ class Session:
         now = time.monotonic()
         self.iteration += 1
         encoded: Any = {
-            TIME_THIS_ITER_S: now - self._reported_at,
+            constants.TIME_THIS_ITER_S: now - self._reported_at,
             **metrics,
-            TIMESTAMP: int(time.time()),
-            TRAINING_ITERATION: self.iteration,
+            constants.TIMESTAMP: int(time.time()),
+            constants.TRAINING_ITERATION: self.iteration,
         }
         if self.plan.detailed:
             encoded |= {
-                DATE: f"{datetime.now():%Y-%m-%d_%H-%M-%S}",
-                HOSTNAME: os.uname().nodename,
-                NODE_IP: self.context.node_ip,
-                PID: os.getpid(),
-                TIME_TOTAL_S: now - self._began_at,
+                constants.DATE: f"{datetime.now():%Y-%m-%d_%H-%M-%S}",
+                constants.HOSTNAME: os.uname().nodename,
+                constants.NODE_IP: self.context.node_ip,
+                constants.PID: os.getpid(),
+                constants.TIME_TOTAL_S: now - self._began_at,
             }
-        if self._encode is not None:
-            encoded = self._encode(encoded)
+        if self.plan.encode is not None:
+            encoded = self.plan.encode(encoded)
         content = _reported(encoded)
         numbers = numbers_in(metrics)
         self._reported_at = now
@@ -200,7 +189,7 @@ class Session:
 
     def save(self, state: Mapping[str, Any]) -> None:
         self._settle()
-        stamped = {**state, TIMESTAMP: int(time.time())}
+        stamped = {**state, constants.TIMESTAMP: int(time.time())}
         self._hand_over("checkpoint", None, numbers_in(state), stamped)
 
     def load(self) -> Checkpoint | None:
@@ -243,14 +232,14 @@ class Session:
         blob = None
         if checkpoint is not None:
             self._checkpoint = blob = _pickled(checkpoint)
-            if self._encode is not None:
-                blob = _pickled(self._encode(checkpoint))
+            if self.plan.encode is not None:
+                blob = _pickled(self.plan.encode(checkpoint))
         self._newest = turn = Turn(
             kind,
             content=content,
             checkpoint=blob if self.context.world_rank == 0 else None,
             has_checkpoint=blob is not None,
-            numbers={**(numbers or {}), TIMESTAMP: time.time()},
+            numbers={**(numbers or {}), constants.TIMESTAMP: time.time()},
             iteration=self.iteration,
             validation=options.validation,
         )

@@ -35,11 +35,7 @@ class Worker:
 class WorkerGroup:
     """A group of Ray actors that run functions. Creating the object starts it.
 
-    Args:
-        num_workers: number of workers.
-        num_cpus_per_worker: CPUs of each worker.
-        num_gpus_per_worker: GPUs of each worker; a fraction shares one.
-        additional_resources_per_worker: further Ray resources of each worker.
+    A fraction of a GPU in `num_gpus_per_worker` lets workers share one.
     """
 
     def __init__(

@@ -14,18 +14,17 @@ from raysgd._internal.imports import import_extra
 from raysgd.callbacks.mlflow import MLflowRun
 from raysgd.callbacks.tensorboard import TensorBoardWriter
 from raysgd.callbacks.values import json_dict, numbers_in
+from raysgd.train import constants
 from raysgd.train.callbacks.callback import FileCallback
-from raysgd.train.constants import (
-    PID,
-    RESULT_FILE_JSON,
-    TIME_TOTAL_S,
-    TIMESTAMP,
-    TRAINING_ITERATION,
-)
 
 __all__ = ["JsonLoggerCallback", "MLflowLoggerCallback", "TBXLoggerCallback"]
 
-_NOT_SHOWN = (PID, TIMESTAMP, TIME_TOTAL_S, TRAINING_ITERATION)
+_NOT_SHOWN = (
+    constants.PID,
+    constants.TIMESTAMP,
+    constants.TIME_TOTAL_S,
+    constants.TRAINING_ITERATION,
+)
 
 
 class JsonLoggerCallback(FileCallback):
@@ -47,7 +46,7 @@ class JsonLoggerCallback(FileCallback):
         workers_to_log: int | list[int] | None = 0,
     ) -> None:
         super().__init__(logdir, workers_to_log)
-        self._filename = filename or RESULT_FILE_JSON
+        self._filename = filename or constants.RESULT_FILE_JSON
 
     def _begin(self, config: dict[str, Any]) -> None:
         rows = []
@@ -122,7 +121,7 @@ class MLflowLoggerCallback(FileCallback):
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         assert self._run is not None
         for result in results:
-            step = result.get(TRAINING_ITERATION, 0)
+            step = result.get(constants.TRAINING_ITERATION, 0)
             self._run.log(numbers_in(result), step, time.time())
 
     def finish_training(self, error: bool = False, **info: Any) -> None:
@@ -153,7 +152,7 @@ class TBXLoggerCallback(FileCallback):
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         for result in results:
-            step = result.get(TRAINING_ITERATION)
+            step = result.get(constants.TRAINING_ITERATION)
             shown = {"ray/train": {k: v for k, v in result.items() if k not in _NOT_SHOWN}}
             self._writer.add_histograms(shown, step)
             self._writer.add_scalars(numbers_in(shown), step)

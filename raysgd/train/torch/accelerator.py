@@ -197,7 +197,7 @@ def prepare_data_loader(
         device=get_device() if move_to_device else None,
         ahead=auto_transfer,
         seed=_extras().get(_SEED, 0),
-        full_size=running.full_size if running is not None and add_dist_sampler else None,
+        full_size=running.plan.full_size if running is not None and add_dist_sampler else None,
         shares=None if running is None else running.context.shares,
         weigh=accelerator.weigh,
     )

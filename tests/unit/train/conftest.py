@@ -24,10 +24,10 @@ class FakeQueue:
 def run():
     """Return a function that enters a session until the test ends, and returns its queue."""
 
-    def enter(rank=0, size=2, shards=None, encode=None, **planned):
+    def enter(rank=0, size=2, shards=None, **planned):
         context = WorkerContext(world_rank=rank, world_size=size, local_rank=rank)
         queue = FakeQueue()
-        here.session = Session(Plan("one", b"", **planned), context, queue, shards, encode)
+        here.session = Session(Plan("one", b"", **planned), context, queue, shards)
         return queue
 
     yield enter
