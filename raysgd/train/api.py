@@ -106,13 +106,11 @@ def report(
 def save_checkpoint(**state: Any) -> None:
     """Save a checkpoint of worker 0; every worker must call this equally often.
 
-    Returns when the driver holds the checkpoint, so that losing workers cannot lose it. raysgd adds
+    Returns when the driver holds the checkpoint, so that losing workers cannot lose it. `state` has
+    picklable values by name, and `load_checkpoint` returns them as a dict. raysgd adds
     ``_timestamp`` (whole seconds since the epoch). GPU tensors load on the CPU. A
     DistributedDataParallel is saved as the model that it wraps. Outside of a run, it warns once and
     does nothing.
-
-    Args:
-        state: picklable values by name. `load_checkpoint` returns them as a dict.
     """
     session = _within_run("save_checkpoint")
     if session is not None:
@@ -179,11 +177,8 @@ def get_dataset_shard(dataset_name: str | None = None) -> Any:
     """Return this worker's shard of a data set of the trainer.
 
     A restart with the same number of workers keeps the shards. With another number, raysgd splits
-    the data set again. Outside of a run, or if the trainer has no data set, it warns once and
-    returns None.
-
-    Args:
-        dataset_name: name of the data set, required if the data sets have names.
+    the data set again. The name is required if the data sets have names. Outside of a run, or if
+    the trainer has no data set, it warns and returns None.
     """
     session = _within_run("get_dataset_shard")
     if session is None:

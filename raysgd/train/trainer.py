@@ -142,8 +142,8 @@ class Trainer:
     ) -> TrainingIterator:
         """Start a training function, and return an iterator over what the workers report.
 
-        Arguments and errors are those of `run`. This method raises errors of the start, and the
-        iterator raises all later ones. The next run ends this one.
+        Arguments are those of `run`. The iterator raises errors of the run. The next run ends this
+        one.
         """
         function, run_dir = self._prepared("run_iterator", train_func, config)
         self._executor.start_training(function, run_dir, dataset, checkpoint, checkpoint_strategy)
@@ -155,11 +155,6 @@ class Trainer:
 
         Return the objects by rank. ``workers[0].method.remote(...)`` returns a reference for
         ``ray.get``. The objects live until the trainer shuts down. This starts it if necessary.
-
-        Args:
-            train_cls: the class.
-            args: arguments of the class.
-            kwargs: keyword arguments of the class.
         """
         if not self._executor.is_started:
             self._executor.start()
@@ -170,10 +165,6 @@ class Trainer:
 
         The reports of worker 0 are the results of a trial. The function gets the trial's config.
         The trainer must not be started.
-
-        Args:
-            train_func: a function of no argument, or of the config.
-            dataset: as in `run`.
         """
         if self._executor.is_started:
             raise RuntimeError(
@@ -202,11 +193,6 @@ class Trainer:
     def latest_checkpoint_dir(self) -> Path | None:
         """Folder of the newest run's checkpoints; None if there are none on disk."""
         return self._executor.latest_checkpoint_dir
-
-    @property
-    def latest_checkpoint_path(self) -> Path | None:
-        """Path of the newest checkpoint on disk, of the same run; None if there is none."""
-        return self._executor.latest_checkpoint_path
 
     @property
     def best_checkpoint_path(self) -> Path | None:

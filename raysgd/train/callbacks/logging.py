@@ -31,12 +31,8 @@ class JsonLoggerCallback(FileCallback):
     """Writes ``results.json``: a list of reports, each of which is a list by worker.
 
     The file is valid JSON after each report, and a restored run appends to it. Values that JSON
-    cannot represent are written as text.
-
-    Args:
-        logdir: the folder; None for the folder of the run.
-        filename: name of the file; None for ``results.json``.
-        workers_to_log: ranks of the workers whose results are written; None for all.
+    cannot represent are written as text. The default folder is that of the run. None as
+    `workers_to_log` stands for all workers.
     """
 
     def __init__(

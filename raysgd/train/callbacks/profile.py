@@ -14,9 +14,8 @@ __all__ = ["TorchTensorboardProfilerCallback"]
 class TorchTensorboardProfilerCallback(FileCallback):
     """Writes the traces that :class:`raysgd.train.torch.TorchWorkerProfiler` reports.
 
-    Args:
-        logdir: the folder; None for ``pytorch_profiler`` in the folder of the run.
-        workers_to_log: ranks of the workers whose traces are written; None for all.
+    The default folder is ``pytorch_profiler`` in that of the run. None as `workers_to_log` stands
+    for all workers.
     """
 
     _subfolder = "pytorch_profiler"

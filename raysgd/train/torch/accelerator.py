@@ -52,8 +52,7 @@ class _Accelerator:
         self.share = share
 
 
-_OUTSIDE: dict[str, Any] = {}
-"""State that replaces `Session.extras` outside of a run."""
+_OUTSIDE: dict[str, Any] = {}  # replaces `Session.extras` outside of a run
 
 
 def _extras() -> dict[str, Any]:

@@ -24,8 +24,7 @@ __all__ = ["TorchBackend", "TorchConfig", "TorchTrainer", "TrainProcessGroup"]
 class TorchBackend(Backend):
     """Sets up nothing in addition to the process group of `TorchConfig`.
 
-    To set up more, subclass this and return your class as ``backend_cls`` of a TorchConfig
-    subclass.
+    To set up more, make a subclass of this the ``backend_cls`` of a TorchConfig subclass.
     """
 
     share_cuda_visible_devices = True
@@ -56,13 +55,7 @@ class TorchConfig(BackendConfig):
 
 
 class TrainProcessGroup(ProcessGroup):
-    """A process group, also for a single worker, with the environment variables of torchrun.
-
-    Args:
-        name: "gloo" or "nccl".
-        timeout_s: seconds that each collective may take.
-        sets_env: whether to set the environment variables.
-    """
+    """A process group, also for a single worker, with the environment variables of torchrun."""
 
     def __init__(self, name: str, timeout_s: float, sets_env: bool) -> None:
         super().__init__(name, timeout_s)

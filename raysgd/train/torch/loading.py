@@ -46,8 +46,8 @@ def prepared_loader(
         device: device of the batches; None to leave them as they are.
         ahead: whether to move the next batch during the current step.
         seed: seed of the order if the loader shuffles without a generator.
-        full_size: number of workers of the full group, which sets the global batch size; None to
-            scale it with the group.
+        full_size: number of workers of the full group, which sets the global batch size. None
+            scales the batch with the group.
         shares: relative shares of the workers; None for equal shares.
         weigh: receives the loss weight of each batch.
     """

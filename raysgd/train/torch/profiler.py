@@ -23,8 +23,7 @@ class TorchWorkerProfiler:
             ...
             train.report(loss=loss, **collector.get_and_clear_profile_traces())
 
-    Args:
-        trace_dir: a folder on the worker's node that keeps the traces as well.
+    `trace_dir` is a folder on the worker's node that keeps the traces as well.
     """
 
     WORKER_TRACE_DIR_NAME = "pytorch_profiler"

@@ -32,7 +32,6 @@ def test_before_a_run_there_is_nothing(trainer):
     assert trainer.latest_run_dir is None
     assert trainer.latest_checkpoint is None
     assert trainer.latest_checkpoint_dir is None
-    assert trainer.latest_checkpoint_path is None
     assert trainer.best_checkpoint is None
     assert trainer.best_checkpoint_path is None
 
