@@ -290,7 +290,7 @@ class TrainContext:
 
     def get_trial_name(self) -> str:
         """Return the name of the trial; outside of Ray Tune, the name of the run."""
-        return self.experiment.get("trial_name", self.get_experiment_name())
+        return self.get_experiment_name()
 
     def get_trial_id(self) -> str:
         """Return the ID of the trial; outside of Ray Tune, the name of the run."""

@@ -207,7 +207,7 @@ class Session:
             pending = [each.task for each in self.reported if each.task is not None]
             left = None if timeout_s is None else timeout_s - (time.monotonic() - started)
             tasks.finished(pending, left)
-        return [each.ended().as_checkpoint() for each in self.reported]
+        return [each.as_checkpoint() for each in self.reported]
 
     def _settle(self) -> None:
         """Pass the last report to the driver if its upload is still pending."""

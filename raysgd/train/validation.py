@@ -99,16 +99,13 @@ class Reported:
     task: Any = None
     """The running validation, if any."""
 
-    def ended(self) -> Reported:
-        """Return a copy with the result of the validation, if it has ended."""
-        done = {} if self.task is None else tasks.finished([self.task], 0)
-        if not done:
-            return self
-        status, numbers = _result(done[self.task])
-        return Reported(self.path, {**self.numbers, **numbers}, status)
-
     def as_checkpoint(self) -> ReportedCheckpoint:
-        return ReportedCheckpoint(Checkpoint(path=self.path), dict(self.numbers), self.status)
+        """Return the public object, with the result of the validation if it has ended."""
+        found = ReportedCheckpoint(Checkpoint(path=self.path), dict(self.numbers), self.status)
+        if self.task is not None and (done := tasks.finished([self.task], 0)):
+            found.status, numbers = _result(done[self.task])
+            found.metrics |= numbers
+        return found
 
 
 class Validations:

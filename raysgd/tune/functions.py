@@ -92,7 +92,6 @@ class FunctionTrainable(Trainable):
             iteration=self._reported,
             experiment={
                 "name": name,
-                "trial_name": name,
                 "trial_id": self.trial_id or "",
                 "dir": self.logdir or "",
             },

@@ -115,8 +115,8 @@ class BaseTrainable(Trainable):
     def load_checkpoint(self, checkpoint: Any) -> None:
         """Load the output of `save_checkpoint`, perhaps in a trial with another config."""
         self.trainer.load(Path(checkpoint) / _STATE)
-        saved = Path(checkpoint) / _OPTIONS
-        if saved.exists() and (then := json.loads(saved.read_text())) != self._options:
+        then = json.loads((Path(checkpoint) / _OPTIONS).read_text())
+        if then != self._options:
             state = self.trainer.state_dict()
             state = self._changes.with_options(state, then, self._options, *self._owners)
             self.trainer.load_state_dict(state)

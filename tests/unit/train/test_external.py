@@ -81,16 +81,6 @@ def test_temporary_checkpoints_of_lightning_must_be_uploaded(helpers):
         helpers.RayTrainReportCallback(checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
 
 
-def test_the_newest_checkpoint_has_a_path(run, helpers, tmp_path):
-    run()
-    assert helpers.get_checkpoint_path() is None
-    (tmp_path / "checkpoint.ckpt").write_bytes(b"all of it")
-    run(checkpoint=packed(tmp_path))
-    path = helpers.get_checkpoint_path()
-    with open(path, "rb") as file:
-        assert file.read() == b"all of it"
-
-
 def test_a_checkpoint_from_elsewhere_has_no_path(run, helpers):
     run(checkpoint=cloudpickle.dumps({"epoch": 3}))
     with pytest.raises(FileNotFoundError, match=r"contains no 'checkpoint\.ckpt'"):

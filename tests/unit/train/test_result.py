@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import sys
 
 import numpy as np
 import pytest
@@ -24,12 +23,6 @@ def test_the_history_is_in_the_folder_of_the_run(tmp_path, path):
     assert list(result.metrics_dataframe["n"]) == [0, 1]
     assert result.log_dir == str(tmp_path)
     assert result.error is None
-
-
-def test_without_pandas_the_error_names_the_extra(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match=r'"raysgd\[data\]"'):
-        _ = Result(None, None, path=str(tmp_path)).metrics_dataframe
 
 
 def test_each_report_can_be_read_immediately(path):

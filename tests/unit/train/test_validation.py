@@ -86,7 +86,7 @@ def test_the_best_checkpoint_by_its_validation_stays(tmp_path, started, caplog):
     statuses = [each.status for each in seen_on_a_worker]
     assert statuses == [ReportedCheckpointStatus.PENDING_VALIDATION] * 4
     started()
-    found = [each.ended().as_checkpoint() for each in seen_on_a_worker]
+    found = [each.as_checkpoint() for each in seen_on_a_worker]
     assert [each.metrics.get("val_loss") for each in found] == [2.0, 2.5, 1.0, None]
     assert found[0].metrics == {"n": 1, "val_loss": 2.0}
     assert found[3].status is ReportedCheckpointStatus.VALIDATION_FAILED

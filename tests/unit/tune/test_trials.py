@@ -267,16 +267,6 @@ def test_a_rate_that_the_config_does_not_set_comes_from_the_checkpoint(make_tria
     assert lr_of(other) == 0.01
 
 
-def test_a_checkpoint_without_options_loads(make_trial, tmp_path):
-    trial, other = make_trial({"lr": 0.1}), make_trial({"lr": 0.2})
-    saved = trial.save(str(tmp_path / "saved"))
-    options = tmp_path / "saved" / "optimizer_options.json"
-    assert json.loads(options.read_text())[0][0]["lr"] == 0.1
-    options.unlink()
-    other.restore(saved)
-    assert lr_of(other) == 0.1
-
-
 def test_a_reused_trial_keeps_nothing_of_the_first(make_trial):
     trial = make_trial({"lr": 0.1})
     trial.train()
@@ -303,10 +293,3 @@ def test_each_trial_has_its_own_callbacks(make_trial):
     assert [trial.train()["num_epochs_seen"] for _ in range(2)] == [1, 2]
     assert trial.reset({})
     assert trial.train()["num_epochs_seen"] == 1
-
-
-def test_stop_shuts_the_trainer_down(make_trial):
-    trial = make_trial()
-    trial.stop()
-    with pytest.raises(RuntimeError, match="shut down"):
-        trial.trainer.train()

@@ -118,15 +118,6 @@ def test_the_users_own_sampler_draws_the_same_global_random_numbers_on_all_worke
     assert sorted(parts[0] + parts[1]) == list(range(8))
 
 
-def test_drawing_an_order_leaves_the_random_numbers_of_the_worker():
-    generator = torch.Generator().manual_seed(5)
-    worker = prepared(loader(sampler=SubsetRandomSampler(range(10), generator=generator)))
-    states = generator.get_state(), random.getstate()
-    rows(worker)
-    assert torch.equal(generator.get_state(), states[0])
-    assert random.getstate() == states[1]
-
-
 def test_samplers_keep_what_they_select():
     data = range(20)
     found = parts_of(lambda: loader(sampler=RandomSampler(data, num_samples=6)))
@@ -195,10 +186,6 @@ def test_loaders_that_cannot_be_partitioned_stay_as_they_are_with_a_warning(
     assert next(iter(prepared(given)))[0][0] == first
     assert reason in caplog.text
     assert "add_dist_sampler=False" in caplog.text
-
-
-def test_one_worker_gets_everything():
-    assert rows(prepared(loader(), size=1)) == list(range(20))
 
 
 @pytest.mark.parametrize("size", [1, 2])
