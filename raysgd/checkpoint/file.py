@@ -16,7 +16,7 @@ import numpy as np
 
 from raysgd._internal.nested import map_leaves
 from raysgd.checkpoint import arrays
-from raysgd.checkpoint.location import Location, locate
+from raysgd.checkpoint.location import Location, first_line, locate
 from raysgd.checkpoint.manifest import Manifest, seal, sealed_size, verify
 from raysgd.errors import CheckpointError
 
@@ -34,12 +34,10 @@ __all__ = [
     "write_pickle",
 ]
 
+# A sharded state is a folder with a checkpoint, and a subfolder with a file of tensors.
 STATE = "state.ckpt"
-"""Name of the checkpoint in the folder of a sharded state."""
 TENSORS_FOLDER = re.compile(r"tensors-[0-9a-f]{8}")
-"""Name of the subfolder with the tensors."""
-TENSORS_FILE = "model-00001-of-00001.safetensors"
-"""Name that PyTorch gives to the file of tensors."""
+TENSORS_FILE = "model-00001-of-00001.safetensors"  # PyTorch chooses this name
 
 
 def check_writable(path: str | os.PathLike[str]) -> str:
@@ -59,7 +57,6 @@ def write_file(
 ) -> str:
     """Write a state to a path or a URL, and replace an existing file.
 
-    The state goes to a temporary name in the same folder, is synced to disk, and is then renamed.
     If the process or the machine stops, `path` holds the old state or the new one. ``torch.load``
     opens the file, which also has a manifest: see `read_manifest`.
 
@@ -90,8 +87,14 @@ def prepare_write(
     # weights_only loading rejects NumPy scalars
     state = map_leaves(dict(state), lambda x: x.item() if isinstance(x, np.generic) else x)
     archive = arrays if _holds_arrays(state) else _tensors()
-    for source in ("operator", "callbacks"):
-        archive.check_loadable(source, state.get(source), target)
+    for owner in ("operator", "callbacks"):
+        try:
+            archive.check_loadable(state.get(owner))
+        except Exception as error:
+            raise CheckpointError(
+                f"Cannot save to {target.shown}: the result of state_dict() of the {owner} could "
+                f"not be loaded again: {_reason(error)}. {archive.ADVICE}"
+            ) from error
     manifest = dataclasses.replace(
         manifest or Manifest(),
         epoch=state.get("epoch", 0),
@@ -140,7 +143,16 @@ def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manif
         # Load from the open file, because the path may lead to another file by now.
         archive = arrays if arrays.is_ours(file) else _tensors()
         file.seek(0)
-        state = archive.read(source, file)
+        try:
+            state = archive.read(file)
+        except Exception as error:
+            reason = _reason(error)
+            raise CheckpointError(
+                f"Cannot load {source.shown}: {reason}. Loading never runs code. {archive.ADVICE}"
+                if "not allowed" in reason
+                else f"Cannot load {source.shown}: the file is damaged or is not a checkpoint "
+                f"({reason})."
+            ) from error
     content = state if isinstance(state, dict) else {}
     missing = [key for key in ("models", "optimizers", "epoch") if key not in content]
     if missing:
@@ -153,11 +165,17 @@ def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manif
     return state, manifest
 
 
-def write_pickle(blob: bytes, path: str | os.PathLike[str], manifest: Manifest) -> str:
-    """Write a pickle to a path or a URL, and return the destination.
+def _reason(error: Exception) -> str:
+    """Describe an error of an archive, without PyTorch's advice to load without protection."""
+    refused = re.search(r"GLOBAL (\S+)", str(error))
+    if refused:
+        return f"it has an object of type {refused[1]}, which is not allowed"
+    name = type(error).__name__
+    return name if "weights_only" in str(error) else f"{name}: {first_line(error)}"
 
-    ``pickle.load`` can read it.
-    """
+
+def write_pickle(blob: bytes, path: str | os.PathLike[str], manifest: Manifest) -> str:
+    """Write a pickle, which ``pickle.load`` can read, and return its path or URL."""
 
     def fill(file: IO[bytes]) -> None:
         file.write(blob)
@@ -167,11 +185,7 @@ def write_pickle(blob: bytes, path: str | os.PathLike[str], manifest: Manifest) 
 
 
 def read_pickle(path: str | os.PathLike[str]) -> tuple[bytes, Manifest | None]:
-    """Read a file of `write_pickle` or ``pickle.dump``, without unpickling it.
-
-    Returns:
-        The pickle, and its manifest, or None if ``pickle.dump`` wrote the file.
-    """
+    """Return a pickle, and its manifest, or None if ``pickle.dump`` wrote the file."""
     source = locate(path)
     with source.open() as file:
         manifest = verify(file, source.shown)
@@ -180,14 +194,14 @@ def read_pickle(path: str | os.PathLike[str]) -> tuple[bytes, Manifest | None]:
         blob = file.read(size)
     if not blob.endswith(b"."):  # the last byte of every pickle
         raise CheckpointError(
-            f"Cannot load {source.shown}: the file is damaged or is not a checkpoint: it does not "
+            f"Cannot load {source.shown}: the file is damaged or is not a checkpoint. It does not "
             "end like a pickle."
         )
     return blob, manifest
 
 
 def _file_at(path: str | os.PathLike[str]) -> Location:
-    """Return the file to read. For a folder with sharded state, this is its checkpoint file."""
+    """Return the file to read, which a folder with a sharded state contains."""
     source = locate(path)
     is_folder = source.is_local and os.path.isfile(f"{source.name}/{STATE}")
     return source.child(STATE) if is_folder else source
@@ -198,13 +212,13 @@ def _checked_tensors(source: Location, entry: Any) -> dict[str, str]:
     name = entry.get("file") if isinstance(entry, dict) else None
     folder, _, file = name.partition("/") if isinstance(name, str) else ("", "", "")
     if not TENSORS_FOLDER.fullmatch(folder) or file != TENSORS_FILE:
-        raise CheckpointError(f"Cannot load {source.shown}: it has no name of a tensors file.")
+        raise CheckpointError(f"Cannot load {source.shown}: it does not name its file of tensors.")
     path = Path(source.name).parent / folder / file
     try:
         with path.open("rb") as content:
             found = hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as error:
-        raise CheckpointError(f"Cannot load {source.shown}: its tensors: {error}") from error
+        raise CheckpointError(f"Cannot load {source.shown}: no tensors: {error}") from error
     if found != entry.get("sha256"):
         raise CheckpointError(f"Cannot load {source.shown}: {path} is damaged.")
     return {"path": str(path)}

@@ -40,7 +40,7 @@ class CheckpointFolder:
         """By checkpoint name; None if the manifest cannot be read."""
 
     def _names(self) -> list[str]:
-        """Return the names of the checkpoints in the folder, newest first."""
+        """Return the names of the checkpoints, newest first."""
         found = filter(self._pattern.fullmatch, self._folder.file_names())
         return sorted(found, key=position_of, reverse=True)
 
@@ -59,7 +59,7 @@ class CheckpointFolder:
             except UnreachableError:
                 raise
             except CheckpointError as error:
-                logger.warning("Ignored a checkpoint: %s", error)
+                logger.warning("Ignored a damaged checkpoint: %s", error)
                 manifest = None
             if manifest is not None:
                 self._check(name, manifest)
@@ -73,14 +73,8 @@ class CheckpointFolder:
     ) -> tuple[str, Any, Manifest]:
         """Return the name, the content, and the manifest of the first checkpoint that loads.
 
-        Args:
-            names: in the order in which to try them.
-            read: reads a path or URL.
-            skipped: gets the checkpoints that do not load, and the reasons.
-
-        Raises:
-            UnreachableError: if one could not be read, though it may be intact.
-            CheckpointError: if none loads.
+        Add the others to `skipped`, with the reasons. Raise an error if one could not be read,
+        though it may be intact.
         """
         for name in names:
             file = self._folder.child(name)
@@ -93,7 +87,7 @@ class CheckpointFolder:
                 self._manifests[name] = None
                 continue
             if manifest is None:
-                skipped.append((file.shown, "It has no manifest, so no store wrote it."))
+                skipped.append((file.shown, "It has no manifest."))
                 continue
             self._check(name, manifest)
             for place, reason in skipped:
@@ -108,10 +102,7 @@ class CheckpointFolder:
         return [name for name in ranked if name != newest]
 
     def _ranked(self, newest: str | None = None) -> list[str]:
-        """Return the names of the readable checkpoints, best first.
-
-        Of equal ones, the newer is first.
-        """
+        """Return the names of the readable checkpoints, best first, then newest first."""
         known = (name for name, manifest in self._manifests.items() if manifest)
         return sorted(known, key=lambda name: self._goodness(name, newest), reverse=True)
 
@@ -124,7 +115,6 @@ class CheckpointFolder:
         return is_current, is_rated, rating, position_of(name)
 
     def _value_of(self, name: str) -> float:
-        """Return the monitored metric of a checkpoint, or NaN."""
         manifest = self._manifests[name]
         return manifest.metrics.get(self._monitor or "", math.nan) if manifest else math.nan
 
@@ -135,5 +125,4 @@ def is_abandoned(name: str, newest: str) -> bool:
 
 
 def position_of(name: str) -> tuple[int, ...]:
-    """Return the numbers in a checkpoint's name."""
     return tuple(map(int, re.findall("[0-9]+", name)))

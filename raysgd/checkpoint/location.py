@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -27,10 +28,7 @@ class UnreachableError(CheckpointError):
 class Location:
     """The path or URL of a file or folder, which need not exist. Methods raise CheckpointError.
 
-    Attributes:
-        name: the absolute path, or the URL.
-        shown: the name in messages, without passwords and signatures.
-        is_local: whether it is a path.
+    `name` is the absolute path, or the URL, and `shown` hides its passwords and signatures.
     """
 
     def __init__(self, text: str) -> None:
@@ -61,21 +59,19 @@ class Location:
                 ) from None  # the error could show a part of a password
 
     def child(self, name: str) -> Location:
-        """Return the location of a file in this folder."""
         return Location(f"{self.name.rstrip('/')}/{name}")
 
     def check_writable(self) -> str:
         """Check that the path is writable. Return the name of the file that a write replaces."""
         return str(_target_of(self.name)) if self.is_local else self.name
 
-    def write(self, fill: Callable[[IO[bytes]], None]) -> str:
+    def write(self, content: bytes | Callable[[IO[bytes]], Any]) -> str:
         """Write a file completely or not at all, and return its name.
 
-        A URL is uploaded from a temporary file. If a path is a link, its target is replaced.
-
-        Args:
-            fill: gets a file that is open for reading and writing.
+        A function gets a file that is open for reading and writing. A URL is uploaded from a
+        temporary file. If a path is a link, its target is replaced.
         """
+        fill = operator.methodcaller("write", content) if isinstance(content, bytes) else content
         shown = self.check_writable() if self.is_local else self.shown
         try:
             if self.is_local:
@@ -108,15 +104,11 @@ class Location:
                 yield stack.enter_context(fs.open(path, "rb"))
 
     def remove(self) -> None:
-        """Remove the file if it exists."""
         with self._file_system("remove") as (fs, path), contextlib.suppress(FileNotFoundError):
             fs.rm_file(path)
 
     def make_folder(self) -> None:
-        """Create this folder.
-
-        In an object store, do nothing, because the folder could be a bucket.
-        """
+        """Create this folder, except in an object store, where it could be a bucket."""
         with self._file_system("make the folder") as (fs, path):
             if not _is_object_store(fs):
                 fs.makedirs(path, exist_ok=True)
@@ -156,15 +148,9 @@ class Location:
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
-    """Return the location of a path or URL.
-
-    Raises:
-        TypeError: if it is neither.
-        CheckpointError: if no installed package can open the URL.
-    """
     text = os.fspath(path)
     if not isinstance(text, str):
-        raise TypeError(f"A path must be a string, but it is {path!r}.")
+        raise TypeError(f"{path!r}: must be a path or URL.")
     return Location(text)
 
 

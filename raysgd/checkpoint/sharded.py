@@ -34,7 +34,7 @@ class UnsharedFolderError(CheckpointError):
 
 
 def writable_folder(place: Location) -> Path:
-    """Return a folder that all workers write to. Create it if it does not exist."""
+    """Create the folder that all workers write to."""
     if not place.is_local or Path(place.name).is_file():
         raise CheckpointError(
             f"Cannot save to {place.shown} with sharded=True: it must be a folder on a file system "
@@ -57,10 +57,7 @@ def new_tensors(folder: Path) -> Iterator[Path]:
 def write_folder(state: Mapping[str, Any], folder: Path, manifest: Manifest) -> str:
     """Write a state to a folder, remove the earlier one, and return the folder's path.
 
-    Args:
-        state: a state whose ``tensors`` have the path in a folder of `new_tensors`, and the hash.
-        folder: where to write.
-        manifest: manifest of the checkpoint.
+    ``state["tensors"]`` has the path in a folder of `new_tensors`, and the hash.
     """
     tensors = folder / f"tensors-{uuid.uuid4().hex[:8]}"
     try:
@@ -89,9 +86,6 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a sharded state.
-
-    Delete the checkpoint file first, so that the rest is never loaded.
-    """
+    """Remove a sharded state: first the checkpoint, so that the rest is never loaded."""
     locate(folder / STATE).remove()
     shutil.rmtree(folder, ignore_errors=True)

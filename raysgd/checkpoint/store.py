@@ -10,9 +10,9 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from raysgd._internal.arguments import check_choice
+from raysgd._internal.arguments import check_choice, check_int
 from raysgd._internal.files import TEMPORARY_NAME
 from raysgd.checkpoint.file import STATE, read_checkpoint, write_file
 from raysgd.checkpoint.folder import CheckpointFolder, is_abandoned, position_of
@@ -66,6 +66,7 @@ class CheckpointStore(CheckpointFolder):
 
     Raises:
         ValueError: if an argument has a value that is not allowed.
+        TypeError: if an argument has another type.
         CheckpointError: if no installed package can open the URL.
     """
 
@@ -80,11 +81,11 @@ class CheckpointStore(CheckpointFolder):
         mode: Literal["min", "max"] = "min",
         job: str,
     ) -> None:
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise ValueError(f"CheckpointStore(keep={keep!r}): must be at least 1, or None.")
+        if keep is not None:
+            check_int("CheckpointStore", "keep", keep, 1)
         check_choice("CheckpointStore", "mode", mode, ("min", "max"))
         if not isinstance(job, str) or not job:
-            raise ValueError(f"CheckpointStore(job={job!r}): must be a name.")
+            raise ValueError(f"CheckpointStore(job={job!r}): must be a string with a name.")
         super().__init__(folder, keep, monitor, mode)
         self._job = job
 
@@ -114,49 +115,37 @@ class CheckpointStore(CheckpointFolder):
         numbers = _numbers(metrics or {})
         if self._monitor is not None and self._monitor not in numbers:
             raise ValueError(
-                f"CheckpointStore(monitor={self._monitor!r}): there is no such number. There are: "
-                f"{', '.join(numbers) or 'none'}."
+                f"CheckpointStore(monitor={self._monitor!r}): the metrics have no such number. "
+                f"Their numbers are: {', '.join(numbers) or 'none'}."
             )
         self._folder.make_folder()
         self._learn(self._names())
         name = f"epoch-{state['epoch']:05d}-step-{state.get('global_step', 0):08d}"
         manifest = Manifest(
-            world_size=world_size,
-            operator=operator,
-            job=self._job,
-            metrics=numbers,
+            world_size=world_size, operator=operator, job=self._job, metrics=numbers
         )
         if "tensors" in state:
             path = write_folder(state, writable_folder(self._folder.child(name)), manifest)
         else:
             name += ".ckpt"
             path = write_file(state, self._folder.child(name).name, manifest)
-        self._point_to(name)
+        self._folder.child(_LATEST).write(_pointer_to(name))
         self._manifests[name] = manifest
         self._tidy(name)
         return path
 
     @property
     def is_local(self) -> bool:
-        """Whether the folder is a local path and not a URL."""
         return self._folder.is_local
 
     @property
     def tensors_folder(self) -> Path:
-        """The folder for the tensors of a sharded state, which workers write before `save`.
-
-        Raises:
-            CheckpointError: if it is a URL, or cannot be created.
-        """
+        """The folder for the tensors of a sharded state, which workers write before `save`."""
         return writable_folder(self._folder)
 
     @property
     def best(self) -> str | None:
-        """The path or URL of the checkpoint with the best monitored metric; None without one.
-
-        Raises:
-            CheckpointError: if the folder belongs to another job, or cannot be reached.
-        """
+        """The path or URL of the checkpoint with the best monitored metric; None without one."""
         self._learn(self._names())
         newest, _ = self._pointed_to()
         rated = [name for name in self._ranked(newest) if not math.isnan(self._value_of(name))]
@@ -202,20 +191,11 @@ class CheckpointStore(CheckpointFolder):
         if manifest.job != self._job:
             raise CheckpointError(
                 f"{self._folder.shown} has checkpoints of job {manifest.job!r} ({name}), but this "
-                f"is job {self._job!r}. Use another folder."
+                f"is job {self._job!r}. Use another folder, or pass job={manifest.job!r}."
             )
 
-    def _point_to(self, name: str) -> None:
-        def fill(file: IO[bytes]) -> None:
-            file.write(_pointer_to(name))
-
-        self._folder.child(_LATEST).write(fill)
-
     def _pointed_to(self) -> tuple[str | None, str | None]:
-        """Return the name in ``latest``, or a description of a problem with it.
-
-        Without the file, both are None.
-        """
+        """Return the name in ``latest``, or what is wrong with the file. None if it is missing."""
         if _LATEST not in self._folder.file_names():
             return None, None
         try:
@@ -231,10 +211,7 @@ class CheckpointStore(CheckpointFolder):
         return name, None
 
     def _tidy(self, newest: str) -> None:
-        """Remove surplus checkpoints.
-
-        Log errors and do not raise them: the new checkpoint is saved.
-        """
+        """Remove surplus checkpoints. Only log errors, because the new checkpoint is saved."""
         try:
             for name in self._surplus(newest):
                 self._remove(name)
@@ -249,7 +226,7 @@ class CheckpointStore(CheckpointFolder):
             if self.is_local:
                 remove_unfinished(Path(self._folder.name))
         except CheckpointError as error:
-            logger.warning("Saved %s, but could not remove older ones: %s", newest, error)
+            logger.warning("Saved %s, but could not remove older checkpoints: %s", newest, error)
 
     def _remove(self, name: str) -> None:
         file = self._folder.child(name)

@@ -47,11 +47,7 @@ def save_model(
         ) from error
     except Exception as error:
         raise CheckpointError(f"Cannot save to {target.shown}: {error}") from error
-
-    def fill(file: IO[bytes]) -> None:
-        file.write(content)
-
-    return target.write(fill)
+    return target.write(content)
 
 
 def save_rows(
@@ -60,13 +56,9 @@ def save_rows(
     other_names: Mapping[str, str],
     path: str | os.PathLike[str],
 ) -> str:
-    """Write weights as `save_model` does. Most are in a file and need not fit in memory.
+    """Write weights as `save_model` does: those of a ``.safetensors`` file, and the `rest`.
 
-    Args:
-        written: a ``.safetensors`` file.
-        rest: the other weights.
-        other_names: further names of tensors, with their names in the file.
-        path: where to write.
+    They need not fit in memory. `other_names` maps further names of tensors to those in the file.
     """
     from safetensors import safe_open
     from safetensors.torch import save_file

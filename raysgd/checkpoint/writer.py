@@ -26,14 +26,12 @@ class BackgroundWriter:
         self._path = ""
 
     def submit(self, write: Callable[[], Any], path: str) -> None:
-        """Call `write` in the background, after the write before it has ended.
+        """Call `write` in the background, when the earlier write has ended.
 
-        Args:
-            write: writes the checkpoint. No other code may change the state that it uses.
-            path: where it writes, for messages.
+        No other code may change the state that it uses. `path` is the destination, for messages.
 
         Raises:
-            CheckpointError: if the write before it failed; `write` is then not called.
+            CheckpointError: if the earlier write failed; `write` is then not called.
         """
         self.wait()
         self._path = path
@@ -43,11 +41,7 @@ class BackgroundWriter:
         executor.shutdown(wait=False)
 
     def wait(self) -> None:
-        """Wait until the write has ended.
-
-        Raises:
-            CheckpointError: if it failed.
-        """
+        """Wait until the write has ended, and raise its error, once, as a CheckpointError."""
         error = None if self._write is None else self._write.exception()
         self._write = None
         if isinstance(error, CheckpointError):
@@ -56,15 +50,11 @@ class BackgroundWriter:
             raise CheckpointError(f"Cannot save to {self._path}: {error!r}") from error
 
     def raise_failure(self) -> None:
-        """Raise the error of a write that has ended, once, without waiting.
-
-        Raises:
-            CheckpointError: if it failed.
-        """
+        """Raise the error of a write that has ended, as `wait` does, without waiting."""
         if self._write is not None and self._write.done():
             self.wait()
 
 
 def _log_failure(write: Future[Any]) -> None:
     if (error := write.exception()) is not None:
-        logger.error("A checkpoint was not written: %s", error)
+        logger.error("Could not write a checkpoint: %s", error)

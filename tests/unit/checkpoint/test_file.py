@@ -136,7 +136,7 @@ def test_an_object_of_another_type_is_refused_with_the_way_to_allow_it(tmp_path)
 )
 def test_a_file_that_is_no_state_of_a_trainer_says_what_is_missing(tmp_path, state, missing):
     torch.save(state, tmp_path / "state.pt")
-    with pytest.raises(CheckpointError, match=f"because it has no {missing}"):
+    with pytest.raises(CheckpointError, match=f"it has no {missing}"):
         read_file(tmp_path / "state.pt")
 
 

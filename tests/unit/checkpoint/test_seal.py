@@ -115,7 +115,7 @@ def test_a_file_that_lost_its_seal_does_not_pass_for_an_older_one():
     with zipfile.ZipFile(file, "a") as archive:
         archive.comment = b""
     assert b"raysgd-checkpoint" not in file.getvalue()
-    assert "its seal is not" in check(file.getvalue())
+    assert "its seal has changed" in check(file.getvalue())
 
 
 def test_a_comment_of_another_kind_is_none_of_an_older_library():
@@ -125,13 +125,6 @@ def test_a_comment_of_another_kind_is_none_of_an_older_library():
     content = content[:start] + bytes(len(content) - start)
     assert zipfile.ZipFile(io.BytesIO(content)).testzip() is None
     assert "its seal" in check(content)
-
-
-def test_an_archive_that_unpacks_to_more_than_its_size_does_not_pass():
-    file = io.BytesIO(torch_saved())
-    with zipfile.ZipFile(file, "a", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("archive/data/9", bytes(1_000_000))
-    assert "its records are compressed or overlap" in check(file.getvalue())
 
 
 def test_an_archive_within_a_truncated_file_does_not_pass():

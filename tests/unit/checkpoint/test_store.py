@@ -138,7 +138,7 @@ def test_the_best_are_kept_and_always_the_newest(folder, mode, kept):
 def test_a_metric_that_is_missing_names_those_there_are(folder):
     store = CheckpointStore(folder, job="first", monitor="val_loss")
     metrics = {"loss": torch.tensor(1.0), "epoch": 2, "note": "x", "val_loss": "low"}
-    with pytest.raises(ValueError, match=r"'val_loss'.*no such number\. There are: loss, epoch"):
+    with pytest.raises(ValueError, match=r"'val_loss'.*no such number.*are: loss, epoch"):
         store.save(state_at(1), metrics)
     assert store.restore() is None
 
@@ -182,7 +182,7 @@ def test_what_killed_writers_left_is_removed_and_nothing_else(folder):
     ],
 )
 def test_wrong_arguments_raise(tmp_path, arguments, words):
-    with pytest.raises(ValueError, match=re.escape(words)):
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
         CheckpointStore(tmp_path, **{"job": "first", **arguments})
 
 
