@@ -69,14 +69,12 @@ def suggests(method: _Method) -> _Method:
 
 
 def unknown_argument(where: str, name: str, known: Iterable[str]) -> TypeError:
-    """Return the error for an unknown argument."""
     close = closest(name, known)
     hint = f" Did you mean {close!r}?" if close else ""
     return TypeError(f"{where}() got an unexpected keyword argument {name!r}.{hint}")
 
 
 def set_fields(options: Any, **values: Any) -> None:
-    """Set fields of a frozen dataclass, in its ``__post_init__``."""
     for name, value in values.items():
         object.__setattr__(options, name, value)
 
@@ -90,7 +88,6 @@ def as_int(value: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is an int or a float, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -133,7 +130,6 @@ def check_choice(where: str, name: str, value: Any, allowed: Collection[Any]) ->
 
 
 def check_flags(where: str, **flags: Any) -> None:
-    """Check that each value is True or False."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{where}({name}={value!r}): must be True or False.")
@@ -158,7 +154,6 @@ def is_deferred(function: Any) -> bool:
 
 
 def check_hook(where: str, hook: Any) -> None:
-    """Check that an initialization hook is a plain function, or None."""
     if hook is not None and not callable(hook):
         raise TypeError(f"{where}(initialization_hook={hook!r}): must be a function.")
     if is_deferred(hook):

@@ -12,7 +12,6 @@ from raysgd._internal.nested import deep_copied
 
 __all__ = [
     "BATCH_SIZE",
-    "batch_share",
     "check_batch_size",
     "env_seconds",
     "rounded_config",
@@ -25,11 +24,7 @@ BATCH_SIZE = "*batch_size"
 
 
 def env_seconds(name: str, default: float) -> float:
-    """Return the value of the environment variable `name` in seconds, or `default`.
-
-    Raises:
-        ValueError: If the value is not a positive number.
-    """
+    """Return the environment variable `name`, a number of seconds, or `default`."""
     text = os.environ.get(name, str(default))
     try:
         value = float(text)
@@ -40,18 +35,8 @@ def env_seconds(name: str, default: float) -> float:
     return value
 
 
-def batch_share(global_batch_size: int, world_size: int) -> int:
-    """Return each worker's batch size: the global one divided by `world_size`, rounded down."""
-    return global_batch_size // world_size
-
-
 def check_batch_size(config: Mapping[str, Any], num_workers: int) -> None:
-    """Check ``config[BATCH_SIZE]``, if it is set.
-
-    Raises:
-        TypeError: If it is not an int.
-        ValueError: If it is smaller than `num_workers`, so a worker would have no sample.
-    """
+    """Check ``config[BATCH_SIZE]``, if it is set."""
     size = config.get(BATCH_SIZE)
     if size is None:
         return
@@ -59,7 +44,7 @@ def check_batch_size(config: Mapping[str, Any], num_workers: int) -> None:
         raise TypeError(f"config[BATCH_SIZE] must be an int, but it is {size!r}.")
     if size < num_workers:
         raise ValueError(
-            f"config[BATCH_SIZE]={size} is smaller than num_workers={num_workers}, but each worker "
+            f"config[BATCH_SIZE]={size} is smaller than num_workers={num_workers}. Each worker "
             "needs at least one sample of a global batch."
         )
 
@@ -69,11 +54,10 @@ def rounded_config(config: Mapping[str, Any], world_size: int) -> dict[str, Any]
     size = config.get(BATCH_SIZE)
     if size is None:
         return dict(config)
-    return {**config, BATCH_SIZE: batch_share(size, world_size) * world_size}
+    return {**config, BATCH_SIZE: size // world_size * world_size}
 
 
 def warn_of_rounding(config: Mapping[str, Any], world_size: int) -> None:
-    """Warn if `rounded_config` changes the global batch size."""
     size, rounded = config.get(BATCH_SIZE), rounded_config(config, world_size).get(BATCH_SIZE)
     if rounded is not None and rounded != size:
         warnings.warn(
@@ -92,5 +76,5 @@ def worker_config(
     """
     own = {key: deep_copied(value) if copies else value for key, value in config.items()}
     if own.get(BATCH_SIZE) is not None:
-        own[BATCH_SIZE] = batch_share(own[BATCH_SIZE], world_size)
+        own[BATCH_SIZE] //= world_size
     return own

@@ -113,7 +113,6 @@ class _PartFinder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a loaded module. A `target` means an explicit reload."""
         there = sys.modules.get(name)
         if there is None or target is not None or not name.startswith(f"{_NAME}."):
             return None
@@ -126,5 +125,4 @@ class _Existing(Loader):
         self._module = module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the existing module back in place of the new one."""
         sys.modules[module.__name__] = self._module

@@ -18,7 +18,6 @@ TEMPORARY_NAME = re.compile(r"\.saving-[0-9a-f]{8}-(.+)")
 
 
 def temporary_name(name: str) -> str:
-    """Return a unique name for a file that will be renamed to `name`."""
     return f".saving-{uuid.uuid4().hex[:8]}-{name}"
 
 

@@ -30,11 +30,7 @@ def frozen_imports() -> Iterator[None]:
 
 
 def import_extra(owner: str, module: str, extra: str) -> Any:
-    """Import a module that an extra of raysgd installs, for the feature `owner`.
-
-    Raises:
-        ImportError: If the module is not installed here.
-    """
+    """Import a module that an extra of raysgd installs, for the feature `owner`."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -38,13 +38,6 @@ def join_outputs(parts: Sequence[Any], concatenate: Callable[[Sequence[Any]], An
 
     >>> join_outputs([{"a": ["x", "y"]}, {"a": ["z"]}], list)
     {'a': ['x', 'y', 'z']}
-
-    Args:
-        parts: At least one array, tensor, or list, or dicts or tuples of them.
-        concatenate: Joins arrays or tensors along the first dimension.
-
-    Raises:
-        TypeError: If a part has another type or no dimension.
     """
     first = parts[0]
     if isinstance(first, dict):
@@ -103,9 +96,6 @@ def loading(
 
     `place` is the path of `given` in the state of the trainer. `load` replaces
     ``held.load_state_dict``.
-
-    Raises:
-        CheckpointError: If the object cannot load `given`.
     """
     load = load or held.load_state_dict
     try:

@@ -46,22 +46,17 @@ def without_secrets(text: str) -> str:
 
 
 def checked_path(argument: str, given: Any, advice: str = "Mount the storage.") -> Path:
-    """Return a local path, with ``~`` expanded. `advice` is what to do instead of using a URL.
-
-    Raises:
-        TypeError: If `given` is not a path.
-        ValueError: If it is empty, a URL, or in a home folder that does not exist.
-    """
+    """Return a local path, with ``~`` expanded. `advice` is what to do instead of using a URL."""
     text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
     if not isinstance(text, str):
         raise TypeError(f"{argument} must be a path, but it is {given!r}.")
     if not text:
-        raise ValueError(f"{argument}='': must be a path; '.' is the current folder.")
+        raise ValueError(f"{argument}='': must be a path. The current folder is '.'.")
     if "://" in text:
         raise ValueError(
-            f"{argument}={shown_url(text)!r}: must be on a disk of the driver, not a URL. {advice}"
+            f"{argument}={shown_url(text)!r}: must be a local path, not a URL. {advice}"
         )
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
-        raise ValueError(f"{argument}={text!r}: there is no home folder for this ~.") from error
+        raise ValueError(f"{argument}={text!r}: the user's home folder is unknown.") from error

@@ -18,7 +18,6 @@ _HIDDEN_NOTE = f"({{}} frames of libraries are hidden; {_SWITCH}=1 shows them.)"
 _HIDDEN = re.compile(r"\(\d+ frames of libraries are hidden;")
 _PACKAGE = str(Path(__file__).parents[1])
 _MANY = 4
-"""Minimum number of hidden frames. With fewer, all frames stay visible."""
 
 
 def is_the_users(filename: str) -> bool:
@@ -32,7 +31,6 @@ def is_the_users(filename: str) -> bool:
 
 
 def is_wanted() -> bool:
-    """Return whether tracebacks should be shortened."""
     return os.environ.get(_SWITCH, "") in ("", "0")
 
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from raysgd._internal.config import BATCH_SIZE, batch_share, worker_config
+from raysgd._internal.config import BATCH_SIZE, worker_config
 from raysgd._internal.context import Preemption, Progress, Request, WorkerContext
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.nested import loading, map_leaves
@@ -92,7 +92,7 @@ class OperatorRunner(ABC):
         given = self._train_state.settings.global_batch
         if given is None:
             return None
-        share = self.operator.config[BATCH_SIZE] = batch_share(given, context.world_size)
+        share = self.operator.config[BATCH_SIZE] = given // context.world_size
         return share
 
     def _follow(self, leader: int) -> None:

@@ -35,7 +35,7 @@ def test_logdir_becomes_absolute_and_need_not_exist(tmp_path, monkeypatch):
     ("logdir", "error", "said"),
     [
         (3, TypeError, "logdir must be a path, but it is 3"),
-        ("s3://bucket/run", ValueError, r"a disk of the driver.*CheckpointCallback\('s3://"),
+        ("s3://bucket/run", ValueError, r"must be a local path.*CheckpointCallback\('s3://"),
         (__file__, ValueError, "it exists, but is not a folder"),
         (b"runs/1", TypeError, "logdir must be a path, but it is b'runs/1'"),
     ],

@@ -33,5 +33,5 @@ def test_what_is_no_path_is_a_type_error(nonsense):
 
 
 def test_missing_home_folder_is_named():
-    with pytest.raises(CheckpointError, match=r"'~nosuch/x\.pt': there is no home folder"):
+    with pytest.raises(CheckpointError, match=r"'~nosuch/x\.pt': the user's home folder"):
         locate("~nosuch/x.pt")
