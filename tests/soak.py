@@ -1,7 +1,7 @@
-"""Look for rare failures for as long as you have: `make soak ARGS="--minutes 120"`.
+"""Search for rare failures: `make soak ARGS="--minutes 120"`.
 
-The parts take turns until the time is over, each turn with seeds of its own; at the end a table
-says what ran how often, and what failed. The output of a turn that failed is kept.
+The parts take turns, each turn with new seeds, until the time is over. A table shows the results.
+The log of a failed turn is kept.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ PARTS = {
         *ALL_CORES,
     ],
 }
-"""What is run, by name: arguments of pytest. Without a GPU or Horovod it skips what needs them."""
+"""Arguments of pytest by part. Tests that need a GPU or Horovod are skipped without it."""
 
 NUM_SEEDS = 5
-"""How many seeds the random kills of one turn have, unless it is said."""
+"""Default number of seeds of the random kills in a turn."""
 MAX_TURN_MINUTES = 100
-"""A turn of so many seeds that takes longer is cut off, as it is at the end of the time."""
+"""Limit of a turn with that number of seeds."""
 MAX_TEST_S = 3000
 END_S = 30.0
-"""How long a turn that is cut off may take to tidy up."""
+"""Seconds that an interrupted turn may take to clean up."""
 
 
 def turn(arguments: list[str], seed: int, num_seeds: int, left_s: float, log: Path) -> str:
-    """Run a part once; return "passed", "failed" or "cut off"."""
-    # at the first failure: what a turn that is cut off has found by then would be lost
+    """Run a part once. Return "passed", "failed" or "cut off"."""
+    # stop at the first failure, because an interrupted turn reports none
     command = [sys.executable, "-m", "pytest", "-q", "--maxfail=1", f"--timeout={MAX_TEST_S}"]
     command += ["-p", "no:cacheprovider", *arguments]
     if any("hypothesis" in argument for argument in arguments):
         command.append(f"--hypothesis-seed={seed}")
     environment = {**os.environ, "RAYSGD_SOAK": str(num_seeds), "RAYSGD_SEED": str(seed)}
-    # a session and a folder of its own: what is cut off leaves no process behind, and no file
+    # a new session and folder, so that an interrupted turn leaves no process or file
     with tempfile.TemporaryDirectory(prefix="soak") as folder, log.open("w") as output:
         environment["TMPDIR"] = folder
         run = subprocess.Popen(
@@ -65,8 +65,8 @@ def turn(arguments: list[str], seed: int, num_seeds: int, left_s: float, log: Pa
         except subprocess.TimeoutExpired:
             return "cut off"
         finally:
-            with contextlib.suppress(ProcessLookupError):  # all of them have ended
-                run.send_signal(signal.SIGINT)  # pytest tidies up, and ends its workers
+            with contextlib.suppress(ProcessLookupError):  # all processes have ended
+                run.send_signal(signal.SIGINT)  # pytest cleans up and stops its workers
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     run.wait(END_S)
                 os.killpg(run.pid, signal.SIGKILL)
@@ -74,11 +74,13 @@ def turn(arguments: list[str], seed: int, num_seeds: int, left_s: float, log: Pa
 
 
 def main() -> int:
-    """Take turns until the time is over, or Ctrl-C; return the status of the process."""
+    """Take turns until the time is over or Ctrl-C. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=60.0, help="how long (default 60)")
-    parser.add_argument("--seed", type=int, default=None, help="of the first turn")
-    parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help="of the kills of a turn")
+    parser.add_argument("--minutes", type=float, default=60.0, help="duration (default 60)")
+    parser.add_argument("--seed", type=int, default=None, help="seed of the first turn")
+    parser.add_argument(
+        "--seeds", type=int, default=NUM_SEEDS, help="number of seeds of the kills in a turn"
+    )
     parser.add_argument(
         "--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run"
     )
@@ -98,7 +100,7 @@ def main() -> int:
             began, result = time.monotonic(), "cut off"
             try:
                 result = turn(PARTS[name], seed, given.seeds, left_s, log)
-            finally:  # also by Ctrl-C
+            finally:  # also after Ctrl-C
                 minutes[name] += (time.monotonic() - began) / 60
                 results[name, result] += 1
             lines = log.read_text(errors="replace").strip().splitlines()
@@ -117,7 +119,7 @@ def main() -> int:
         print(f"failed: see {log}")
     passed = {name for name, result in results if result == "passed"}
     if nothing := [name for name in given.only if name not in passed]:
-        print(f"not once to its end: {', '.join(nothing)}")
+        print(f"never finished: {', '.join(nothing)}")
     return 1 if failures or not passed else 0
 
 

@@ -1,4 +1,4 @@
-"""The command: judges a sample of mutants and writes the scores."""
+"""The command: tests a sample of mutants and writes the scores."""
 
 import argparse
 import json
@@ -34,7 +34,7 @@ def table(results):
 
 
 def survivors(results):
-    """Return the mutants that no test notices, each with its change, as Markdown."""
+    """Return the mutants that no test detects, each with its change, as Markdown."""
     return "\n".join(
         f"{result['file']}:{result['line']}: {result['outcome']} by {result['num_tests']} tests\n\n"
         + "\n".join(["```diff", *result["change"], "```", ""])
@@ -50,13 +50,13 @@ def main():
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--per-area", type=int, default=25, help="mutants of each area (25)")
-    parser.add_argument("--area", choices=AREAS, action="append", help="only this; repeatable")
-    parser.add_argument("--seed", type=int, default=0, help="which sample (0)")
+    parser.add_argument("--area", choices=AREAS, action="append", help="only this area; repeatable")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample (0)")
     parser.add_argument(
         "--out",
         type=Path,
         default=WORK / "scores.json",
-        help="file of results; a table (.md) and survivors.md are written beside it",
+        help="file of results; a table (.md) and survivors.md are written next to it",
     )
     options = parser.parse_args()
     kept = WORK / f"{prepare()}.json"

@@ -1,4 +1,4 @@
-"""The mutants of a file, and which of them are the sample."""
+"""The mutants of a file, and the sample of an area."""
 
 import ast
 import difflib
@@ -24,13 +24,13 @@ AREAS = {
     "checkpoint": ["raysgd/checkpoint"],
     "elastic": ["raysgd/elastic"],
 }
-"""Folders and files of which a score is kept."""
+"""Folders and files with a score."""
 TYPING_DECORATORS = ("override", "overload", "final")
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: what an operator of cosmic-ray does where it applies for the n-th time."""
+    """The n-th change that an operator of cosmic-ray can make in a file."""
 
     file: str
     line: int
@@ -41,7 +41,7 @@ class Mutant:
         return f"{self.file}:{self.line} {self.operator} {self.occurrence}"
 
     def source(self):
-        """Return the changed source; None if it is not Python, or does the same."""
+        """Return the changed source; None if it is invalid or equivalent Python."""
         before = (ROOT / self.file).read_text(encoding="utf-8")
         operator = operators()[self.operator]
         after = cosmic_ray.mutating.mutate_code(before, operator, self.occurrence)
@@ -59,7 +59,7 @@ class Mutant:
 
 
 class RemoveStatement(Operator):
-    """Leave out a call whose value nobody takes, or what sets an attribute or an item."""
+    """Remove a call whose value is unused, or an assignment to an attribute or an item."""
 
     def mutation_positions(self, node):
         if node.parent is not None and node.parent.type == "simple_stmt":
@@ -79,7 +79,7 @@ class RemoveStatement(Operator):
 
 @cache
 def operators():
-    """Return cosmic-ray's operators by name, without those that change little or at random."""
+    """Return the operators of cosmic-ray by name, without weak and random ones."""
     found = {"RemoveStatement": RemoveStatement()}
     for name in cosmic_ray.plugins.operator_names():
         short = name.removeprefix("core/")
@@ -91,12 +91,12 @@ def operators():
 
 
 def is_left_alone(node):
-    """Whether a node is for types only, part of a message, or no operator at all."""
+    """Whether a node is part of a type, a message, or a signature."""
     if node.type == "decorator":
         return node.children[1].get_code().strip() in TYPING_DECORATORS
     if node.type == "operator" and (
         node.parent.type in ("parameters", "param", "lambdef")  # a bare * or /
-        or any("string" in each.type for each in node.parent.children)  # puts a text together
+        or any("string" in each.type for each in node.parent.children)  # concatenates strings
     ):
         return True
     while (parent := node.parent) is not None:
@@ -123,7 +123,7 @@ def digest(*parts):
 
 @cache
 def mutants_by_line(file, seed):
-    """Return the mutants of each line of a file, both in the order in which they are taken."""
+    """Return the mutants of each line of a file, both in the order of the sample."""
     source = (ROOT / file).read_text(encoding="utf-8")
     lines, found = source.splitlines(), {}
     nodes = list(ast_nodes(parso.parse(source)))
@@ -131,7 +131,7 @@ def mutants_by_line(file, seed):
         positions = [(n, at) for n in nodes for at, _ in operator.mutation_positions(n)]
         for occurrence, (node, (line, column)) in enumerate(positions):
             if not is_left_alone(node):
-                # kinds of change are equally likely, however many operators a kind has
+                # each kind of change is equally likely, for any number of its operators
                 kind = digest(seed, file, lines[line - 1].strip(), name.split("_")[0])
                 order = (kind, digest(kind, name, column, occurrence))
                 found.setdefault(line, []).append((order, Mutant(file, line, name, occurrence)))
@@ -140,7 +140,7 @@ def mutants_by_line(file, seed):
 
 
 def sample(area, number, seed):
-    """Return the mutants of an area: of each file in proportion to its lines that can change."""
+    """Return the mutants of an area, for each file in proportion to its mutable lines."""
     files = sorted(
         path.relative_to(ROOT).as_posix()
         for name in AREAS[area]
@@ -148,7 +148,7 @@ def sample(area, number, seed):
     )
     total = sum(len(mutants_by_line(file, seed)) for file in files)
     shares = {file: number * len(mutants_by_line(file, seed)) / total for file in files}
-    # whole mutants: what is left goes to where the fractions are largest
+    # round down, and give the rest to the largest fractions
     left = number - sum(map(int, shares.values()))
     favoured = sorted(files, key=lambda file: int(shares[file]) - shares[file])[:left]
     taken = []

@@ -1,4 +1,4 @@
-"""Runs of tests, each in a fork of this process that works on a copy of the tree."""
+"""Runs of tests, each in a fork of this process, in a copy of the tree."""
 
 import ast
 import compileall
@@ -24,23 +24,23 @@ from tests.mutation.mutants import ROOT, digest
 
 TESTS = ["tests/unit", "tests/blackbox/simulation", "tests/blackbox/golden"]
 LARGE = ["numpy", "torch", "torch.utils.data", "ray", "hypothesis", "tensorflow"]
-"""What most tests import; the process that is forked does it once. None of it may be raysgd."""
+"""Modules that the process imports before it forks. None may import raysgd."""
 BUDGET_S = 60.0
-"""How many seconds of CPU the tests of one mutant may take, as measured under coverage."""
+"""CPU seconds that the tests of one mutant may take, measured under coverage."""
 WORK = ROOT / "build" / "mutation"
 TREE = WORK / "tree"
 DATA = WORK / "coverage"
 
 
 def prepare():
-    """Copy the tree and import what is large; return a name for the state of the sources."""
+    """Copy the tree, import large modules, and return a hash of the sources."""
     listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
     names = [name for name in listed.split("\0") if name and os.path.lexists(ROOT / name)]
     shutil.rmtree(TREE, ignore_errors=True)
     for name in names:
         (TREE / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, TREE / name, follow_symlinks=False)
-    # told apart by content, not by time: a mutant is written and taken back within a second
+    # compare contents, not times: a mutant is written and reverted within a second
     mode = py_compile.PycInvalidationMode.CHECKED_HASH
     compileall.compile_dir(TREE / "raysgd", quiet=2, invalidation_mode=mode)
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")  # a fork loses threads
@@ -53,9 +53,9 @@ def prepare():
 
 
 def in_fork(run, log, timeout_s):
-    """Run a function in a fork that works on the copy; return its status, or None if it hangs."""
+    """Run a function in a fork, in the copy. Return its status, or None if it hangs."""
     temporary = tempfile.mkdtemp(prefix="m")
-    os.chmod(temporary, 0o755)  # a test changes its user
+    os.chmod(temporary, 0o755)  # a test changes its user ID
     pid = os.fork()
     if pid == 0:
         status = 70
@@ -73,7 +73,7 @@ def in_fork(run, log, timeout_s):
         ended, code = os.waitpid(pid, os.WNOHANG)
         status = os.waitstatus_to_exitcode(code) if ended else None
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)  # and what it has started
+        os.killpg(pid, signal.SIGKILL)  # and its child processes
     if status is None:
         os.waitpid(pid, 0)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -95,7 +95,7 @@ def _enter_copy(log, temporary):
 
 
 class Recorder:
-    """A plugin of pytest: selects tests, and writes how long each took and which failed."""
+    """A pytest plugin: selects tests, and writes their durations and failures."""
 
     def __init__(self, file, selected=None, context=None):
         self._file = file
@@ -112,7 +112,7 @@ class Recorder:
     def pytest_runtest_protocol(self, item):
         if self._context is not None:
             self._context(item.nodeid)
-        # of CPU, by this process and what it starts: the same however busy the machine is
+        # CPU time of this process and its children, which does not depend on other load
         started = sum(os.times()[:4])
         result = yield
         self._seconds[item.nodeid] = round(sum(os.times()[:4]) - started, 2)
@@ -128,7 +128,7 @@ class Recorder:
 
 def _pytest(recorder, *arguments):
     settings = ["-q", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
-    settings += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins imported before
+    settings += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of imported plugins
     return int(pytest.main([*settings, *arguments], plugins=[recorder]))
 
 
@@ -137,7 +137,7 @@ def measure():
     settings, log, report = WORK / "measured.ini", WORK / "tests.log", WORK / "tests.json"
     settings.write_text(
         f"[run]\nsource = {TREE / 'raysgd'}\ndata_file = {DATA}\nparallel = true\n"
-        # for processes that a test starts; this one is told of each test as it comes
+        # for child processes; the recorder sets the context of this process
         "context = ${PYTEST_CURRENT_TEST-}\npatch =\n    _exit\n    fork\n"
     )
     customize = TREE / "sitecustomize.py"
@@ -154,7 +154,7 @@ def measure():
         return 0
 
     if in_fork(run, log, 7200) != 0:
-        raise SystemExit(f"The tests did not run to their end: see {log}.")
+        raise SystemExit(f"The tests did not finish. The log is {log}.")
     customize.unlink()
     coverage.Coverage(config_file=str(settings)).combine([str(WORK)])
     seconds, failed = json.loads(report.read_text())
@@ -164,8 +164,8 @@ def measure():
 def tests_of(mutant, seconds):
     """Return the tests that execute a mutant's line, by file: {file: {test: seconds}}.
 
-    Its own file of tests comes first, then those that take least; tests beyond the budget are left
-    out.
+    The test file of the same name comes first, then the fastest. Tests beyond the budget are
+    omitted.
     """
     data = coverage.CoverageData(str(DATA))
     data.read()
@@ -176,7 +176,7 @@ def tests_of(mutant, seconds):
         return found & set(seconds)
 
     if "" in contexts.get(mutant.line, ()):
-        found = tests(contexts)  # what runs at import matters to all that the file does
+        found = tests(contexts)  # a line that runs at import can affect the whole file
     else:
         found = tests([mutant.line]) or tests(_statement(mutant))
     by_file = {}
@@ -193,7 +193,7 @@ def tests_of(mutant, seconds):
 
 
 def _statement(mutant):
-    """Return the lines of the innermost statement, down to the mutant's: it may go over several."""
+    """Return the lines of the innermost statement, up to the line of the mutant."""
     tree = ast.parse((TREE / mutant.file).read_text(encoding="utf-8"))
     starts = [
         node.lineno
@@ -204,10 +204,9 @@ def _statement(mutant):
 
 
 def judge(mutant, seconds):
-    """Return what the tests say of a mutant, and which of them notices it.
+    """Return the outcome of a mutant, and the test that detects it.
 
-    A test that fails in the company of these alone, and so without the mutant as well, is taken
-    out of `seconds`.
+    A test that also fails without the mutant is removed from `seconds`.
     """
     result = {"num_tests": 0, "change": mutant.change(), "by": None}
     while selected := tests_of(mutant, seconds):
@@ -221,7 +220,7 @@ def judge(mutant, seconds):
         if without != by:
             return {**result, "outcome": "killed", "by": by}
         if by not in seconds:
-            raise RuntimeError(f"{by!r} without the mutant, too: see {WORK / 'failure.log'}.")
+            raise RuntimeError(f"{by} also fails without the mutant. See {WORK / 'failure.log'}.")
         del seconds[by]
     return {**result, "outcome": "not covered"}
 
@@ -238,7 +237,7 @@ def _written(mutant):
 
 
 def _first_failure(selected):
-    """Run tests, by file, and return the one that fails or what happened; None if all pass."""
+    """Run tests by file. Return the first failed test, "no end", or "import"; None if all pass."""
     report = WORK / "failure.json"
     report.unlink(missing_ok=True)
     took = [one for tests in selected.values() for one in tests.values()]
