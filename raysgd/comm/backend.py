@@ -14,12 +14,11 @@ __all__ = ["Backend"]
 class Backend(ABC):
     """Connects the workers of one generation.
 
-    The driver creates one object with ``Class(name, timeout_s)`` and pickles it to each worker, so
-    it must be picklable before the first `prepare`. For each generation, the driver calls `prepare`
-    once and sends the rendezvous to every worker.
+    The driver creates one object with ``Class(name, timeout_s)`` and pickles it to each worker. For
+    each generation, the driver calls `prepare` once and sends the rendezvous to every worker.
 
     For PyTorch operators, `setup` must create the default process group of ``torch.distributed``.
-    Only Horovod is exempt: ``raysgd/torch/collectives.py`` handles it.
+    (``raysgd/torch/collectives.py`` handles Horovod.)
     """
 
     rejoins = True
@@ -28,27 +27,20 @@ class Backend(ABC):
 
     @abstractmethod
     def prepare(self, addresses: Sequence[str]) -> Any:
-        """Create the rendezvous of one generation, on the driver.
+        """Return the picklable rendezvous of one generation, on the driver.
 
-        Args:
-            addresses: IP addresses of the workers' nodes, by rank.
-
-        Returns:
-            The picklable argument for `setup` on the workers.
+        `addresses` are the IP addresses of the workers' nodes, by rank.
         """
 
     @abstractmethod
     def setup(self, context: WorkerContext, rendezvous: Any) -> None:
-        """Join the generation, on a worker. Return when all workers have joined.
+        """Join the generation, on a worker, and wait for the others.
 
         If `rendezvous` is None, the worker forms a group of one.
         """
 
     def met(self) -> None:  # noqa: B027  optional
-        """Release what the workers needed to connect.
-
-        Runs on the driver after all workers have joined.
-        """
+        """Release what the workers needed to connect. Runs on the driver when all have joined."""
 
     @abstractmethod
     def interrupt(self) -> None:
@@ -72,8 +64,8 @@ class Backend(ABC):
     def collective(self) -> int | None:
         """Return the number of the collective that this worker waits in, or None.
 
-        Runs in another thread than the waiting one. A backend that cannot know returns None. The
-        driver then detects a stuck worker only by the timeout of the collective.
+        Runs in another thread than the waiting one. If it always returns None, only the timeout of
+        the collective detects a stuck worker.
         """
         return None
 

@@ -77,7 +77,6 @@ class Address(NamedTuple):
 
 
 def derived_key(key: str, purpose: str) -> str:
-    """Derive the key for another purpose from `key`."""
     return hmac.digest(key.encode(), b"key for " + purpose.encode(), "sha256").hex()
 
 
@@ -96,17 +95,10 @@ def connect(
     reach_s: float = 5.0,
     hold: Callable[[socket.socket], None] | None = None,
 ) -> socket.socket:
-    """Connect to a listener. Return a blocking socket, ready for messages.
+    """Connect to a listener within `timeout_s`. Return a blocking socket, ready for messages.
 
-    Args:
-        address: Address of the listener.
-        timeout_s: Seconds for the whole call.
-        reach_s: Seconds for the TCP connection, which the remote kernel accepts.
-        hold: Called with the socket before it connects, so that another thread can shut it down.
-            Shutting it down before the connection attempt has no effect.
-
-    Raises:
-        OSError: If nothing listens there, the peer does not know the key, or the time is over.
+    The remote kernel must accept within `reach_s`. `hold` gets the socket before it connects, so
+    that another thread can shut it down. Raise OSError without success.
     """
     ends = time.monotonic() + timeout_s
     connection = socket.socket()
@@ -123,11 +115,11 @@ def connect(
             connection.settimeout(max(ends - time.monotonic(), 1e-3))
             part = connection.recv(_RANDOM_BYTES + _PROOF_BYTES - len(answer))
             if not part:
-                raise ConnectionAbortedError("closed by what listens there")
+                raise ConnectionAbortedError("the listener has closed the connection")
             answer += part
         theirs, proof = answer[:_RANDOM_BYTES], answer[_RANDOM_BYTES:]
         if not hmac.compare_digest(proof, _proof(address.key, b"listening", theirs, mine)):
-            raise ConnectionAbortedError("what listens there does not know the key")
+            raise ConnectionAbortedError("the listener does not know the key")
         connection.sendall(_proof(address.key, b"connecting", theirs, mine))
         connection.settimeout(None)
     except BaseException:
@@ -154,7 +146,7 @@ def framed(content: bytes) -> bytes:
 
 
 def read(stream: BinaryIO) -> bytes:
-    """Return the next message of a blocking stream. Raise EOFError if the connection was closed."""
+    """Return the next message of a blocking stream. Raise EOFError if it was closed."""
     header = stream.read(_LENGTH.size)
     if len(header) == _LENGTH.size:
         (length,) = _LENGTH.unpack(header)
@@ -165,18 +157,15 @@ def read(stream: BinaryIO) -> bytes:
 
 
 async def receive(connection: socket.socket) -> bytes:
-    """Read the next message, in the listener's thread. Raise like `read`."""
     (length,) = _LENGTH.unpack(await exactly(connection, _LENGTH.size))
     return await exactly(connection, length)
 
 
 async def send(connection: socket.socket, content: bytes) -> None:
-    """Send a message in the listener's thread."""
     await asyncio.get_running_loop().sock_sendall(connection, framed(content))
 
 
 async def exactly(connection: socket.socket, length: int) -> bytes:
-    """Read exactly `length` bytes."""
     loop, parts = asyncio.get_running_loop(), []
     while length:
         part = await loop.sock_recv(connection, min(length, _READ_BYTES))
@@ -195,14 +184,6 @@ class Listener:
 
     The thread ends with `close`, or when the object is garbage-collected. A `talk` that refers to
     this object prevents its collection.
-
-    Args:
-        host: IPv4 address.
-        name: Name of the thread.
-
-    Raises:
-        OSError: If no port can be opened on `host`.
-        RuntimeError: If no thread can start.
     """
 
     def __init__(self, host: str, name: str) -> None:
@@ -214,12 +195,10 @@ class Listener:
         self._service.thread.start()
 
     def expect(self, talk: Talk, key: str | None = None) -> Address:
-        """Accept connections for `talk`, and return the address for them.
+        """Accept connections of peers that know `key`, and return the address for them.
 
-        Args:
-            talk: Coroutine function that handles one connection in the listener's thread. The
-                connection closes when it returns, unless it calls ``detach`` on the socket.
-            key: Key that peers must know. None creates a new one.
+        `talk` handles one connection in the listener's thread. The connection closes when it
+        returns, unless it calls ``detach`` on the socket.
         """
         key = secrets.token_hex(_RANDOM_BYTES) if key is None else key
         self._service.expected[_name(key)] = key, talk
@@ -230,7 +209,6 @@ class Listener:
         self._service.expected.pop(_name(address.key), None)
 
     def close(self) -> None:
-        """Stop listening and end all connections."""
         self._end()
         if self._service.thread is not threading.current_thread():
             self._service.thread.join(_CLOSE_S)
@@ -316,18 +294,18 @@ class _Service:
         """Authenticate the peer, and return the handler of its messages."""
         _keep_alive(connection)
         if await exactly(connection, len(_MAGIC)) != _MAGIC:
-            raise ConnectionAbortedError("it speaks another language")
+            raise ConnectionAbortedError("the peer uses another protocol")
         hello = await exactly(connection, _NAME_BYTES + _RANDOM_BYTES)
         name, theirs = hello[:_NAME_BYTES], hello[_NAME_BYTES:]
         if (found := self.expected.get(name)) is None:
-            raise ConnectionAbortedError("it names no key of ours")
+            raise ConnectionAbortedError("the peer names an unknown key")
         key, talk = found
         mine = secrets.token_bytes(_RANDOM_BYTES)
         proof = _proof(key, b"listening", mine, theirs)
         await self._loop.sock_sendall(connection, mine + proof)
         expected = _proof(key, b"connecting", mine, theirs)
         if not hmac.compare_digest(await exactly(connection, _PROOF_BYTES), expected):
-            raise ConnectionAbortedError("it does not know the key")
+            raise ConnectionAbortedError("the peer does not know the key")
         if name not in self.expected:
-            raise ConnectionAbortedError("it is not expected any more")
+            raise ConnectionAbortedError("the peer came after forget()")
         return talk

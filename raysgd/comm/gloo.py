@@ -65,19 +65,17 @@ class Entry:
     """Creates one gloo group. `interrupt` cancels it at any time, even before `connect`.
 
     gloo connects in the constructor of its group. If a peer dies meanwhile, the constructor waits
-    for five times its timeout, and nothing can wake it. Therefore it runs in another thread, and a
-    late result is discarded.
+    for five times its timeout, so it runs in another thread. A late result is discarded.
     """
 
     def __init__(self) -> None:
         self._answer: SimpleQueue[Any] = SimpleQueue()
 
     def interrupt(self) -> None:
-        """Make `connect` raise RuntimeError."""
         self._answer.put(_interruption())
 
     def connect(self, store: Store, rank: int, size: int, timeout: datetime.timedelta) -> Any:
-        """Return a connected gloo group."""
+        """Return a connected gloo group. Raise RuntimeError after `interrupt`."""
         answer = self._answer
 
         def connect() -> None:
@@ -99,11 +97,7 @@ class Entry:
 
 
 class GlooGroup(ProcessGroup):
-    """A gloo group whose waits `interrupt` ends.
-
-    Operations that this class does not override call gloo through the base class, and cannot be
-    interrupted.
-    """
+    """A gloo group. `interrupt` ends the waits of all operations that this class defines."""
 
     entry = Entry()
     """Entry of the next group. torch.distributed calls the constructor and cannot pass it."""
@@ -124,7 +118,7 @@ class GlooGroup(ProcessGroup):
         timeout: datetime.timedelta,
         entry: Entry | None = None,
     ) -> GlooGroup:
-        """Create a group as the default process group of torch.distributed."""
+        """Create the default process group of torch.distributed."""
         GlooGroup.entry = entry or Entry()
         if _NAME not in dist.Backend.backend_list:
             dist.Backend.register_backend(_NAME, GlooGroup, devices=["cpu"])
@@ -164,10 +158,10 @@ class GlooGroup(ProcessGroup):
         largest, smallest = bounds[0].item(), -bounds[1].item()
         if largest != smallest:
             raise ValueError(
-                f"all_gather: rank {self.rank()} gave {size} bytes, but the tensors of all ranks "
-                f"have {smallest} to {largest}. Batches differ in the last step of an epoch and "
-                "while workers are missing: pad the tensors, or register a DataLoader with "
-                'drop_last=True and pass ElasticConfig(global_batch="scale").'
+                f"all_gather: rank {self.rank()} gave {size} bytes, but the ranks gave {smallest} "
+                f"to {largest}. Batches differ in the last step of an epoch and while workers are "
+                "missing. Pad the tensors, or register a DataLoader with drop_last=True and pass "
+                'ElasticConfig(global_batch="scale").'
             )
         return _Operation(self._running, lambda: self._gloo.allgather(*args), args[0])
 
@@ -202,11 +196,7 @@ class GlooGroup(ProcessGroup):
     def allgather_into_tensor_coalesced(
         self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], options: Any = None
     ) -> Work:
-        """Start the all-gathers of functional collectives and DTensor.
-
-        PyTorch 2.13 calls gloo with the GIL held. gloo's thread can hold the lock of its queue
-        while it waits for the GIL. That is a deadlock.
-        """
+        """Start all-gathers. DTensor in PyTorch 2.13 would call gloo with the GIL: a deadlock."""
         chunks = [output.chunk(self.size()) for output in outputs]
         by_rank = [list(parts) for parts in zip(*chunks, strict=True)]
         return _Operation(
@@ -227,11 +217,11 @@ class GlooGroup(ProcessGroup):
 
     @property
     def num_operations(self) -> int:
-        """Number of operations that this rank has started, including finished ones."""
+        """Number of operations that this rank has started."""
         return self._running.num_begun
 
     def collective(self) -> int | None:
-        """Return the number of the oldest unfinished collective, or None."""
+        """See `Backend.collective`."""
         if self._mesh is not None:
             self._mesh.look()
         return self._running.oldest()
@@ -243,13 +233,11 @@ class GlooGroup(ProcessGroup):
     def release(self) -> None:
         """Prepare for garbage collection, after `interrupt` or after all operations have ended.
 
-        The destructor of gloo waits for its threads. If one of them never returns, the destructor
-        must not run. Its thread and sockets then stay until the process exits.
+        The destructor of gloo waits for its threads, of which some may never return.
         """
         if not self._running.ended():
-            threading.Thread(
-                target=_keep, args=(self._gloo, self._running), name="raysgd-gloo-end", daemon=True
-            ).start()
+            args = (self._gloo, self._running)
+            threading.Thread(target=_keep, args=args, name="raysgd-gloo-end", daemon=True).start()
 
     def send(self, tensors: list[torch.Tensor], *to: Any) -> Work:
         return self._transfer(lambda: self._gloo.send(tensors, *to), tensors)
@@ -275,7 +263,6 @@ def _collective(name: str) -> Callable[..., Work]:
         return _Operation(self._running, lambda: getattr(self._gloo, name)(*args, **kwargs), output)
 
     method.__name__ = name
-    method.__doc__ = f"Start gloo's {name}."
     return method
 
 
@@ -300,7 +287,6 @@ class _Running:
     def begin(
         self, key: int, end: Callable[[BaseException], None], collective: bool = False
     ) -> None:
-        """Record an operation of all ranks (`collective`) or two, and the callback that ends it."""
         with self._changed:
             if self._interrupted:
                 raise _interruption()
@@ -312,10 +298,7 @@ class _Running:
                 self._collectives[key] = self._num_collectives
 
     def finish(self, key: int) -> bool:
-        """Record that gloo has finished an operation.
-
-        Return whether its future is still pending.
-        """
+        """Record the end of an operation. Return whether no interruption has ended its future."""
         with self._changed:
             self._count -= 1
             self._collectives.pop(key, None)
@@ -339,16 +322,12 @@ class _Running:
             return self._count == 0
 
     def wait_for_end(self) -> None:
-        """Wait until gloo has finished all operations, possibly forever."""
         with self._changed:
             self._changed.wait_for(lambda: self._count == 0)
 
 
 class _Operation(Work):
-    """A running collective or transfer. Its future holds the result of gloo, or an error.
-
-    `then` maps the result of gloo to the result of the operation.
-    """
+    """A running collective or transfer. Its future holds the result of `then`, or an error."""
 
     def __init__(
         self,
@@ -364,11 +343,6 @@ class _Operation(Work):
         ended = self._ended
         key = id(ended)  # lives until gloo has finished; the Work can be dropped earlier
         running.begin(key, ended.set_result, is_collective)
-        try:
-            self._work = start()
-        except BaseException:
-            running.finish(key)
-            raise
 
         # This runs in a gloo thread, which cannot outlive the group: do not refer to the group.
         def finish(value: Callable[[], Any]) -> None:
@@ -380,30 +354,20 @@ class _Operation(Work):
                 ended.set_result(found)
 
         try:
-            future = self._work.get_future()
-        except RuntimeError:  # some operations have no future: a thread waits for them
-            work, self._outputs = self._work, output if isinstance(output, list) else [output]
-            outputs = self._outputs
-            waiting = threading.Thread(
-                target=finish,
-                args=(lambda: _waited_for(work, outputs),),
-                name="raysgd-gloo",
-                daemon=True,
-            )
+            work = self._work = start()
             try:
-                waiting.start()
-            except BaseException:
-                running.finish(key)
-                raise
-        else:
-            future.add_done_callback(lambda done: finish(done.value))
+                future = work.get_future()
+            except RuntimeError:  # some operations have no future: a thread waits for them
+                outputs = self._outputs = output if isinstance(output, list) else [output]
+                args = (lambda: _waited_for(work, outputs),)
+                threading.Thread(target=finish, args=args, name="raysgd-gloo", daemon=True).start()
+            else:
+                future.add_done_callback(lambda done: finish(done.value))
+        except BaseException:
+            running.finish(key)
+            raise
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Wait for the result.
-
-        Raises:
-            RuntimeError: If the operation failed, was interrupted, or took longer than `timeout`.
-        """
         if timeout:
             done = threading.Event()
             self._ended.add_done_callback(lambda _: done.set())
@@ -492,11 +456,6 @@ class _SmallReduction(Work):
             self._finish_elsewhere(Future())
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Wait for the result.
-
-        Raises:
-            RuntimeError: If the operation failed, was interrupted, or took longer than `timeout`.
-        """
         if timeout:
             self._mesh.finish(self._reduction, timeout.total_seconds(), give_up=False)
         else:
@@ -504,11 +463,7 @@ class _SmallReduction(Work):
         return True
 
     def get_future(self) -> Future[Any]:
-        """Return a future of the tensors. In a backward pass, wait until it is ready.
-
-        DistributedDataParallel asks for the future there and has no other work. Waiting in its
-        thread avoids waking another one.
-        """
+        """Return a future. In a backward pass, wait: DistributedDataParallel has no other work."""
         ended: Future[Any] = Future()
         if _in_backward_pass():
             self._finish(ended)
@@ -517,9 +472,8 @@ class _SmallReduction(Work):
         return ended.then(_value)
 
     def _finish_elsewhere(self, ended: Future[Any]) -> None:
-        threading.Thread(
-            target=self._finish, args=(ended,), name="raysgd-mesh", daemon=True
-        ).start()
+        args = (ended,)
+        threading.Thread(target=self._finish, args=args, name="raysgd-mesh", daemon=True).start()
 
     def _finish(self, ended: Future[Any]) -> None:
         try:

@@ -42,14 +42,9 @@ class HorovodRendezvous:
 class HorovodBackend(Backend):
     """One Horovod group per generation.
 
-    Horovod reads its rank from the environment each time it initializes. After a worker failure,
-    the survivors shut it down and initialize it again with a new server.
-
-    Args:
-        name: "horovod".
-        timeout_s: Timeout in seconds of joining a group. Horovod has none for collectives.
-        framework: Framework whose Horovod to initialize. None only sets the environment, for
-            functions that call ``hvd.init()`` themselves.
+    Horovod reads its rank from the environment each time it initializes. `timeout_s` is for joining
+    a group; Horovod has no timeout for collectives. Without a `framework`, `setup` only sets the
+    environment for functions that call ``hvd.init()`` themselves.
     """
 
     def __init__(
@@ -83,11 +78,6 @@ class HorovodBackend(Backend):
         return HorovodRendezvous(host, server.server_port, tuple(addresses), single_node)
 
     def setup(self, context: WorkerContext, rendezvous: HorovodRendezvous | None) -> None:
-        """Set Horovod's environment, and initialize it.
-
-        Raises:
-            ImportError: If Horovod is not installed on this worker.
-        """
         check_horovod()
         self._own = horovod_environment(context, rendezvous, self._timeout_s)
         os.environ.update(self._own)
@@ -149,16 +139,11 @@ class HorovodBackend(Backend):
 
 
 def check_horovod() -> None:
-    """Check that Horovod is installed, without importing it.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
     if importlib.util.find_spec("horovod") is None:
         raise ImportError(
-            'backend="horovod" needs Horovod, which is not installed: '
-            'pip install "raysgd[horovod]". Its last release needs two small edits to build '
-            "against current PyTorch and TensorFlow: see docs/horovod.md."
+            'backend="horovod" needs Horovod, which is not installed. Run '
+            'pip install "raysgd[horovod]". docs/horovod.md has two small edits that its last '
+            "release needs for current PyTorch and TensorFlow."
         )
 
 

@@ -2,8 +2,7 @@
 
 gloo wakes several threads in each process for a collective. For a few kilobytes, that takes longer
 than the rest of a training step. Here the waiting thread reads the sockets itself. Each rank sends
-its tensor to all others and reduces the received tensors in the order of their ranks. Therefore the
-results are bitwise equal on all ranks.
+its tensor to all others and reduces in the order of ranks, so all results are bitwise equal.
 
 A message is a header of two 64-bit integers (number of earlier reductions, number of bytes) and the
 content of the tensor.
@@ -42,7 +41,7 @@ _LONGEST_WAIT_S = 3600.0
 
 
 class Reduction:
-    """A running reduction, whose result replaces `tensor`. For use by the mesh only."""
+    """A running reduction, whose result replaces `tensor`."""
 
     def __init__(
         self,
@@ -65,7 +64,6 @@ class Reduction:
         self.done = False
 
     def message(self) -> bytes:
-        """Return the message for the other ranks."""
         return b"".join((self._header, self._content.view(-1).view(torch.uint8).numpy().data))
 
     def take(self, rank: int, own_rank: int) -> None:
@@ -78,11 +76,11 @@ class Reduction:
         self.done = True
 
     def check(self, rank: int) -> None:
-        """Raise RuntimeError if `rank` runs a different reduction, by the header of its message."""
+        """Raise RuntimeError if the header from `rank` is of a different reduction."""
         message = self.missing[rank]
         if message[: _HEADER.size] != self._header:
             raise RuntimeError(
-                "Reduction {} of small tensors: this rank has {} bytes, but rank {} is in "
+                "Reduction {} of small tensors has {} bytes on this rank, but rank {} is in "
                 "reduction {} with {} bytes. All ranks must call the same collectives in the same "
                 "order, with tensors of the same size.".format(
                     *_HEADER.unpack(self._header), rank, *_HEADER.unpack_from(message)
@@ -109,23 +107,23 @@ class _Peer:
         """Bytes received for the first awaited reduction."""
 
     def send(self) -> bool:
-        """Send without blocking. Return whether anything was sent."""
-        went = False
+        """Send without blocking. Return whether bytes were sent."""
+        sent = False
         while self.unsent:
             try:
                 num_bytes = self.socket.send(self.unsent[0])
             except BlockingIOError:
                 break
-            went = True
+            sent = True
             if num_bytes == len(self.unsent[0]):
                 self.unsent.popleft()
             else:
                 self.unsent[0] = self.unsent[0][num_bytes:]
-        return went
+        return sent
 
     def receive(self, own_rank: int, at_end: Callable[[Reduction], None]) -> bool:
         """Receive without blocking, and call `at_end` per result. Return whether bytes arrived."""
-        came = False
+        received = False
         while self.awaited:
             wanted = self.awaited[0]
             with memoryview(wanted.missing[self.rank]) as message:
@@ -135,7 +133,7 @@ class _Peer:
                     break
                 if not num_bytes:
                     raise ConnectionResetError("it was closed")
-                came = True
+                received = True
                 self.num_received += num_bytes
                 # Check early, because a longer message would never be complete.
                 if self.num_received >= _HEADER.size:
@@ -147,7 +145,7 @@ class _Peer:
             wanted.take(self.rank, own_rank)
             if wanted.done:
                 at_end(wanted)
-        return came
+        return received
 
     @property
     def events(self) -> int:
@@ -155,12 +153,12 @@ class _Peer:
 
 
 class Mesh:
-    """Connections of one rank to all others.
+    """Connections of one rank to all others, which share a key.
 
     Args:
         rank: This rank.
         host: Address of this rank for the others.
-        key: Secret that all ranks share.
+        key: Key of the connections.
         timeout_s: Seconds to connect to all ranks.
     """
 
@@ -187,11 +185,7 @@ class Mesh:
         self.address = address.host, address.port
 
     def connect(self, addresses: Sequence[tuple[str, int]]) -> None:
-        """Connect to all ranks, given their hosts and ports by rank. All ranks must call this.
-
-        Raises:
-            RuntimeError: If a rank does not connect in time, or after `interrupt`.
-        """
+        """Connect to all ranks, given their hosts and ports by rank. All ranks must call this."""
         ends = time.monotonic() + self._timeout_s
         connections: dict[int, socket.socket] = {}
         try:
@@ -243,9 +237,6 @@ class Mesh:
 
         All ranks must start their reductions in the same order. `combine` combines the tensors of
         two ranks. `at_end` is called when the reduction has ended or failed.
-
-        Raises:
-            RuntimeError: If a connection broke, or after `interrupt`.
         """
         with self._lock:
             self._check()
@@ -263,23 +254,15 @@ class Mesh:
                 self._wake()
             return started
 
-    @property
-    def has_unsent(self) -> bool:
-        """Whether messages wait for buffer space. Then call `finish` before other waits."""
-        return any(peer.unsent for peer in self._peers)
-
     def finish(self, wanted: Reduction, timeout_s: float, give_up: bool = True) -> None:
         """Wait until `wanted` is complete and all messages of this rank are sent.
 
-        If several threads wait, one of them reads the sockets for all.
-
-        Raises:
-            RuntimeError: If a connection broke, after `interrupt`, or after `timeout_s` seconds. If
-                `give_up`, a timeout makes the mesh unusable.
+        If several threads wait, one of them reads the sockets for all. Raise RuntimeError if a
+        connection broke, after `interrupt`, or after `timeout_s`; `give_up` then breaks the mesh.
         """
         ends = time.monotonic() + timeout_s
         with self._changed:
-            while not wanted.done or self.has_unsent:
+            while not wanted.done or any(peer.unsent for peer in self._peers):
                 self._check()
                 rest_s = min(ends - time.monotonic(), _LONGEST_WAIT_S)
                 if rest_s <= 0:
@@ -313,7 +296,6 @@ class Mesh:
 
     @property
     def broken(self) -> bool:
-        """Whether all current and later reductions fail."""
         return bool(self._broken)
 
     def look(self) -> None:
@@ -368,7 +350,6 @@ class Mesh:
         self._wake()
 
     def close(self) -> None:
-        """Interrupt, and release the connections."""
         self.interrupt()
         with self._lock:
             while self._unended:

@@ -38,7 +38,7 @@ def address_towards(address: str) -> str:
 
 
 def is_single_node(addresses: Sequence[str]) -> bool:
-    """Return whether all workers are on this machine."""
+    """Return whether all addresses are this machine's."""
     return len(set(addresses)) == 1 and addresses[0] in {LOOPBACK, *interfaces()}
 
 
@@ -48,15 +48,10 @@ def driver_address(addresses: Sequence[str]) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the interface with `address`.
-
-    Raises:
-        RuntimeError: If no interface has it.
-    """
     found = interfaces()
     if address not in found:
         raise RuntimeError(
-            f"No network interface of this node has its Ray address {address}. It has "
+            f"Ray reports the address {address} for this node, but its network interfaces have "
             f"{', '.join(found) or 'none'}. Set GLOO_SOCKET_IFNAME to the interface for the "
             "workers."
         )

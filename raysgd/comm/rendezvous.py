@@ -1,9 +1,8 @@
 """Server and client of the key-value store where the workers of one generation rendezvous.
 
-The ``TCPStore`` of PyTorch does not fit, because a generation can end at any moment. Its client
-first resolves the server's name, which takes seconds if the name server does not answer. It retries
-a closed store until its timeout, and its waits cannot be interrupted. Here a wait ends when the
-driver closes the store or the client is interrupted.
+A generation can end at any moment. The ``TCPStore`` of PyTorch retries a closed store until its
+timeout, and its waits cannot be interrupted. Here a wait ends when the driver closes the store or
+the client is interrupted.
 
 A request is a message with a JSON array: the operation and its arguments. An answer is an array of
 one element.
@@ -40,7 +39,6 @@ class StoreServer:
         self.address = self._listener.expect(self._talk)
 
     def close(self) -> None:
-        """End all connections. This ends the waits of the clients."""
         self._listener.close()
 
     async def _talk(self, connection: socket.socket) -> None:
@@ -61,9 +59,6 @@ class StoreServer:
             "append": lambda key, value: self._set([key], [values.get(key, "") + value]),
             "add": self._add,
             "check": lambda keys: all(key in values for key in keys),
-            "compare_set": self._compare_set,
-            "delete": self._delete,
-            "num_keys": lambda: len(values),
         }
 
     async def _get(self, keys: Sequence[str], timeout_s: float) -> list[str] | None:
@@ -86,28 +81,11 @@ class StoreServer:
         self._set([key], [str(total)])
         return total
 
-    def _compare_set(self, key: str, expected: str, desired: str) -> str:
-        found = self._values.get(key)
-        if found == expected or (found is None and not expected):
-            self._set([key], [desired])
-            return desired
-        return expected if found is None else found
-
-    def _delete(self, key: str) -> bool:
-        self._there[key].clear()
-        return self._values.pop(key, None) is not None
-
 
 class StoreClient:
     """Connection of a worker to a store.
 
-    Every method raises ConnectionError after the store was closed or the client was interrupted.
-
-    Args:
-        address: Address of the store.
-
-    Raises:
-        ConnectionError: If the store cannot be reached.
+    It raises ConnectionError if the store is unreachable or closed, or after `interrupt`.
     """
 
     def __init__(self, address: Address) -> None:
@@ -117,7 +95,7 @@ class StoreClient:
             self._socket = connect(address, _ANSWER_S, _CONNECT_S)
         except OSError as error:
             raise ConnectionError(
-                f"{self._name} cannot be reached ({error}): this generation of workers has ended, "
+                f"{self._name} cannot be reached ({error}). This generation of workers has ended, "
                 "or a firewall blocks the port."
             ) from error
         self._answers = self._socket.makefile("rb")
@@ -125,19 +103,13 @@ class StoreClient:
             weakref.finalize(self, opened.close)
 
     def interrupt(self) -> None:
-        """End the wait of another thread, and refuse all later calls."""
         shut_down(self._socket)
 
     def set(self, keys: Sequence[str], values: Sequence[str]) -> None:
-        """Set `keys` to `values`."""
         self.ask("set", list(keys), list(values))
 
     def get(self, keys: Sequence[str], timeout_s: float) -> list[str]:
-        """Return the values of `keys` when all are set.
-
-        Raises:
-            TimeoutError: If a key is not set within `timeout_s` seconds.
-        """
+        """Wait for `keys` and return their values. Raise TimeoutError after `timeout_s` seconds."""
         values: list[str] | None = self.ask("get", list(keys), timeout_s, wait_s=timeout_s)
         if values is None:
             raise TimeoutError(
@@ -146,10 +118,7 @@ class StoreClient:
         return values
 
     def ask(self, operation: str, *arguments: Any, wait_s: float = 0.0) -> Any:
-        """Send a request and return the answer.
-
-        The server may delay the answer by `wait_s` seconds.
-        """
+        """Send a request and return the answer, which the server may delay by `wait_s` seconds."""
         try:
             with self._lock:
                 self._socket.settimeout(wait_s + _ANSWER_S)
@@ -161,7 +130,7 @@ class StoreClient:
             ) from error
         except (OSError, EOFError) as error:
             raise ConnectionError(
-                f"{self._name} is closed: this generation of workers has ended."
+                f"{self._name} is closed. This generation of workers has ended."
             ) from error
 
 

@@ -26,14 +26,12 @@ class Endpoint:
     remote: tuple[str, int] | None
 
     def shut_down(self) -> None:
-        """Shut the connection down. The descriptor stays open for its owner."""
         with contextlib.suppress(OSError), _borrowed(self.descriptor) as sock:
             shut_down(sock)
 
 
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """Open a socket object on a descriptor with another owner."""
     copy = os.dup(descriptor)
     try:
         sock = socket.socket(fileno=copy)
@@ -45,10 +43,7 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket]:
 
 
 def endpoints() -> list[Endpoint]:
-    """Return the TCP sockets of this process.
-
-    Reads the descriptors, because the system's table of connections can miss entries.
-    """
+    """Return the TCP sockets among the descriptors. The system's table can miss some."""
     found = []
     for name in os.listdir("/dev/fd"):
         # Some descriptors are not sockets, and other threads close theirs meanwhile.
@@ -64,5 +59,4 @@ def endpoints() -> list[Endpoint]:
 
 
 def listeners() -> set[tuple[str, int]]:
-    """Return the addresses on which this process listens."""
     return {endpoint.local for endpoint in endpoints() if endpoint.remote is None}

@@ -43,8 +43,7 @@ class TensorflowRendezvous:
 class TensorflowBackend(Backend):
     """Sets ``TF_CONFIG``, which defines the group for ``MultiWorkerMirroredStrategy``.
 
-    The trainer or the training function creates the strategy after `setup`. A process can join only
-    one group, because TensorFlow configures its collectives once.
+    A process can join only one group, because TensorFlow configures its collectives once.
     """
 
     rejoins = False
@@ -62,7 +61,7 @@ class TensorflowBackend(Backend):
             self._has_warned = True
             logger.warning(
                 "MultiWorkerMirroredStrategy starts a TensorFlow server in each worker, on all "
-                "interfaces. Anyone who reaches it can read and write files as the worker: protect "
+                "interfaces. Anyone who reaches it can read and write files as the worker. Protect "
                 "it with a firewall."
             )
             if self._environment.get("TF_USE_LEGACY_KERAS", "0").lower() not in ("1", "true"):
@@ -76,17 +75,12 @@ class TensorflowBackend(Backend):
         return TensorflowRendezvous(self._server.address, is_single_node(addresses))
 
     def setup(self, context: WorkerContext, rendezvous: TensorflowRendezvous | None) -> None:
-        """Set the variables that TensorFlow reads on import and when it creates the strategy.
-
-        Raises:
-            ImportError: If TensorFlow is not installed.
-            RuntimeError: If TensorFlow is already imported, or `rendezvous` is None.
-        """
+        """Set the variables that TensorFlow reads on import and when it creates the strategy."""
         check_tensorflow("backend='tensorflow'")
         if "tensorflow" in sys.modules:
             raise RuntimeError(
-                "TensorFlow was imported on this worker before TF_CONFIG was set. Do not import it "
-                "in initialization_hook, but in the training function."
+                "TensorFlow was imported on this worker before TF_CONFIG was set. Import it in the "
+                "training function, not in initialization_hook."
             )
         if rendezvous is None:
             raise RuntimeError("A TensorFlow worker cannot set up alone and join a group later.")
@@ -144,10 +138,8 @@ class TensorflowBackend(Backend):
 def _held_port() -> socket.socket:
     """Return a socket that reserves a free port for TensorFlow's server.
 
-    TensorFlow listens when it creates the strategy, seconds after the workers have exchanged
-    their addresses. Linux does not hand out a bound port again. It lets a second socket listen on
-    the port if both set SO_REUSEADDR, as gRPC does, and the first does not listen. The socket binds
-    all addresses, because TensorFlow does so too and one of them could be taken.
+    TensorFlow listens seconds later, on all addresses. Linux lets it use the port because both
+    sockets set SO_REUSEADDR and this one does not listen.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -156,23 +148,15 @@ def _held_port() -> socket.socket:
 
 
 def check_tensorflow(asked_by: str) -> None:
-    """Check that TensorFlow is installed, without importing it.
-
-    Raises:
-        ImportError: If it is not installed.
-    """
     if "tensorflow" not in sys.modules and importlib.util.find_spec("tensorflow") is None:
         raise ImportError(
-            f'{asked_by} needs TensorFlow, which is not installed: pip install "raysgd[tensorflow]"'
+            f"{asked_by} needs TensorFlow, which is not installed. Run "
+            'pip install "raysgd[tensorflow]".'
         )
 
 
 def keras_environment() -> dict[str, Any]:
-    """Return the environment variables that choose the Keras of this process.
-
-    Raises:
-        ValueError: If they choose another framework than TensorFlow.
-    """
+    """Return the environment variables that choose the Keras of this process."""
     chosen = {name: os.environ[name] for name in _CHOICES if name in os.environ}
     if (framework := chosen.get("KERAS_BACKEND", "tensorflow")) != "tensorflow":
         raise ValueError(

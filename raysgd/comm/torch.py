@@ -33,14 +33,12 @@ from raysgd.comm.torch_store import TorchStore
 __all__ = ["TorchBackend", "TorchRendezvous"]
 
 _CONNECT = datetime.timedelta(seconds=10)
-"""Timeout of connecting to workers that are all present. The gloo group of NCCL cannot be
-interrupted: if a worker dies while it connects, the others wait five times as long."""
+"""Timeout of connecting to workers that are all present. If a worker dies meanwhile, the gloo group
+of NCCL waits five times as long."""
 _NCCL_CONNECT = datetime.timedelta(seconds=60)
-"""Timeout of connecting ``TCPStore``. It first resolves the name of its address, which takes
-seconds if the name server does not answer."""
+"""Timeout of connecting ``TCPStore``, which first resolves the name of its address."""
 _MOST_MESHED = 16
-"""Maximum number of workers in a mesh. With more, connections between all pairs cost more than they
-save."""
+"""Maximum number of workers in a mesh. With more, gloo is faster."""
 _SIGNS = ("gloo/", "pair closure", "NCCL", "ProcessGroup")
 """Parts of the RuntimeErrors of gloo and NCCL, which have no types of their own."""
 
@@ -58,11 +56,7 @@ class TorchRendezvous:
 
 
 class TorchBackend(Backend):
-    """One torch.distributed process group per generation, over a store on the driver.
-
-    The driver hosts the store because it is never replaced. Each generation has its own store,
-    because the keys of an earlier one would be mistaken for new ones.
-    """
+    """One torch.distributed process group per generation, over a new store on the driver."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self._name = name
@@ -103,7 +97,7 @@ class TorchBackend(Backend):
         """Create the default process group, and record which sockets belong to it."""
         if dist.is_initialized():
             raise RuntimeError(
-                "torch.distributed is already initialized in this process, and raysgd needs its "
+                "torch.distributed is already initialized in this process, but raysgd needs its "
                 "own process group. Call torch.distributed.destroy_process_group(), or shut down "
                 "the other trainer with use_local=True."
             )
@@ -118,14 +112,12 @@ class TorchBackend(Backend):
             store = self._client = TorchStore(rendezvous.store, self._timeout)
             if self._name == "gloo" and 1 < context.world_size <= _MOST_MESHED:
                 self._mesh = _mesh(context.world_rank, rendezvous.store.key)
-        # Wait here until all workers are present: the driver can end this wait by closing the
-        # store, and this wait knows which ranks are missing.
+        # Wait for all workers here: this wait can be interrupted, and names missing ranks.
         address = None if self._mesh is None else self._mesh.address
         mesh_addresses = _exchange(store, "here", context, address)
         before = listeners()
         self._made = True
-        # Ranks meet under the number of the group. PyTorch also counts groups that failed to
-        # connect, so the numbers of the ranks could differ.
+        # Ranks meet under the number of the group, and PyTorch also counts groups that failed.
         dist.distributed_c10d._world.group_count = 0
         ranks = (context.world_rank, context.world_size, min(self._timeout, _CONNECT))
         if self._name == "gloo":
@@ -139,16 +131,12 @@ class TorchBackend(Backend):
             _init_nccl(_store_of_nccl(rendezvous, self._timeout), *ranks)
         assert dist.group.WORLD is not None
         dist.group.WORLD.set_timeout(self._timeout)
-        # gloo connects when its group is created. Only its listeners appear in this window, and
-        # each of its connections has one of them at one end.
-        told = _exchange(store, "listening", context, sorted(listeners() - before))
-        self._listening = {tuple(own) for each in told for own in each}
+        # gloo has connected now. Each of its connections has one of its listeners at one end.
+        opened = _exchange(store, "listening", context, sorted(listeners() - before))
+        self._listening = {tuple(own) for each in opened for own in each}
 
     def interrupt(self) -> None:
-        """Shut down the group's sockets and end all waits. For NCCL, abort its communicators.
-
-        gloo's threads react only to their sockets, not to ``abort`` or ``destroy_process_group``.
-        """
+        # gloo's threads react only to their sockets, not to ``abort``.
         for endpoint in endpoints():
             if endpoint.remote is not None and self._is_ours(endpoint):
                 endpoint.shut_down()
@@ -162,7 +150,6 @@ class TorchBackend(Backend):
         return endpoint.local in self._listening or endpoint.remote in self._listening
 
     def collective(self) -> int | None:
-        """Return the number of the oldest unfinished gloo collective. NCCL does not report one."""
         group = self._group
         return None if group is None else group.collective()
 
@@ -189,13 +176,11 @@ class TorchBackend(Backend):
         )
 
     def advice(self, error: BaseException) -> str:
-        """Name the hook for process groups if user code uses one of an earlier generation."""
         if not isinstance(error, ValueError) or not any(sign in str(error) for sign in _STALE):
             return ""
         return (
             "This process group ended when workers were lost or joined. Call "
-            "torch.distributed.new_group in on_world_change(self) of the operator, which runs for "
-            "each new group, not in setup."
+            "torch.distributed.new_group in the operator's on_world_change(self) instead of setup."
         )
 
     def close(self) -> None:
@@ -206,7 +191,7 @@ class TorchBackend(Backend):
 
 
 def _exchange(store: Any, purpose: str, context: WorkerContext, value: Any) -> list[Any]:
-    """Publish a value, and return the values of all workers by rank when all are present."""
+    """Publish a value, wait for those of all workers, and return them by rank."""
     keys = [f"{purpose}/{rank}" for rank in range(context.world_size)]
     store.set(keys[context.world_rank], json.dumps(value))
     return [json.loads(text) for text in store.multi_get(keys)]
@@ -222,7 +207,7 @@ def _mesh(rank: int, key: str) -> Mesh | None:
 
 
 def _store_of_nccl(rendezvous: TorchRendezvous | None, timeout: datetime.timedelta) -> Any:
-    """Return a store that NCCL's C++ threads can use, unlike our Python client."""
+    """Return a store for NCCL's C++ threads, which cannot use our Python client."""
     if rendezvous is None or rendezvous.tcp_store_port is None:
         return HashStore()
     port = rendezvous.tcp_store_port

@@ -17,14 +17,10 @@ __all__ = ["TorchStore"]
 
 
 class TorchStore(Store):
-    """Connection of a worker to a store, for torch.distributed.
+    """Connection of a worker to a store, for torch.distributed. Bytes travel as Latin-1 text.
 
-    Every method raises DistNetworkError after the store was closed or the client was interrupted.
-    It raises DistStoreError if a key is not set in time. Bytes travel as Latin-1 text.
-
-    Args:
-        address: Address of the store.
-        timeout: Default timeout of waiting for keys.
+    It raises DistNetworkError after the store was closed or the client was interrupted, and
+    DistStoreError if a key is not set in time.
     """
 
     def __init__(self, address: Address, timeout: datetime.timedelta) -> None:
@@ -34,7 +30,6 @@ class TorchStore(Store):
             self._client = StoreClient(address)
 
     def interrupt(self) -> None:
-        """End the wait of another thread, and refuse all later calls."""
         self._client.interrupt()
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -51,19 +46,6 @@ class TorchStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         return bool(self._ask("check", list(keys)))
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return _bytes(self._ask("compare_set", key, _text(expected), _text(desired)))
-
-    def delete_key(self, key: str) -> bool:
-        return bool(self._ask("delete", key))
-
-    def num_keys(self) -> int:
-        return int(self._ask("num_keys"))
-
-    # PyTorch looks up these names from C++.
-    deleteKey = delete_key  # noqa: N815
-    getNumKeys = num_keys  # noqa: N815
 
     def has_extended_api(self) -> bool:
         return True
@@ -90,7 +72,6 @@ class TorchStore(Store):
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    """Convert Python's errors to those of torch.distributed."""
     try:
         yield
     except ConnectionError as error:

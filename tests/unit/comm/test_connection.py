@@ -78,7 +78,7 @@ def hello_of(address):
 
 def test_wrong_key_is_refused(shared):
     _, address = shared
-    with pytest.raises(ConnectionError, match="closed by what listens there"):
+    with pytest.raises(ConnectionError, match="listener has closed"):
         connect(address._replace(key="guess"), WAIT_S)
     with socket.create_connection(address[:2], WAIT_S) as liar:
         liar.sendall(hello_of(address))  # what travels in clear text

@@ -37,7 +37,7 @@ def test_unknown_address_error_lists_the_known_ones(monkeypatch):
     monkeypatch.setattr(network, "interfaces", lambda: {"10.1.2.3": "eth0", LOOPBACK: "lo"})
     with pytest.raises(RuntimeError, match=re.escape(ELSEWHERE)) as caught:
         interface_of(ELSEWHERE)
-    assert "It has 10.1.2.3, 127.0.0.1. Set GLOO_SOCKET_IFNAME" in str(caught.value)
+    assert "have 10.1.2.3, 127.0.0.1. Set GLOO_SOCKET_IFNAME" in str(caught.value)
     monkeypatch.setattr(network, "interfaces", dict)
-    with pytest.raises(RuntimeError, match="It has none"):
+    with pytest.raises(RuntimeError, match="have none"):
         interface_of(ELSEWHERE)
