@@ -16,7 +16,7 @@ __all__ = ["end_forks_with_this_process"]
 
 @cache
 def end_forks_with_this_process() -> None:
-    """On Linux, make every process that this process forks exit when this process exits."""
+    """On Linux, let every fork of this process exit with it."""
     if hasattr(os, "pidfd_open"):
         death = os.pidfd_open(os.getpid())
         os.register_at_fork(after_in_child=partial(_end_with, death))

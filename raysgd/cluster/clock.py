@@ -13,25 +13,19 @@ __all__ = ["Clock"]
 
 
 class Clock:
-    """Reads the time and waits.
-
-    Simulations replace it by a clock whose waits return immediately.
-    """
+    """Reads the time and waits. In simulations, waits return immediately."""
 
     def monotonic(self) -> float:
-        """Return the seconds of a monotonic clock."""
         return time.monotonic()
 
     def time(self) -> float:
-        """Return the seconds since the Unix epoch."""
         return time.time()
 
     def sleep(self, seconds: float) -> None:
-        """Sleep for some seconds."""
         time.sleep(seconds)
 
     def wait(self, futures: Iterable[Future[Any]], timeout_s: float) -> set[Future[Any]]:
-        """Wait up to `timeout_s` seconds for the futures, and return those that are not done."""
+        """Wait for futures, and return those that are not done."""
         return concurrent.futures.wait(set(futures), timeout=timeout_s).not_done
 
     def queue(self) -> SimpleQueue[Any]:

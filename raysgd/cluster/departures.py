@@ -49,11 +49,9 @@ class Drains:
     # ---- notices of the user
 
     def drain_node(self, node_id: str, deadline_s: float | None) -> None:
-        """Record the user's notice for a node."""
         self._of_nodes[node_id] = self._by_user(deadline_s)
 
     def drain_member(self, member: WorkerHandle, deadline_s: float | None) -> None:
-        """Record the user's notice for a worker."""
         self._of_members[member] = self._by_user(deadline_s)
 
     def _by_user(self, deadline_s: float | None) -> Notice:
@@ -69,14 +67,13 @@ class Drains:
     # ---- notices of Ray
 
     def ask_ray(self) -> None:
-        """Poll Ray in a thread until `stop`, because a request can block for long."""
+        """Poll Ray in a thread until `stop`, because a request can block."""
         if self._is_over is None:
             self._is_over = over = threading.Event()
             name = "raysgd-drains"
             threading.Thread(target=self._ask, args=(over,), name=name, daemon=True).start()
 
     def stop(self) -> None:
-        """Stop polling."""
         if self._is_over is not None:
             self._is_over.set()
             self._is_over = self._asked_at = None
@@ -117,7 +114,6 @@ class Drains:
         return bool(self._of_ray or self._of_nodes or self._of_members)
 
     def of(self, member: WorkerHandle) -> Notice | None:
-        """Return the notice for a worker, or for its node."""
         return self._of_members.get(member) or self.nodes.get(member.node_id)
 
 

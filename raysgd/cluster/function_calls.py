@@ -24,7 +24,7 @@ def start(
     arguments: Sequence[Any] = (),
     keywords: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """Start a function on workers. Return one Ray reference per worker."""
+    """Start a function on workers. Return the Ray references."""
     return [member.execute(function, *arguments, **(keywords or {})) for member in members]
 
 
@@ -39,7 +39,7 @@ def start_task(
 
 
 def finished(references: Sequence[Any], timeout_s: float | None) -> dict[Any, Any]:
-    """Wait up to `timeout_s` seconds. Return the results or exceptions of the finished tasks."""
+    """Wait, and return the results or exceptions of the finished tasks."""
     import ray
 
     found: dict[Any, Any] = {}
@@ -55,7 +55,6 @@ def finished(references: Sequence[Any], timeout_s: float | None) -> dict[Any, An
 
 
 def cancel(references: Sequence[Any]) -> None:
-    """Cancel tasks that `start_task` started."""
     import ray
 
     for reference in references:
@@ -64,7 +63,7 @@ def cancel(references: Sequence[Any]) -> None:
 
 
 def are_idle(members: Sequence[WorkerHandle], patience_s: float) -> bool:
-    """Wait up to `patience_s` seconds, and return whether all workers are idle or dead."""
+    """Wait, and return whether all workers are idle or dead."""
     import ray
 
     pending = start([member for member in members if member.alive], _nothing)
@@ -80,12 +79,7 @@ def _nothing() -> None:
 def results(members: Sequence[WorkerHandle], references: Sequence[Any]) -> list[Any]:
     """Wait for the functions that `start` started on these workers, and return the results.
 
-    The first failure, or the loss that caused it, is raised while other workers are busy. Their
-    next call waits for them.
-
-    Raises:
-        WorkerLostError: if a worker died.
-        BaseException: what a function raised, with the worker's traceback as its cause.
+    Raise the first failure, or the loss that caused it, while other workers are still busy.
     """
     import ray
 

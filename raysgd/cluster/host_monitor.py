@@ -1,13 +1,13 @@
 """Detects hosts that stop responding, for example after a power or network failure.
 
 The driver and each worker on another machine share an idle TCP connection. Both kernels probe it by
-keepalive and end it if no probe is answered. A kernel answers for every process that exists: a
-worker that is stopped, busy, or holds the GIL is never declared lost.
+keepalive and end it if no probe is answered. A kernel answers for every process, so a worker that
+is stopped, busy, or holds the GIL is never declared lost.
 
 If a worker's host is silent and the driver reaches another worker, the worker is lost. If the
-driver reaches no worker, most likely its own host has no network, and it waits for the workers. A
-worker that does not reach the driver stops its call and reconnects. The worker exits if the driver
-refuses the connection. Both sides wait for ``driver_grace_s`` at most.
+driver reaches no worker, it assumes that its own host has no network, and waits. A worker that does
+not reach the driver stops its call and reconnects. It exits if the driver refuses the connection.
+Both sides wait for ``driver_grace_s`` at most.
 """
 
 from __future__ import annotations
@@ -40,13 +40,11 @@ _KEEPALIVE = {
     "TCP_KEEPIDLE": 1,
     "TCP_KEEPINTVL": 1,
     "TCP_KEEPCNT": _SILENCE_S - 1,
-    # Use the same length for the end of the handshake: the kernel sends no probe before the peer's
-    # answer.
+    # for the end of the handshake, when the kernel sends no probes
     "TCP_USER_TIMEOUT": _SILENCE_S * 1000,
 }
 _REACHED_MS = 1500
-"""Milliseconds since the last answer for which a host counts as reachable. It answers each
-second."""
+"""Milliseconds since the last answer after which a host, which answers each second, is silent."""
 _LAST_ANSWER = slice(56, 60)
 """The field tcpi_last_ack_recv of struct tcp_info in linux/tcp.h, in milliseconds."""
 _RECONNECT_S = 3.0
@@ -54,8 +52,7 @@ _RECONNECT_S = 3.0
 _TICK_S = 0.25
 _CONNECT_S, _REACH_S = 5.0, 0.5
 _NUM_REFUSALS = 3
-"""Number of refused connections after which a worker exits. One refusal can be due to a busy
-driver."""
+"""Number of refused connections after which a worker exits. A busy driver may refuse one."""
 _END_S = 1.0
 """Seconds that Ray may take to kill a refused worker before the worker exits by itself."""
 
@@ -79,11 +76,7 @@ def _end_if_silent(connection: socket.socket) -> None:
 class HostWatch:
     """The driver's end of the connection with one worker.
 
-    Args:
-        host: address of the worker's host.
-        lose: called with the error if the worker is lost, in the listener's thread.
-        monitor: of the whole group.
-        listener: where the worker connects.
+    If the worker is lost, the listener's thread calls `lose` with the error.
     """
 
     def __init__(
@@ -113,7 +106,6 @@ class HostWatch:
         return False
 
     def close(self) -> None:
-        """Stop watching, and refuse later connections of the worker."""
         self._is_closed = True
         self._listener.forget(self.address)
         if (connection := self._connection) is not None:
@@ -124,7 +116,7 @@ class HostWatch:
         _end_if_silent(connection)
         self._connection, self._connected_at = connection, time.monotonic()
         self.is_silent = is_silent = False
-        if self._is_closed:  # another thread has just closed it
+        if self._is_closed:  # by another thread, a moment ago
             return
         try:
             await asyncio.get_running_loop().sock_recv(connection, 1)  # the worker sends nothing
@@ -137,11 +129,11 @@ class HostWatch:
             may_return = not is_silent and waited_s < _RECONNECT_S
             is_over = waited_s >= self._monitor.driver_grace_s
             if is_over or (not may_return and self._monitor.is_any_reached()):
-                lost = LostError("its connection to the driver was closed on its host")
+                lost = LostError("its host closed the connection to the driver")
                 if is_silent:
                     seconds = _SILENCE_S + waited_s
-                    said = f"its host {self.host} has not answered the driver for {seconds:.1f} s"
-                    lost = HostLostError(said)
+                    cause = f"its host {self.host} has not answered the driver for {seconds:.1f} s"
+                    lost = HostLostError(cause)
                 self.close()
                 self._lose(lost)
                 return
@@ -154,7 +146,7 @@ class HostMonitor:
     Args:
         driver_grace_s: seconds that driver and workers wait for each other.
         stops_calls: whether a worker that cannot reach the driver stops its call.
-        is_any_reached: whether the driver reaches any worker, its own host included.
+        is_any_reached: whether the driver reaches any worker, on its own host too.
     """
 
     def __init__(
@@ -168,10 +160,7 @@ class HostMonitor:
         self._cut_off_since = 0.0
 
     def watch(self, info: WorkerInfo, lose: Callable[[LostError], None]) -> HostWatch | None:
-        """Return a watch for the worker to connect to.
-
-        None if the driver does not watch its host.
-        """
+        """Return a watch for the worker to connect to. None for the driver's own host."""
         if sys.platform != "linux" or is_single_node([info.node_ip]):
             return None
         try:
@@ -189,8 +178,8 @@ class HostMonitor:
         if is_cut_off and not self._cut_off:
             self._cut_off, self._cut_off_since = silent, time.monotonic() - _SILENCE_S
             logger.warning(
-                "No worker's host (%s) answers the driver: its own is cut off, most likely. "
-                "Driver and workers wait for each other for up to %g s (driver_grace_s).",
+                "No worker's host (%s) answers the driver, so the driver's own host is probably "
+                "cut off. Driver and workers wait for each other for up to %g s (driver_grace_s).",
                 ", ".join(dict.fromkeys(watch.host for watch in silent)),
                 self.driver_grace_s,
             )
@@ -205,13 +194,12 @@ class HostMonitor:
         """Log a warning if a worker could not connect."""
         if answer.exception() is None and (reason := answer.result()):
             logger.warning(
-                "A worker cannot connect to the driver (%s). If its host falls silent, raysgd "
-                "detects that only when Ray does, after up to a minute.",
+                "A worker cannot connect to the driver (%s). If its host fails, raysgd notices "
+                "that only when Ray does, after up to a minute.",
                 reason,
             )
 
     def close(self) -> None:
-        """Close all connections and stop listening."""
         while self._listeners:
             self._listeners.popitem()[1].close()
 
@@ -222,10 +210,7 @@ class HostMonitor:
 class DriverWatch:
     """The worker's end of the connection, followed by a thread.
 
-    Args:
-        address: where the driver listens.
-        driver_grace_s: seconds to try to reconnect.
-        stop: called, possibly repeatedly, if the driver cannot be reached.
+    It tries to reconnect for `driver_grace_s`, and calls `stop` whenever that fails.
     """
 
     def __init__(self, address: Address, driver_grace_s: float, stop: Callable[[], None]) -> None:
@@ -268,9 +253,9 @@ class DriverWatch:
                 self._stop()
                 waited_s = time.monotonic() - began
                 if waited_s > self._driver_grace_s:
-                    reason = f"the driver is unreachable for {waited_s:.0f} s (driver_grace_s)"
+                    reason = f"the driver was unreachable for {waited_s:.0f} s (driver_grace_s)"
             time.sleep(_TICK_S)
-        print(f"raysgd: this worker ends: {reason}.", file=sys.stderr)
+        print(f"raysgd: this worker exits because {reason}.", file=sys.stderr)
         return None
 
 

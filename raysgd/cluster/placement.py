@@ -15,8 +15,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from raysgd.cluster.group_options import WAIT_LONGER
-from raysgd.cluster.group_sizes import start_sizes, workers_that_fit
+from raysgd.cluster.group_options import WAIT_LONGER, start_sizes, workers_that_fit
 from raysgd.cluster.ray_session import is_own_cluster
 from raysgd.cluster.reservation import (
     POLL_S,
@@ -49,22 +48,11 @@ def reserve(
     """Reserve resources for `min_workers` up to `num_workers` workers, as many as fit.
 
     Inside a placement group that captures child tasks, as in a Tune trial, the workers use the
-    resources of its bundles that the caller leaves. A worker of raysgd is an exception, because the
-    other workers of its group use those bundles: a trainer made there reserves its own resources.
+    resources of its bundles that the caller leaves. On a worker of raysgd, those bundles are in
+    use, so a trainer there reserves its own.
 
-    Args:
-        bundle: resources that one worker needs.
-        num_workers: the most workers.
-        min_workers: the fewest.
-        timeout_s: seconds to wait for the resources of `min_workers`. There is no wait if this
-            process has started the cluster, and the cluster is too small.
-        strategy: how Ray places the workers, such as "SPREAD" or "PACK".
-        label_selectors: label selector of each worker's node; empty for any node.
-        is_wanted: returns whether to keep waiting.
-
-    Raises:
-        RuntimeError: if `is_wanted` returns False.
-        InsufficientResourcesError: if `min_workers` do not fit within `timeout_s`.
+    Wait for `min_workers` up to `timeout_s`, while `is_wanted` returns True. Do not wait for a
+    cluster that is too small if this process has started it.
     """
     current = get_current_placement_group()
     if current is not None and _captures_child_tasks() and not is_worker_process():
@@ -88,15 +76,12 @@ def reserve(
 def _topped_up(
     reservation: Reservation, bundle: Mapping[str, float], num_workers: int, strategy: str
 ) -> Reservation:
-    """Request slots for the missing workers, and wait briefly for them.
-
-    Request none with a strict strategy, because single slots could be on any node.
-    """
+    """Request slots for the missing workers, and wait briefly for them."""
     size = len(reservation.slots)
     if size == num_workers:
         return reservation
     try:
-        if not strategy.startswith("STRICT_"):
+        if not strategy.startswith("STRICT_"):  # single slots could be on any node
             free = workers_that_fit(ray.available_resources(), bundle)
             for _ in range(min(num_workers - size, free)):
                 reservation.request_slot(bundle)
@@ -108,8 +93,8 @@ def _topped_up(
         num_ready = len(reservation.slots)
         if num_ready < num_workers:
             logger.warning(
-                "Starting with %d of %d workers, each with %s: the cluster has %s, and no room "
-                "for more now.",
+                "Starting with %d of %d workers, each with %s. The cluster has %s, and no room for "
+                "more now.",
                 num_ready,
                 num_workers,
                 _described(bundle),
@@ -122,7 +107,6 @@ def _topped_up(
 
 
 def _captures_child_tasks() -> bool:
-    """Return whether Ray starts the actors of this process in its own placement group."""
     context: Any = ray.get_runtime_context()
     return bool(context.should_capture_child_tasks_in_placement_group)
 
@@ -159,13 +143,13 @@ def _granted(
 
 
 def _advice() -> list[str]:
-    """Return hints about what holds resources that the caller could release."""
+    """Return what holds resources that the caller could release."""
     advice = []
     groups = [group for kept in list(unreleased) for group in kept.groups if is_created(group)]
     held = _sum(bundle for group in groups for bundle in group.bundle_specs)
     if held:
         advice.append(
-            f"Earlier trainers that are not shut down hold {_described(held)}: call their "
+            f"Earlier trainers that are not shut down hold {_described(held)}. Call their "
             "shutdown(), or create them in a with block."
         )
     if is_worker_process():
@@ -184,22 +168,22 @@ def _no_room(
     labels: Sequence[Mapping[str, str]] = (),
 ) -> InsufficientResourcesError:
     total = ray.cluster_resources()
-    said = [f"No room {when}for {demand(bundle, min_workers)}"]
+    parts = [f"No room {when}for {demand(bundle, min_workers)}"]
     if min_workers < num_workers:
-        said.append(f"Training starts with at least that, of up to {_plural(num_workers)}.")
+        parts.append(f"Training can start with that many of up to {_plural(num_workers)}.")
     if labels:
-        told = "; ".join(dict.fromkeys(str(dict(selector)) for selector in labels))
-        said.append(f"Only nodes with the labels {told} count (label_selector).")
+        shown = "; ".join(dict.fromkeys(str(dict(selector)) for selector in labels))
+        parts.append(f"Only nodes with the labels {shown} count (label_selector).")
     if when:
-        said += _advice()
-    said.append(
+        parts += _advice()
+    parts.append(
         "Request less (num_workers, num_cpus_per_worker, use_gpu, resources_per_worker), or add "
         "nodes."
     )
     if when:
-        said.append(WAIT_LONGER)
+        parts.append(WAIT_LONGER)
     return InsufficientResourcesError(
-        " ".join(said),
+        " ".join(parts),
         requested=bundle,
         total=total,
         available=ray.available_resources(),
@@ -216,16 +200,16 @@ def _reserve_within(
     if num_beside < min_workers:
         raise InsufficientResourcesError(
             f"No room for {_plural(min_workers)} with {_described(bundle)} each in the placement "
-            f"group that this trainer runs in: its bundles hold {num_beside} in addition to the "
-            "caller. Give it a bundle for each worker.",
+            f"group of this trainer, which has room for {num_beside} next to the caller. Give it a "
+            "bundle for each worker.",
             requested=bundle,
             total=_sum(group.bundle_specs),
             available=_sum(left),
         )
     if num_beside < num_workers:
         logger.warning(
-            "Starting with %d of %d workers, each with %s: there is no room for more in the "
-            "placement group that this trainer runs in.",
+            "Starting with %d of %d workers, each with %s. The placement group of this trainer has "
+            "no room for more.",
             num_beside,
             num_workers,
             _described(bundle),
@@ -238,11 +222,11 @@ def _left_beside(
 ) -> list[dict[str, float]]:
     """Return the resources of each bundle of a placement group that a process does not hold.
 
-    The name of a held resource, such as ``CPU_group_2_ID``, has the index of its bundle. The
-    resource ``bundle`` is ignored, because it may belong to another bundle.
+    The name of a held resource, such as ``CPU_group_2_ID``, has the index of its bundle.
     """
     left = [dict(bundle) for bundle in bundles]
     for name, parts in held.items():
+        # The resource ``bundle`` may be of another bundle.
         match = re.fullmatch(r"(?!bundle_)(.+)_group_(\d+)_[0-9a-f]+", name)
         if match is not None:
             left[int(match[2])][match[1]] -= sum(amount for _, amount in parts)
@@ -258,7 +242,7 @@ def _sum(bundles: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def demand(bundle: Mapping[str, float], size: int = 1) -> str:
-    """Describe the resources that workers need and those that are free."""
+    """Describe the resources that workers need and that are free."""
     return (
         f"{_plural(size)} with {_described(bundle)} each: the cluster has "
         f"{_described(ray.cluster_resources(), bundle)}, of which "

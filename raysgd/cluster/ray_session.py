@@ -36,11 +36,7 @@ _SPEED_TIMEOUT_S = 60.0
 
 
 def connect() -> None:
-    """Connect to Ray; start Ray on this machine if there is no cluster.
-
-    Raises:
-        ConnectionError: if ``RAY_ADDRESS`` names a cluster that does not answer.
-    """
+    """Connect to Ray. Start it on this machine if there is no cluster."""
     if ray.is_initialized():
         return
     # ray.init() would retry for minutes if the cluster is gone.
@@ -51,12 +47,11 @@ def connect() -> None:
     except OSError as error:
         if given is not None:
             raise ConnectionError(
-                f"RAY_ADDRESS={given!r}: no Ray cluster answers there ({error}). Start one, unset "
+                f"No Ray cluster answers at RAY_ADDRESS={given!r} ({error}). Start one, unset "
                 "RAY_ADDRESS, or set it to 'local' for a private Ray."
             ) from error
         logger.warning(
-            "The last Ray cluster of this machine, at %s, has ended: starting Ray here.",
-            last,
+            "The last Ray cluster of this machine, at %s, has ended. Starting Ray here.", last
         )
         ray.init("local")
         return
@@ -80,11 +75,7 @@ def _probe(address: str) -> None:
 
 
 def overview(address: str) -> dict[str, tuple[float, float]]:
-    """Return how much a cluster has of each resource, and how much of that is free.
-
-    Raises:
-        OSError: if no cluster answers at `address`.
-    """
+    """Return how much a cluster has of each resource, and how much of that is free."""
     with _connected(address):
         total, free = ray.cluster_resources(), ray.available_resources()
         return {
@@ -105,34 +96,30 @@ def _connected(address: str) -> Iterator[None]:
 
 
 def free_cpus() -> float:
-    """Return the number of free CPUs of the cluster. Infinity without a cluster."""
+    """Return the free CPUs of the cluster. Infinity without a cluster."""
     if not ray.is_initialized():
         return math.inf
     return float(ray.available_resources().get("CPU", 0))
 
 
 def gpus_in_cluster() -> float:
-    """Return the number of GPUs in the cluster."""
     return float(ray.cluster_resources().get("GPU", 0))
 
 
 def nodes() -> set[str]:
-    """Return the ids of the live nodes."""
+    """Return the IDs of the live nodes."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def node_speeds(address: str) -> list[tuple[str, float, set[str]]]:
     """Return the IP address, speed, and traits of each live node of a cluster that has CPUs.
 
-    The speed is the number of matrix products per second, on a GPU if the node has one.
-
-    Raises:
-        OSError: if there is no cluster at `address`.
-        ray.exceptions.GetTimeoutError: if a node has no free CPU or GPU.
+    The speed is the number of matrix products per second, on a GPU if the node has one. Raise
+    GetTimeoutError of Ray if a node has no free CPU or GPU.
     """
     with _connected(address):
         traits = node_traits()
-        # a head often has none, and then no workers
+        # A head node often has no CPUs, and then no workers.
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
         references = []
         for node in nodes:

@@ -29,18 +29,15 @@ __all__ = [
 ]
 
 SETTLE_S = 1.0
-"""Minimum lifetime of a request, in seconds. The free resources that Ray reports lag behind. Ray
-2.60 can also lose resources permanently if a request is removed while Ray grants it."""
+"""Minimum lifetime of a request, in seconds. Ray 2.60 can lose resources permanently if a request
+is removed while Ray grants it."""
 POLL_S = 0.02
 
 
 class Slot:
     """Resources for one worker, and for its replacement if the worker is lost.
 
-    Args:
-        group: a placement group.
-        index: of a bundle in it; -1: any that is free.
-        labels: label selector of its node.
+    `index` is that of a bundle of the placement group, or -1 for any that is free.
     """
 
     def __init__(
@@ -54,7 +51,6 @@ class Slot:
 
     @property
     def strategy(self) -> PlacementGroupSchedulingStrategy:
-        """Ray scheduling strategy for a worker in this slot."""
         return PlacementGroupSchedulingStrategy(
             self.group, placement_group_bundle_index=self._index
         )
@@ -80,7 +76,6 @@ class Slot:
 def request_group(
     bundles: Sequence[Mapping[str, float]], strategy: str, labels: Sequence[Mapping[str, str]]
 ) -> PlacementGroup:
-    """Request a placement group without waiting for it."""
     group: PlacementGroup = placement_group(
         [dict(bundle) for bundle in bundles],
         strategy=strategy,
@@ -90,7 +85,6 @@ def request_group(
 
 
 def is_created(group: PlacementGroup) -> bool:
-    """Return whether a placement group holds its resources."""
     return bool(placement_group_table(group).get("state") == "CREATED")
 
 
@@ -122,7 +116,7 @@ class Reservation:
     ) -> None:
         self._owned = owned
         self.groups = [group] if owned else []
-        """Placement groups of our own."""
+        """Placement groups that raysgd requested."""
         self._labels = labels
         self.slots = [
             Slot(group, index, labels[place] if labels else None)
@@ -138,9 +132,7 @@ class Reservation:
     ) -> Slot | None:
         """Request a slot for one more worker. Return None if the group is the caller's.
 
-        Args:
-            bundle: resources that the worker needs.
-            instead_of: slots that stay, and whose label selectors the new one may have.
+        The slot may have a label selector of the slots `instead_of`, which stay.
         """
         if not self._owned:
             return None
@@ -170,9 +162,6 @@ class Reservation:
 
         Ray reschedules the lost bundles of a group together, and serves no other request meanwhile.
         If other jobs have taken some of the resources, that never ends.
-
-        Args:
-            taken: the slots that are in use.
         """
         if not self._owned:
             return
@@ -191,12 +180,11 @@ class Reservation:
                 remove_placement_group(group)
 
     def include(self, other: Reservation) -> None:
-        """Take over the slots of another reservation."""
         self.groups += other.groups
         self.slots += other.slots
 
     def release(self, timeout_s: float = 10.0) -> None:
-        """Release the resources, and wait until Ray reports them as free."""
+        """Release the resources, and wait until they are free."""
         unreleased.discard(self)
         self._is_released = True
         if not ray.is_initialized():

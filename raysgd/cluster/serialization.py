@@ -37,7 +37,7 @@ class Packed:
         return sum(sizes) >= _STORED_BYTES
 
     def stored(self) -> Any:
-        """Return what to send: this object, or its only copy in the object store if it is large."""
+        """Return this object, or its only copy in the object store if it is large."""
         if self.reference is None and self.is_large:
             import ray
 
@@ -50,11 +50,7 @@ class Packed:
         return Packed, (data, self.buffers)
 
     def value(self, own: bool = True) -> Any:
-        """Return the value.
-
-        Args:
-            own: whether to copy tensors and arrays out of Ray's shared memory, which is read-only.
-        """
+        """Return the value. With `own`, copy arrays out of Ray's read-only shared memory."""
         if self.reference is not None:
             import ray
 
@@ -65,20 +61,12 @@ class Packed:
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle a value. References to Ray objects and actors stay valid in other processes."""
+    """Pickle a value. Ray references stay valid in other processes."""
     return _pickled(value, None)
 
 
 def sendable(what: str, value: Any) -> Packed:
-    """Pack a value for the workers.
-
-    Args:
-        what: name of the value, for the error.
-        value: the value.
-
-    Raises:
-        TypeError: if it cannot be pickled.
-    """
+    """Pack a value for the workers. An error names it as `what`."""
     try:
         return pack(value, shares_tensors=False)
     except Exception as error:
@@ -90,7 +78,6 @@ def sendable(what: str, value: Any) -> Packed:
 
 
 def unpicklable_key(values: Mapping[Any, Any]) -> Any:
-    """Return the key of the first value that cannot be pickled. None if all can."""
     for key, value in values.items():
         try:
             pack(value)
@@ -105,8 +92,7 @@ def pack(value: Any, portable: bool = False, shares_tensors: bool = True) -> Pac
     Args:
         value: the value.
         portable: whether any process must be able to read it, see `Portable`.
-        shares_tensors: whether several processes may share the memory of tensors. PyTorch does not
-            support read-only memory, so a process could change the tensors of others.
+        shares_tensors: whether processes may share the memory of tensors and change it.
     """
     large: list[pickle.PickleBuffer] = []
 
@@ -126,7 +112,6 @@ class Portable:
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how to rebuild `obj`."""
         torch = sys.modules.get("torch")
         if torch is not None:
             storages = torch.UntypedStorage | torch.storage.TypedStorage
@@ -160,8 +145,7 @@ def _pickler(portable: bool, shares_tensors: bool) -> Any:
             if torch is not None and type(obj) is torch.Tensor and _is_plain(obj, torch):
                 flat = obj.reshape(-1).view(torch.uint8).numpy()
                 return rebuild, (flat, obj.dtype, tuple(obj.shape))
-            # Ray pickles such modules by value, for example torch.distributed.config, if a function
-            # uses names like these.
+            # Ray would pickle modules such as torch.distributed.config by value.
             if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
                 name = obj.__name__
                 if sys.modules.get(name) is obj:
@@ -178,10 +162,7 @@ def _location(storage: Any, torch: Any) -> str:
 
 
 def _is_plain(tensor: Any, torch: Any) -> bool:
-    """Return whether a tensor consists only of its memory.
-
-    PyTorch would pickle it through a file.
-    """
+    """Return whether a tensor consists only of its memory. PyTorch would pickle it slowly."""
     return bool(
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"

@@ -45,22 +45,20 @@ class Outcome:
     """The result of one call: a value, or an exception and its kind.
 
     ``paused``: the call paused at the requested step. ``user``: user code raised.
-    ``communication``: a collective failed, most likely because another worker failed. ``stopped``:
-    the call failed after the driver had interrupted it. ``cut off``: the worker stopped the call
-    because it lost the driver.
+    ``communication``: a collective failed, probably because another worker failed. ``stopped``: the
+    driver had interrupted the call. ``cut off``: the worker stopped it because it lost the driver.
     """
 
     kind: OutcomeKind
     payload: Any
-    """The value or the exception. It is packed if it comes from another process, because Ray would
-    unpickle it in its own thread, where no user code may run."""
+    """The value or the exception, packed if it comes from another process. Ray would unpickle it in
+    its own thread, where no user code may run."""
     progress: Progress
     traceback: str = ""
     note: str = ""
-    """Location in user code that raised the exception, as a note for it."""
+    """Note for the exception: the location in user code that raised it."""
     split: int = 0
-    """Number of parts of each batch if the call is repeated after it ran out of memory; 0 if that
-    would not help."""
+    """Parts of each batch if the call is repeated with less memory. 0 if that would not help."""
 
     def value(self, own: bool = True) -> Any:
         """Return the value or the exception. See `Packed.value` for `own`."""
@@ -84,7 +82,6 @@ _is_worker_process = False
 
 
 def is_worker_process() -> bool:
-    """Return whether this process is a worker of raysgd."""
     return _is_worker_process
 
 
@@ -104,12 +101,12 @@ CONTROL_METHODS = (
 class Worker:
     """Hosts a runner. The driver calls it through a Ray actor, or directly in its own process.
 
-    `call` and the other methods that work run one at a time. `CONTROL_METHODS` run in parallel.
+    Methods run one at a time, and `CONTROL_METHODS` in parallel with them.
 
     Args:
         catches_sigterm: whether to report SIGTERM to the driver instead of ending the process.
         hides_gpus: whether to hide the node's GPUs, because the worker reserves none.
-        remote: whether it is in another process than the driver. If not, nothing is pickled.
+        remote: whether it has its own process. If not, nothing is pickled.
     """
 
     def __init__(
@@ -128,35 +125,26 @@ class Worker:
             _catch_sigterm(self._note_sigterm)
         self._generation = 0
         self._generation_lock = threading.RLock()
-        """Held while a message to a generation is handled, so that the next one does not begin.
-        Reentrant, because in the driver's process a signal handler may interrupt its holder."""
+        """Keeps the next generation from beginning while a message to this one is handled. A signal
+        handler in the driver's process may take it again."""
 
     def info(self) -> WorkerInfo:
-        """Return where this worker runs."""
         import ray
 
         context = ray.get_runtime_context()
-        gpu_ids = tuple(str(gpu) for gpu in ray.get_gpu_ids())
         return WorkerInfo(
             node_id=context.get_node_id(),
             node_ip=ray.util.get_node_ip_address(),
             pid=os.getpid(),
-            gpu_ids=gpu_ids,
+            gpu_ids=tuple(str(gpu) for gpu in ray.get_gpu_ids()),
             hostname=_host(),
         )
 
     def create(self, hook: Any, runner: Any, backend: Any, import_path: list[str]) -> Outcome:
         """Run the initialization hook, then unpickle runner and backend.
 
-        Each is packed separately, because unpickling the runner imports modules that the hook may
-        configure. In the driver's process they are not packed.
-
-        Args:
-            hook: function without arguments, or None.
-            runner: the runner.
-            backend: the backend, or None.
-            import_path: ``sys.path`` of the driver. Ray passes on only the folder of the script and
-                the current one.
+        Unpickling the runner imports modules that the hook may configure. Ray does not pass on all
+        of the `import_path`, which is ``sys.path`` of the driver.
         """
 
         def create() -> None:
@@ -175,7 +163,6 @@ class Worker:
         return self._attempt(create)
 
     def prepare(self, context: WorkerContext) -> Outcome:
-        """Prepare the process before it enters a process group."""
         self._rank = context.world_rank
         return self._attempt(lambda: self._hosted.prepare(context))
 
@@ -208,7 +195,6 @@ class Worker:
         return self._attempt(enter)
 
     def call(self, request: Request | Packed) -> Outcome:
-        """Pass a request to the runner. Another process sends it packed."""
         try:
             return self._success(self._hosted.handle(_unpacked(request)))
         except BaseException as error:
@@ -217,9 +203,7 @@ class Worker:
     def interrupt(self, generation: int | None = None) -> None:
         """Make the current call fail, at its next step or in its collective.
 
-        Args:
-            generation: the newest generation to interrupt; None for any. A late message to an older
-                one is ignored.
+        Ignore a late message to an older `generation`.
         """
         with self._generation_lock:
             if generation is not None and generation < self._generation:
@@ -240,7 +224,6 @@ class Worker:
         self.interrupt()
 
     def progress(self) -> Progress:
-        """Return the progress of the work."""
         if self.runner is None:
             return Progress()
         progress = self.runner.progress()
@@ -250,7 +233,6 @@ class Worker:
         return progress if collective is None else replace(progress, collective=collective)
 
     def announce(self, preemption: Preemption | None) -> None:
-        """Store which workers will be preempted."""
         self._hosted.announce(preemption)
 
     def _note_sigterm(self) -> None:
@@ -273,17 +255,13 @@ class Worker:
             return self._hosted.pause_at(step)
 
     def snapshot(self, step: int | None = None) -> bytes | None:
-        """Return the newest snapshot, pickled.
-
-        None if `step` is given and the snapshot is of another step.
-        """
+        """Return the newest snapshot, pickled. None if it is of another step than `step`."""
         state = None if self.runner is None else self.runner.snapshot()
         if state is None or (step is not None and state["global_step"] != step):
             return None
         return dumps(state)
 
     def stacks(self) -> str:
-        """Return the Python stacks of all threads as text."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         return "\n".join(
             f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
@@ -291,7 +269,6 @@ class Worker:
         )
 
     def teardown(self) -> None:
-        """Release the runner and the process group."""
         if self.runner is not None:
             self.runner.teardown()
         if self._backend is not None:
@@ -301,7 +278,9 @@ class Worker:
     @property
     def _hosted(self) -> Runner:
         if self.runner is None:
-            raise RuntimeError("This worker has no runner: it was not created, or torn down.")
+            raise RuntimeError(
+                "This worker has no runner, because it was torn down or not created."
+            )
         return self.runner
 
     def _attempt(self, function: Callable[[], None]) -> Outcome:
@@ -351,14 +330,13 @@ class Worker:
         # Send the error as text, because unpickling a TensorFlow error would import TensorFlow.
         if kind != "user":
             return Outcome(kind, pack(_as_text(bare)), progress, where)
-        # Users often read only this line.
-        note = f"Raised on worker {self._rank}, {raised_in}; its traceback is above."
-        note = note if raised_in else ""
+        note = ""
+        if raised_in:  # users often read only this line
+            note = f"Raised on worker {self._rank}, {raised_in}; its traceback is above."
         return Outcome(kind, _packed_error(bare), progress, where, note, split)
 
     def _safe_progress(self) -> Progress:
-        """Return the progress. Do not fail if the runner is only partly set up."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # the runner may be only partly set up
             return self.progress()
         return Progress()
 
@@ -387,14 +365,13 @@ def _catch_sigterm(note: Callable[[], None]) -> None:
 
 
 def _caused_by(error: BaseException | None, test: Callable[[BaseException], bool]) -> bool:
-    """Return whether `error`, or one of its causes, passes `test`."""
     while error is not None and not test(error):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 def _raised_in(error: BaseException) -> str:
-    """Return the last line of user code in a traceback, or an empty string."""
+    """Return the last line of user code in a traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if is_the_users(frame.filename)]
     return f"in {own[-1].name}, {own[-1].filename}:{own[-1].lineno}" if own else ""

@@ -54,14 +54,7 @@ class WorkerGroup:
         self._is_wanted = True
 
     def reserve(self, timeout_s: float) -> None:
-        """Reserve the workers' resources without starting workers.
-
-        Args:
-            timeout_s: seconds to wait for the resources of ``min_workers``.
-
-        Raises:
-            InsufficientResourcesError: if these resources do not become free.
-        """
+        """Reserve resources. Wait `timeout_s` for those of ``min_workers``, then raise."""
         options = self.options
         self._is_wanted = True
         if options.use_local:
@@ -73,7 +66,7 @@ class WorkerGroup:
             )
 
     def watch_hosts(self, driver_grace_s: float, stops_calls: bool) -> None:
-        """Watch the hosts of all workers that start after this call; see `HostMonitor`."""
+        """Watch the hosts of workers that start after this call. See `HostMonitor`."""
 
         def is_any_reached() -> bool:
             return any(member.is_reached for member in list(self._slots))
@@ -86,16 +79,7 @@ class WorkerGroup:
         return self._monitor is not None and self._monitor.is_cut_off(watches)
 
     def start(self, timeout_s: float) -> None:
-        """Reserve resources, start the workers, and wait until each has reported its location.
-
-        Args:
-            timeout_s: seconds to wait for the resources of ``min_workers``.
-
-        Raises:
-            InsufficientResourcesError: if these resources do not become free.
-            WorkerTimeoutError: if a worker does not start in time.
-            WorkerLostError: if one dies as it starts.
-        """
+        """Reserve resources, start the workers, and wait until each has reported its location."""
         self.reserve(timeout_s)
         # Store the members before they are up, so that a failed start leaves no process behind.
         self.members = [self.new_member(slot) for slot in self.vacant_slots(request=False)]
@@ -119,10 +103,7 @@ class WorkerGroup:
         )
 
     def add(self, num_workers: int) -> None:
-        """Append workers, and wait until they run.
-
-        On an error, raise like `start` and add no worker.
-        """
+        """Append workers, and wait until they run. On an error, add no worker."""
         slots = self.vacant_slots(request=False)[:num_workers]
         if missing := num_workers - len(slots):
             more = self._reserve(missing, missing, self.options.start_timeout_s)
@@ -181,13 +162,11 @@ class WorkerGroup:
         return member
 
     def nodes(self) -> set[str]:
-        """Return the Ray node IDs of all nodes."""
         from raysgd.cluster.ray_session import nodes
 
         return nodes()
 
     def node_traits(self) -> dict[str, set[str]]:
-        """Return the labels, accelerator types, and resources of all nodes, by node ID."""
         from raysgd.cluster.ray_session import node_traits
 
         return node_traits()
@@ -202,8 +181,7 @@ class WorkerGroup:
     def vacant_slots(self, request: bool = True) -> list[Any]:
         """Return slots without a worker, on nodes that will not be preempted.
 
-        Args:
-            request: whether to request missing slots.
+        Request missing slots if `request` is true or slots were lost.
         """
         slots: list[Any] = [] if self._local is None else [self._local]
         taken, nodes = list(self._slots.values()), self.drains.nodes
@@ -237,7 +215,6 @@ class WorkerGroup:
             self._reservation.drop_pending(extra)
 
     def slot_of(self, member: WorkerHandle) -> Any:
-        """Return the slot of a worker."""
         return self._slots.get(member)
 
     def room(self) -> str:
@@ -267,10 +244,7 @@ class WorkerGroup:
     def shutdown(self, force: bool = False, patience_s: float = _TEARDOWN_S) -> None:
         """Stop all workers, and release their resources.
 
-        Args:
-            force: whether to kill the processes immediately.
-            patience_s: seconds to release resources, and again seconds to exit, before a process is
-                killed.
+        Unless `force`, processes have `patience_s` for teardown, and as long to exit.
         """
         self._is_wanted = False
         self.drains.stop()
@@ -326,8 +300,7 @@ class _LocalSlot:
 def _actor_class() -> Any:
     import ray
 
-    # Set the groups on the methods, because Ray Client does not support concurrency groups per
-    # call.
+    # Ray Client does not support concurrency groups per call.
     for name, method in inspect.getmembers(Worker, inspect.isfunction):
         if not name.startswith("_"):
             group = "control" if name in CONTROL_METHODS else "work"

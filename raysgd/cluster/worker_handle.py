@@ -37,13 +37,10 @@ _SIGNAL_S = 10.0
 
 
 class WorkerHandle(ABC):
-    """One worker, on the driver.
-
-    Work runs one call at a time, and control calls run in parallel with it. Both return a future.
-    """
+    """One worker, on the driver. Calls return futures."""
 
     info = WorkerInfo(node_id="", node_ip="")
-    """Location of the worker. Its fields are empty until it is known."""
+    """Location of the worker, with empty fields until it is known."""
     remote: bool
     """Whether the worker has its own process."""
     watch: HostWatch | None = None
@@ -55,7 +52,6 @@ class WorkerHandle(ABC):
 
     @property
     def is_reached(self) -> bool:
-        """Whether the driver knows the worker's host and can reach it."""
         return bool(self.info.node_ip) if self.watch is None else self.watch.is_reached
 
     def may_live(self, error: BaseException) -> bool:
@@ -64,22 +60,21 @@ class WorkerHandle(ABC):
 
     @abstractmethod
     def work(self, method: str, *arguments: Any) -> Future[Any]:
-        """Start a call of a method of the worker in the work thread."""
+        """Call a method of the worker in its work thread, one call at a time."""
 
     @abstractmethod
     def control(self, method: str, *arguments: Any) -> Future[Any]:
-        """Start a call that runs in parallel with the work."""
+        """Call one of `CONTROL_METHODS` in parallel with the work."""
 
     def execute(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Start a user function in the work thread, and return a Ray reference."""
+        """Call a user function in the work thread, and return a Ray reference."""
         raise RuntimeError(f"{self.name}: this worker is not a Ray actor.")
 
     @abstractmethod
-    def kill(self) -> None:
-        """Kill the worker."""
+    def kill(self) -> None: ...
 
     def leave(self, timeout_s: float) -> Future[bool]:
-        """Let the process exit normally. The future tells whether it exited within `timeout_s`."""
+        """Let the process exit. The future is whether it exited within `timeout_s`."""
         ended: Future[bool] = Future()
         ended.set_result(True)
         return ended
@@ -89,16 +84,11 @@ class WorkerHandle(ABC):
         self.kill()
 
     def signal(self, number: int) -> bool:
-        """Send a signal to the worker's process; return False if the process is gone.
-
-        Raises:
-            RuntimeError: if it is the driver's process.
-        """
+        """Send a signal to the worker's process. Return False if the process is gone."""
         raise RuntimeError(f"{self.name}: this worker has no process of its own.")
 
     @property
     def node_id(self) -> str:
-        """Ray node ID of the worker. Empty until it is known."""
         return self.info.node_id
 
     @property
@@ -108,19 +98,13 @@ class WorkerHandle(ABC):
 
     @property
     def name(self) -> str:
-        """Location of the worker, for messages."""
         if not self.info.node_ip:
             return "a node that is not known yet"
         return f"node {self.info.node_id[:8] or 'unknown'} ({self.info.node_ip})"
 
 
 class ActorHandle(WorkerHandle):
-    """A worker in a Ray actor.
-
-    Args:
-        actor: the Ray handle.
-        monitor: watches its host; None if only Ray does.
-    """
+    """A worker in a Ray actor. Without a monitor, only Ray watches its host."""
 
     remote = True
 
@@ -140,7 +124,7 @@ class ActorHandle(WorkerHandle):
             self.control("watch_driver", *arguments).add_done_callback(monitor.note_start)
 
     def _lose(self, error: LostError) -> None:
-        """Fail all current and later calls, because the worker will not respond."""
+        """Fail all current and later calls."""
         self._lost = error
         with contextlib.suppress(KeyError):  # no worker is left
             while True:
@@ -159,7 +143,7 @@ class ActorHandle(WorkerHandle):
     def _unless_lost(self, answer: Future[Any]) -> Future[Any]:
         """Return a future of the same answer, which fails if the host is lost.
 
-        It uses no lock, because a garbage collection may wait for the thread that holds it.
+        A lock could deadlock with a garbage collection.
         """
         waiting: Future[Any] = Future()
         self._waiting[waiting] = None
@@ -182,12 +166,9 @@ class ActorHandle(WorkerHandle):
         return self.actor.execute.remote(function, *args, **kwargs)
 
     def may_live(self, error: BaseException) -> bool:
-        """Return whether only Ray's connection to the worker is lost, not that of the monitor.
-
-        This is for operators: the call of a training function cannot be repeated.
-        """
         import ray.exceptions
 
+        # The monitor is still connected. Calls of training functions cannot be repeated.
         stops = self.watch is not None and self._monitor is not None and self._monitor.stops_calls
         return stops and isinstance(error, ray.exceptions.ActorUnavailableError)
 
@@ -233,9 +214,9 @@ class ActorHandle(WorkerHandle):
         return True
 
     def _on_node(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Call a function on the worker's node, with the process id first.
+        """Call a function of the process ID on the worker's node.
 
-        It runs in a daemon thread, because a Ray task does not start while the Ray head is silent.
+        A thread waits for it, because no Ray task starts while the Ray head is silent.
         """
         ended: Future[Any] = Future()
 
@@ -251,10 +232,7 @@ class ActorHandle(WorkerHandle):
 
 
 class InlineHandle(WorkerHandle):
-    """The only worker of a group, in the driver's process and in the caller's thread.
-
-    A call runs before `work` returns, so that a debugger can step into it.
-    """
+    """The only worker of a group, in the caller's thread, where debuggers can step into it."""
 
     remote = False
 
@@ -276,14 +254,11 @@ class InlineHandle(WorkerHandle):
             return failed
 
     def kill(self) -> None:
-        """Do nothing: the process is the driver's own."""
+        pass  # the process is the driver's
 
 
 class ThreadHandle(InlineHandle):
-    """Worker 0 of a larger group, in the driver's process and in its own thread.
-
-    The caller's thread watches the other workers.
-    """
+    """Worker 0 of a larger group, in a thread of the driver's process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,7 +287,6 @@ def _send_signal(pid: int, number: int) -> None:
 
 
 def _await_end(pid: int, timeout_s: float) -> bool:
-    """Wait until a process ends. Return whether it has ended in time."""
     try:
         psutil.Process(pid).wait(timeout_s)
     except psutil.TimeoutExpired:
@@ -323,7 +297,7 @@ def _await_end(pid: int, timeout_s: float) -> bool:
 
 
 def _is_here(info: WorkerInfo) -> bool:
-    """Return whether a worker runs on the driver's node. Signals to it then need no Ray task."""
+    """Return whether a worker runs on the driver's node."""
     import ray
     import ray.util.client
 
@@ -334,7 +308,7 @@ def _is_here(info: WorkerInfo) -> bool:
 
 
 def loss_cause(error: BaseException, info: WorkerInfo) -> str:
-    """Return one line that explains why a process ended, from a Ray error without its advice."""
+    """Return in one line why a process ended, from a Ray error without its advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = next((x for x in reversed(lines) if not x.startswith(_WHICH)), type(error).__name__)
     said = said.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
@@ -342,7 +316,6 @@ def loss_cause(error: BaseException, info: WorkerInfo) -> str:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Return whether an error means that the worker or its node is gone."""
     import ray.exceptions
 
     return isinstance(
@@ -357,7 +330,7 @@ def is_loss(error: BaseException) -> bool:
 
 
 def cause_of(member: WorkerHandle | None, error: BaseException) -> str:
-    """Return one line that explains why a worker was lost or did not start."""
+    """Return in one line why a worker was lost or did not start."""
     if member is not None and is_loss(error):
         return without_secrets(loss_cause(error, member.info))
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

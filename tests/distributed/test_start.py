@@ -67,7 +67,7 @@ def check_that_it_is_named(kept, caplog):
         TorchTrainer(**{**kept, "num_workers": 2})
     waiting = next(r.message for r in caplog.records if r.message.startswith("Waiting up to"))
     for message in (waiting, str(e.value)):
-        assert "not shut down hold 3 CPU: call their shutdown()" in message
+        assert "not shut down hold 3 CPU. Call their shutdown()" in message
     # what the cluster never has is not their fault
     with pytest.raises(InsufficientResourcesError, match=r"^No room for 1 worker") as e:
         TorchTrainer(**{**kept, "num_cpus_per_worker": 5})
@@ -232,7 +232,7 @@ def test_inside_of_a_placement_group_its_room_is_used(ray_cluster):
     @ray_cluster.remote(num_cpus=1)
     def count_slots_and_groups():
         asked = {"num_workers": 4, "min_workers": 1, "timeout_s": 20}
-        with pytest.raises(InsufficientResourcesError, match="its bundles hold 0 in addition"):
+        with pytest.raises(InsufficientResourcesError, match="room for 0 next to the caller"):
             placement.reserve({"CPU": 2}, **asked)
         room = placement.reserve({"CPU": 1}, **asked)
         groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]

@@ -181,7 +181,7 @@ def test_a_silent_host_costs_five_seconds_and_its_worker_ends(run):
     assert re.search(cause, str(events))
     assert re.search(rf"Lost worker \d on node \w+ \({where}\): process \d+: {cause}", said)
     assert "Continuing with 1 of 2 workers." in said
-    assert "is cut off" not in said
+    assert "cut off" not in said
 
 
 @pytest.mark.skipif(not IN_SOAK, reason="it starts Ray on nine hosts")
@@ -228,7 +228,7 @@ def test_short_cuts_and_stopped_processes_are_not_losses(run):
     run.await_size(NUM_WORKERS, alone)
     events = run.end()
     assert kinds(events) == ["lost", "resumed", "grown"], events
-    assert "its connection to the driver was closed" in events[0][1]  # as its process has died
+    assert "its host closed the connection" in events[0][1]  # as its process has died
     said = run.log.read_text()
     assert re.search(r"The Ray head has not answered for \d+ s\.", said)
     assert "The Ray head answers again." in said
@@ -322,14 +322,16 @@ def test_workers_wait_for_a_driver_that_is_cut_off_and_exit_without_it(run):
         run.train()
     cut, said_before = time.time(), run.log.read_text()
     run.hosts.cut(0)
-    wait_until(lambda: "its own is cut off" in run.log.read_text().removeprefix(said_before))
+    wait_until(
+        lambda: "own host is probably cut off" in run.log.read_text().removeprefix(said_before)
+    )
     time.sleep(20 if IN_SOAK else 0)
     healed = time.time()
     run.hosts.heal(0)
     run.await_size(NUM_WORKERS, healed)
     assert "lost" not in kinds(run.end())
     said = run.log.read_text()
-    assert re.search(r"No worker's host \(10\.123.*\) answers the driver: its own is cut off", said)
+    assert re.search(r"No worker's host \(10\.123.*\) answers the driver, so .* cut off", said)
     assert "The driver reaches workers again, after" in said
     assert not [moment for moment, *_ in run.steps(cut) if cut + LOST_S < moment < healed]
     before = run.workers

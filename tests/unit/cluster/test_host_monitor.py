@@ -202,7 +202,7 @@ def test_worker_without_driver_stops_and_exits_after_the_grace(monkeypatch, caps
     assert worker.watch._reconnect() is None
     assert 0.3 < time.monotonic() - began < 20
     assert worker.stopped.is_set()
-    assert "this worker ends: the driver is unreachable" in capsys.readouterr().err
+    assert "this worker exits because the driver was unreachable" in capsys.readouterr().err
 
 
 def test_a_worker_that_reaches_the_driver_in_time_stays(monkeypatch):

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd._internal.context import Progress
-from raysgd.cluster.group_sizes import start_sizes, workers_that_fit
+from raysgd.cluster.group_options import start_sizes, workers_that_fit
 from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.policies import (
