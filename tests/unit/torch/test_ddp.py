@@ -186,9 +186,16 @@ def test_wrapper_of_user_code_does_not_communicate_in_validation(process_group):
     assert wrapped.require_forward_param_sync
 
 
-def test_rebuild_keeps_the_wrapper_and_its_module(process_group):
+@pytest.mark.parametrize("static", [False, True])
+def test_rebuild_keeps_the_wrapper_and_its_module(process_group, static):
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    wrapped = ddp.ReplicatedModel(module, find_unused_parameters=True, bucket_cap_mb=3)
+    settings = {
+        "find_unused_parameters": not static,
+        "forward_sync_buffers": False,
+        "gradient_as_bucket_view": True,
+        "static_graph": static,
+    }
+    wrapped = ddp.ReplicatedModel(module, bucket_cap_mb=3, **settings)
     wrapped(torch.ones(2, 2)).sum().backward()
     wrapped.eval()
     before = copy.deepcopy(module.state_dict())
@@ -197,39 +204,11 @@ def test_rebuild_keeps_the_wrapper_and_its_module(process_group):
     assert wrapped.module is module
     assert wrapped.reducer is not reducer
     assert not wrapped.training
-    assert wrapped.find_unused_parameters
+    assert {name: getattr(wrapped, name) for name in settings} == settings
     assert wrapped.bucket_bytes_cap == 3 * 2**20
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     module.train()
     wrapped(torch.ones(2, 2)).sum().backward()
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"find_unused_parameters": True},
-        {"forward_sync_buffers": False},
-        {"gradient_as_bucket_view": True},
-        {"static_graph": True},
-        {"bucket_cap_mb": 7},
-    ],
-    ids=str,
-)
-def test_rebuild_keeps_the_arguments(process_group, arguments):
-    wrapped = ddp.ReplicatedModel(torch.nn.BatchNorm1d(2), **arguments)
-
-    def settings():
-        return {
-            "find": wrapped.find_unused_parameters,
-            "sync": wrapped.forward_sync_buffers,
-            "views": wrapped.gradient_as_bucket_view,
-            "static": wrapped.static_graph,
-            "bucket": wrapped._bucket_config,
-        }
-
-    before = settings()
-    ddp.rebuild(wrapped, ddp.averaged_parameters(wrapped))
-    assert settings() == before
 
 
 def test_rebuild_averages_parameters_that_were_frozen_meanwhile(process_group):

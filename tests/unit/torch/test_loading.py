@@ -2,10 +2,8 @@
 
 import copy
 import itertools
-import math
 import multiprocessing
 import random
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -348,18 +346,6 @@ def test_digest_of_keys_is_the_same_in_every_process():
 
 
 # ---- sharing out
-
-
-@pytest.mark.parametrize("make_data", [tensors, Numbers])
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("size", [24, 23, 7, 1])
-def test_two_workers_train_on_every_sample(make_data, shuffle, size):
-    loader = DataLoader(make_data(size), batch_size=3, shuffle=shuffle)
-    ranks = group_batches(loader, 2)
-    assert len(ranks[0]) == len(ranks[1]) == math.ceil(size / 6)
-    counts = Counter(index for batches in ranks for index in indices(batches))
-    assert set(counts) == set(range(size))
-    assert counts.total() - size <= 1
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -90,14 +90,6 @@ def test_train_epoch_passes_batches_with_their_info():
     assert result == {"num_samples": 4, "batch_count": 2, "k": 2.5, "last_k": 3.0}
 
 
-def test_batches_without_num_samples_count_once_each():
-    class Plain(Classifier):
-        def train_batch(self, batch, batch_info):
-            return {"k": batch}
-
-    assert run_operator(Plain).train_epoch(iter([1, 2]))["k"] == 1.5
-
-
 @pytest.mark.parametrize("method", ["train_batch", "validate_batch"])
 def test_batch_methods_must_return_a_dict(method):
     operator_cls = type("Wrong", (Classifier,), {method: lambda self, batch, batch_info: None})
@@ -255,28 +247,6 @@ def test_invalid_num_items_is_an_error(found, error):
     operator = run_operator(type("Odd", (Classifier,), {"num_items": lambda self, batch: found}))
     with pytest.raises(error, match=r"Odd\.num_items returned '?-?[13]'?: the count must be"):
         operator.train_batch(BATCH, {})
-
-
-# ---- schedulers
-
-
-class Scheduled(TrainingOperator):
-    def setup(self, config):
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        self.model, self.optimizer, self.criterion, self.scheduler = self.register(
-            models=model,
-            optimizers=optimizer,
-            criterion=torch.nn.CrossEntropyLoss(),
-            schedulers=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
-        )
-
-
-@pytest.mark.parametrize(("freq", "lr"), [("batch", 0.125), ("epoch", 0.5), ("manual", 1.0)])
-def test_scheduler_step_freq(freq, lr):
-    operator = run_operator(Scheduled, scheduler_step_freq=freq)
-    operator.train_epoch(iter([BATCH] * 3))
-    assert operator.optimizer.param_groups[0]["lr"] == lr
 
 
 # ---- properties and helpers

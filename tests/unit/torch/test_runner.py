@@ -320,26 +320,6 @@ def test_progress_does_not_wait_for_the_gpu():
     meters.done.set()
 
 
-def test_stop_request_ends_the_loop_at_the_next_step():
-    runner = make_runner()
-
-    def stop(batch_info, when):
-        if batch_info["global_step"] == 1:
-            runner.request_stop(True)
-
-    runner.operator.fail = stop
-    with pytest.raises(Exception, match="asked this worker to stop"):
-        runner.handle(TrainRequest(call=0, until_epoch=1))
-    assert runner.progress().global_step == 2
-    runner.operator.fail = lambda *arguments: None
-    for _ in range(2):  # it holds until it is taken back, which a new generation does
-        with pytest.raises(Exception, match="asked this worker to stop"):
-            runner.handle(TrainRequest(call=0, until_epoch=1))
-    runner.request_stop(False)
-    runner.handle(TrainRequest(call=0, until_epoch=1))
-    assert runner.operator.trained == EPOCH
-
-
 def test_stop_request_ends_a_validation_at_the_next_batch():
     runner = make_runner()
 
@@ -474,15 +454,6 @@ def test_training_continues_exactly_from_a_state(num_steps):
     assert other.operator.validated == EPOCH[16:24]
 
 
-def test_loading_within_an_epoch_restarts_its_iteration():
-    runner = make_runner()
-    state = full_state(runner)
-    runner.handle(TrainRequest(call=0, until_step=2))
-    runner.load_state_dict(state)
-    runner.handle(TrainRequest(call=1, until_epoch=1))
-    assert runner.operator.trained == EPOCH[:16] + EPOCH
-
-
 def test_format_of_a_state():
     runner = make_runner(
         Recorder,
@@ -503,17 +474,6 @@ def test_format_of_a_state():
     assert (state["epoch"], state["global_step"]) == (2, 6)
     assert (state["data"]["epoch"], state["data"]["offset"]) == (1, 8)
     assert "schedulers" not in make_runner().state_dict()
-
-
-def test_state_does_not_change_during_training():
-    runner = make_runner()
-    runner.handle(TrainRequest(call=0, until_step=1))
-    state = runner.state_dict()
-    held = copy.deepcopy(state)
-    runner.handle(TrainRequest(call=1, until_epoch=2))
-    assert torch.equal(state["models"][0]["0.weight"], held["models"][0]["0.weight"])
-    moments, kept = (s["optimizers"][0]["state"][0]["exp_avg"] for s in (state, held))
-    assert torch.equal(moments, kept)
 
 
 def test_old_states_without_data_and_steps_load():
