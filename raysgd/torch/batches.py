@@ -162,7 +162,6 @@ def _unclear(batch: Any, model: torch.nn.Module) -> TypeError:
 
 
 def loss_of(operator: Any, output: Any, batch: Batch) -> Any:
-    """Return the loss of a batch: the model's own, or that of the criterion."""
     if batch.target is None or getattr(operator, "criterion", None) is None:
         own = _own_loss(output)
         if own is not None:
@@ -239,7 +238,6 @@ def accuracy_of(output: Any, target: Any) -> torch.Tensor | None:
 
 
 def note_batch(operator: Any, error: BaseException, method: str, batch: Any) -> None:
-    """Add the method and the batch to an error as notes."""
     if not isinstance(error, Exception):
         return
     kind = type(operator).__name__
@@ -251,7 +249,6 @@ def note_batch(operator: Any, error: BaseException, method: str, batch: Any) -> 
 
 @contextlib.contextmanager
 def explaining(operator: Any, method: str, batch: Any) -> Iterator[None]:
-    """Add notes to an error of `method` without gradients."""
     try:
         yield
     except Exception as error:

@@ -56,7 +56,6 @@ def size() -> int:
 
 
 def minimum(value: int, device: torch.device) -> int:
-    """Return the smallest `value` of all ranks."""
     hvd = _horovod()
     held = torch.tensor([value], dtype=torch.int64, device=device)
     if hvd is not None:
@@ -66,7 +65,6 @@ def minimum(value: int, device: torch.device) -> int:
 
 
 def mean(value: float, device: torch.device) -> float:
-    """Return the mean of `value` over all ranks."""
     hvd = _horovod()
     held = torch.tensor([value], dtype=torch.float64, device=device)
     if hvd is not None:
@@ -137,8 +135,6 @@ def _broadcast_flat(tensors: list[torch.Tensor], source: int, to: Sequence[int] 
 
 
 class _Slot(NamedTuple):
-    """A placeholder for a tensor in the pickled structure."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     on_cpu: bool

@@ -206,7 +206,6 @@ def plain(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def without_buffers(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a state dict of `model` that are not buffers."""
     buffers = {saved_name(name) for name, _ in unwrap(model).named_buffers()}
     return {name: value for name, value in state.items() if name not in buffers}
 

@@ -54,8 +54,6 @@ Order = torch.Tensor | list[Any] | None
 
 
 class TorchSources(DataSources):
-    """Reads DataLoaders, data sets of items, and iterables."""
-
     def register(self, train_loader: Any, validation_loader: Any) -> None:
         super().register(train_loader, validation_loader)
         context, options = self._state.context, self._state.settings.options
@@ -364,7 +362,6 @@ class _Indices:
 
 
 def picked(order: Order, start: int, stop: int) -> list[Any]:
-    """Return the keys at the positions from `start` to `stop`."""
     if order is None:
         return list(range(start, stop))
     keys = order[start:stop]
@@ -441,7 +438,6 @@ def _undivided(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def _is_distributed(loader: Any) -> bool:
-    """Return whether a loader has PyTorch's DistributedSampler, which fits any world size."""
     sampler = getattr(loader, "sampler", None)
     return (
         isinstance(loader, DataLoader)
@@ -467,7 +463,6 @@ def _is_hugging_face(loader: Any) -> bool:
 
 
 def _why_whole(loader: Any) -> str:
-    """Return why a loader cannot be partitioned. Return "" if it can."""
     if not isinstance(loader, DataLoader):
         return "it is not a torch.utils.data.DataLoader"
     if isinstance(loader.dataset, IterableDataset):

@@ -202,7 +202,6 @@ class Optimization(StepFeature):
         self._step.begin_update(optimizer)
 
     def check_complete(self) -> None:
-        """Raise RuntimeError if accumulated gradients are left at the end of a group."""
         if self.group.holds and not self._has_updated():
             self._reject("train_batch makes no update in the last batch of a group")
 
@@ -241,7 +240,6 @@ class Optimization(StepFeature):
     # ---- within a batch
 
     def backward(self, loss: torch.Tensor, num_samples: float | torch.Tensor | None) -> None:
-        """See :meth:`TrainingOperator.backward`."""
         count = None if num_samples is None else as_count(num_samples)
         if self._stepped:
             self._refuse_parts("train_batch computes gradients after it has stepped an optimizer")
@@ -279,7 +277,6 @@ class Optimization(StepFeature):
         return weight
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """See :meth:`TrainingOperator.optimizer_step`."""
         self._step.check_warm_up()
         if id(optimizer) in self._stepped:
             self._reject(f"train_batch steps the same {type(optimizer).__name__} twice")
@@ -323,7 +320,6 @@ class Optimization(StepFeature):
         self._state.parts.refuse(why, self.group.place)
 
     def _reject(self, why: str) -> None:
-        """Reject what does not work in a group of several batches or parts."""
         self._refuse_parts(why)
         if self._in_group:
             raise RuntimeError(

@@ -84,7 +84,6 @@ def _move(value: Any, old: Any, new: Any) -> Any:
 
 
 def _move_scheduler(state: Any, rates: _Rates) -> None:
-    """Change the learning rates in the state of a scheduler and of nested schedulers."""
     if isinstance(state, Mapping):
         for name in state.keys() & {"base_lrs", "_last_lr"}:
             for before, after in rates:

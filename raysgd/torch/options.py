@@ -18,8 +18,6 @@ __all__ = ["TorchOptions"]
 
 @dataclass(frozen=True, kw_only=True)
 class TorchOptions(Options):
-    """See :class:`raysgd.loop.options.Options`."""
-
     wrap_ddp: bool = True
     amp_dtype: torch.dtype | None = None
     scheduler_step_freq: str | None = None
@@ -54,7 +52,6 @@ class TorchOptions(Options):
         return torch.cuda.is_available()
 
     def decided(self) -> Self:
-        """See :meth:`raysgd.loop.options.Options.decided`; the backend follows from the GPUs."""
         decided = super().decided()
         if self.backend == "nccl" and not decided.use_gpu:
             raise ValueError('backend="nccl" needs GPUs. Pass use_gpu=True, or backend="gloo".')

@@ -84,7 +84,6 @@ def _has_one_each(batch: Any, samples: float) -> bool:
 
 
 def batch_parts(batch: Any, number: int) -> list[Any]:
-    """Split a batch into `number` parts. If it has fewer samples, some are in two parts."""
     rows = num_rows(batch)
 
     def part(index: int) -> Any:
@@ -95,7 +94,6 @@ def batch_parts(batch: Any, number: int) -> list[Any]:
 
 
 def concatenated(parts: Sequence[Any]) -> Any:
-    """Join tensors, or arrays, along their first dimension."""
     is_tensor = isinstance(parts[0], torch.Tensor)
     return torch.cat(list(parts)) if is_tensor else np.concatenate(parts)
 

@@ -57,7 +57,6 @@ def register(
     sharding: Any = None,
     sharding_args: Any = None,
 ) -> Any:
-    """See :meth:`TrainingOperator.register`."""
     if state.registered:
         raise RuntimeError(
             "register() was called twice. Pass lists to register several models or optimizers."

@@ -59,7 +59,6 @@ class TorchRunner(OperatorRunner):
     # ---- lifecycle
 
     def prepare(self, context: WorkerContext) -> None:
-        """Set the number of PyTorch threads, and select the GPU."""
         if not context.in_driver:
             postpone_dynamo()
             torch.set_num_threads(max(1, int(context.num_cpus)))
@@ -122,7 +121,6 @@ class TorchRunner(OperatorRunner):
         loop.snapshots.maybe_take(loop.state_with_call)
 
     def models(self) -> Any:
-        """Return copies of the models on the CPU, without wrappers."""
         self._train_state.step.check_whole(self._train_state.global_step)
         return self._train_state.whole_models()
 
@@ -135,7 +133,6 @@ class TorchRunner(OperatorRunner):
 def build_operator(
     operator_cls: type[TrainingOperator], config: Mapping[str, Any], settings: OperatorSettings
 ) -> TrainingOperator:
-    """Create an operator and run its ``setup``."""
     operator: TrainingOperator = create_operator(operator_cls, config, settings)
     operator.setup(operator.config)
     adopt_wrappers(operator._train_state, vars(operator).values())

@@ -39,8 +39,6 @@ def seeded(seed: int, generator: Any = None) -> Iterator[None]:
 
 
 class TorchGenerators(Generators):
-    """Random generators of Python, NumPy, and PyTorch."""
-
     def state(self) -> dict[str, Any]:
         state = super().state()
         kind, keys, *rest = state["numpy"]

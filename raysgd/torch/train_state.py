@@ -41,15 +41,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class OperatorSettings(Settings):
-    """The trainer's arguments, and the rank and resources of this worker."""
-
     options: TorchOptions = field(default_factory=TorchOptions)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
 class TorchTrainState(TrainState):
-    """The registered objects of an operator, and the position in the data."""
-
     settings: OperatorSettings
     models: list[torch.nn.Module]
     optimizers: list[torch.optim.Optimizer]
@@ -71,10 +67,7 @@ class TorchTrainState(TrainState):
         self.optimization = Optimization(self, precision)
 
     def set_mode(self, training: bool) -> None:
-        """Set the modes of the models.
-
-        In training, frozen models keep their mode from `register`.
-        """
+        """Set the modes of the models. In training, frozen models keep that from `register`."""
         for model in self.models:
             model.train(training)
         for model, modes in self.frozen_modes if training else ():
@@ -137,7 +130,6 @@ class TorchTrainState(TrainState):
             apply()
 
     def broadcast_buffers(self, buffers: list[torch.Tensor]) -> None:
-        """Broadcast some buffers of rank 0 to every rank."""
         if buffers:
             collectives.broadcast_tensors(buffers, source=0)
             self.buffers.commit()
@@ -158,10 +150,7 @@ class TorchTrainState(TrainState):
         return copy_leaf(leaf)
 
     def to_cpu(self, state: Any) -> Any:
-        """Return a copy of a state on the CPU.
-
-        CPU tensors are shared if the state is pickled later.
-        """
+        # The state of a worker in another process is pickled, and so copied.
         return to_cpu(state, shares=not self.context.in_driver)
 
     def settable(self) -> Any:
@@ -192,8 +181,8 @@ class TorchTrainState(TrainState):
         return None if full is None else full.unsharded()
 
     def check_training_state(self, state: dict[str, Any]) -> None:
-        for name, objects in self._stateful(state):
-            check_parts(name, objects, _saved(name, objects, state), state_problem)
+        for name, objects, saved in self._stateful(state):
+            check_parts(name, objects, saved, state_problem)
         if state.get("schedulers") and not self.schedulers and self.context.world_rank == 0:
             logger.warning(
                 "The loaded state has schedulers, which are ignored because the operator has none."
@@ -210,44 +199,39 @@ class TorchTrainState(TrainState):
             feature.load_shards(state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        keeps_dtypes, partial = self._has_own_dtypes(state), self._partial_models()
+        stateful, partial = self._stateful(state), self._partial_models()
+        _, models, of_models = stateful[0]
+        keeps_dtypes = all(
+            tensor.dtype == saved[name].dtype
+            for model, saved in zip(models, of_models, strict=True)
+            for name, tensor in model.named_parameters()
+            if name in saved
+        )
+        if partial is not None:
+            stateful[0] = ("models", partial[: len(models)], of_models)
         with contextlib.ExitStack() as undoing:
             # Load models last, because loading changes their tensors in place.
-            for name, objects in reversed(self._stateful(state)):
-                if name == "models" and partial is not None:
-                    objects = partial[: len(objects)]
-                parts = zip(objects, _saved(name, objects, state), strict=True)
-                for index, (held, saved) in enumerate(parts):
-                    place, own = f"{name}[{index}]", held.state_dict()
+            for kind, objects, states in reversed(stateful):
+                for index, (held, saved) in enumerate(zip(objects, states, strict=True)):
                     load = None
-                    if name == "optimizers" and keeps_dtypes:
+                    if kind == "optimizers" and keeps_dtypes:
                         load = functools.partial(load_optimizer, held)
+                    place, own = f"{kind}[{index}]", held.state_dict()
                     undoing.enter_context(loading(held, own, saved, place, load))
         for feature in self.features:
             feature.load_state_dict(state)
         self.step.is_partial = False
 
-    def _has_own_dtypes(self, state: Mapping[str, Any]) -> bool:
-        models = [ddp.unwrap(model) for model in self.models]
-        return all(
-            tensor.dtype == saved[name].dtype
-            for model, saved in zip(models, _saved("models", models, state), strict=False)
-            for name, tensor in model.named_parameters()
-            if name in saved
-        )
-
-    def _stateful(self, state: Mapping[str, Any]) -> list[tuple[str, list[Any]]]:
-        models, saved = self.models, state.get("models")
+    def _stateful(self, state: Mapping[str, Any]) -> list[tuple[str, list[Any], Any]]:
+        """Return the registered objects of each kind, and their states in `state`."""
+        models, saved = [ddp.unwrap(model) for model in self.models], state.get("models", [])
         if self.num_criteria and isinstance(saved, list | tuple):
             # Older files lack the criterion.
             models = models[: max(len(saved), len(models) - self.num_criteria)]
-        found: list[tuple[str, list[Any]]] = [
-            ("models", [ddp.unwrap(model) for model in models]),
-            ("optimizers", self.optimizers),
+        found: list[tuple[str, list[Any], Any]] = [
+            ("models", models, renamed_states(models, saved)),
+            ("optimizers", self.optimizers, state.get("optimizers", [])),
         ]
-        return [*found, ("schedulers", self.schedulers)] if self.schedulers else found
-
-
-def _saved(name: str, objects: list[Any], state: Mapping[str, Any]) -> Any:
-    saved = state.get(name, [])
-    return renamed_states(objects, saved) if name == "models" else saved
+        if self.schedulers:
+            found.append(("schedulers", self.schedulers, state.get("schedulers", [])))
+        return found

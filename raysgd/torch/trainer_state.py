@@ -30,14 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 class TorchTrainerState(TrainerState):
-    """See :class:`raysgd.trainer.state.TrainerState`."""
-
     def assemble(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state with all shards merged."""
         return with_tensors(gather_state(state), copy=True)
 
     def save_sharded(self, path: str | os.PathLike[str]) -> str:
-        """Make each worker write its shards of the models into a folder."""
         self.calls.check_open()
         self.calls.writer.wait()
         folder = writable_folder(locate(path))
@@ -61,7 +57,6 @@ class TorchTrainerState(TrainerState):
             yield self._complete(collect)
 
     def write_weights(self, target: str) -> str:
-        """Write the weights. If possible, each worker writes its shards."""
         if not self.is_fully_sharded or not locate(target).is_local:
             return super().write_weights(target)
         try:
