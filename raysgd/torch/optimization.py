@@ -161,7 +161,6 @@ class Optimization(StepFeature):
         self.in_helper = False
         """Whether `step` is running."""
         self._used = False
-        self._gradients: tuple[Any, torch.Tensor] | None = None
         self.rows: Callable[[Any], Any] = lambda parameters: parameters
         """Returns the tensors that have this worker's gradients of some parameters."""
         self.whole_norm: Callable[[torch.Tensor], torch.Tensor] = lambda norm: norm
@@ -289,14 +288,14 @@ class Optimization(StepFeature):
         if not group.is_last:
             self._set_aside(optimizer)
             return False
-        self.in_helper, self._gradients = True, None
+        self.in_helper = True
         try:
             for feature in self._state.features:
                 feature.before_update(optimizer)
             before = self._step.num_updates(optimizer)
             self.precision.step(optimizer)
         finally:
-            self.in_helper, self._gradients = False, None
+            self.in_helper = False
         if self._step.num_updates(optimizer) == before:  # an overflow made the precision skip it
             self.end_update(optimizer)
         optimizer.zero_grad(set_to_none=True)
@@ -305,16 +304,14 @@ class Optimization(StepFeature):
         return True
 
     def gradients(self, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.Tensor]:
-        """Return the tensors that have the unscaled gradients of an optimizer, and their norm.
+        """Unscale the gradients of an optimizer, and return their tensors and their norm.
 
-        The tensors are those of this worker. The norm is that of all workers before clipping.
+        The tensors are those of this worker. The norm is that of all workers.
         """
-        if self._gradients is None:
-            self.precision.unscale(optimizer)
-            held = self.rows(self.precision.parameters(optimizer))
-            norm = torch.nn.utils.get_total_norm([p.grad for p in held if p.grad is not None])
-            self._gradients = held, self.whole_norm(norm)
-        return self._gradients
+        self.precision.unscale(optimizer)
+        held = self.rows(self.precision.parameters(optimizer))
+        norm = torch.nn.utils.get_total_norm([p.grad for p in held if p.grad is not None])
+        return held, self.whole_norm(norm)
 
     def _refuse_parts(self, why: str) -> None:
         self._state.parts.refuse(why, self.group.place)

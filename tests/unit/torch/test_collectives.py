@@ -1,9 +1,17 @@
-"""What workers tell each other, in groups of one: by torch.distributed or by Horovod."""
+"""What workers tell each other, by torch.distributed or by Horovod."""
+
+import collections
+import copy
+import math
+import pickle
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raysgd.torch import collectives
+from raysgd.torch.collectives import broadcast_state, broadcast_tensors, fingerprint
 from tests.conftest import import_horovod, run_ranks
 
 CPU = torch.device("cpu")
@@ -79,3 +87,130 @@ print("good")
 
 def test_broadcast_state_to_some_ranks():
     run_ranks(RANK_OF_THREE, 3)
+
+
+# ---- states, with two ranks in one thread
+
+
+@pytest.fixture
+def link(monkeypatch):
+    """Two ranks: what rank 0 broadcasts reaches the calls that rank 1 makes afterwards."""
+    state = {"rank": 0, "messages": collections.deque()}
+
+    def broadcast(tensor, src):
+        if state["rank"] == src:
+            state["messages"].append(tensor.clone())
+        else:
+            tensor.copy_(state["messages"].popleft())
+
+    def broadcast_objects(box, src):
+        if state["rank"] == src:
+            state["messages"].append(pickle.dumps(box))
+        else:
+            box[:] = pickle.loads(state["messages"].popleft())
+
+    monkeypatch.setattr(collectives.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(collectives.dist, "get_rank", lambda: state["rank"])
+    monkeypatch.setattr(collectives.dist, "broadcast", broadcast)
+    monkeypatch.setattr(collectives.dist, "broadcast_object_list", broadcast_objects)
+    return state
+
+
+def test_broadcast_state_keeps_structure_and_tensors(link):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    state = {
+        "model": model.state_dict(),
+        "list": [1, (torch.tensor(True), "text", None)],
+        "empty": torch.empty(0, 4),
+        "bfloat16": torch.ones(2, dtype=torch.bfloat16),
+        3: {"deep": [{"x": torch.arange(3)}]},
+    }
+    sent = broadcast_state(lambda: state, 0, CPU)
+    assert sent is state
+    link["rank"] = 1
+    got = broadcast_state(lambda: pytest.fail("only the source makes it"), 0, CPU)
+    assert not link["messages"]
+    assert list(got) == list(state)
+    for name, tensor in state["model"].items():
+        assert torch.equal(got["model"][name], tensor)
+        assert got["model"][name].dtype == tensor.dtype
+    assert got["list"][0] == 1
+    assert got["list"][1][0].item() is True
+    assert got["list"][1][1:] == ("text", None)
+    assert got["empty"].shape == (0, 4)
+    assert got["bfloat16"].dtype == torch.bfloat16
+    assert got[3]["deep"][0]["x"].tolist() == [0, 1, 2]
+
+
+def test_broadcast_overwrites_tensors_in_place(link):
+    def tensors(value):
+        strided = torch.full((4, 3), value).t()
+        return [
+            torch.full((2, 2), value),
+            torch.full((3,), value, dtype=torch.float64),
+            torch.tensor(int(value)),
+            torch.nn.Parameter(torch.full((5,), value)),
+            strided,
+            torch.empty(0),
+        ]
+
+    broadcast_tensors(tensors(7.0), source=0)
+    link["rank"] = 1
+    mine = tensors(0.0)
+    broadcast_tensors(mine, source=0)
+    assert not link["messages"]
+    assert all(torch.equal(a, b) for a, b in zip(mine, tensors(7.0), strict=True))
+
+
+def test_broadcast_messages_have_a_maximum_size(link):
+    tensors = [torch.empty(2**23) for _ in range(5)]  # 32 MiB each
+    broadcast_tensors(tensors, source=0)
+    assert [message.nbytes for message in link["messages"]] == [2**26, 2**26, 2**25]
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int16, torch.uint8]
+
+
+@given(
+    shape=st.lists(st.integers(0, 9), max_size=3),
+    dtype=st.sampled_from(DTYPES),
+    offset=st.integers(0, 9),
+    where=st.floats(0, 1, exclude_max=True),
+    bit=st.integers(0, 7),
+)
+def test_fingerprint_differs_for_one_bit(shape, dtype, offset, where, bit):
+    size = math.prod(shape)
+    held = torch.arange(offset + size).to(dtype)
+    tensor = held[offset:].view(shape)
+    state = {"a": [tensor, ("text", 0.1, None)], 3: collections.OrderedDict(b=tensor.clone())}
+    expected = fingerprint(state)
+    other = copy.deepcopy({"a": [tensor.clone(), ("te" + "xt", 0.1, None)], 3: state[3]})
+    assert fingerprint(other) == expected
+    if size:
+        content = other["a"][0].reshape(-1).view(torch.uint8)
+        content[int(where * content.numel())] ^= 1 << bit
+        assert fingerprint(other) != expected
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"w": torch.zeros(4), "lr": 0.2},
+        {"w": torch.zeros(2, 2), "lr": 0.1},
+        {"w": torch.zeros(4, dtype=torch.int32), "lr": 0.1},
+        {"v": torch.zeros(4), "lr": 0.1},
+        {"w": [0.0] * 4, "lr": 0.1},
+    ],
+)
+def test_fingerprint_covers_names_shapes_types_and_numbers(other):
+    state = {"w": torch.zeros(4), "lr": 0.1}
+    assert fingerprint(state) == fingerprint(copy.deepcopy(state))
+    assert fingerprint(state) != fingerprint(other)
+
+
+def test_fingerprint_of_a_state_that_cannot_be_pickled_is_random():
+    """It still travels: plain pickle knows cycles."""
+    cycle = collections.deque()
+    cycle.append(cycle)
+    for part in (cycle, lambda: None):
+        assert fingerprint([part]) != fingerprint([part])
