@@ -33,7 +33,7 @@ def write_state(train_state: TorchTrainState, state: dict[str, Any], folder: str
     """Move the tensors of this worker's state to a file. Rank 0 returns its hash."""
     if train_state.sharding != "full":
         raise ValueError(
-            'save(sharded=True) needs models with register(sharding="full"). Leave sharded out.'
+            'save(sharded=True) needs register(sharding="full") in the operator. Leave out sharded.'
         )
     full = train_state.feature("FullyShardedModel")
     if full is None:  # one worker: its state is complete
@@ -52,9 +52,8 @@ def write_weights(
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Write the parameters of the sharded models to a file.
 
-    Returns:
-        The other values of the models' states, and the name in the file of each tied parameter
-        that has other names.
+    Return the rest of the models' states, and the other names of tied parameters with those in the
+    file.
     """
     full, count = train_state.feature("FullyShardedModel"), len(train_state.given_models)
     prefixes = [""] if count == 1 else [f"{index}." for index in range(count)]
@@ -75,7 +74,7 @@ def write_weights(
     return rest, other_names
 
 
-_SHARE = "All workers must reach it. On several nodes, use a shared file system."
+_SHARE = "All workers need access to it. On several nodes, use a shared file system."
 
 
 def write(tensors: Mapping[str, Any], folder: str) -> None:
@@ -114,7 +113,7 @@ def _check_shared(path: Path) -> None:
     dist.all_gather_object(seen, path.is_dir())
     if not all(seen):
         raise UnsharedFolderError(
-            f"Cannot save to {path}: some workers have another folder of that name. {_SHARE}"
+            f"Cannot save to {path}: some workers do not see the folder of rank 0. {_SHARE}"
         )
 
 
@@ -139,15 +138,7 @@ def _reporting(folder: str) -> Iterator[None]:
 
 
 def with_tensors(state: Mapping[str, Any], copy: bool) -> dict[str, Any]:
-    """Return a state with its tensors, which may be in a file.
-
-    Args:
-        state: the state from the folder.
-        copy: whether to copy the tensors; otherwise access reads them from the file.
-
-    Raises:
-        CheckpointError: if reading the file fails.
-    """
+    """Return a state with its tensors from the file. Without `copy`, they are mapped from it."""
     if "tensors" not in state:
         return dict(state)
     from safetensors import safe_open

@@ -36,7 +36,6 @@ class BufferCopies(StepFeature):
         self.commit()
 
     def tensors(self) -> list[torch.Tensor | None]:
-        """Return the buffers. A removed buffer is None."""
         found = [getattr(module, name, None) for module, name in self._slots]
         return [None if buffer is None else buffer.detach() for buffer in found]
 
@@ -58,7 +57,6 @@ class BufferCopies(StepFeature):
             _set_buffer(*slot, copy)
 
     def set(self, values: Sequence[torch.Tensor | None]) -> None:
-        """Set the buffers to the `tensors` of another worker, and copy them."""
         for slot, value in zip(self._slots, values, strict=True):
             _set_buffer(*slot, value)
         self.commit()

@@ -30,22 +30,10 @@ def checked_compile(given: Any) -> dict[str, Any] | None:
             f"register(compile={given!r}): must be True, False, or a dict of arguments of "
             "torch.compile."
         )
-    arguments = {} if given is True else dict(given)
-    known = sorted({*inspect.signature(torch.compile).parameters, _REGIONAL} - {"model"})
-    if unknown := [name for name in arguments if name not in known]:
-        raise ValueError(
-            f"register(compile=...) has {', '.join(map(repr, unknown))}; it may have "
-            f"{', '.join(map(repr, known))}."
-        )
-    regional = arguments.get(_REGIONAL, False)
-    if not isinstance(regional, bool):
-        raise TypeError(f"register(compile={{'regional': {regional!r}}}): must be True or False.")
-    return arguments
+    return {} if given is True else given
 
 
 class Compilation(StepFeature):
-    """Compiles the models of an operator."""
-
     def __init__(self, state: TorchTrainState, arguments: Mapping[str, Any] | None) -> None:
         self._state = state
         models = [] if arguments is None else state.given_models
@@ -74,20 +62,19 @@ class CompiledModel:
     def __init__(self, model: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
         if isinstance(model, torch.jit.ScriptModule):
             raise TypeError(
-                f"register(compile=...): {model.original_name} is compiled by torch.jit already. "
-                "Register the original module, or leave compile out."
+                f"register(compile=...): torch.jit has already compiled {model.original_name}. "
+                "Register the original module, or leave out compile."
             )
         self._model = model
         self._modes: set[tuple[bool, bool]] = set()
         self.is_compiling = False
-        """Whether the first call in a mode is in progress."""
         options = {name: value for name, value in arguments.items() if name != _REGIONAL}
         is_regional = arguments.get(_REGIONAL, False)
         blocks = list(repeated_blocks(model)) if is_regional else [model]
         if not blocks:
             raise ValueError(
                 f"register(compile={{'regional': True}}): {type(model).__name__} has no ModuleList "
-                "or Sequential with several blocks of one class. Leave regional out."
+                "or Sequential with several blocks of one class. Leave out regional."
             )
         _compile(blocks, options)
         self._compiled = [model, *blocks]
@@ -120,10 +107,9 @@ def uncompile(models: Iterable[torch.nn.Module]) -> None:
 def _compile(blocks: Sequence[torch.nn.Module], options: Mapping[str, Any]) -> None:
     """Compile each block.
 
-    ``block.compile()`` would compile nothing of a module whose code is PyTorch's own, such as
-    Sequential. It compiles a function that calls one. The function has the globals of the user's
-    module, because ``torch.compile`` looks up names of a script in the worker's ``__main__``, which
-    is another script.
+    ``torch.compile`` skips modules whose code is in PyTorch, such as Sequential, so it gets a
+    function that calls the block. The function has the globals of the user's module, because
+    ``torch.compile`` looks up names of a script in ``__main__``, which is another script here.
     """
     # PyTorch keeps graphs and graph breaks per code object, so each model gets its own.
     code = _caller(blocks[0]).__code__.replace()
@@ -143,7 +129,6 @@ def _caller(module: torch.nn.Module) -> Any:
 
 
 def _is_torchs(module: torch.nn.Module) -> bool:
-    """Return whether PyTorch defines the forward pass of a module."""
     return type(module).forward.__module__.startswith("torch.nn.")
 
 

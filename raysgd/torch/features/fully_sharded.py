@@ -43,11 +43,11 @@ class FullyShardedModel(ShardedOptimizer):
     Args:
         optimizer: an elementwise optimizer. It gets the new parameters of each generation.
         state: has the user's models, which remain the same modules.
-        arguments: ``copies``, and arguments of `ShardedModels`.
-        dtype: dtype in which the models compute; None for that of their parameters.
-        init: initializes a module of a model on the meta device; see `materialize`.
-        is_alone: whether this worker sets up in a group of its own. It receives the content of the
-            models when it joins the other workers.
+        arguments: ``sharding_args`` of ``register``, without ``init_fn``.
+        dtype: see `ShardedModels`.
+        init: initializes a module of a model on the meta device.
+        is_alone: whether this worker sets up in a group of its own. A model on the meta device
+            then gets its content when the worker joins the others.
     """
 
     is_fully_sharded = True
@@ -163,10 +163,7 @@ class FullyShardedModel(ShardedOptimizer):
         return {**state, "optimizers": [{**of_optimizer, "state": {}}]}
 
     def load_shards(self, state: Mapping[str, Any]) -> None:
-        """Shard complete states of models and optimizer.
-
-        Move only this worker's rows to the device.
-        """
+        """Shard complete states of models and optimizer. Move only this worker's rows."""
         (of_optimizer,) = state["optimizers"]
         states = renamed_states(self.models.models, state["models"])
         values: list[Any] = [None] * len(self._parameters)
@@ -344,12 +341,11 @@ class FullyShardedModel(ShardedOptimizer):
         for parameter, trained in zip(self._parameters, self.models.trained, strict=True):
             if parameter.requires_grad != trained:
                 raise RuntimeError(
-                    f"requires_grad of a parameter of shape {tuple(parameter.shape)} changed from "
-                    f'{trained} after register(sharding="full"). Set it before register.'
+                    f"requires_grad of a parameter of shape {tuple(parameter.shape)} was {trained} "
+                    'in register(sharding="full"), and has changed. Set it before register.'
                 )
 
     def unsharded(self) -> list[UnshardedModel]:
-        """Return objects that hold the models' state except the parameters."""
         return [
             UnshardedModel(model, names)
             for model, names in zip(self.models.models, self.models.names, strict=True)
@@ -357,7 +353,6 @@ class FullyShardedModel(ShardedOptimizer):
 
 
 def _rows(parameters: Sequence[torch.Tensor]) -> list[Any]:
-    """Return objects with this worker's rows of each gradient."""
     held: list[Any] = [p.grad for p in parameters if p.grad is not None]
     return [SimpleNamespace(grad=gradient.to_local()) for gradient in held]
 
@@ -370,7 +365,7 @@ def _whole_norm(norm: torch.Tensor) -> torch.Tensor:
 
 
 class UnshardedModel:
-    """The state of a model except its sharded parameters."""
+    """Has the state of a model except its sharded parameters."""
 
     def __init__(self, model: torch.nn.Module, names: Mapping[str, int]) -> None:
         self._model, self._names = model, names

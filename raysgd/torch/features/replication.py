@@ -96,7 +96,7 @@ class Replication(StepFeature):
             self._exchange(place.is_last)
 
     def _exchange(self, wanted: bool) -> None:
-        """Set whether wrappers average gradients from the next forward pass on."""
+        """Set whether the next backward passes average gradients."""
         for model in self._state.models:
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = wanted

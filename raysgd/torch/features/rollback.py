@@ -19,16 +19,11 @@ __all__ = ["Rollback"]
 class Rollback(StepFeature):
     """Restores parameters and optimizer states if a step is discarded.
 
-    Copies are taken only if steps make several updates, by several optimizers or by one. Otherwise
-    the version counters of PyTorch tell whether a discarded step changed parameters. If it did,
-    the state is partial: an optimizer raised within its update, or `train_batch` changed parameters
-    itself. The counters do not detect changes through ``parameter.data``.
-
-    Args:
-        step: the step in progress.
-        optimizers: the registered optimizers.
-        models: the registered models.
-        updates_late: whether parameters change together after the optimizer's step.
+    It takes copies only if steps make several updates. Otherwise the version counters of PyTorch
+    tell whether a discarded step changed parameters. If it did, the state is partial: an optimizer
+    raised within its update, or `train_batch` changed parameters itself. The counters do not detect
+    changes through ``parameter.data``. `updates_late` means that parameters change together after
+    the optimizer's step.
     """
 
     def __init__(
@@ -89,10 +84,7 @@ class Rollback(StepFeature):
 
 
 class _BeforeImage:
-    """One optimizer's parameters and state.
-
-    The copies stay on the device, and the next step uses their memory again.
-    """
+    """A copy of one optimizer's parameters and state. The next copy uses its memory again."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer

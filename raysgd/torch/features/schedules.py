@@ -18,8 +18,6 @@ __all__ = ["Schedules"]
 
 
 class Schedules(StepFeature):
-    """Steps the registered schedulers."""
-
     def __init__(self, state: TorchTrainState) -> None:
         self._state = state
         self._last_epochs: list[Any] = []
@@ -50,7 +48,7 @@ class Schedules(StepFeature):
 
     @contextlib.contextmanager
     def _tolerating_a_skipped_step(self) -> Iterator[None]:
-        """Suppress the warning of PyTorch that schedulers step before the optimizer.
+        """Suppress the warning that schedulers step before the optimizer.
 
         They do if the first step overflows.
         """

@@ -233,13 +233,13 @@ class ShardedOptimizer(ShardedFeature):
         kind = type(self.optimizer).__name__
         if any(each is not None for each in (*args, *kwargs.values())):
             raise RuntimeError(
-                f"{kind}.step(closure) does not work with register(sharding=...). Compute the "
+                f"register(sharding=...) does not support {kind}.step(closure). Compute the "
                 "gradients first, and call step() without a closure."
             )
         if sum(len(group["params"]) for group in self.optimizer.param_groups) != self._num_given:
             raise RuntimeError(
-                f"{kind} has other parameters than at register(sharding=...). Call add_param_group "
-                "before register."
+                f"{kind} has other parameters than in register(sharding=...). Call "
+                "add_param_group before register."
             )
 
     # ---- state of this worker

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Speed"]
 
-_NUM_STEPS = 15
-"""Number of recent steps whose median speed counts."""
+_NUM_STEPS = 15  # recent steps whose median speed counts
 
 
 class Speed(StepFeature):
@@ -39,7 +38,7 @@ class Speed(StepFeature):
         self._speeds: deque[float] = deque(maxlen=_NUM_STEPS)
         self._is_first = True
         self._lock = threading.RLock()
-        """Held while a thread uses the unread steps. Several threads answer the driver."""
+        """Held while a thread uses the unread steps, because several threads answer the driver."""
         for model in state.models:
             for parameter in model.parameters():
                 if parameter.requires_grad:
@@ -47,12 +46,11 @@ class Speed(StepFeature):
 
     @property
     def needs_warm_up(self) -> bool:
-        """A warm-up measures the speed, so that a replacement worker joins with a known speed."""
+        """A replacement worker joins with a known speed."""
         return True
 
     @property
     def samples_per_s(self) -> float:
-        """Median speed of the newest steps, or 0 if unknown."""
         with self._lock:
             while self._unread and (not self._on_gpu or self._unread[0][-1][2].query()):
                 step = self._unread.popleft()
@@ -76,7 +74,7 @@ class Speed(StepFeature):
             self._step, self._is_first = [], False
 
     def roll_back(self) -> None:
-        """Record the time of a warm-up batch too. A warm-up never commits."""
+        """Count a warm-up batch too, which is never committed."""
         self.before_commit()
 
     def _end_batch(self) -> None:

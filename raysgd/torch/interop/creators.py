@@ -26,7 +26,7 @@ __all__ = ["CreatorMethods", "creator_operator", "lock_of_node", "mixed_bases"]
 
 
 class CreatorMethods(_Base):
-    """The methods of `CreatorOperator`."""
+    """Has the methods of `CreatorOperator`."""
 
     models: Any
     """Result of the ``model_creator``: a model, or a list or tuple of models."""
@@ -47,7 +47,6 @@ class CreatorMethods(_Base):
     _serialize_data_creation = True
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Call the creators and register what they return."""
         creators = type(self)
         models = creators._model_creator(config)
         optimizers = creators._optimizer_creator(models, config)

@@ -30,14 +30,12 @@ _KNOWN = (
 def check_horovod_args(arguments: Mapping[str, Any]) -> None:
     if unknown := [name for name in arguments if name not in _KNOWN]:
         raise ValueError(
-            f"register(horovod_args=...) has {', '.join(map(repr, unknown))}; it may have "
+            f"register(horovod_args=...) got {', '.join(map(repr, unknown))}. Allowed are "
             f"{', '.join(map(repr, _KNOWN))}."
         )
 
 
 class HorovodGradients(StepFeature):
-    """Averages the gradients of all optimizers with Horovod."""
-
     replicates = True
 
     def __init__(self, state: TorchTrainState, arguments: dict[str, Any]) -> None:
@@ -85,12 +83,6 @@ class HorovodExchange:
     The user's optimizer steps, so that schedulers and references stay valid. The
     DistributedOptimizer of Horovod only averages: backward passes start the exchange, and the
     user's optimizer waits for it before its step.
-
-    Args:
-        optimizer: the user's optimizer.
-        models: the models, for the names of parameters.
-        arguments: arguments of ``hvd.DistributedOptimizer``.
-        passes: number of backward passes per update.
     """
 
     def __init__(

@@ -32,13 +32,9 @@ class _Unit(torch.nn.Module):
     """A block, and the parameters to gather together for its computation.
 
     ``fully_shard`` changes this module instead of the block: its class, hooks, and attributes. It
-    assigns whole parameters before a pass, and shards after it. `__setattr__` assigns the same to
-    the user's modules. A call of the block becomes a call of the unit.
-
-    Args:
-        block: a module of the user.
-        places: for each parameter, by its name here, the modules that have it, and its names there.
-        inner: the units of blocks inside of this one.
+    assigns whole parameters before a pass, and shards after it. `__setattr__` assigns the same in
+    all `places`: the user's modules, and the names of the parameter there. A call of the block
+    becomes a call of the unit.
     """
 
     def __init__(
@@ -49,7 +45,7 @@ class _Unit(torch.nn.Module):
     ) -> None:
         super().__init__()
         self._places = places
-        self.inner = torch.nn.ModuleList(inner)  # the outermost unit finds the others here
+        self.inner = torch.nn.ModuleList(inner)  # fully_shard finds the units of inner blocks here
         self.was_called = False
         kind = type(block)
         self._compute = functools.partial(kind.__call__, block)
@@ -81,16 +77,8 @@ def _refuse_copy(module: torch.nn.Module, memo: Any) -> NoReturn:
 class ShardedModels:
     """The parameters of models, sharded by rows over the workers.
 
-    Each generation replaces the parameters. The modules remain the same objects.
-
-    Args:
-        models: the user's models.
-        wrap: which modules to gather separately: classes, or a predicate; None for the repeated
-            blocks of a list.
-        reshard_after_forward: see ``fully_shard``.
-        dtype: dtype of the forward and backward passes; None for that of the parameters.
-        device: where the models compute.
-        offload: whether this rank's rows and their gradients are on the CPU.
+    Each generation replaces the parameters. The modules remain the same objects. `docs/sharding.md`
+    explains the arguments. `dtype` is the one of the computation; None for that of the parameters.
     """
 
     def __init__(
@@ -149,8 +137,8 @@ class ShardedModels:
             if not chosen:
                 names = sorted({type(module).__name__ for module in inside})
                 raise ValueError(
-                    f"register(sharding_args={{'wrap': {wrap!r}}}): the models have no such "
-                    f"module. They have {', '.join(names)}."
+                    f"register(sharding_args={{'wrap': {wrap!r}}}): the models have no module of "
+                    f"this class. They have {', '.join(names)}."
                 )
         else:
             chosen = {module for module in inside if wrap(module)}
@@ -165,7 +153,7 @@ class ShardedModels:
                 yield module
 
     def _shared(self, block: torch.nn.Module) -> str:
-        """Return the name of a parameter that a block shares with modules outside of it."""
+        """Return the name of a parameter that a block shares with modules outside of it, or ""."""
         within, index = set(block.modules()), self._index
         for name, parameter in block.named_parameters():
             if any(module not in within for module, _ in self._places[index[id(parameter)]]):
@@ -199,7 +187,7 @@ class ShardedModels:
                 self.parameters[number] = getattr(unit, name)
 
     def put_whole(self, values: Sequence[torch.Tensor]) -> None:
-        """Let the models have complete parameters until `shard`."""
+        """Give the models complete parameters until `shard`."""
         self.release()
         for number, value in enumerate(values):
             parameter = torch.nn.Parameter(value, self.trained[number])
@@ -247,10 +235,10 @@ class ShardedModels:
 
     @contextlib.contextmanager
     def on_demand(self) -> Iterator[None]:
-        """Return a context in which ranks can make different numbers of forward passes.
+        """Let ranks make different numbers of forward passes, without gradients.
 
-        Before each gathering the ranks agree on the unit. Ranks without further passes take part
-        until all are done. All ranks must enter the context. It is for passes without gradients.
+        Before each gathering, the ranks agree on the unit. Ranks without further passes take part
+        until all are done. All ranks must enter the context.
         """
         units: list[Any] = [unit for block, unit in self._units.items() if self._blocks[block]]
         handles = []
@@ -278,13 +266,9 @@ class ShardedModels:
         self._say_next(number)
 
     def _say_next(self, number: int | None) -> int | None:
-        """Agree with the other ranks on the unit to gather next.
+        """Return the unit that all ranks gather next, given the one that this rank needs.
 
-        Args:
-            number: the unit that this rank needs; None if it needs none anymore.
-
-        Returns:
-            The unit that all ranks gather now; None if no rank needs any.
+        None means that a rank needs no unit anymore, or that none does.
         """
         bounds = [-1, -len(self._units)] if number is None else [number, -number]
         reduced = torch.tensor(bounds, device=self.device)
@@ -292,8 +276,8 @@ class ShardedModels:
         last, first = (int(each) for each in reduced)
         if last != -first and last >= 0:
             raise RuntimeError(
-                'With register(sharding="full"), the workers evaluate different blocks of a model '
-                "at the same time. Each forward pass must use the same blocks in the same order on "
+                "Workers evaluate different blocks of a model at the same time. With register("
+                'sharding="full"), each forward pass must use the same blocks in the same order on '
                 "every worker."
             )
         return None if last < 0 else last

@@ -18,11 +18,7 @@ PARAMETER = "parameter"
 
 
 def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge a state with the shards of all workers into an unsharded state.
-
-    Raises:
-        CheckpointError: if some elements are missing.
-    """
+    """Merge a state with the shards of all workers into an unsharded state."""
     merged = dict(state)
     shares = merged.pop("shares", None)
     if shares is None:
@@ -63,5 +59,5 @@ def _join(parts: Iterable[tuple[Any, ...]]) -> dict[Any, dict[str, Any]]:
                 )
             flat(of_parameter[name])[start:stop].copy_(value)
     if any(missing.values()):
-        raise CheckpointError("The workers' shards of the state have gaps or overlap.")
+        raise CheckpointError("Cannot merge the workers' shards: they have gaps or overlap.")
     return found

@@ -1,4 +1,4 @@
-"""What ``register(compile=...)`` compiles, and what is said where nothing is compiled."""
+"""What ``register(compile=...)`` compiles, and which arguments it refuses."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ GRAPHS = []
 
 
 def count(graph, inputs):
-    """A backend of torch.compile that notes what it is given, and leaves it as it is."""
+    """Be a backend of torch.compile that records graphs, and does not change them."""
     GRAPHS.append(graph)
     return graph.forward
 
@@ -174,8 +174,7 @@ def test_eager_models_on_a_cpu_do_not_warm_up():
     ("given", "error", "message"),
     [
         ("yes", TypeError, "must be True, False, or a dict"),
-        ({"regional": 1}, TypeError, "'regional': 1.*must be True or False"),
-        ({"backends": "eager"}, ValueError, "has 'backends'; it may have 'backend', 'disable'"),
+        ({"backends": "eager"}, TypeError, "unexpected keyword argument 'backends'"),
         ({"regional": True}, ValueError, "Sequential has no ModuleList or Sequential with several"),
     ],
 )
@@ -186,12 +185,12 @@ def test_invalid_compile_arguments_are_an_error(given, error, message):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_scripted_model_is_an_error():
-    with pytest.raises(TypeError, match=r"Sequential is compiled by torch\.jit"):
+    with pytest.raises(TypeError, match=r"torch\.jit has already compiled Sequential"):
         run_operator(Compiled, {"make": lambda: torch.jit.script(make_model()), "compile": True})
 
 
 class Peeking(torch.nn.Module):
-    """Breaks the graph, and has so many shapes that torch gives it up."""
+    """Breaks the graph."""
 
     def __init__(self):
         super().__init__()

@@ -128,6 +128,6 @@ def test_a_block_that_shares_a_parameter_is_gathered_with_the_rest_or_refused(pr
     with pytest.raises(ValueError, match=r"Block shares its parameter inner\.weight"):
         ShardedModels([model], Block, None, None, CPU)
     with pytest.raises(
-        ValueError, match=r"have no such module\. They have Block, Linear, Sequential"
+        ValueError, match=r"have no module of this class\. They have Block, Linear, Sequential"
     ):
         ShardedModels([model], torch.nn.Conv2d, None, None, CPU)
