@@ -39,8 +39,8 @@ def write_state(train_state: TorchTrainState, state: dict[str, Any], folder: str
     if full is None:  # one worker: its state is complete
         write({}, folder)
         return _hash_in(folder)
-    for number, start, stop, _, _, values in state.pop("shares")[0]:
-        rest = {n: v for n, v in values.items() if not is_divided(v, stop - start)}
+    for number, *_, values in state.pop("shares")[0]:
+        rest = {n: v for n, v in values.items() if not is_divided(v)}
         if "optimizers" in state:
             state["optimizers"][0]["state"].setdefault(number, rest)
     write(full.tensors(), folder)

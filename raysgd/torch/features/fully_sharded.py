@@ -248,7 +248,7 @@ class FullyShardedModel(ShardedOptimizer):
         for which, of_parameter in pieces.items():
             first = of_parameter[0]
             for name, value in first.state.items():
-                if is_divided(value, first.stop - first.start):
+                if is_divided(value):
                     rows = torch.cat([piece.state[name] for piece in of_parameter])
                     key = f"optimizers.0.{self._numbers[which]}.{name}"
                     found[key] = self.models.rows_as(which, rows)

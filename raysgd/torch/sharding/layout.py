@@ -58,7 +58,6 @@ def transfers(
                 # A rank may hold a range and have imported it too.
                 versions[number][rank] = max(version, versions[number].get(rank, version))
     planned: list[Transfer] = []
-    load = [0] * size
     for owner, share in enumerate(shares):
         holders = [(owner + each) % size for each in range(min(copies, size - 1) + 1)]
         for which, (first, end) in share.items():
@@ -71,8 +70,7 @@ def transfers(
                 keep = [rank for rank in holders if rank in sources]
                 planned += [Transfer(which, start, stop, newest, n, (n,)) for n in keep]
                 if lacking := tuple(rank for rank in holders if rank not in sources):
-                    source = min(sources, key=lambda rank: (load[rank], rank))
-                    load[source] += stop - start
+                    source = sources[number % len(sources)]  # spreads the load
                     planned.append(Transfer(which, start, stop, newest, source, lacking))
     return planned
 

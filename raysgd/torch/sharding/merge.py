@@ -50,7 +50,7 @@ def _join(parts: Iterable[tuple[Any, ...]]) -> dict[Any, dict[str, Any]]:
         of_parameter = found.setdefault(number, {})
         missing[number] = missing.get(number, torch.Size(shape).numel()) - (stop - start)
         for name, value in values.items():
-            if not is_divided(value, stop - start):
+            if not is_divided(value):
                 of_parameter[name] = value
                 continue
             if name not in of_parameter:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from raysgd._internal.nested import map_leaves
 from raysgd.torch.state import copy_leaf
 
 __all__ = ["Piece", "cut_like", "flat", "is_dense", "is_divided", "on_device"]
@@ -32,15 +33,11 @@ class Piece:
     def message(self, start: int, stop: int, is_ahead: bool) -> tuple[Any, ...]:
         """Return a copy of some elements, as the fields of a piece.
 
-        Args:
-            start: the first element.
-            stop: the exclusive end.
-            is_ahead: whether the receiver needs the update too.
+        It has the updated elements if they are ahead of the parameters of the receiver.
         """
         first, last = start - self.start, stop - self.start
-        length = self.stop - self.start
         state = {
-            name: copy_leaf(value[first:last] if is_divided(value, length) else value)
+            name: copy_leaf(value[first:last] if is_divided(value) else value)
             for name, value in self.state.items()
         }
         value = self.value[first:last].clone() if is_ahead and self.value is not None else None
@@ -50,15 +47,7 @@ class Piece:
 
 def on_device(message: tuple[Any, ...], device: torch.device) -> Piece:
     """Return the piece of a message. Values that are not divided, such as steps, stay."""
-    piece = Piece(*message)
-    length = piece.stop - piece.start
-    piece.state = {
-        name: value.to(device) if is_divided(value, length) else value
-        for name, value in piece.state.items()
-    }
-    piece.value = None if piece.value is None else piece.value.to(device)
-    piece.base = None if piece.base is None else piece.base.to(device)
-    return piece
+    return Piece(*map_leaves(message, lambda x: x.to(device) if is_divided(x) else x))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -84,9 +73,9 @@ def flat(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def is_divided(value: Any, length: int) -> bool:
-    """Return whether a value of the state has one element per element of a piece."""
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == length
+def is_divided(value: Any) -> bool:
+    """Return whether a value of a piece has an entry per element. Others have no dimension."""
+    return isinstance(value, torch.Tensor) and value.dim() == 1
 
 
 def cut_like(value: Any, parameter: torch.Tensor, start: int, stop: int) -> Any:
