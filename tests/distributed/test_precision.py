@@ -6,7 +6,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from raysgd import ElasticConfig, TorchTrainer
 from tests.distributed.test_exactness import plain_training
-from tests.faulty import Faulty, check_epoch, faulty_trainer, fingerprints, order
+from tests.faulty import Faulty, faulty_trainer, fingerprints, order
 from tests.operators import NUM_SAMPLES, Adversaries, Classifier, parameters, replica_hash
 from tests.shared import Shared
 
@@ -124,32 +124,6 @@ def test_replacement_has_the_scaler_of_the_survivors(two):
     assert scaler_of(trainer)["scale"] == 2.0**15
     # what counts is updates: of nine batches before the loss, and of groups of other sizes after
     assert scaler_of(trainer)["_growth_tracker"] > 2
-
-
-def test_a_scaler_is_saved_and_loads_on_another_number_of_workers(two, tmp_path):
-    order(two.folder, "overflow", 0, 1, "")
-    two.trainer.train(num_steps=9)
-    path = two.trainer.save(tmp_path / "state.pt")
-    expected = scaler_of(two.trainer)
-    assert (expected["scale"], expected["_growth_tracker"]) == (2.0**15, 2)
-    with faulty_trainer(
-        two.folder, 1, Grouped, config={"batch_size": 16}, use_local=True, use_gpu=False, **HALF
-    ) as other:
-        other.load(path)
-        assert scaler_of(other) == expected
-
-
-def test_exception_in_an_accumulation_discards_it_on_all_ranks(two):
-    two.trainer.train()
-    check_epoch(two.trainer)
-    expected = fingerprints(two.trainer)
-    two.trainer.load_state_dict(two.start)
-    order(two.folder, "train", 1, 4, "raise")
-    with pytest.raises(KeyError):
-        two.trainer.train()
-    assert two.trainer.global_step == 3
-    two.trainer.train()
-    assert fingerprints(two.trainer) == expected
 
 
 # ---- one of the workers is the driver, which is enough for what follows

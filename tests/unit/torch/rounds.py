@@ -171,26 +171,6 @@ class Divided(TrainingOperator):
         self.num_updates = state["num_updates"]
 
 
-class Layers(TrainingOperator):
-    """Layers on the meta device."""
-
-    def setup(self, config):
-        device = torch.device("meta" if config["sharding"] else "cpu")
-        with device:
-            size = config["size"]
-            layers = [torch.nn.Linear(size, size, bias=False) for _ in range(6)]
-        model = torch.nn.Sequential(*layers)
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model,
-            optimizers=torch.optim.AdamW(model.parameters()),
-            criterion=torch.nn.MSELoss(),
-            sharding=config["sharding"],
-            sharding_args={"wrap": torch.nn.Linear, "copies": 0} if config["sharding"] else None,
-        )
-        data = TensorDataset(torch.ones(16, size), torch.ones(16, size))
-        self.register_data(train_loader=DataLoader(data, batch_size=1))
-
-
 def fill(module):
     """Fill the own tensors of a module of `Tied` with numbers that depend on their shapes."""
     torch.rand(1)  # most functions of this kind use the global generator
@@ -460,6 +440,11 @@ class Player:
         if (losses := self.validate(members)) is None:
             return None
         models = self.runner.models()
+        if given.sharding == "full" and len(members) > 1:
+            (model,) = self.runner.operator.all_models
+            sizes = [(p.to_local().numel(), p.numel()) for p in model.parameters()]
+            own, whole = map(sum, zip(*sizes, strict=True))
+            assert own < 1.5 * whole / len(members)
         if self.context.world_rank == 0:
             assert models[0](torch.zeros(1, 4, dtype=torch.int64)).isfinite().all()
             held = [{k: v.detach() for k, v in model.state_dict().items()} for model in models]

@@ -90,24 +90,7 @@ def test_own_precision_is_one_class_and_one_entry(monkeypatch):
     torch.testing.assert_close(parameters(operator), parameters(plain))
 
 
-def test_full_precision_equals_plain_torch():
-    """Helpers or not, the bits are those of plain torch."""
-    operator, twin = run_operator(Classifier, {"momentum": 0.9}), make_model()
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(5):
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(twin(BATCH[0]), BATCH[1]).backward()
-        optimizer.step()
-        operator.train_batch(BATCH, {})
-    assert torch.equal(parameters(operator), torch.cat([p.reshape(-1) for p in twin.parameters()]))
-
-
 # ---- arguments
-
-
-def test_apex_args_must_be_a_dict():
-    with pytest.raises(TypeError, match=r"register\(apex_args='O1'\): must be a dict"):
-        run_operator(registering(apex_args="O1"))
 
 
 def registering(**arguments):

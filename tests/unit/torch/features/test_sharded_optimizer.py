@@ -335,46 +335,6 @@ def test_a_worker_that_set_up_alone_on_meta_loads_a_state():
     check_equal(*states)
 
 
-MEMORY = """
-import ctypes
-import gc
-import psutil
-import torch
-from raysgd._internal.context import WorkerContext
-from raysgd.loop.requests import TrainRequest
-from raysgd.torch.options import TorchOptions
-from raysgd.torch.runner import TorchRunner
-from tests.unit.torch.rounds import Layers
-
-def held():
-    gc.collect()
-    return psutil.Process().memory_full_info().uss
-
-# return freed memory to the system
-ctypes.CDLL(None).mallopt(-3, 2**17)  # M_MMAP_THRESHOLD
-join()
-context = WorkerContext(world_rank=rank, world_size=4, distributed=True)
-for size in (8, 1000):  # the first for its imports
-    config = {"sharding": "full", "size": size}
-    options = TorchOptions(training_operator_cls=Layers, config=config, num_workers=4)
-    runner, before = TorchRunner(options), held()
-    runner.setup(context)
-    runner.handle(TrainRequest(call=0, until_step=3))
-    runner._loop.snapshots.clear()
-    took = held() - before
-    runner.teardown()
-needed = 4 * 4 * 6_000_000  # for DistributedDataParallel: parameters, gradients and the state
-assert took < 1.15 / 4 * needed, took
-print("good")
-"""
-
-
-@pytest.mark.skipif(not IN_SOAK, reason="it measures the memory of four processes")
-def test_full_sharding_needs_a_quarter_of_the_memory_on_four_workers():
-    with running_ranks(MEMORY, 4):
-        pass
-
-
 @on_gpu
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_offload_keeps_only_gathered_parameters_on_the_gpu():

@@ -78,28 +78,17 @@ def test_only_what_is_required():
         _ = operator.train_loader
 
 
-def test_a_loss_may_be_a_class_or_a_function_of_the_config():
-    for creator in (torch.nn.MSELoss, lambda config: torch.nn.MSELoss()):
-        operator_cls = TrainingOperator.from_creators(
-            model_creator, optimizer_creator, loss_creator=creator
-        )
-        assert isinstance(run_operator(operator_cls).criterion, torch.nn.MSELoss)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_data_creator_returns_one_or_two_loaders(count):
+def test_a_loss_may_be_a_function_of_the_config():
     operator_cls = TrainingOperator.from_creators(
-        model_creator, optimizer_creator, lambda config: [make_loader() for _ in range(count)]
+        model_creator, optimizer_creator, loss_creator=lambda config: torch.nn.MSELoss()
     )
-    operator = run_operator(operator_cls)
-    assert len(operator.train_loader) == 2
-    if count == 2:
-        assert len(operator.validation_loader) == 2
+    assert isinstance(run_operator(operator_cls).criterion, torch.nn.MSELoss)
 
 
-def test_data_creator_may_return_a_single_loader():
+@pytest.mark.parametrize("loaders", [make_loader(), [make_loader()]])
+def test_data_creator_may_return_one_loader(loaders):
     operator_cls = TrainingOperator.from_creators(
-        model_creator, optimizer_creator, lambda config: make_loader()
+        model_creator, optimizer_creator, lambda config: loaders
     )
     assert len(run_operator(operator_cls).train_loader) == 2
 

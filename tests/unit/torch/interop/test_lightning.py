@@ -105,13 +105,7 @@ def test_numbers_that_validation_step_returns_are_metrics():
             loss = super().validation_step(batch, batch_idx)
             return {"loss": loss, "val_root": loss.sqrt(), "val_two": 2, "outputs": batch[0]}
 
-    trainer = TorchTrainer(
-        training_operator_cls=TrainingOperator.from_ptl(Returning, val_dataloader=loader(40)),
-        config={"lr": 0.1},
-        use_local=True,
-        scheduler_step_freq="epoch",
-    )
-    stats = trainer.validate()
+    stats = start(Returning, val_dataloader=loader(40)).validate()
     assert stats["val_root"] == pytest.approx(stats["val_loss"] ** 0.5)
     assert stats["val_two"] == 2
     assert "outputs" not in stats
