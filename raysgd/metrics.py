@@ -1,9 +1,9 @@
 """Exact metrics over batches and workers: means, and other values that can be merged.
 
-A worker adds what batches return to meters. The `Summary` of a segment and of a call has each mean
-and its weight, and `merge_workers` reduces the summaries of all workers to one dict of numbers. A
-metric that is not a mean, such as a perplexity, remains a :class:`MergeableMetric` until then. The
-idea to merge first and divide last comes from ``clu.metrics`` and TorchMetrics.
+A worker adds what batches return to meters. Each number in its result is a :class:`Computed`, which
+remembers its :class:`MergeableMetric`: for a mean, the weighted sum and the weight. `merge_workers`
+merges the metrics of all workers, and computes one dict of numbers. The idea to merge first and
+divide last comes from ``clu.metrics`` and TorchMetrics.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class ComputedArray(np.ndarray[Any, Any]):
     end: str = ""
 
     def __new__(cls, value: Any, metric: MergeableMetric | None, end: str = "") -> Self:
-        array = np.asarray(value).astype(np.float64).view(cls)
+        array = np.asarray(value).view(cls)
         array.metric, array.end = metric, end
         return array
 
@@ -245,14 +245,13 @@ def computed(name: str, metric: MergeableMetric) -> dict[str, Computed | Compute
 
 
 class Summary(dict[str, Any]):
-    """A result dict that remembers the weight of each mean, so that it can be merged."""
+    """A result dict whose means remember their `weights`, so that it can be merged."""
 
     def __init__(self, values: Mapping[str, Any], weights: Mapping[str, float]) -> None:
         super().__init__(values)
-        self.weights = dict(weights)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Summary, (dict(self), self.weights)
+        for name, weight in weights.items():
+            if _is_mean(name, self[name]) and not _is_computed(self[name]):
+                self.update(computed(name, _mean(self[name], weight)))
 
 
 class AverageMeterCollection:
@@ -344,85 +343,82 @@ class AverageMeterCollection:
         meter = self._meters.get(name)
         return None if meter is None else meter.val
 
-    def summary(self) -> Summary:
+    def summary(self) -> dict[str, Any]:
         """Return ``num_samples``, ``batch_count``, and the mean and last value of each metric.
 
-        A mergeable metric has its value, a :class:`Computed`, instead of a mean.
+        A mergeable metric has its value instead of a mean. Both are a :class:`Computed`.
         """
         values: dict[str, Any] = {NUM_SAMPLES: self.num_samples, BATCH_COUNT: self.batch_count}
         for name, meter in self._meters.items():
-            values[name], values[f"last_{name}"] = meter.avg, meter.val
+            values.update(computed(name, Sums(ratio, total=meter.sum, weight=meter.count)))
+            values[f"last_{name}"] = meter.val
         for name, (merged, last) in self._mergeable.items():
             values.update(computed(name, merged))
             values.update({k: _value(v) for k, v in computed(f"last_{name}", last).items()})
         for name, value in self._others.items():
             values[name] = values[f"last_{name}"] = value
-        return Summary(values, {name: meter.count for name, meter in self._meters.items()})
+        return values
 
 
-def _weight(part: Mapping[str, Any], name: str) -> float:
-    if isinstance(part, Summary) and name in part.weights:
-        return part.weights[name]
-    samples = part.get(NUM_SAMPLES, 1)
-    return float(samples) if isinstance(samples, numbers.Real) else 1.0
+def _is_mean(name: str, value: Any) -> bool:
+    is_count = name in (NUM_SAMPLES, BATCH_COUNT, NUM_SKIPPED_STEPS)
+    return is_number(value) and not is_count and not name.startswith("last_")
 
 
-def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    total = sum(weights)
-    if not total:
-        return _plain(values[0]) if len(values) == 1 else float("nan")
-    return sum(_plain(v) * w for v, w in zip(values, weights, strict=True) if w) / total
+def _mean(value: Any, weight: float) -> Sums:
+    # A mean over no samples can be NaN, and NaN times 0 too.
+    return Sums(ratio, total=_plain(value) * weight if weight else 0.0, weight=weight)
 
 
-def _by_name(parts: Iterable[Mapping[str, Any]]) -> dict[str, tuple[list[Any], list[float]]]:
-    """Return the values of each metric in all parts, and their weights for a mean, by name."""
-    found: dict[str, tuple[list[Any], list[float]]] = {}
+def _by_name(parts: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
     for part in parts:
         for name, value in part.items():
-            values, weights = found.setdefault(name, ([], []))
-            values.append(value)
-            weights.append(_weight(part, name))
+            found.setdefault(name, []).append(value)
     return found
 
 
-def _merged_metrics(parts: Iterable[Mapping[str, Any]]) -> dict[str, MergeableMetric]:
+def _merged(values: Mapping[str, list[Any]], parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the merged metrics of all parts. Plain numbers are means over the part's samples."""
     merged: dict[str, MergeableMetric] = {}
     for part in parts:
-        # All numbers of a metric refer to the same one, even if a part computed only NaN.
-        own = {
-            name.removesuffix(value.end): value.metric
-            for name, value in part.items()
-            if _is_computed(value)
-        }
+        samples = part.get(NUM_SAMPLES, 1)
+        weight = float(samples) if isinstance(samples, numbers.Real) else 1.0
+        own: dict[str, MergeableMetric] = {}
+        for name, value in part.items():
+            if all(map(_is_computed, values[name])):
+                # All numbers of a metric refer to the same one, even if a part computed only NaN.
+                own[name.removesuffix(value.end)] = value.metric
+            elif _is_mean(name, value):
+                own[name] = _mean(value, weight)
         for name, metric in own.items():
             merged[name] = merged[name].merge(metric) if name in merged else metric
     return merged
 
 
-def merge_segments(parts: Sequence[Mapping[str, Any]]) -> Summary:
+def merge_segments(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the results of one worker for consecutive segments of one call.
 
     Samples and batches are summed, means are weighted, and mergeable metrics are merged. For
     ``last_k`` and for values that are not numbers, the newest is kept.
     """
-    if len(parts) == 1 and isinstance(parts[0], Summary):
-        return parts[0]
-    merged: dict[str, Any] = {}
-    weights: dict[str, float] = {}
-    for name, (values, weighting) in _by_name(parts).items():
-        if not all(is_number(value) for value in values) or name.startswith("last_"):
+    by_name, merged = _by_name(parts), {}
+    for name, values in by_name.items():
+        if not all(map(is_number, values)) or name.startswith("last_"):
             merged[name] = values[-1]
-        elif name in (NUM_SAMPLES, BATCH_COUNT):
+        elif not _is_mean(name, values[0]):
             merged[name] = sum(values)
-        elif not all(map(_is_computed, values)):
-            merged[name], weights[name] = _mean(values, weighting), sum(weighting)
-    for name, metric in _merged_metrics(parts).items():
+    for name, metric in _merged(by_name, parts).items():
         for key, value in computed(name, metric).items():
             merged.setdefault(key, value)
-    return Summary(merged, weights)
+    return _sorted(merged, by_name)
 
 
-def rename_metrics(metrics: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+def _sorted(merged: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: merged[name] for name in names if name in merged} | merged
+
+
+def rename_metrics(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Return the metrics of a validation with the prefix `prefix` instead of ``val``.
 
     >>> rename_metrics({"num_samples": 4, "val_loss": 1.0, "last_val_loss": 2.0}, "val/unseen")
@@ -436,10 +432,7 @@ def rename_metrics(metrics: Mapping[str, Any], prefix: str) -> Mapping[str, Any]
         joined = own.removeprefix("val") if own.startswith(("val_", "val/")) else f"_{own}"
         return f"{last}{prefix}{joined}"
 
-    values = {name_of(name): value for name, value in metrics.items()}
-    if not isinstance(metrics, Summary):
-        return values
-    return Summary(values, {name_of(name): weight for name, weight in metrics.weights.items()})
+    return {name_of(name): value for name, value in metrics.items()}
 
 
 def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -453,21 +446,19 @@ def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     >>> merge_workers([{"num_samples": 3, "loss": 1.0}, {"num_samples": 1, "loss": 5.0}])
     {'num_samples': 4, 'loss': 2.0}
     """
-    merged: dict[str, Any] = {}
-    for name, (values, weights) in _by_name(parts).items():
-        if not all(is_number(value) for value in values):
-            merged[name] = next(value for value in values if not is_number(value))
+    by_name, merged = _by_name(parts), {}
+    for name, values in by_name.items():
+        if texts := [value for value in values if not is_number(value)]:
+            merged[name] = texts[0]
         elif name == NUM_SAMPLES:
             merged[name] = sum(map(_plain, values))
         elif name == NUM_SKIPPED_STEPS:
             merged[name] = max(map(_plain, values))
         elif name == BATCH_COUNT and len(set(values)) == 1:
             merged[name] = _plain(values[0])
-        elif name == BATCH_COUNT or name.startswith("last_"):
-            merged[name] = _mean(values, [1.0] * len(values))
-        elif not all(map(_is_computed, values)):
-            merged[name] = _mean(values, weights)
-    for name, metric in _merged_metrics(parts).items():
+        elif not _is_mean(name, values[0]):
+            merged[name] = sum(map(_plain, values)) / len(values)
+    for name, metric in _merged(by_name, parts).items():
         try:
             value = metric.compute()
         except Exception as error:
@@ -475,4 +466,4 @@ def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             raise
         for key, _, each in _values(name, value):
             merged.setdefault(key, each)
-    return merged
+    return _sorted(merged, by_name)

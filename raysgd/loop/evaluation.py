@@ -195,7 +195,7 @@ class _Counted:
 
 def weighted(metrics: Mapping[str, Any], num_batches: float) -> Mapping[str, Any]:
     """Weight metrics by their number of batches if they have no number of samples."""
-    if NUM_SAMPLES in metrics or isinstance(metrics, Summary):
+    if NUM_SAMPLES in metrics:
         return metrics
     return Summary(metrics, dict.fromkeys(metrics, num_batches))
 

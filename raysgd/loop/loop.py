@@ -52,7 +52,7 @@ from raysgd.loop.state import Snapshots
 from raysgd.loop.step import WarmedUp
 from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import TrainState
-from raysgd.metrics import NUM_SKIPPED_STEPS, Summary, merge_segments
+from raysgd.metrics import NUM_SKIPPED_STEPS, merge_segments
 
 __all__ = ["Loop"]
 
@@ -213,10 +213,10 @@ class Loop:
         if since is None:
             return self.result()
         found = merge_segments([metrics for start, metrics in self.results if start >= since])
-        of_step = dict(learning_rates(self.operator))
+        found |= learning_rates(self.operator)
         for feature in self.train_state.features:
-            of_step |= feature.step_metrics()
-        return Summary({**found, **of_step}, found.weights)
+            found |= feature.step_metrics()
+        return found
 
     def _left(self, request: TrainRequest) -> int | None:
         """Return the number of steps to the goal, or None if the goal is an epoch."""
@@ -394,11 +394,10 @@ class Loop:
         timers = self.train_state.timers
         (timers.enable if profile else timers.disable)()
 
-    def result(self) -> Summary:
+    def result(self) -> dict[str, Any]:
         result = merge_segments([metrics for _, metrics in self.results])
         timers = self.train_state.timers
-        profile = {"profile": timers.stats()} if timers.enabled else {}
-        return Summary({**result, **profile}, result.weights)  # copy: the caller changes it
+        return {**result, "profile": timers.stats()} if timers.enabled else result
 
 
 def _arguments_of(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raysgd._internal.arguments import closest
@@ -25,7 +24,6 @@ __all__ = [
     "create_operator",
     "created_loaders",
     "warn_of_misspelling",
-    "with_logged",
 ]
 
 logger = logging.getLogger(__name__)
@@ -144,14 +142,14 @@ class OperatorBase:
 
     # ---- for subclasses
 
-    @contextlib.contextmanager
-    def _collecting_logged(self) -> Iterator[dict[str, Any]]:
-        train_state, logged = self._train_state, dict[str, Any]()
-        train_state.logged = logged
+    def _run_batch(self, method: Callable[..., Any], batch: Any, batch_info: Any) -> Any:
+        """Return the metrics of a batch, and those that it logged."""
+        self._train_state.logged = logged = dict[str, Any]()
         try:
-            yield logged
+            returned = method(batch, batch_info)
         finally:
-            train_state.logged = None
+            self._train_state.logged = None
+        return {**logged, **returned} if logged and isinstance(returned, Mapping) else returned
 
     def _new_meters(self) -> AverageMeterCollection:
         self._train_state.meters = AverageMeterCollection()
@@ -225,11 +223,6 @@ class OperatorBase:
                 f"{kind}."
             )
         return value
-
-
-def with_logged(logged: Mapping[str, Any], metrics: Any) -> Any:
-    """Return the metrics that a batch returned, merged over those that it logged."""
-    return {**logged, **metrics} if logged and isinstance(metrics, Mapping) else metrics
 
 
 def checked_metrics(

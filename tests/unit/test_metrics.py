@@ -56,7 +56,9 @@ def test_merged_segments_equal_one_pass(batches, points):
     assert merged.keys() == whole.keys()
     for key, value in whole.items():
         assert merged[key] == close(value)
-    assert merged.weights == whole.weights
+    other = summary_of([(7.0, 5)])
+    expected = merge_workers([{**whole}, other])["loss"]
+    assert merge_workers([{**merged}, other])["loss"] == close(expected)
 
 
 @given(batches, st.lists(st.integers(0, 30), max_size=5))
@@ -240,10 +242,10 @@ def test_a_meter_says_value_sum_count_and_mean():
     assert (meter.val, meter.sum, meter.count) == (0.0, 0.0, 0)
 
 
-def test_a_summary_keeps_its_weights_through_pickle():
-    summary = pickle.loads(pickle.dumps(summary_of([(1.0, 3)])))
-    assert isinstance(summary, Summary)
-    assert summary.weights == {"loss": 3}
+@pytest.mark.parametrize("result", [summary_of([(1.0, 3)]), Summary({"loss": 1.0}, {"loss": 3})])
+def test_a_result_keeps_its_weights_through_pickle(result):
+    twin = pickle.loads(pickle.dumps(result))
+    assert merge_workers([twin, summary_of([(5.0, 1)])])["loss"] == 2.0
 
 
 def test_nothing_merges_to_nothing():
