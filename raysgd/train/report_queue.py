@@ -44,6 +44,8 @@ class Turn:
     iteration: int = 0
     """Number of reports so far, including this one."""
     validation: Any = False
+    error: BaseException | None = None
+    """The exception that ended the function."""
     is_portable = True
     """Makes `pack` assume that the driver may lack GPUs and a process group."""
 
@@ -77,10 +79,9 @@ class ReportQueue:
         self._changed = threading.Condition()
         self._turn: Turn | None = None
         self._taken: Turn | None = None
-        self._error: BaseException | None = None
-        self._ended = False
         self._stopped = False
         self._waiting = False
+        """Whether the function is waiting for the driver or has ended."""
 
     # ---- used by the function
 
@@ -96,12 +97,12 @@ class ReportQueue:
         with self._changed:
             self._wait_until(lambda: turn is not self._turn and turn is not self._taken, timeout_s)
 
-    def end(self, turn: Turn | None, error: BaseException | None = None) -> None:
+    def end(self, turn: Turn) -> None:
         """Pass the end of the function to the driver. This is the last action of its thread."""
         with self._changed:
-            self._waiting = True  # the function has ended
+            self._waiting = True
             self._changed.wait_for(lambda: self._turn is None or self._stopped)
-            self._turn, self._error, self._ended = turn, error, True
+            self._turn = turn
             self._changed.notify_all()
 
     def _wait_until(self, reached: Any, timeout_s: float | None = None) -> None:
@@ -116,20 +117,24 @@ class ReportQueue:
     # ---- used by the driver
 
     def take(self) -> Turn:
-        """Mark the previous turn as handled. Then wait for the next turn and return it."""
+        """Mark the previous turn as handled. Then wait for the next turn and return it.
+
+        Raise the exception of the function if it has failed.
+        """
         with self._changed:
             self._taken = None
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._turn is not None or self._ended)
-            turn, error = self._turn, self._error
-            if turn is None or turn.kind != "end":  # the driver can take an end again
+            self._changed.wait_for(lambda: self._turn is not None)
+            turn = self._turn
+            assert turn is not None
+            if turn.kind != "end":  # the driver can take an end again
                 self._turn, self._taken = None, turn
             self._changed.notify_all()
-        if turn is not None:
-            return turn
-        if isinstance(error, RunStoppedError) or error is None:
-            raise RuntimeError("The training function was stopped.") from error
-        raise error
+        if isinstance(turn.error, RunStoppedError):
+            raise RuntimeError("The training function was stopped.") from turn.error
+        if turn.error is not None:
+            raise turn.error
+        return turn
 
     def stop(self) -> None:
         """Make the function raise when it next waits for the driver, or now if it is waiting."""
@@ -139,6 +144,4 @@ class ReportQueue:
 
     @property
     def blocked_on_driver(self) -> bool:
-        """Whether the function is waiting for the driver or has ended."""
-        with self._changed:
-            return self._ended or self._waiting
+        return self._waiting

@@ -110,7 +110,6 @@ class Session:
 
     def _run(self) -> None:
         here.session = self
-        end, failure = None, None
         try:
             before = _num_collectives()
             value = pickle.loads(self.plan.function)()
@@ -119,10 +118,10 @@ class Session:
                 self._warn_of_separate_models()
             end = Turn("end", content=_returned(value), iteration=self.iteration)
         except BaseException as error:
-            failure = error
+            end = Turn("end", error=error)
         if here.session is self:
             here.session = None  # before the driver learns of the end and begins another run
-        self.report_queue.end(end, failure)
+        self.report_queue.end(end)
 
     def _warn_of_separate_models(self) -> None:
         if self.context.world_size > 1 and self.context.world_rank == 0:

@@ -103,7 +103,7 @@ def test_the_end_comes_after_the_reports_and_can_be_taken_again(report_queue):
 )
 def test_the_error_of_the_function_comes_after_its_reports(report_queue, raised, expected):
     report_queue.put(turn(0))
-    in_thread(lambda: report_queue.end(None, raised))
+    in_thread(lambda: report_queue.end(Turn("end", error=raised)))
     assert report_queue.take().metrics == {"n": 0}
     with pytest.raises(expected):
         report_queue.take()
