@@ -83,12 +83,10 @@ class CallbackHandler:
     """Calls the callbacks of one run."""
 
     def __init__(self, callbacks: Sequence[Any] | None) -> None:
-        if not isinstance(callbacks, Sequence | None):
+        self._callbacks = [] if callbacks is None else callbacks
+        is_list = isinstance(self._callbacks, Sequence)
+        if not is_list or not all(isinstance(c, TrainingCallback) for c in self._callbacks):
             raise TypeError(f"callbacks={callbacks!r}: must be a list of TrainingCallbacks.")
-        self._callbacks = list(callbacks or ())
-        for callback in self._callbacks:
-            if not isinstance(callback, TrainingCallback):
-                raise TypeError(f"callbacks=[{callback!r}]: each must be a TrainingCallback.")
 
     @contextlib.contextmanager
     def run(self, logdir: Path, config: dict[str, Any]) -> Iterator[None]:

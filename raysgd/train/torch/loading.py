@@ -244,12 +244,17 @@ def _can_share(loader: DataLoader[Any]) -> bool:
     if makes_own_batches(loader) or _is_part(loader.sampler):
         return False
     if type(loader).__iter__ is not DataLoader.__iter__:
-        _warn(f"{type(loader).__name__} has its own __iter__")
-        return False
-    if not hasattr(loader.sampler, "__len__"):
-        _warn(f"its {type(loader.sampler).__name__} has no length")
-        return False
-    return True
+        reason = f"{type(loader).__name__} has its own __iter__"
+    elif not hasattr(loader.sampler, "__len__"):
+        reason = f"its {type(loader.sampler).__name__} has no length"
+    else:
+        return True
+    logger.warning(
+        "Every worker reads all data of a loader, because %s. Select the data by "
+        "train.world_rank(), and pass add_dist_sampler=False to prepare_data_loader().",
+        reason,
+    )
+    return False
 
 
 def _is_part(sampler: Any) -> bool:
@@ -259,11 +264,3 @@ def _is_part(sampler: Any) -> bool:
             return True
         sampler = getattr(sampler, "sampler", None)
     return False
-
-
-def _warn(reason: str) -> None:
-    logger.warning(
-        "Every worker reads all data of a loader, because %s. Select the data by "
-        "train.world_rank(), and pass add_dist_sampler=False to prepare_data_loader().",
-        reason,
-    )
