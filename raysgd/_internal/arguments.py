@@ -12,24 +12,6 @@ from typing import Any, TypeVar, cast
 
 from raysgd._internal.tracebacks import shorten
 
-__all__ = [
-    "MOST_WORKERS",
-    "as_int",
-    "check_choice",
-    "check_flags",
-    "check_hook",
-    "check_int",
-    "check_number",
-    "check_timeout",
-    "checked_dict",
-    "closest",
-    "is_deferred",
-    "is_number",
-    "set_fields",
-    "suggests",
-    "unknown_argument",
-]
-
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 MOST_WORKERS = 10_000
 """Upper limit of `num_workers`. For more, Ray takes minutes to report that there is no room."""

@@ -10,15 +10,6 @@ from typing import Any
 
 from raysgd._internal.nested import deep_copied
 
-__all__ = [
-    "BATCH_SIZE",
-    "check_batch_size",
-    "env_seconds",
-    "rounded_config",
-    "warn_of_rounding",
-    "worker_config",
-]
-
 BATCH_SIZE = "*batch_size"
 """Key of the global batch size in a config. In the config of a worker, it is the share."""
 

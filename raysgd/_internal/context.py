@@ -7,16 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-__all__ = [
-    "OutOfMemoryError",
-    "PausedError",
-    "Preemption",
-    "Progress",
-    "Request",
-    "Runner",
-    "WorkerContext",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:

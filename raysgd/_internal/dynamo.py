@@ -19,8 +19,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["postpone_dynamo"]
-
 _NAME = "torch._dynamo"
 _swapping = threading.Lock()
 _not_disabled: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-__all__ = ["TEMPORARY_NAME", "replacing", "sync_folder", "temporary_name"]
-
 TEMPORARY_NAME = re.compile(r"\.saving-[0-9a-f]{8}-(.+)")
 """Matches the name of an unfinished file. The group is its final name."""
 

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["frozen_imports", "import_extra"]
-
 
 @contextmanager
 def frozen_imports() -> Iterator[None]:

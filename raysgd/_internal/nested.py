@@ -10,8 +10,6 @@ from typing import Any
 from raysgd._internal.paths import without_secrets
 from raysgd.errors import CheckpointError
 
-__all__ = ["deep_copied", "join_outputs", "loading", "map_leaves", "unchanged"]
-
 
 def map_leaves(tree: Any, convert: Callable[[Any], Any]) -> Any:
     """Return `tree` with `convert` applied to the leaves of its dicts, lists, and tuples.

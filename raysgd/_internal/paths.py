@@ -7,8 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HIDDEN", "checked_path", "shown_url", "without_secrets"]
-
 HIDDEN = "***"
 
 # Match up to the last @ before the next URL of a chain, because passwords can contain @.

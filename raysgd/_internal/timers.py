@@ -7,8 +7,6 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-__all__ = ["TimerCollection", "TimerStat"]
-
 
 class TimerStat:
     """Times a block of code: ``with timer: ...``.

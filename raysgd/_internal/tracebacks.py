@@ -10,8 +10,6 @@ import sysconfig
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["is_the_users", "is_wanted", "shorten", "shortened_stacks", "shortened_text"]
-
 _SWITCH = "RAYSGD_FULL_TRACEBACK"
 _FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)\n(?:    .*\n)*')
 _HIDDEN_NOTE = f"({{}} frames of libraries are hidden; {_SWITCH}=1 shows them.)"

@@ -12,8 +12,6 @@ from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_handle import WorkerHandle, is_loss
 from raysgd.errors import CollectiveError
 
-__all__ = ["Attempt"]
-
 _ROOT_CAUSE_S = 0.5
 """Seconds to look for the cause of a failed collective before the other workers are interrupted."""
 _OWN_STOP_S = 0.05

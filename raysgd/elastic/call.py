@@ -8,14 +8,6 @@ from typing import Any
 
 from raysgd._internal.context import Progress, Request
 
-__all__ = [
-    "Call",
-    "ExportReplicaRequest",
-    "ImportReplicaRequest",
-    "LoadRequest",
-    "RestartStateRequest",
-]
-
 
 @dataclass(kw_only=True)
 class Call:

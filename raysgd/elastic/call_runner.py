@@ -21,8 +21,6 @@ from raysgd.elastic.machine import CallFailed, CallReturned, Event, RunCall, Wor
 from raysgd.elastic.policies import furthest, pause_step
 from raysgd.errors import CollectiveError
 
-__all__ = ["CallRunner"]
-
 logger = logging.getLogger(__name__)
 
 _TICK_S = 1.0

@@ -15,8 +15,6 @@ from raysgd.elastic.attempt import Attempt
 from raysgd.elastic.journal import Journal
 from raysgd.errors import WorkerTimeoutError
 
-__all__ = ["ANSWER_S", "Commands", "value_of"]
-
 ANSWER_S = 0.7
 _SILENCE_S = 10.0
 _SALVAGE_S = 10.0

@@ -35,8 +35,6 @@ from raysgd.elastic.shares import Shares
 from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.elastic.starts import Starts
 
-__all__ = ["Controller"]
-
 logger = logging.getLogger(__name__)
 
 _SHUT_DOWN = "The workers are shut down."

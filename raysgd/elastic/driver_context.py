@@ -20,8 +20,6 @@ from raysgd.elastic.scale_up import ScaleUp
 from raysgd.elastic.shares import Shares
 from raysgd.elastic.snapshots import SnapshotKeeper
 
-__all__ = ["DriverContext"]
-
 
 @dataclass(kw_only=True, eq=False)
 class DriverContext:

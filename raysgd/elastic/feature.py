@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from raysgd._internal.context import Progress
 from raysgd.cluster.worker_handle import WorkerHandle
 
-__all__ = ["Feature"]
-
 
 class Feature:
     """Observes the group.

@@ -28,8 +28,6 @@ from raysgd.elastic.policies import assign_contexts
 from raysgd.elastic.replacement import Replacement
 from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
 
-__all__ = ["GroupForming"]
-
 logger = logging.getLogger(__name__)
 
 _STRAGGLER_S = 60.0

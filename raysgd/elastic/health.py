@@ -18,8 +18,6 @@ from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.attempt import Attempt
 from raysgd.errors import WorkerTimeoutError
 
-__all__ = ["HealthMonitor", "await_stragglers"]
-
 logger = logging.getLogger(__name__)
 
 _STANDSTILL_S = 60.0

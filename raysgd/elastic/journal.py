@@ -12,8 +12,6 @@ from raysgd.cluster.worker_handle import WorkerHandle, cause_of
 from raysgd.elastic.events import Event, EventKind
 from raysgd.errors import WorkerLostError
 
-__all__ = ["Journal"]
-
 logger = logging.getLogger(__name__)
 
 _LOGGED_ELSEWHERE = ("lost", "hung", "grown", "restarted", "waiting", "newcomer_failed")

@@ -10,16 +10,6 @@ from raysgd._internal.context import Progress, WorkerContext
 from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.elastic.config import ElasticConfig
 
-__all__ = [
-    "Recovery",
-    "assign_contexts",
-    "backoff_s",
-    "choose_leader",
-    "furthest",
-    "pause_step",
-    "who_leaves",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:

@@ -13,8 +13,6 @@ from raysgd.elastic.feature import Feature
 from raysgd.elastic.journal import Journal
 from raysgd.elastic.policies import who_leaves
 
-__all__ = ["PreemptionWatch"]
-
 logger = logging.getLogger(__name__)
 
 _LEAVE_S = 3.0

@@ -15,8 +15,6 @@ from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.policies import assign_contexts
 from raysgd.errors import RemoteTraceback, WorkerTimeoutError
 
-__all__ = ["Goal", "Replacement", "Step"]
-
 _LOOK_EVERY_S = 0.25
 """Seconds between two checks for free resources."""
 

@@ -19,8 +19,6 @@ from raysgd.elastic.policies import Recovery, backoff_s
 from raysgd.elastic.replacement import Goal, Replacement, Step
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
 
-__all__ = ["ScaleUp"]
-
 logger = logging.getLogger(__name__)
 
 _HEAD_SILENCE_S = 10.0

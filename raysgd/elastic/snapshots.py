@@ -14,8 +14,6 @@ from raysgd.elastic.call import RestartStateRequest
 from raysgd.elastic.commands import Commands
 from raysgd.elastic.feature import Feature
 
-__all__ = ["SnapshotKeeper", "with_shares"]
-
 
 class SnapshotKeeper(Feature):
     """Fetches snapshots during training, and keeps the newest one.

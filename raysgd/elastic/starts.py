@@ -18,8 +18,6 @@ from raysgd.elastic.policies import backoff_s
 from raysgd.elastic.replacement import Replacement
 from raysgd.errors import WorkerLostError
 
-__all__ = ["Starts"]
-
 logger = logging.getLogger(__name__)
 
 _START_TICK_S = 0.01

@@ -48,8 +48,6 @@ from raysgd.trainer.info import TrainerInfo
 from raysgd.trainer.state import TrainerState
 from raysgd.trainer.validations import Validations
 
-__all__ = ["OperatorTrainer", "known_arguments"]
-
 
 class OperatorTrainer(TrainerInfo):
     """Trains an operator on a group of workers. Use a subclass, such as TorchTrainer."""

@@ -22,8 +22,6 @@ from raysgd.loop.requests import MeasuredRequest, TrainRequest, ValidateRequest
 from raysgd.metrics import merge_workers
 from raysgd.trainer.fit_options import FitOptions, Limits
 
-__all__ = ["CallResult", "Calls", "Results", "TrainCall"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -24,8 +24,6 @@ from raysgd.trainer.validations import Validations
 if TYPE_CHECKING:
     from raysgd.trainer.base import OperatorTrainer
 
-__all__ = ["FitLoop"]
-
 logger = logging.getLogger(__name__)
 
 _OF_VALIDATION = ("val", "eval_", "eval/")

@@ -16,8 +16,6 @@ from raysgd._internal.arguments import (
     set_fields,
 )
 
-__all__ = ["FitOptions", "Limits"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions:

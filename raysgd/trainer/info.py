@@ -16,8 +16,6 @@ from raysgd.trainer.calls import Calls
 from raysgd.trainer.fit import FitLoop
 from raysgd.trainer.validations import Validations
 
-__all__ = ["TrainerInfo", "argument"]
-
 
 def argument(name: str) -> Any:
     """Return a property of trainers: an argument of the constructor."""

@@ -24,8 +24,6 @@ from raysgd.loop.requests import ModelsRequest, RngStateRequest, StateRequest
 from raysgd.trainer.calls import Calls
 from raysgd.trainer.validations import Validations
 
-__all__ = ["TrainerState"]
-
 logger = logging.getLogger(__name__)
 
 

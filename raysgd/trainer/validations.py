@@ -16,8 +16,6 @@ from raysgd.errors import WorkerLostError
 from raysgd.loop.requests import UpdateSchedulersRequest
 from raysgd.trainer.calls import CallResult, Calls
 
-__all__ = ["Validations"]
-
 logger = logging.getLogger(__name__)
 
 
