@@ -13,7 +13,7 @@ import torch
 
 from raysgd.metrics import Sums, ratio
 from raysgd.torch.ddp import plain
-from raysgd.torch.out_of_memory import ran_out_of_memory
+from raysgd.torch.out_of_memory import map_batch, ran_out_of_memory
 
 __all__ = [
     "Batch",
@@ -48,18 +48,18 @@ class Batch(NamedTuple):
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch on a device, also with tensors in containers or objects with ``to``."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if callable(to := getattr(batch, "to", None)):
-        return to(device)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move_to_device(item, device) for item in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(move_to_device(item, device) for item in batch)
-    if isinstance(batch, dict):
-        return {key: move_to_device(item, device) for key, item in batch.items()}
-    return batch
+    """Return a batch with its tensors, and objects that have ``to``, on a device."""
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=True)
+        return leaf.to(device) if _moves_itself(leaf) else leaf
+
+    return map_batch(batch, move, _moves_itself)
+
+
+def _moves_itself(item: Any) -> bool:
+    return callable(getattr(item, "to", None))
 
 
 # ---- from a batch to the arguments of forward

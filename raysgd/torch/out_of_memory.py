@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 from collections import UserDict
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ __all__ = [
     "concatenated",
     "free_memory",
     "in_own_containers",
+    "map_batch",
     "num_rows",
     "ran_out_of_memory",
 ]
@@ -54,15 +56,18 @@ def num_rows(batch: Any, samples: float = 0) -> int:
     """
     sizes: set[int] = set()
 
-    def measure(tensor: Any) -> Any:
-        if not tensor.shape:
+    def measure(leaf: Any) -> None:
+        if leaf is None:
+            return
+        if not isinstance(leaf, torch.Tensor | np.ndarray):
+            raise TypeError(f"it has a {type(leaf).__name__}, which is no tensor")
+        if not leaf.shape:
             raise TypeError("it has a tensor without dimensions")
-        if (layout := getattr(tensor, "layout", torch.strided)) is not torch.strided:
+        if (layout := getattr(leaf, "layout", torch.strided)) is not torch.strided:
             raise TypeError(f"it has a tensor of the layout {layout}")
-        sizes.add(len(tensor))
-        return tensor
+        sizes.add(len(leaf))
 
-    _mapped(batch, measure)
+    map_batch(batch, measure)
     if len(sizes) != 1:
         shown = " and ".join(map(str, sorted(sizes))) or "none"
         raise TypeError(f"its tensors do not share a first dimension ({shown})")
@@ -88,7 +93,7 @@ def batch_parts(batch: Any, number: int) -> list[Any]:
 
     def part(index: int) -> Any:
         start, stop = part_of(rows, number, index)
-        return _mapped(batch, lambda tensor: tensor[start:stop])
+        return map_batch(batch, lambda leaf: None if leaf is None else leaf[start:stop])
 
     return [part(index) for index in range(number)]
 
@@ -101,24 +106,26 @@ def concatenated(parts: Sequence[Any]) -> Any:
 def in_own_containers(batch: Any) -> Any:
     """Return a copy of the containers of a batch, with the same tensors and other objects."""
     try:
-        return _mapped(batch, lambda tensor: tensor, strict=False)
+        return map_batch(batch, lambda leaf: leaf)
     except Exception:  # classes of user code may raise
         return batch
 
 
-def _mapped(batch: Any, function: Callable[[Any], Any], strict: bool = True) -> Any:
-    """Return a batch with a function applied to its tensors. If `strict`, it has nothing else."""
+def map_batch(
+    batch: Any,
+    convert: Callable[[Any], Any],
+    is_leaf: Callable[[Any], bool] = lambda item: False,
+) -> Any:
+    """Return a batch with new containers, and `convert` applied to everything else.
 
-    def mapped(item: Any) -> Any:
-        return _mapped(item, function, strict)
-
-    if isinstance(batch, torch.Tensor | np.ndarray):
-        return function(batch)
-    if batch is None:
-        return None
+    `is_leaf` says which containers are not to be looked into.
+    """
+    mapped = functools.partial(map_batch, convert=convert, is_leaf=is_leaf)
+    if is_leaf(batch):
+        return convert(batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(mapped, batch))
-    if type(batch) in (tuple, list):
+    if isinstance(batch, tuple | list):
         return type(batch)(map(mapped, batch))
     if isinstance(batch, dict | UserDict):
         made = copy.copy(batch)
@@ -132,6 +139,4 @@ def _mapped(batch: Any, function: Callable[[Any], Any], strict: bool = True) -> 
             for name in names:
                 object.__setattr__(like, name, mapped(getattr(batch, name)))
             return like
-    if strict:
-        raise TypeError(f"it has a {type(batch).__name__}, which is no tensor")
-    return batch
+    return convert(batch)

@@ -1,6 +1,7 @@
 """The defaults and tools of an operator, and errors if something is missing."""
 
 import collections
+import dataclasses
 
 import pytest
 import torch
@@ -281,6 +282,11 @@ def test_properties_of_an_operator():
     assert operator.timers.stats() == {}
 
 
+@dataclasses.dataclass
+class Sample:
+    features: torch.Tensor
+
+
 def test_nested_tensors_move_to_the_device():
     pair = collections.namedtuple("pair", "left right")
     operator = Classifier({}, OperatorSettings(device=torch.device("meta")))
@@ -294,6 +300,7 @@ def test_nested_tensors_move_to_the_device():
     assert moved[3].left.is_meta
     assert moved[3].right == 1
     assert moved[4] is None
+    assert operator.to_device(Sample(tensor)).features.is_meta
     edge = collections.namedtuple("edge", "frm to")
     assert operator.to_device(edge(tensor, tensor)).to.is_meta
     assert not tensor.is_meta
