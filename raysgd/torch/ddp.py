@@ -12,8 +12,6 @@ from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.torch.state import saved_name
-
 __all__ = [
     "ReplicatedModel",
     "averaged_parameters",
@@ -206,7 +204,7 @@ def plain(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def without_buffers(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    buffers = {saved_name(name) for name, _ in unwrap(model).named_buffers()}
+    buffers = {name for name, _ in plain(model).named_buffers()}
     return {name: value for name, value in state.items() if name not in buffers}
 
 

@@ -6,7 +6,7 @@ import copy
 import copyreg
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,9 +21,6 @@ __all__ = [
     "copy_to_cpu",
     "is_like",
     "load_optimizer",
-    "model_state",
-    "renamed_states",
-    "saved_name",
     "state_problem",
     "to_cpu",
 ]
@@ -100,42 +97,6 @@ def _tensors_in(held: Any, seen: set[int]) -> Iterator[torch.Tensor]:
         seen.add(id(held))
         for each in held.values() if isinstance(held, dict) else held:
             yield from _tensors_in(each, seen)
-
-
-# ---- names in the state of a model
-
-
-def saved_name(name: str) -> str:
-    """Return the name of a tensor without the prefix of ``torch.compile``.
-
-    A compiled model can then load the state of an uncompiled one, and the reverse.
-    """
-    return name.replace("_orig_mod.", "")
-
-
-def model_state(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the state of `model` by saved names."""
-    state: dict[str, Any] = model.state_dict()
-    if all(name == saved_name(name) for name in state):
-        return state  # the dict also holds the versions of its modules
-    return {saved_name(name): value for name, value in state.items()}
-
-
-def renamed_states(models: Sequence[torch.nn.Module], saved: Any) -> Any:
-    """Return the saved states with the names of `models`, if there is one state per model."""
-    if not isinstance(saved, list | tuple) or len(saved) != len(models):
-        return saved
-    return [_rename(each, like=model) for model, each in zip(models, saved, strict=True)]
-
-
-def _rename(state: Any, like: torch.nn.Module) -> Any:
-    if not isinstance(state, Mapping) or state.keys() == like.state_dict().keys():
-        return state
-    own = {saved_name(name): name for name in like.state_dict()}
-    return {
-        own.get(saved_name(name), name) if isinstance(name, str) else name: value
-        for name, value in state.items()
-    }
 
 
 # ---- loading

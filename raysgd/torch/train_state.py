@@ -27,8 +27,6 @@ from raysgd.torch.state import (
     copy_leaf,
     copy_to_cpu,
     load_optimizer,
-    model_state,
-    renamed_states,
     state_problem,
     to_cpu,
 )
@@ -164,7 +162,7 @@ class TorchTrainState(TrainState):
     def training_state(self) -> dict[str, Any]:
         partial = self._partial_models()
         state: dict[str, Any] = {
-            "models": [model_state(ddp.unwrap(model)) for model in self.models]
+            "models": [ddp.plain(model).state_dict() for model in self.models]
             if partial is None
             else [model.state_dict() for model in partial],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -224,12 +222,12 @@ class TorchTrainState(TrainState):
 
     def _stateful(self, state: Mapping[str, Any]) -> list[tuple[str, list[Any], Any]]:
         """Return the registered objects of each kind, and their states in `state`."""
-        models, saved = [ddp.unwrap(model) for model in self.models], state.get("models", [])
+        models, saved = [ddp.plain(model) for model in self.models], state.get("models", [])
         if self.num_criteria and isinstance(saved, list | tuple):
             # Older files lack the criterion.
             models = models[: max(len(saved), len(models) - self.num_criteria)]
         found: list[tuple[str, list[Any], Any]] = [
-            ("models", models, renamed_states(models, saved)),
+            ("models", models, saved),
             ("optimizers", self.optimizers, state.get("optimizers", [])),
         ]
         if self.schedulers:

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StepFeature
 from raysgd.torch import ddp
-from raysgd.torch.state import is_like, saved_name
+from raysgd.torch.state import is_like
 from raysgd.torch.tensors import copy_all
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Averaging(StepFeature):
     def __init__(self, state: TorchTrainState) -> None:
         self._state = state
         self.averages: list[dict[str, torch.Tensor]] | None = None
-        """For each model, by saved name. None before a callback asks for them."""
+        """For each model, by name. None before a callback asks for them."""
         self._decay: float | None = None
         self._start_epoch = self._count = 0
 
@@ -56,9 +56,8 @@ class Averaging(StepFeature):
         self._decay, self._start_epoch = decay, start_epoch
 
     def _parameters(self) -> list[dict[str, torch.nn.Parameter]]:
-        """Return the parameters of each model, by saved name."""
-        models = [ddp.unwrap(model) for model in self._state.models]
-        return [{saved_name(n): p for n, p in model.named_parameters()} for model in models]
+        """Return the parameters of each model, by name."""
+        return [dict(ddp.plain(model).named_parameters()) for model in self._state.models]
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each parameter with its average. List a shared parameter once."""

@@ -23,7 +23,7 @@ from raysgd.torch.sharding.fsdp import ShardedModels
 from raysgd.torch.sharding.layout import Room
 from raysgd.torch.sharding.merge import PARAMETER
 from raysgd.torch.sharding.pieces import Piece, is_divided
-from raysgd.torch.state import copy_to_cpu, model_state, renamed_states
+from raysgd.torch.state import copy_to_cpu
 from raysgd.torch.tensors import copy_all
 
 if TYPE_CHECKING:
@@ -165,11 +165,10 @@ class FullyShardedModel(ShardedOptimizer):
     def load_shards(self, state: Mapping[str, Any]) -> None:
         """Shard complete states of models and optimizer. Move only this worker's rows."""
         (of_optimizer,) = state["optimizers"]
-        states = renamed_states(self.models.models, state["models"])
         values: list[Any] = [None] * len(self._parameters)
-        for names, state in zip(self.models.names, states, strict=False):
+        for names, saved in zip(self.models.names, state["models"], strict=False):
             for name, which in names.items():
-                values[which] = state[name]
+                values[which] = saved[name]
         pairs = zip(self._parameters, values, strict=True)
         self._values = [(p if v is None else v).detach() for p, v in pairs]
         self._lacks_content = False
@@ -371,7 +370,7 @@ class UnshardedModel:
         self._model, self._names = model, names
 
     def state_dict(self) -> dict[str, Any]:
-        return {k: v for k, v in model_state(self._model).items() if k not in self._names}
+        return {k: v for k, v in self._model.state_dict().items() if k not in self._names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         rest = {key: value for key, value in state.items() if key not in self._names}
