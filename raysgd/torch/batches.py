@@ -15,18 +15,6 @@ from raysgd.metrics import Sums, ratio
 from raysgd.torch.ddp import plain
 from raysgd.torch.out_of_memory import map_batch, ran_out_of_memory
 
-__all__ = [
-    "Batch",
-    "accuracy_of",
-    "explaining",
-    "loss_of",
-    "mean_of",
-    "move_to_device",
-    "note_batch",
-    "read_batch",
-    "scores_in",
-]
-
 _TARGETS = ("target", "targets", "label", "labels", "y")
 
 

@@ -15,18 +15,6 @@ import torch.distributed as dist
 
 from raysgd._internal.nested import map_leaves
 
-__all__ = [
-    "broadcast",
-    "broadcast_object",
-    "broadcast_state",
-    "broadcast_tensors",
-    "fingerprint",
-    "mean",
-    "minimum",
-    "rank",
-    "size",
-]
-
 _MESSAGE_BYTES = 64 * 2**20
 """Size in bytes at which a combined message of tensors is sent."""
 

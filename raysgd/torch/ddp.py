@@ -12,25 +12,6 @@ from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = [
-    "ReplicatedModel",
-    "averaged_parameters",
-    "begin_step",
-    "check_exchanged",
-    "no_forward_sync",
-    "only_running_statistics",
-    "plain",
-    "prepare_for_backward",
-    "rebuild",
-    "replicated",
-    "required_gradients",
-    "running_statistics",
-    "unwrap",
-    "without_buffers",
-    "wrapped",
-]
-
-
 _METHODS_OF_THE_MODULE = (
     "__bool__",
     "__delitem__",

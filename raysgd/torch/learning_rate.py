@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["LearningRates", "set_rate", "suggested"]
-
 _SMOOTHING = 0.9
 
 

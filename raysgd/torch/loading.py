@@ -35,18 +35,6 @@ from raysgd.torch.seeding import seeded
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
 
-__all__ = [
-    "Order",
-    "ShardedLoader",
-    "TorchSources",
-    "changed",
-    "drawn_order",
-    "is_plain_shuffle",
-    "makes_own_batches",
-    "picked",
-    "wrap_loader",
-]
-
 logger = logging.getLogger(__name__)
 
 Order = torch.Tensor | list[Any] | None

@@ -17,8 +17,6 @@ from raysgd.torch.tensors import multiply_all, version_of
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
 
-__all__ = ["Group", "Optimization", "as_count"]
-
 _NO_BACKWARD = "train_batch does not call self.backward(loss) for every batch"
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from raysgd.torch.operator import TrainingOperator
 
-__all__ = ["Options", "Owners", "inspect", "with_options"]
-
 Options = list[list[dict[str, Any]]]
 """Options that are numbers or lists of numbers, by optimizer and parameter group."""
 

@@ -13,8 +13,6 @@ from raysgd.backends import backend_names
 from raysgd.loop.options import Options
 from raysgd.torch.precision import PRECISIONS
 
-__all__ = ["TorchOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TorchOptions(Options):

@@ -15,16 +15,6 @@ import torch
 
 from raysgd.data.partition import part_of
 
-__all__ = [
-    "batch_parts",
-    "concatenated",
-    "free_memory",
-    "in_own_containers",
-    "map_batch",
-    "num_rows",
-    "ran_out_of_memory",
-]
-
 _SIGNS = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "_ALLOC_FAILED")
 """Messages that identify errors without their own class."""
 

@@ -18,21 +18,6 @@ from raysgd.torch.features.sharded_optimizer import ELEMENTWISE
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.sharding.pieces import is_dense
 
-__all__ = [
-    "check_criteria",
-    "check_fully_shardable",
-    "check_same_parameters",
-    "check_shardable",
-    "check_step_freq",
-    "check_untrained",
-    "checked",
-    "checked_sharding",
-    "is_trained",
-    "needs_metric",
-    "warn_of_own_schedulers",
-    "warn_of_unregistered",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from raysgd.torch.features.fully_sharded import FullyShardedModel
     from raysgd.torch.train_state import TorchTrainState
 
-__all__ = ["adopt_wrappers", "register"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -24,8 +24,6 @@ from raysgd.torch.sharded_files import with_tensors, write_state, write_weights
 from raysgd.torch.sharding.merge import gather_state
 from raysgd.torch.train_state import OperatorSettings, TorchTrainState
 
-__all__ = ["SaveTensorsRequest", "SaveWeightsRequest", "TorchRunner"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SaveTensorsRequest(Request):

@@ -12,8 +12,6 @@ import torch
 
 from raysgd.loop.state import Generators
 
-__all__ = ["TorchGenerators", "seeded"]
-
 
 @contextlib.contextmanager
 def seeded(seed: int, generator: Any = None) -> Iterator[None]:

@@ -16,15 +16,6 @@ from torch.optim import lr_scheduler
 from raysgd._internal.arguments import is_number
 from raysgd._internal.nested import deep_copied, map_leaves
 
-__all__ = [
-    "copy_leaf",
-    "copy_to_cpu",
-    "is_like",
-    "load_optimizer",
-    "state_problem",
-    "to_cpu",
-]
-
 
 def to_cpu(tree: Any, shares: bool = False) -> Any:
     """Return a copy of nested dicts, lists, and tuples, with every tensor on the CPU.

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["buffer_names", "copy_all", "multiply_all", "version_of"]
-
 
 def buffer_names(module: torch.nn.Module) -> list[str]:
     """Return the names of a module's own buffers. `named_buffers` omits buffers that are None."""

@@ -32,8 +32,6 @@ from raysgd.torch.state import (
 )
 from raysgd.torch.tensors import version_of
 
-__all__ = ["OperatorSettings", "TorchTrainState"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -24,8 +24,6 @@ from raysgd.torch.sharded_files import with_tensors
 from raysgd.torch.sharding.merge import gather_state
 from raysgd.trainer.state import TrainerState
 
-__all__ = ["TorchTrainerState"]
-
 logger = logging.getLogger(__name__)
 
 
