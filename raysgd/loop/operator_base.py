@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raysgd._internal.arguments import closest
@@ -24,6 +25,7 @@ __all__ = [
     "create_operator",
     "created_loaders",
     "warn_of_misspelling",
+    "with_logged",
 ]
 
 logger = logging.getLogger(__name__)
@@ -142,14 +144,13 @@ class OperatorBase:
 
     # ---- for subclasses
 
-    def _run_batch(self, method: Callable[..., Any], batch: Any, batch_info: Any) -> Any:
-        """Return the metrics of a batch, and those that it logged."""
+    @contextlib.contextmanager
+    def _collecting_logged(self) -> Iterator[dict[str, Any]]:
         self._train_state.logged = logged = dict[str, Any]()
         try:
-            returned = method(batch, batch_info)
+            yield logged
         finally:
             self._train_state.logged = None
-        return {**logged, **returned} if logged and isinstance(returned, Mapping) else returned
 
     def _new_meters(self) -> AverageMeterCollection:
         self._train_state.meters = AverageMeterCollection()
@@ -223,6 +224,11 @@ class OperatorBase:
                 f"{kind}."
             )
         return value
+
+
+def with_logged(logged: Mapping[str, Any], metrics: Any) -> Any:
+    """Return the metrics that a batch returned, merged over those that it logged."""
+    return {**logged, **metrics} if logged and isinstance(metrics, Mapping) else metrics
 
 
 def checked_metrics(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd._internal.arguments import suggests
 from raysgd._internal.nested import map_leaves
-from raysgd.loop.operator_base import OperatorBase, checked_metrics
+from raysgd.loop.operator_base import OperatorBase, checked_metrics, with_logged
 from raysgd.metrics import NUM_SAMPLES
 
 if TYPE_CHECKING:
@@ -83,8 +83,9 @@ class TrainingOperator(OperatorBase):
         meters = self._new_meters()
         for batch in self._in_parts(iterator):
             batch_info = self._batch_info(info, meters.num_batches, epoch_idx)
-            metrics = self._run_batch(self.train_batch, batch, batch_info)
-            self._measure(meters, _plain(metrics))
+            with self._collecting_logged() as logged:
+                metrics = self.train_batch(batch, batch_info)
+            self._measure(meters, _plain(with_logged(logged, metrics)))
         return meters.summary()
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -126,8 +127,10 @@ class TrainingOperator(OperatorBase):
         meters = self._new_meters()
         for batch_idx, batch in enumerate(val_iterator):
             batch_info = self._batch_info(info, batch_idx, self._train_state.epoch)
-            metrics = self._run_batch(self.validate_batch, batch, batch_info)
-            meters.update(*checked_metrics(self.validate_batch, _plain(metrics)))
+            with self._collecting_logged() as logged:
+                metrics = self.validate_batch(batch, batch_info)
+            metrics = _plain(with_logged(logged, metrics))
+            meters.update(*checked_metrics(self.validate_batch, metrics))
         return meters.summary()
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from raysgd._internal.arguments import suggests
-from raysgd.loop.operator_base import OperatorBase, checked_metrics
+from raysgd.loop.operator_base import OperatorBase, checked_metrics, with_logged
 from raysgd.metrics import NUM_SAMPLES
 from raysgd.torch.batches import (
     Batch,
@@ -106,7 +106,9 @@ class TrainingOperator(OperatorBase):
             batch_info = self._batch_info(info, meters.num_batches, epoch_idx)
             batch_info["info"] = given
             try:
-                self._measure(meters, self._run_batch(self.train_batch, batch, batch_info))
+                with self._collecting_logged() as logged:
+                    metrics = self.train_batch(batch, batch_info)
+                self._measure(meters, with_logged(logged, metrics))
             except BaseException as error:
                 if per_batch and train_state.step.is_updated:
                     self.step_schedulers()  # the step counts as done
@@ -187,8 +189,12 @@ class TrainingOperator(OperatorBase):
         with torch.no_grad():
             for batch_idx, batch in enumerate(val_iterator):
                 batch_info = self._batch_info(info, batch_idx, self._train_state.epoch)
-                with explaining(self, "validate_batch", batch):
-                    metrics = self._run_batch(self.validate_batch, batch, batch_info)
+                with (
+                    explaining(self, "validate_batch", batch),
+                    self._collecting_logged() as logged,
+                ):
+                    metrics = self.validate_batch(batch, batch_info)
+                metrics = with_logged(logged, metrics)
                 meters.update(*checked_metrics(self.validate_batch, metrics))
         return meters.summary()
 
