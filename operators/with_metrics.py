@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -58,7 +59,7 @@ class WithMetrics(TrainingOperator):
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
-        self._prepare_metrics()
+        _ = self.validation_metrics  # refuse wrong metrics early
 
     def build_metrics(self, config: dict[str, Any]) -> Any:
         """Return the metrics, in one of the forms of ``config["metrics"]``."""
@@ -68,10 +69,11 @@ class WithMetrics(TrainingOperator):
             return given(config)
         return given
 
-    @property
+    @functools.cached_property
     def validation_metrics(self) -> dict[str, Metric]:
         """The metrics by name. Each validation resets them."""
-        return self._prepare_metrics()
+        given = _by_name(type(self).__name__, self.build_metrics(self.config))
+        return {name: _alone(metric).to(self.device) for name, metric in given.items()}
 
     def update_metrics(self, output: Any, target: Any) -> None:
         """Update each metric with a validation batch: ``metric.update(output, target)``.
@@ -86,7 +88,7 @@ class WithMetrics(TrainingOperator):
     def validate(
         self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        metrics = self._prepare_metrics()
+        metrics = self.validation_metrics
         for metric in metrics.values():
             metric.reset()
         result = super().validate(val_iterator, info)
@@ -110,15 +112,6 @@ class WithMetrics(TrainingOperator):
         if getattr(method, "__func__", None) is TrainingOperator.validate_batch:
             self.update_metrics(batch_info["output"], self.to_device(batch[-1]))
         return found
-
-    _metrics: dict[str, Metric] | None = None
-
-    def _prepare_metrics(self) -> dict[str, Metric]:
-        # Do this not only in setup, because a user's setup may not call super().setup().
-        if self._metrics is None:
-            given = _by_name(type(self).__name__, self.build_metrics(self.config))
-            self._metrics = {name: _alone(metric).to(self.device) for name, metric in given.items()}
-        return self._metrics
 
 
 class MergedStates(MergeableMetric):
