@@ -154,15 +154,16 @@ def test_from_a_snapshot_the_epoch_goes_on_where_it_was_taken(every, stop):
     )
 
 
-def test_replayed_steps_of_earlier_calls_do_not_count():
+@pytest.mark.parametrize(("start_step", "num_batches"), [(5, 5), (4, 6)])
+def test_replayed_steps_of_earlier_calls_do_not_count(start_step, num_batches):
     """Nor does an epoch of this one end with it."""
     first = make_runner(3)
-    first.handle(TrainRequest(call=0, until_epoch=1))
+    first.handle(TrainRequest(call=0, until_step=start_step))
     second = make_runner(3)
     second.load_state_dict(first.snapshot())
-    metrics = second.handle(TrainRequest(call=1, until_epoch=2, start_step=5))
+    metrics = second.handle(TrainRequest(call=1, until_epoch=2, start_step=start_step))
     assert second.operator.trained == (EPOCH * 2)[24:]
-    assert (metrics["num_samples"], metrics["batch_count"]) == (40, 5)
+    assert (metrics["num_samples"], metrics["batch_count"]) == (8 * num_batches, num_batches)
 
 
 def test_from_a_snapshot_at_the_very_end_of_an_epoch_no_epoch_is_trained_twice():
