@@ -14,8 +14,6 @@ from raysgd._internal.config import BATCH_SIZE
 from raysgd.operators.options import Option, any_of, integer, number, read_options, shown
 from raysgd.torch import TrainingOperator
 
-__all__ = ["ConfiguredOperator"]
-
 _DATA = (
     "a torch Dataset, a tensor or a tuple of tensors of one length, an iterable of batches, a "
     "function of the config that returns one of them, or None"

@@ -15,8 +15,6 @@ from raysgd.operators.configured import ConfiguredOperator
 from raysgd.operators.options import Option, any_of, integer, number
 from raysgd.operators.supervised import evaluating, in_full_precision
 
-__all__ = ["GAN", "frechet_distance", "moments"]
-
 
 class GAN(ConfiguredOperator):
     """Trains a generator G, and a discriminator that separates its samples from real ones.

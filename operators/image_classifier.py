@@ -11,8 +11,6 @@ from torch.nn import functional
 from raysgd.operators.options import Option, integer, number
 from raysgd.operators.supervised import SupervisedOperator, in_full_precision
 
-__all__ = ["ImageClassifier"]
-
 
 class ImageClassifier(SupervisedOperator):
     """Classifies images, or other inputs of a model that returns scores (batch, classes).

@@ -15,8 +15,6 @@ from raysgd.metrics import Sums, ratio
 from raysgd.operators.options import Option, any_of, choice, integer, number
 from raysgd.operators.supervised import SupervisedOperator, evaluating, in_full_precision
 
-__all__ = ["CausalTransformer", "LanguageModel", "TokenWindows"]
-
 
 class LanguageModel(SupervisedOperator):
     """Predicts each token of a sequence from the tokens before it.

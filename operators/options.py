@@ -12,17 +12,6 @@ from typing import Any
 from raysgd._internal.arguments import closest
 from raysgd._internal.config import BATCH_SIZE
 
-__all__ = [
-    "REQUIRED",
-    "Option",
-    "any_of",
-    "choice",
-    "integer",
-    "number",
-    "read_options",
-    "shown",
-]
-
 logger = logging.getLogger(__name__)
 
 REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "required"})()

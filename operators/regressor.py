@@ -13,8 +13,6 @@ from raysgd.metrics import MergeableMetric, Sums, ratio
 from raysgd.operators.options import Option, choice, number
 from raysgd.operators.supervised import SupervisedOperator
 
-__all__ = ["R2", "Regressor"]
-
 
 class Regressor(SupervisedOperator):
     """Predicts one or more numbers for each sample.

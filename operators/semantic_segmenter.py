@@ -13,8 +13,6 @@ from raysgd.operators.confusion import accuracy, check_classes, confusion_matrix
 from raysgd.operators.options import REQUIRED, Option, integer
 from raysgd.operators.supervised import SupervisedOperator
 
-__all__ = ["SemanticSegmenter"]
-
 
 class SemanticSegmenter(SupervisedOperator):
     """Classifies each pixel of an image.

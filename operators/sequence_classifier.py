@@ -14,8 +14,6 @@ from raysgd.operators.confusion import check_classes, confusion_matrix, macro_f1
 from raysgd.operators.options import REQUIRED, Option, any_of, integer, number
 from raysgd.operators.supervised import SupervisedOperator
 
-__all__ = ["SequenceClassifier"]
-
 
 class SequenceClassifier(SupervisedOperator):
     """Trains a transformers model for sequence classification, built from a config.

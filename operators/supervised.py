@@ -12,8 +12,6 @@ from raysgd.metrics import NUM_SAMPLES, Sums, ratio
 from raysgd.operators.configured import ConfiguredOperator
 from raysgd.operators.options import Option, any_of, choice
 
-__all__ = ["SupervisedOperator", "evaluating", "in_full_precision"]
-
 
 def in_full_precision(tensor: torch.Tensor) -> torch.Tensor:
     """Convert 16-bit floats to float32. Return other tensors unchanged."""

@@ -19,8 +19,6 @@ from raysgd.torch import TrainingOperator
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-__all__ = ["MergedStates", "WithMetrics"]
-
 
 class WithMetrics(TrainingOperator):
     """Adds metrics of TorchMetrics to the validation of an operator.

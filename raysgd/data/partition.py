@@ -13,8 +13,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["EpochPartition", "MicroBatch", "micro_batches_of", "part_of"]
-
 
 @dataclass(frozen=True)
 class EpochPartition:

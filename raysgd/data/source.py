@@ -9,8 +9,6 @@ from typing import Any
 
 from raysgd.data.partition import EpochPartition, MicroBatch, micro_batches_of
 
-__all__ = ["BatchSource", "PartitionedSource", "own_split"]
-
 
 def own_split(loader: Any) -> tuple[Any, Any] | None:
     """Return the world size and rank by which a loader selects its part, or None."""

@@ -15,8 +15,6 @@ from raysgd.metrics import NUM_SAMPLES, Summary, rename_metrics
 if TYPE_CHECKING:
     from raysgd.loop.loop import Loop
 
-__all__ = ["Evaluation", "no_batch", "weighted"]
-
 
 class Evaluation:
     """Evaluates for a `Loop`, and adds to the results of that loop."""

@@ -8,8 +8,6 @@ from typing import Any
 
 from raysgd.data.partition import MicroBatch
 
-__all__ = ["ShardedFeature", "StepFeature"]
-
 
 class StepFeature:
     """A feature of training in one file. By default, each hook does nothing.

@@ -54,8 +54,6 @@ from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import TrainState
 from raysgd.metrics import NUM_SKIPPED_STEPS, merge_segments
 
-__all__ = ["Loop"]
-
 
 class Loop:
     """Runs an operator's ``train_epoch``, and merges the metrics of its segments.

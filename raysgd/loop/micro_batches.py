@@ -11,8 +11,6 @@ from raysgd.loop.feature import StepFeature
 if TYPE_CHECKING:
     from raysgd.loop.train_state import TrainState
 
-__all__ = ["IndivisibleError", "MicroBatches"]
-
 
 class IndivisibleError(BaseException):
     """Raised in a part of a batch that must not be split, to train the step again.

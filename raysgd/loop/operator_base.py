@@ -15,19 +15,6 @@ from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import TrainState
 from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, is_number
 
-__all__ = [
-    "OperatorBase",
-    "check_operator",
-    "check_registered",
-    "checked_metrics",
-    "checked_result",
-    "class_from_creators",
-    "create_operator",
-    "created_loaders",
-    "warn_of_misspelling",
-    "with_logged",
-]
-
 logger = logging.getLogger(__name__)
 
 

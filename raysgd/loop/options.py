@@ -27,8 +27,6 @@ from raysgd.cluster.serialization import Packed, pack
 from raysgd.comm.horovod import check_horovod
 from raysgd.elastic.config import checked_elastic
 
-__all__ = ["Options"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -11,20 +11,6 @@ from raysgd._internal.context import Request
 if TYPE_CHECKING:
     from raysgd.data import Dataset
 
-__all__ = [
-    "ApplyOperatorRequest",
-    "ApplyRequest",
-    "MeasuredRequest",
-    "ModelsRequest",
-    "PredictRequest",
-    "RehearseRequest",
-    "RngStateRequest",
-    "StateRequest",
-    "TrainRequest",
-    "UpdateSchedulersRequest",
-    "ValidateRequest",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _EpochRequest(Request):

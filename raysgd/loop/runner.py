@@ -41,8 +41,6 @@ from raysgd.loop.state import Generators, check_position, warn_of_other_steps
 from raysgd.loop.train_state import TrainState
 from raysgd.metrics import AverageMeterCollection
 
-__all__ = ["LossReader", "OperatorRunner"]
-
 logger = logging.getLogger(__name__)
 
 _LOSS_WAIT_S = 0.02

@@ -8,8 +8,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["Signal", "StepInterruptedError"]
-
 
 class StepInterruptedError(Exception):
     """Raised in a loop if the driver requested a stop."""

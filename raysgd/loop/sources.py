@@ -14,8 +14,6 @@ from raysgd.data.source import BatchSource, own_split
 if TYPE_CHECKING:
     from raysgd.loop.train_state import TrainState
 
-__all__ = ["DataSources"]
-
 logger = logging.getLogger(__name__)
 
 

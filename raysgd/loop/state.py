@@ -14,8 +14,6 @@ from raysgd._internal.nested import map_leaves
 from raysgd.errors import CheckpointError
 from raysgd.loop.train_state import TrainState
 
-__all__ = ["Generators", "Snapshots", "check_parts", "check_position", "warn_of_other_steps"]
-
 logger = logging.getLogger(__name__)
 
 

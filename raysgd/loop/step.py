@@ -8,8 +8,6 @@ from typing import Any
 
 from raysgd.data.partition import MicroBatch
 
-__all__ = ["Step", "WarmedUp"]
-
 
 class WarmedUp(BaseException):
     """Raised when a warm-up has computed its gradients. User code must not catch it."""

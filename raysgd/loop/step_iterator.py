@@ -12,8 +12,6 @@ from raysgd.data.source import BatchSource
 from raysgd.loop.signal import Signal
 from raysgd.loop.train_state import TrainState
 
-__all__ = ["StepIterator"]
-
 _NOTHING = object()
 
 

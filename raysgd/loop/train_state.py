@@ -22,8 +22,6 @@ from raysgd.metrics import AverageMeterCollection
 if TYPE_CHECKING:
     from raysgd.loop.step_iterator import StepIterator
 
-__all__ = ["Settings", "TrainState", "listed", "shaped_like"]
-
 logger = logging.getLogger(__name__)
 
 
