@@ -7,7 +7,6 @@ import pytest
 import scipy.linalg
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from raysgd import TorchTrainer
 from raysgd.operators import GAN
@@ -100,41 +99,6 @@ def test_both_steps_follow_the_gradients_of_the_losses_as_defined(smoothing):
     assert operator.discriminator.weight.item() == pytest.approx(new_d.item(), rel=1e-5)
     assert operator.generator.weight.item() == pytest.approx(new_g.item(), rel=1e-5)
     assert all(p.requires_grad for p in operator.discriminator.parameters())
-
-
-class Scripted(GAN):
-    """Takes its noise from the config, one part after the other."""
-
-    drawn = 0
-
-    def noise(self, num_samples, generator=None):
-        start, self.drawn = self.drawn, self.drawn + num_samples
-        return self.config["noise"][start : self.drawn]
-
-
-def test_accumulated_batches_make_the_discriminators_step_of_one_large_batch():
-    """The generator's is another: it was judged by the discriminator before its step."""
-    weights = []
-    for steps, batch_size in ((1, 8), (4, 2)):
-        samples = torch.arange(8.0).reshape(8, 1)
-        config = {
-            "generator": Plain(2),
-            "discriminator": Plain(1),
-            "optimizer": "sgd",
-            "momentum": 0.0,
-            "lr": 0.5,
-            "noise": torch.randn(8, 1, generator=torch.Generator().manual_seed(1)),
-            "train_data": DataLoader(samples, batch_size=batch_size),
-            "gradient_accumulation_steps": steps,
-        }
-        with TorchTrainer(
-            training_operator_cls=Scripted, config=config, use_local=True, use_gpu=False
-        ) as trainer:
-            trainer.train()
-            weights.append([model.weight.item() for model in trainer.get_model()])
-    assert weights[0][1] == pytest.approx(weights[1][1], rel=1e-5)
-    assert weights[0][1] != 1
-    assert 2 not in (weights[0][0], weights[1][0])
 
 
 def test_an_error_in_the_generators_step_leaves_a_discriminator_that_can_be_trained():

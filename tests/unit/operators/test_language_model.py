@@ -105,32 +105,6 @@ def test_generates_what_it_has_learned():
         assert trainer.apply_all_operators(lambda op: op.model.training) == [True]
 
 
-class Scarce(LanguageModel):
-    def train_batch(self, batch, batch_info):
-        if len(batch[0]) > self.config["room"]:
-            raise MemoryError
-        return super().train_batch(batch, batch_info)
-
-
-def test_batches_are_weighted_by_their_tokens_where_several_make_one_update():
-    """Of 32 and 3 tokens, they make the update of one of 35, accumulated or for want of memory."""
-    text = torch.arange(36) * 5 % 64
-    weights = []
-    for batch_size, steps, room in ((2, 1, 2), (1, 2, 1), (2, 1, 1)):
-        config = {**SMALL, "vocab_size": 64, "train_data": text, "optimizer": "sgd", "seed": 0}
-        config |= {"batch_size": batch_size, "gradient_accumulation_steps": steps, "lr": 1.0}
-        with TorchTrainer(
-            training_operator_cls=Scarce,
-            config={**config, "room": room},
-            use_local=True,
-            use_gpu=False,
-        ) as trainer:
-            trainer.train()
-            weights.append(trainer.get_model().tokens.weight)
-    assert torch.allclose(weights[1], weights[0], atol=1e-6)
-    assert torch.allclose(weights[2], weights[0], atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [

@@ -1,7 +1,5 @@
 """Classes of sequences by models of transformers."""
 
-import sys
-
 import pytest
 import torch
 from sklearn.metrics import f1_score
@@ -80,9 +78,3 @@ def test_metrics_are_as_defined():
 def test_wrong_configs_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
         run_operator(SequenceClassifier, {**TINY, **config})
-
-
-def test_a_missing_package_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r'needs transformers.*"raysgd\[operators\]"'):
-        run_operator(SequenceClassifier, TINY)
