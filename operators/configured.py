@@ -157,7 +157,8 @@ class ConfiguredOperator(TrainingOperator):
         if isinstance(data, tuple):
             if not data or not all(isinstance(column, torch.Tensor) for column in data):
                 raise ValueError(
-                    f"{type(self).__name__}: a tuple of data must have tensors, not {shown(data)}."
+                    f"{type(self).__name__}: a tuple of data must contain tensors, not "
+                    f"{shown(data)}."
                 )
             return TensorDataset(*data)
         return data
@@ -178,10 +179,10 @@ class ConfiguredOperator(TrainingOperator):
         module = given if given is None or isinstance(given, torch.nn.Module) else given(config)
         if not isinstance(module, torch.nn.Module):
             kind = type(self).__name__
-            source = f"config[{key!r}]" if given is None else f"the function config[{key!r}]"
+            found = "is" if given is None else "returned"
             raise ValueError(
-                f"{kind}: {source} gave {module!r}, not a torch.nn.Module. Give a module or a "
-                f"function of the config that returns one, or override build_{key} in {kind}."
+                f"{kind}: config[{key!r}] {found} {module!r}, not a torch.nn.Module. Pass a module "
+                f"or a function of the config that returns one, or override build_{key} in {kind}."
             )
         return module
 

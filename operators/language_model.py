@@ -67,8 +67,8 @@ class LanguageModel(SupervisedOperator):
             return super().build_model(config)
         if self.options["vocab_size"] is None:
             raise ValueError(
-                f"{type(self).__name__}: config['vocab_size'] is missing. Give the number of "
-                "tokens, or a config['model']."
+                f"{type(self).__name__}: config['vocab_size'] is missing. Pass the number of "
+                "tokens, or config['model']."
             )
         names = ("hidden_size", "num_layers", "num_heads", "dropout", "tie_weights")
         return CausalTransformer(

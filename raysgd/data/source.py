@@ -105,9 +105,9 @@ class BatchSource:
             steps = self.steps_left(0)
             if steps is None:
                 raise ValueError(
-                    f"A limit of {limit} is a share of the loader's batches, and a "
-                    f"{type(self.loader).__name__} does not say how many it has. Give a number of "
-                    "batches, an int."
+                    f"A limit of {limit} is a fraction of the loader's batches, but the loader, a "
+                    f"{type(self.loader).__name__}, has no length. Pass a number of batches, an "
+                    "int."
                 )
             limit = max(1, int(limit * steps))
         self.end_after(limit)

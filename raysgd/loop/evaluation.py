@@ -135,7 +135,7 @@ class Evaluation:
         if isinstance(source, PartitionedSource) and next(places, None) is not None:
             raise RuntimeError(
                 f"predict(): {type(source.loader).__name__} gave {len(found)} batches, fewer than "
-                "its sampler has, so results have no order. It must give one for each."
+                "its sampler has, so results have no order. It must give each batch of its sampler."
             )
         return found
 

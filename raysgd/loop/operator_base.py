@@ -116,7 +116,7 @@ class OperatorBase:
         if self._train_state.logged is None:
             raise RuntimeError(
                 f"self.log({name!r}, ...) works only in train_batch and validate_batch, with the "
-                "default train_epoch and validate. Return the metrics of your own loop."
+                "default train_epoch and validate. In a loop of your own, return the metrics."
             )
         self._train_state.logged[name] = value
 

@@ -172,8 +172,8 @@ class Options(ABC):
                     "use_gpu=False."
                 )
             logger.warning(
-                "Training on CPUs, although the cluster has GPUs: with use_local=True, the first "
-                "worker lives in this process, to which Ray cannot assign a GPU."
+                "Training on CPUs, although the cluster has GPUs. With use_local=True, the first "
+                "worker lives in this process, and Ray cannot assign a GPU to it."
             )
             use_gpu = False
         return dataclasses.replace(self, use_gpu=use_gpu)

@@ -222,8 +222,8 @@ class StepIterator:
         taken = self.num_batches + len(self._step.batches)
         raise RuntimeError(
             f"The train loader of worker {train_state.context.world_rank} ended after {taken} "
-            f"of {self._steps_left} batches, and the other workers would wait for it. Correct its "
-            "__len__, or remove that. If its data set raises StopIteration, raise another error."
+            f"of {self._steps_left} batches, and the other workers would wait for it. Correct or "
+            "remove its __len__. If its data set raises StopIteration, raise another error."
         )
 
     def _offset(self) -> int:

@@ -40,7 +40,7 @@ def test_a_limit_may_be_a_share(make_trainer):
     assert trainer.fit(1, limit_train_batches=0.5)[0]["num_samples"] == 16
     assert trainer.fit(2, limit_train_batches=1.0, limit_val_batches=0.01)[0]["num_samples"] == 40
     assert len(trainer.get_local_operator().validated) == 40 + 8
-    with pytest.raises(ValueError, match="a Unsized does not say how many it has"):
+    with pytest.raises(ValueError, match="a Unsized, has no length"):
         make_trainer(Streaming).fit(1, limit_train_batches=0.5)
 
 

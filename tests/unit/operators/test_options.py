@@ -103,14 +103,14 @@ def test_two_batch_sizes_are_an_error():
 def test_a_missing_model_is_asked_for():
     with pytest.raises(ValueError, match="override build_model in Regressor"):
         run_operator(Regressor, {})
-    with pytest.raises(ValueError, match="the function config\\['model'\\] gave 3"):
+    with pytest.raises(ValueError, match="config\\['model'\\] returned 3"):
         run_operator(Regressor, {"model": lambda config: 3})
 
 
 def test_unsuitable_data_is_named():
     with pytest.raises(ValueError, match=r"data must be a torch Dataset.*not 3"):
         run_operator(Regressor, {**CONFIG, "train_data": lambda config: 3})
-    with pytest.raises(ValueError, match="must have tensors, not"):
+    with pytest.raises(ValueError, match="must contain tensors, not"):
         run_operator(Regressor, {**CONFIG, "train_data": (np.zeros(3), np.zeros(3))})
 
 
