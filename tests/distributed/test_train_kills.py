@@ -1,6 +1,6 @@
-"""Workers killed at any moment: a run never resumes from an older checkpoint than it may.
+"""Workers are killed at random times. A run always resumes from its newest checkpoint.
 
-RAYSGD_SOAK=50 makes fifty runs of it, each with another seed.
+RAYSGD_SOAK=50 makes fifty runs, each with another seed.
 """
 
 import os
@@ -18,14 +18,13 @@ from raysgd.train.backend import BackendConfig
 from tests.conftest import IN_SOAK
 from tests.fire import Fire
 
-NUM_KILLS = 2
+NUM_KILLS = 2  # in a run
 NUM_SEEDS = int(os.environ.get("RAYSGD_SOAK", "1"))
 FIRST_SEED = int(os.environ.get("RAYSGD_SEED", "0"))
-"""In a run."""
 
 
 def put(path, number):
-    """Write a number in one go: whoever reads gets this one or the one before."""
+    """Write a number. A reader gets this number or the previous one."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
     os.pwrite(descriptor, struct.pack("q", number), 0)
     os.close(descriptor)
@@ -40,12 +39,12 @@ def get(path):
 
 
 def saves_on_and_on(folder):
-    """Save until the mark ``enough`` is there; return each step that a life began from."""
+    """Save until the file ``enough`` exists. Return the first step of each start."""
     rank = train.world_rank()
     state = train.load_checkpoint() or {"step": 0, "starts": []}
-    # a save that has returned here has returned on all ranks up to the lowest of these
+    # All saves up to the lowest of these steps have returned on all ranks.
     returned = min(get(f"{folder}/returned-{r}") for r in range(train.world_size()))
-    assert state["step"] >= returned, f"from {state['step']}, and {returned} was safe"
+    assert state["step"] >= returned, f"resumed from {state['step']}, but saved {returned}"
     starts, step, enough = [*state["starts"], state["step"]], state["step"], False
     put(f"{folder}/pid-{rank}", os.getpid())
     while not enough:
@@ -59,7 +58,7 @@ def saves_on_and_on(folder):
 
 
 class Killer(threading.Thread):
-    """Kills a worker now and then, at random times after it has begun a life."""
+    """Kills workers at random times after they have started the function."""
 
     def __init__(self, folder, num_kills, draw):
         super().__init__(daemon=True)
@@ -74,25 +73,25 @@ class Killer(threading.Thread):
             pid = get(f"{self.folder}/pid-{rank}")
             if pid == 0 or pid in self.killed:
                 continue
-            # sometimes as the function begins, sometimes after a hundred checkpoints
+            # Sometimes the function has just begun, and sometimes it has saved a hundred times.
             self.over.wait(self.draw.choice((0.0, 0.02, 0.1, 0.4)) * self.draw.random())
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
-                self.killed.add(pid)  # it died with the one before
+                self.killed.add(pid)  # it ended when the previous one was killed
                 continue
             self.killed.add(pid)
             self.left -= 1
             self.num_kills += 1
-        # a multiple of fifty that both come to later, so that both stop at the same step
+        # Both workers reach this multiple of fifty later, so both stop at the same step.
         ahead = max(get(f"{self.folder}/returned-{r}") for r in range(2)) // 50 + 2
         for number in range(ahead, ahead + 3000):
             open(f"{self.folder}/enough-{number}", "w").close()
 
 
-@pytest.mark.slow("workers start anew after each kill")
+@pytest.mark.slow("workers restart after each kill")
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_SEEDS))
-def test_a_run_never_resumes_from_an_older_checkpoint_than_it_may(ray_cluster, tmp_path, seed):
+def test_a_run_always_resumes_from_its_newest_checkpoint(ray_cluster, tmp_path, seed):
     elastic = ElasticConfig(initial_s=0.1, max_s=1.0)
     trainer = Trainer(BackendConfig(), 2, logdir=tmp_path / "runs", max_retries=-1, elastic=elastic)
     trainer.start()
@@ -128,7 +127,7 @@ def steps_one_by_one():
 
 @pytest.mark.skipif(not IN_SOAK, reason="workers restart again and again")
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_SEEDS))
-def test_a_run_goes_on_whatever_is_killed_starting_or_running(ray_cluster, tmp_path, seed):
+def test_a_run_ends_although_workers_are_killed_at_random(ray_cluster, tmp_path, seed):
     with Fire(seed) as fire:
         trainer = Trainer(BackendConfig(), (1, NUM_WORKERS), logdir=tmp_path, max_retries=-1)
         trainer.start()
@@ -140,6 +139,6 @@ def test_a_run_goes_on_whatever_is_killed_starting_or_running(ray_cluster, tmp_p
                 assert trainer.latest_checkpoint["step"] == NUM_STEPS
                 kinds = [event.kind for event in trainer.events]
             fire.end()
-            assert "waiting" not in kinds  # there is room all the time
+            assert "waiting" not in kinds  # there is always room
         finally:
             trainer.shutdown()

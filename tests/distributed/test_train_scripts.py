@@ -1,4 +1,4 @@
-"""Scripts for other libraries end with the same weights after a fault, and under torchrun."""
+"""Scripts for other libraries give the same weights after a failure, and under torchrun."""
 
 import functools
 import importlib.util
@@ -23,12 +23,10 @@ MISSING = {
     if not importlib.util.find_spec(name)
 }
 if "accelerate" in MISSING:
-    MISSING.add("transformers")  # whose Trainer needs it
+    MISSING.add("transformers")  # its Trainer needs Accelerate
 
 
 class Reports(TrainingCallback):
-    """Keeps what the workers reported."""
-
     def __init__(self):
         self.results = []
 
@@ -38,7 +36,7 @@ class Reports(TrainingCallback):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """What each script returns on two processes that torchrun started."""
+    """The result of each script on two processes of torchrun."""
     folder = tmp_path_factory.mktemp("torchrun")
     names = sorted(SCRIPTS.keys() - MISSING)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -116,14 +116,6 @@ def test_labels_of_nodes_are_one_dict_or_one_for_each_worker():
 # ---- functions
 
 
-def test_a_function_runs_on_all_or_on_one(workers):
-    assert len(workers) == 3
-    assert workers.execute(lambda a, b: a + b, 1, b=2) == [3, 3, 3]
-    assert [done.value for done in workers.execute_async(lambda: "x")] == ["x"] * 3
-    assert workers.execute_single(2, lambda a: a, "b") == "b"
-    assert workers.execute_single_async(0, lambda: 5).value == 5
-
-
 @pytest.mark.parametrize("index", [-1, 3])
 def test_a_wrong_index_of_a_worker_is_refused(workers, index):
     for call in (
@@ -134,13 +126,6 @@ def test_a_wrong_index_of_a_worker_is_refused(workers, index):
         with pytest.raises(ValueError, match=rf"worker_index={index}: .*0 and 2"):
             call()
     assert len(workers) == 3
-
-
-def test_ranks_close_the_gaps_of_removed_workers(workers):
-    assert workers.num_workers == 3
-    workers.remove_workers([0, 2, 0])
-    (worker,) = workers.workers
-    assert (worker.metadata.pid, worker.metadata.gpu_ids) == (11, ("0",))
 
 
 def test_a_group_is_started_once_and_before_it_runs_functions(workers):
