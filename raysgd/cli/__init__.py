@@ -1,5 +1,4 @@
 """The command ``raysgd``."""
 
-from raysgd.cli.commands import app, main
-
-__all__ = ["app", "main"]
+from raysgd.cli.commands import app as app
+from raysgd.cli.commands import main as main

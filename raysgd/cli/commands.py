@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import platform
@@ -39,10 +40,6 @@ _PACKAGES = {
     "mlflow": "MLflow logs",
     "wandb": "Weights & Biases logs",
     "plotly": 'report.html: pip install "raysgd[callbacks]"',
-}
-_DISTRIBUTIONS = {
-    "mlflow": ("mlflow", "mlflow-skinny"),
-    "tensorflow": ("tensorflow", "tensorflow-cpu"),
 }
 
 
@@ -103,7 +100,7 @@ def fit(
         operator_cls = fit_command.load_operator(operator)
         trainer_cls = fit_command.trainer_of(operator_cls, settings)
         if not settings["fit"]:
-            raise ValueError("raysgd fit needs --num-epochs or fit.max_steps=….")
+            raise ValueError("raysgd fit needs --num-epochs, or fit.max_steps=...")
         fit_command.fit(trainer_cls, operator_cls, settings)
     except Exception as error:
         text, code = fit_command.message_of(error)
@@ -130,31 +127,25 @@ def doctor(
     memory = psutil.virtual_memory()
     rows += [("CPUs here", str(psutil.cpu_count()), "")]
     rows += [("memory here", _gib(memory.total), f"{_gib(memory.available)} free")]
-    rows += _torch_rows()
-    _show(rows)
-    if address == "local":  # Ray would start a cluster
-        typer.echo("\nThere is no cluster at the address 'local': each script starts its own Ray.")
-        return
+    _show([*rows, *_torch_rows()])
     if shares and not address:
         typer.echo("\nraysgd doctor --shares needs --address, for example auto.", err=True)
         raise typer.Exit(2)
-    try:
-        of_cluster = list(_cluster_rows(address))
-    except Exception as error:  # Ray raises errors of many types
-        typer.echo(f"No Ray cluster at {address!r}: {error}", err=True)
-        raise typer.Exit(1) from error
-    if of_cluster:
-        typer.echo(f"\nRay cluster at {address}:")
-        _show(of_cluster)
-    if shares and address:
+    if address == "local":  # Ray would start a cluster
+        typer.echo("\nThere is no cluster at the address 'local': each script starts its own Ray.")
+    elif address and importlib.util.find_spec("ray") is not None:
         try:
-            of_nodes = list(_node_rows(address))
-        except Exception as error:
-            why = f"The nodes could not be timed. Is one CPU or GPU of each free? {error}"
-            typer.echo(why, err=True)
+            typer.echo(f"\nRay cluster at {address}:")
+            _show(list(_cluster_rows(address)))
+            if shares:
+                typer.echo(
+                    "\nShares of the nodes by speed, and names for ElasticConfig(shares=...):"
+                )
+                _show(list(_node_rows(address)))
+        except Exception as error:  # Ray raises errors of many types
+            advice = " Timing needs one free CPU or GPU on each node." * shares
+            typer.echo(f"No answer of a Ray cluster at {address!r}: {error}{advice}", err=True)
             raise typer.Exit(1) from error
-        typer.echo("\nShare of each node by speed, and names for ElasticConfig(shares={...}):")
-        _show(of_nodes)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -168,9 +159,7 @@ def bench(
     folder = Path(raysgd.__file__).resolve().parent.parent / "examples" / "benchmarks"
     known = sorted(path.stem for path in folder.glob("[!_]*.py"))
     if not known:
-        typer.echo(
-            f"There is no {folder}. Run this command in a clone of the repository.", err=True
-        )
+        typer.echo(f"There is no {folder}. Use a clone of the repository.", err=True)
         raise typer.Exit(1)
     if name not in known:
         typer.echo(f"raysgd bench {name}: must be one of {', '.join(known)}.", err=True)
@@ -190,11 +179,9 @@ def _installed_version(name: str) -> str | None:
     """Return the version of a package without importing it, or None if it is missing."""
     if importlib.util.find_spec(name) is None:
         return None
-    for distribution in _DISTRIBUTIONS.get(name, (name,)):
-        try:
+    for distribution in (name, f"{name}-cpu", f"{name}-skinny"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return "unknown version"
 
 
@@ -225,9 +212,7 @@ def _node_rows(address: str) -> Iterator[tuple[str, str, str]]:
         yield ip, f"{speed / mean:.2f}", ", ".join(sorted(traits))
 
 
-def _cluster_rows(address: str | None) -> Iterator[tuple[str, str, str]]:
-    if not address or importlib.util.find_spec("ray") is None:
-        return
+def _cluster_rows(address: str) -> Iterator[tuple[str, str, str]]:
     from raysgd.cluster import ray_session
 
     for name, (total, free) in ray_session.overview(address).items():

@@ -30,14 +30,10 @@ _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 def load_operator(place: str) -> type[Any]:
-    """Import a class from ``package.module:Class`` or ``path/to/file.py:Class``.
-
-    Raises:
-        ValueError: If the class does not exist.
-    """
+    """Import a class from ``package.module:Class`` or ``path/to/file.py:Class``."""
     module, _, name = place.rpartition(":")
     if not module or not name.isidentifier():
-        raise ValueError(f"{place!r}: must be package.module:Operator, or file.py:Operator.")
+        raise ValueError(f"{place!r}: must be package.module:Operator or file.py:Operator.")
     folder = Path.cwd()
     if module.endswith(".py"):
         file = Path(module).absolute()
@@ -75,12 +71,7 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict
     >>> found["config"], found["fit"]
     ({'lr': 0.001, 'net': {'depth': 2}}, {'max_steps': 5})
 
-    Args:
-        path: YAML or JSON file with the keys ``config``, ``trainer``, ``fit``, and ``checkpoint``.
-        overrides: For example ``config.lr=0.1``. Values that are not valid YAML are strings.
-
-    Raises:
-        ValueError: If the file or an override is invalid.
+    The YAML or JSON file has the same keys. Values that are not valid YAML are strings.
     """
     import yaml
 
@@ -96,7 +87,8 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict
     for name, below in sections.items():
         if name not in _SECTIONS or not isinstance(below, dict | None):
             raise ValueError(
-                f"{path} has {name!r}: only {', '.join(_SECTIONS)} are allowed, with keys below."
+                f"{path} has the key {name!r}. It must have only {', '.join(_SECTIONS)}, each with "
+                "keys of its own."
             )
     settings: dict[str, dict[str, Any]] = {name: given.get(name) or {} for name in _SECTIONS}
     for override in overrides:
@@ -104,14 +96,15 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict
         section, *keys = place.split(".")
         if not is_set or section not in _SECTIONS or not all(keys) or not keys:
             raise ValueError(
-                f"{override!r}: must be config.NAME=VALUE, trainer.NAME=VALUE, fit.NAME=VALUE or "
-                "checkpoint.NAME=VALUE."
+                f"{override!r}: must be SECTION.NAME=VALUE. The sections are: "
+                f"{', '.join(_SECTIONS)}."
             )
         held: Any = settings[section]
         for key in keys[:-1]:
             held = held.setdefault(key, {}) if isinstance(held, dict) else None
         if not isinstance(held, dict):
-            raise ValueError(f"{override!r}: {place.rpartition('.')[0]} has a value, not keys.")
+            above = place.rpartition(".")[0]
+            raise ValueError(f"{override!r}: {above} is already a value, so it has no keys.")
         try:
             held[keys[-1]] = map_leaves(yaml.safe_load(value), _number)
         except yaml.YAMLError:
@@ -127,11 +120,7 @@ def _number(leaf: Any) -> Any:
 
 
 def trainer_of(operator_cls: type[Any], settings: dict[str, dict[str, Any]]) -> type[Any]:
-    """Return the trainer class of an operator.
-
-    Raises:
-        ValueError: If a section has an argument that the trainer, ``fit``, or checkpoints lack.
-    """
+    """Return the trainer class of an operator, after checking the names in each section."""
     from raysgd.tf.operator import TrainingOperator as KerasOperator
 
     name = "raysgd.tf" if issubclass(operator_cls, KerasOperator) else "raysgd.torch"
@@ -143,7 +132,7 @@ def trainer_of(operator_cls: type[Any], settings: dict[str, dict[str, Any]]) -> 
         known = [each.name for each in all_of_them if each.kind is not each.VAR_KEYWORD]
         for given in settings[section]:
             if section == "trainer" and given in _SET_HERE:
-                raise ValueError(f"trainer.{given}: raysgd fit sets this argument.")
+                raise ValueError(f"trainer.{given}: raysgd fit sets this argument. Leave it out.")
             if given not in known:
                 raise ValueError(
                     f"{section}.{given}: there is no such argument."
@@ -171,10 +160,7 @@ def fit(
 
 
 def message_of(error: Exception) -> tuple[str, int]:
-    """Return the message and the exit status for an error.
-
-    For a wrong argument, the message is one sentence. Otherwise, it has a traceback of user code.
-    """
+    """Return the message and the exit status. Only wrong arguments have no traceback."""
     if not is_wanted():
         return "".join(traceback.format_exception(error)), 1
     if isinstance(error, CallbackError) and isinstance(error.__cause__, CheckpointError):

@@ -42,7 +42,7 @@ def test_the_doctor_names_a_cluster_that_is_not_there(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     result = invoke("doctor")
     assert result.exit_code == 1
-    assert "No Ray cluster at '127.0.0.1:1'" in result.stderr
+    assert "No answer of a Ray cluster at '127.0.0.1:1'" in result.stderr
     assert "gloo" in result.stdout
 
 
@@ -70,12 +70,12 @@ def test_doctor_reports_any_error_of_ray_in_a_sentence(monkeypatch):
     monkeypatch.setattr("raysgd.cluster.ray_session.overview", overview)
     result = invoke("doctor", "--address", "auto")
     assert result.exit_code == 1
-    assert "No Ray cluster at 'auto': Version mismatch" in result.stderr
+    assert "No answer of a Ray cluster at 'auto': Version mismatch" in result.stderr
 
 
 def test_doctor_shows_the_share_of_each_node(monkeypatch):
     speeds = [("10.0.0.1", 300.0, {"A6000", "GPU"}), ("10.0.0.2", 100.0, {"CPU"})]
-    monkeypatch.setattr("raysgd.cluster.ray_session.overview", lambda address: {})
+    monkeypatch.setattr("raysgd.cluster.ray_session.overview", lambda address: {"CPU": (4, 2)})
     monkeypatch.setattr("raysgd.cluster.ray_session.node_speeds", lambda address: speeds)
     first, second = invoke("doctor", "--address", "auto", "--shares").output.splitlines()[-2:]
     assert re.fullmatch("10.0.0.1 +1.50 +A6000, GPU", first)
@@ -86,7 +86,7 @@ def test_doctor_reports_nodes_that_cannot_be_timed(monkeypatch):
     def node_speeds(address):
         raise TimeoutError("no answer within 60 s")
 
-    monkeypatch.setattr("raysgd.cluster.ray_session.overview", lambda address: {})
+    monkeypatch.setattr("raysgd.cluster.ray_session.overview", lambda address: {"CPU": (4, 2)})
     monkeypatch.setattr("raysgd.cluster.ray_session.node_speeds", node_speeds)
     result = invoke("doctor", "--address", "auto", "--shares")
     assert result.exit_code == 1

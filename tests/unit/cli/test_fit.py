@@ -105,13 +105,16 @@ def test_settings_are_those_of_the_file_but_for_what_is_overridden(tmp_path):
         (["script_of_a_test:Recorder", "trainer.num_workers=two", "fit.max_steps=1"], "be an int"),
         ([*TRAINS, "fit.num_epochs=ten"], "fit(num_epochs='ten'): must be an int."),
         ([*TRAINS, "fit.max_steps=1", "checkpoint.every=0"], 'must be "epoch" or a number'),
-        (["script_of_a_test:Recorder", "lr=3"], "'lr=3': must be config.NAME=VALUE"),
-        (["script_of_a_test:Recorder", "config=3"], "'config=3': must be config.NAME=VALUE"),
+        (["script_of_a_test:Recorder", "lr=3"], "'lr=3': must be SECTION.NAME=VALUE"),
+        (["script_of_a_test:Recorder", "config=3"], "'config=3': must be SECTION.NAME=VALUE"),
         (
             ["script_of_a_test:Recorder", "--config", "no.yaml"],
             "Cannot read --config no.yaml: No such file or directory.",
         ),
-        (["script_of_a_test:Recorder", "--config", "flat.yaml"], "'lr': only config, trainer"),
+        (
+            ["script_of_a_test:Recorder", "--config", "flat.yaml"],
+            "the key 'lr'. It must have",
+        ),
         (
             ["script_of_a_test:Recorder", "trainer.num_worker=2"],
             "Did you mean trainer.num_workers?",
@@ -119,7 +122,10 @@ def test_settings_are_those_of_the_file_but_for_what_is_overridden(tmp_path):
         (["script_of_a_test:Recorder", "trainer.callbacks=a"], "sets this argument"),
         (["script_of_a_test:Recorder", "fit.max_epochs=2"], "Did you mean fit.num_epochs?"),
         (["script_of_a_test:Recorder", "--config", "odd.yaml"], "odd.yaml is not valid YAML"),
-        (["script_of_a_test:Recorder", "config.a=1", "config.a.b=2"], "config.a has a value"),
+        (
+            ["script_of_a_test:Recorder", "config.a=1", "config.a.b=2"],
+            "config.a is already",
+        ),
         (["script_of_a_test:Recorder"], "needs --num-epochs"),
     ],
 )
