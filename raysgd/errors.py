@@ -51,8 +51,8 @@ def _restored(kind: type[RaySGDError], args: tuple[Any, ...], fields: dict[str, 
 class WorkerLostError(RaySGDError, RuntimeError):
     """A worker process or its node died, and the work cannot continue without it.
 
-    There were more losses in one call than ``max_retries``, or fewer survivors than
-    ``min_workers``, or the call must not be repeated (``apply_all_workers``).
+    Workers were lost in one call more often than ``max_retries``, or fewer than ``min_workers`` are
+    left, or the call must not be repeated (``apply_all_workers``).
 
     Attributes:
         rank: World rank of the worker.

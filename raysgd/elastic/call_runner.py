@@ -182,7 +182,6 @@ class CallRunner:
                 "stacks."
             )
         if why is not None:
-            self._interrupt(monitor.attempt)
             raise CollectiveError(why)
 
     def _pause(self, attempt: Attempt, progress: Mapping[WorkerHandle, Progress]) -> None:
@@ -194,11 +193,9 @@ class CallRunner:
         step = self._context.pause_step = pause_step(list(progress.values()))
         answers = self._commands.pause_at(step)
         if not all(f.done() and f.exception() is None and f.result() < step for f in answers):
-            self._interrupt(attempt)  # some workers have passed the step: discard it
-
-    def _interrupt(self, attempt: Attempt) -> None:
-        attempt.interrupted_by_us = True
-        self._commands.stop(attempt)
+            # Some workers have passed the step: discard it.
+            attempt.interrupted_by_us = True
+            self._commands.stop(attempt)
 
     def abandon(self) -> None:
         """Stop the work after Ctrl-C, and request the progress of the workers."""

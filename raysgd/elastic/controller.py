@@ -183,8 +183,8 @@ class Controller:
         """Check that this process is not a fork."""
         if os.getpid() != self._pid:
             raise RuntimeError(
-                "This process was forked from the process of the trainer, and cannot reach its "
-                "workers. Create the trainer in this process, and start the process by spawn."
+                "This process was forked from the process of the trainer, so it cannot reach the "
+                "workers. Start it with the spawn method, and create a trainer in it."
             )
 
     # ---- event loop
@@ -227,7 +227,7 @@ class Controller:
         """
         self._check_open()
         if isinstance(self.state, machine.Running | machine.Starting):
-            raise RuntimeError("Another thread is calling these workers. Wait until it has ended.")
+            raise RuntimeError("Another thread is calling these workers. Wait until its call ends.")
         min_workers = 1 if call.any_size else self.min_workers
         budget = machine.Budget(
             in_call=True,

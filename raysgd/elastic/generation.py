@@ -56,15 +56,17 @@ class GroupForming:
     def ask_progress(self) -> Event:
         """Wait for busy workers, and request the progress of each worker."""
         self._began = self._clock.monotonic()
-        if lost := self.await_stragglers():
-            return self.note_lost(lost)
+        patience_s = _STRAGGLER_S if self._context.recovery.can_join else _RESTART_STRAGGLER_S
+        ranks, busy = self._journal.ranks, self._commands.busy
+        if lost := await_stragglers(busy, ranks, self._clock, patience_s):
+            return self._note_lost(lost)
         ready, leaving = self._context.who_moves()
         joining = {r.member: r for r in ready if r.member is not None}
         self._answers, lost = self._commands.reach([*self._group.members, *joining])
         for member in [member for member in joining if member in lost]:
             self._scale_up.fail(joining.pop(member), lost.pop(member))
         if lost:
-            return self.note_lost(lost)
+            return self._note_lost(lost)
         self._context.shares.note_speeds(self._answers)
         self._joining = joining
         members = self._group.members
@@ -74,12 +76,7 @@ class GroupForming:
             has_snapshot=self._context.snapshots.state() is not None,
         )
 
-    def await_stragglers(self) -> dict[WorkerHandle, BaseException]:
-        """Wait for workers that did not return in time. Return the lost ones."""
-        patience_s = _STRAGGLER_S if self._context.recovery.can_join else _RESTART_STRAGGLER_S
-        return await_stragglers(self._commands.busy, self._journal.ranks, self._clock, patience_s)
-
-    def note_lost(self, lost: Mapping[WorkerHandle, BaseException]) -> Event:
+    def _note_lost(self, lost: Mapping[WorkerHandle, BaseException]) -> Event:
         for member in lost:
             self._commands.busy.pop(member, None)
         self._journal.lost = {
@@ -91,7 +88,7 @@ class GroupForming:
         before, journal = list(self._group.members), self._journal
         staying = [before[rank] for rank in action.staying]
         leader = before[action.leader]
-        joining = self._joining = self._joining if action.admits else {}
+        joining = self._joining if action.admits else {}
         journal.progress = self._answers[leader]
         if journal.progress.divided:
             leaving = [member for member in before if member not in staying]
@@ -100,8 +97,7 @@ class GroupForming:
         entering = self._group.in_order([*staying, *joining])
         attempt = self.enter(entering, self.next_contexts(entering), leader)
         if any(outcome.progress.lacks_shards for outcome in attempt.outcomes.values()):
-            why = "shares of the optimizers' state are lost with all the workers that held them"
-            return StateLost(why=why)
+            return StateLost("all copies of some shards of the state are lost")
         if attempt.failed:
             return self._forming_failed(attempt, joining)
         self._group.members[:] = entering
@@ -125,9 +121,9 @@ class GroupForming:
         self._journal.record(kind, concerned, cause=left, seconds=seconds)
         if joining:
             who = f"Worker{'s' * (len(joining) > 1)} {self._journal.listed(joining)}"
-            logger.info("%s joined: continuing with %d of %d.", who, size, full_size)
+            logger.info("%s joined. Continuing with %d of %d.", who, size, full_size)
         elif left:
-            logger.warning("Continuing with %d of %d.", size, full_size)
+            logger.warning("Continuing with %d of %d workers.", size, full_size)
 
     def _forming_failed(
         self, attempt: Attempt, joining: Mapping[WorkerHandle, Replacement]
@@ -140,7 +136,7 @@ class GroupForming:
                 self._commands.busy.pop(member, None)
                 self._scale_up.fail(replacement, error)
         if attempt.lost:
-            return self.note_lost(attempt.lost)
+            return self._note_lost(attempt.lost)
         self._journal.error = reason
         is_communication = isinstance(reason, CollectiveError)
         if not joining and is_communication:

@@ -167,11 +167,11 @@ def await_stragglers(
     finally:
         for member in busy.keys() - stragglers.pending.keys():
             del busy[member]
-    why = f"still busy {patience_s:g} s after it was stopped"
+    why = f"it was still busy {patience_s:g} s after it was stopped"
     for member in stragglers.pending:
         if not member.remote:  # the driver cannot kill its own process
             raise WorkerTimeoutError(
-                f"The worker in the driver's process is {why}.",
+                f"The worker in the driver's process did not stop within {patience_s:g} s.",
                 ranks=[ranks[member]],
                 waited_s=patience_s,
             )

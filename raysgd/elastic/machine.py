@@ -250,6 +250,10 @@ Action = Do | FormGroup | RunCall | GiveUpState | Fail
 Next = tuple[State, tuple[Action, ...]]
 
 
+def too_few(num_workers: int, min_workers: int) -> str:
+    return f"{num_workers} worker{'s' * (num_workers != 1)} left, but min_workers={min_workers}"
+
+
 def transition(state: State, event: Event, policy: Policy) -> Next:
     """Return the next state and the actions that follow from an event.
 
@@ -330,8 +334,8 @@ def _after_survey(state: State, event: Surveyed, policy: Policy) -> Next:
     if event.num_workers + event.num_joining < budget.min_workers:
         if policy.may_grow:
             return state, (Do.AWAIT_WORKERS,)
-        why = f"{event.num_workers} left, min_workers={budget.min_workers}, and grow=False"
-        return state, (Fail(why),)
+        number = too_few(event.num_workers, budget.min_workers)
+        return state, (Fail(f"{number}, and grow=False starts no replacements"),)
     if isinstance(state, Broken) or event.num_joining or event.num_leaving:
         if recovery.rejoins and event.num_leaving < event.num_workers:
             return _broken(state), (Do.ASK_PROGRESS,)
@@ -381,11 +385,10 @@ def _after_loss(state: Broken, policy: Policy) -> Next:
         budget = replace(budget, num_losses=budget.num_losses + 1)
         if budget.num_losses > budget.max_losses:
             last = Fail(
-                f"{budget.num_losses} loss{'es' * (budget.num_losses > 1)} in one call, which "
-                f"allows {budget.max_losses} (max_retries)"
+                f"workers were lost in one call more often than max_retries={budget.max_losses}"
             )
     else:
         budget = replace(budget, num_early_losses=budget.num_early_losses + 1)
         if budget.num_early_losses > policy.max_attempts:
-            last = Fail(f"{budget.num_early_losses} losses before the call began")
+            last = Fail(f"workers were lost {budget.num_early_losses} times before the call began")
     return replace(state, budget=budget), (*actions, last)

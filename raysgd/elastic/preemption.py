@@ -46,12 +46,12 @@ class PreemptionWatch(Feature):
             self._group.drains.drain_node(node_id, deadline_s)
             return
         if rank is None or not 0 <= rank < len(members):
-            allowed = f"the ranks are 0 to {len(members) - 1}" if members else "no worker is left"
+            allowed = f"must be from 0 to {len(members) - 1}" if members else "no worker is left"
             raise ValueError(f"drain(rank={rank!r}): {allowed}.")
         if not members[rank].remote:
             raise ValueError(
-                f"drain(rank={rank}): this worker is in the driver's process (use_local), and "
-                "cannot be replaced."
+                f"drain(rank={rank}): this worker is in the driver's process (use_local). Only "
+                "workers in other processes can be replaced."
             )
         self._group.drains.drain_member(members[rank], deadline_s)
 

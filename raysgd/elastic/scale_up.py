@@ -173,7 +173,8 @@ class ScaleUp(Feature):
         The next start is delayed after an exception, and after several losses of a slot in the same
         step.
         """
-        error = error or replacement.error or RuntimeError("it did not join")
+        error = error or replacement.error
+        assert error is not None
         self.drop(replacement)
         member, slot, step = replacement.member, replacement.slot, replacement.step
         said = cause_of(member, error)

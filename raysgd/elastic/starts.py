@@ -13,7 +13,7 @@ from raysgd.elastic.call import LoadRequest
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.generation import GroupForming
-from raysgd.elastic.machine import Event, FormingFailed, GroupFormed, WorkersReady
+from raysgd.elastic.machine import Event, FormingFailed, GroupFormed, WorkersReady, too_few
 from raysgd.elastic.policies import backoff_s
 from raysgd.elastic.replacement import Replacement
 from raysgd.errors import WorkerLostError
@@ -49,7 +49,7 @@ class Starts:
         """Wait until there are enough workers. Each wait for resources is longer than the last."""
         config, causes = self._context.elastic, self._context.call.causes
         num_members, starting = len(self._group.members), not self._group.members
-        missing = f"{num_members} left, min_workers={min_workers}"
+        missing = too_few(num_members, min_workers)
         deadline, number = 0.0, 0
         while True:
             self._context.check_open()
@@ -68,17 +68,17 @@ class Starts:
             if is_short and now >= deadline and not self._group.drains.is_ray_silent:
                 room = self._group.room()
                 if number == config.max_attempts:
-                    why = f"{missing}, and no room for more: {room}"
+                    why = f"{missing}, and the resources for more are not free: {room}"
                     raise self._journal.failure(why, causes)
                 wait_s = backoff_s(number, config, random.random())
                 self._journal.record("waiting", [], cause=missing, seconds=wait_s)
                 deadline, number = now + wait_s, number + 1
                 logger.warning(
-                    "Too few workers (%s). Try %d of %d, for %.1f s: %s",
+                    "%s. Waiting %.1f s for resources (%d of %d): %s",
                     missing,
+                    wait_s,
                     number,
                     config.max_attempts,
-                    wait_s,
                     room,
                 )
             self._group.clock.sleep(_START_TICK_S if starting else _BUSY_TICK_S)

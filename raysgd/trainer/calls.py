@@ -191,7 +191,7 @@ class Calls:
         if event.kind in ("restarted", "grown", "moved") and event.step < self._changed_at:
             logger.warning(
                 "Steps %d to %d were lost with all workers. They run again with the `info` and "
-                "`dataset` of the newest call of train(), and some of them had others.",
+                "`dataset` of the newest call of train(), although an earlier call had others.",
                 event.step + 1,
                 self._changed_at,
             )

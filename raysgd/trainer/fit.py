@@ -110,11 +110,12 @@ class FitLoop:
             self._validate(trainer, options)
         if (done := self._num_completed) >= num_epochs:
             logger.warning(
-                "fit(%d): nothing to do, the run is complete after %d epochs. num_epochs counts "
-                "from the very first epoch: num_epochs=%d trains as many more.",
+                "fit(%d) trains nothing, because the run has %d epochs. num_epochs counts from the "
+                "first epoch of the run, so fit(%d) trains %d more.",
                 num_epochs,
                 done,
                 done + num_epochs,
+                num_epochs,
             )
         while end() is None and self._num_completed < num_epochs:
             epoch = self._num_completed
@@ -195,8 +196,8 @@ def _check_monitored(monitored: Mapping[str, str], metrics: Sequence[str]) -> No
         if not name.startswith(_OF_VALIDATION):
             if f"val_{name}" in metrics:
                 logger.warning(
-                    "%s: a validation has no such metric, but 'val_%s'. Unless training has it, "
-                    "fit() fails after the first epoch.",
+                    "%s: a validation has 'val_%s', but no such metric. If training has none "
+                    "either, fit() fails after the first epoch.",
                     given,
                     name,
                 )

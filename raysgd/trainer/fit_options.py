@@ -55,8 +55,8 @@ class FitOptions:
         limits = (self.limit_train_batches, self.limit_val_batches)
         if self.overfit_batches is not None and limits != (None, None):
             raise ValueError(
-                "fit() takes overfit_batches, which limits training and validation, or "
-                "limit_train_batches and limit_val_batches, not both."
+                "fit(): pass either overfit_batches, which limits training and validation, or "
+                "limit_train_batches and limit_val_batches."
             )
         if self.max_time_s is not None:
             check_timeout("fit", self.max_time_s, "max_time_s")

@@ -45,7 +45,7 @@ def test_losses_that_are_not_replaced_until_too_few_are_left(ray_cluster, tmp_pa
 
         pids = pids_of(trainer)
         order(tmp_path, "train", 0, 3, "die")
-        with pytest.raises(WorkerLostError, match="1 left, min_workers=2"):
+        with pytest.raises(WorkerLostError, match="1 worker left, but min_workers=2"):
             trainer.train()
         trainer.save(tmp_path / "rest.pt")
         trainer.shutdown()

@@ -27,6 +27,12 @@ def test_loss_restarts_all_with_the_state_of_a_survivor(world, caplog):
     assert world.trained == list(range(1, 41))
 
 
+def test_a_start_that_failed_uses_no_process_again(world):
+    world.on_meeting.append(lambda: world.workers[1].die("OOM"))
+    controller = world.drive(3, rejoins=False).controller
+    assert not set(controller.members) & set(world.workers[:3])
+
+
 def test_the_furthest_state_counts(world):
     controller = world.drive(3, rejoins=False).controller
     world.at_step(17, lambda: world.lose(0, ahead=[2]))

@@ -94,7 +94,7 @@ def test_more_losses_than_allowed_end_the_call_with_every_cause(world):
         train(controller, max_losses=0)
     error = caught.value
     assert (error.rank, error.node_id) == (1, "node0")
-    assert "1 loss in one call, which allows 0" in str(error)
+    assert "workers were lost in one call more often than max_retries=0" in str(error)
     assert "OOM" in str(error)
     assert isinstance(error.__cause__, LostError)
 
@@ -102,7 +102,7 @@ def test_more_losses_than_allowed_end_the_call_with_every_cause(world):
 def test_without_replacements_too_few_survivors_end_the_call(world):
     controller = world.drive(3, min_workers=3, grow=False).controller
     world.at_step(20, lambda: world.lose(1))
-    with pytest.raises(WorkerLostError, match=r"2 left, min_workers=3, and grow=False") as caught:
+    with pytest.raises(WorkerLostError, match=r"2 workers left, .*grow=False") as caught:
         train(controller, max_losses=3)
     assert "OOM" in str(caught.value)
 
@@ -157,14 +157,16 @@ def test_a_second_call_at_the_same_time_is_an_error(world):
     assert len(errors) == 1
 
 
-def test_the_next_call_works_after_ctrl_c(world):
+@pytest.mark.parametrize("is_deaf", [False, True])
+def test_the_next_call_works_after_ctrl_c(world, is_deaf):
     controller = world.drive(3).controller
+    controller.members[1].deaf = is_deaf
     world.at_step(20, lambda: setattr(world, "has_ctrl_c", True))
     with pytest.raises(KeyboardInterrupt):
         train(controller)
     assert isinstance(controller.state, Broken)
     assert train(controller) == [40] * 3
-    assert kinds(controller) == ["started", "resumed"]
+    assert ("lost" in kinds(controller)) == is_deaf
 
 
 def test_on_wait_gets_the_progress_of_the_workers(world):
@@ -203,7 +205,7 @@ def test_shutdown_is_gentle_unless_the_group_is_broken(world, is_broken):
 
 def test_drain_of_an_unknown_rank_is_an_error(world):
     controller = world.drive(3).controller
-    with pytest.raises(ValueError, match=r"drain\(rank=3\): the ranks are 0 to 2\."):
+    with pytest.raises(ValueError, match=r"drain\(rank=3\): must be from 0 to 2\."):
         controller.drain(None, 3, None)
     controller.members.clear()
     with pytest.raises(ValueError, match=r"drain\(rank=3\): no worker is left\."):
