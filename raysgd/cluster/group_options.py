@@ -1,11 +1,11 @@
-"""Resources that a group of workers reserves, its sizes at a start, and its timeout."""
+"""Resources that a group of workers reserves, and its start timeout."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["COME_UP_S", "WAIT_LONGER", "GroupOptions", "start_sizes", "workers_that_fit"]
+__all__ = ["COME_UP_S", "WAIT_LONGER", "GroupOptions", "workers_that_fit"]
 
 COME_UP_S = 60.0
 """Seconds that worker processes may take to start after Ray has reserved their resources."""
@@ -47,15 +47,3 @@ def workers_that_fit(resources: Mapping[str, float], bundle: Mapping[str, float]
     """Return how many bundles fit if all resources are on one node: an upper bound."""
     counts = [int(resources.get(name, 0) // need) for name, need in bundle.items() if need > 0]
     return min(counts, default=0)
-
-
-def start_sizes(num_workers: int, min_workers: int, capacity: int, free: int) -> list[int]:
-    """Return the group sizes to try at the start, from the largest to `min_workers`.
-
-    The free resources that Ray reports lag behind, so the first size is `num_workers` if the
-    cluster has the capacity.
-    """
-    sizes = {min_workers, max(min_workers, min(num_workers, capacity, free))}
-    if capacity >= num_workers:
-        sizes.add(num_workers)
-    return sorted(sizes, reverse=True)

@@ -15,7 +15,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from raysgd.cluster.group_options import WAIT_LONGER, start_sizes, workers_that_fit
+from raysgd.cluster.group_options import WAIT_LONGER, workers_that_fit
 from raysgd.cluster.ray_session import is_own_cluster
 from raysgd.cluster.reservation import (
     POLL_S,
@@ -59,11 +59,11 @@ def reserve(
         return _reserve_within(current, bundle, num_workers, min_workers)
     deadline = time.monotonic() + timeout_s
     capacity = workers_that_fit(ray.cluster_resources(), bundle)
-    free = workers_that_fit(ray.available_resources(), bundle)
     if capacity < min_workers and is_own_cluster():
         raise _no_room("", bundle, min_workers, num_workers)
-    for size in start_sizes(num_workers, min_workers, capacity, free):
-        # The last size is the minimum, so spend the remaining time on it.
+    has_capacity = min_workers < num_workers <= capacity
+    for size in (num_workers, min_workers) if has_capacity else (min_workers,):
+        # Spend the remaining time on the minimum.
         left = deadline - time.monotonic() if size == min_workers else 0.0
         wait_s = max(left, SETTLE_S)
         group = _granted([bundle] * size, strategy, wait_s, is_wanted, label_selectors[:size])

@@ -62,7 +62,7 @@ def test_a_trainer_uses_the_room_that_another_has_just_given_back(ray_cluster, m
 def check_that_it_is_named(kept, caplog):
     """A trainer that was not shut down, as in a notebook whose cell is run again."""
     with pytest.raises(
-        InsufficientResourcesError, match=r"at least that, of up to 2 workers\."
+        InsufficientResourcesError, match=r"that many of up to 2 workers\."
     ) as e:
         TorchTrainer(**{**kept, "num_workers": 2})
     waiting = next(r.message for r in caplog.records if r.message.startswith("Waiting up to"))
@@ -151,7 +151,7 @@ def test_training_starts_with_what_fits_and_grows_without_a_retry(two_cpus_taken
         elastic=ElasticConfig(resize_cooldown_s=0.0),
     ) as trainer:
         assert (trainer.num_workers, trainer.max_workers) == (1, 3)
-        assert "with 1 of 3 workers, each with 1.25 CPU: the cluster has 4 CPU" in caplog.text
+        assert "with 1 of 3 workers, each with 1.25 CPU. The cluster has 4 CPU" in caplog.text
         trainer.train()
         trainer.train(num_steps=1)
         trainer.apply_all_operators(lambda op: op.config.update(until_size=3))

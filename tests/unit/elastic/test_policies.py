@@ -1,10 +1,10 @@
-"""How many workers start, who is who, whose state counts, and how long to wait."""
+"""How many workers fit, who is who, whose state counts, and how long to wait."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd._internal.context import Progress
-from raysgd.cluster.group_options import start_sizes, workers_that_fit
+from raysgd.cluster.group_options import workers_that_fit
 from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.policies import (
@@ -14,20 +14,6 @@ from raysgd.elastic.policies import (
     furthest,
     pause_step,
 )
-
-counts = st.integers(0, 12)
-
-
-@given(st.integers(1, 12), st.data(), counts, counts)
-def test_start_sizes_fit_and_end_with_min_workers(num_workers, data, capacity, free):
-    min_workers = data.draw(st.integers(1, num_workers))
-    *larger, fewest = sizes = start_sizes(num_workers, min_workers, capacity, free)
-    assert fewest == min_workers
-    assert all(min_workers < size <= min(num_workers, capacity) for size in larger)
-    assert sizes == sorted(set(sizes), reverse=True)
-    assert (num_workers in sizes) == (capacity >= num_workers or num_workers == min_workers)
-    if min_workers <= (fitting := min(num_workers, capacity, free)):
-        assert fitting in sizes
 
 
 def test_the_scarcest_resource_limits_the_workers():
