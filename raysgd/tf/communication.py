@@ -36,11 +36,10 @@ class Communication:
         ]
 
     def largest(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum over all workers, element by element. Every worker must call this."""
+        """Return the maximum by element. Every worker must call this."""
         return list(values)
 
     def minimum(self, value: int) -> int:
-        """Return the minimum over all workers. Every worker must call this."""
         return -self.largest([-value])[0]
 
     def share(self, make: Callable[[], Any], leader: int) -> Any:
@@ -51,8 +50,7 @@ class Communication:
 class GlooWorkers(Communication):
     """Workers that use the process group of PyTorch.
 
-    The collectives of TensorFlow need a server without authentication, and a process can join only
-    one of their groups.
+    TensorFlow's own needs a server without authentication, and a process can join only one.
     """
 
     def mean(self, tensors: Sequence[Any]) -> list[Any]:
@@ -161,7 +159,6 @@ class HorovodGroup(Communication):
 
 
 def communication_of(context: WorkerContext, use_horovod: bool = False) -> Communication:
-    """Return the communication of this worker, whose process group already exists."""
     if not context.distributed:
         return Communication()
     if use_horovod:

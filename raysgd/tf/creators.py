@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd._internal.arguments import as_int
+from raysgd._internal.arguments import check_int, checked_dict
 from raysgd.loop.operator_base import class_from_creators, created_loaders
 from raysgd.tf.operator import TrainingOperator
 
@@ -29,27 +29,22 @@ def fit_plan(config: Mapping[str, Any]) -> FitPlan:
     """Return the plan of a config, after checking it."""
     plans = {}
     for name, known in (("fit_config", _FIT), ("evaluate_config", _EVALUATE)):
-        given = config.get(name) or {}
-        if not isinstance(given, Mapping):
-            raise TypeError(f"config[{name!r}] must be a dict, but it is {given!r}.")
+        plans[name] = given = checked_dict("config", name, config.get(name))
         if unknown := [key for key in given if key not in known]:
             raise ValueError(
-                f"config[{name!r}] has {', '.join(map(repr, unknown))}; it may have "
-                f"{', '.join(map(repr, known))}. data_creator makes the batches."
+                f"config[{name!r}] has unknown keys: {', '.join(map(repr, unknown))}. It can have "
+                f"{', '.join(map(repr, known))}. data_creator creates the batches."
             )
-        plans[name] = given
-    fit, evaluate = plans["fit_config"], plans["evaluate_config"]
-    counts = {
-        "epochs": as_int(fit.get("epochs", 1)),
-        "steps_per_epoch": as_int(fit.get("steps_per_epoch")),
-        "evaluate_steps": as_int(evaluate.get("steps")),
-    }
-    for name, count in counts.items():
-        if count is None and name != "epochs":
-            continue
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise TypeError(f"{name}={count!r} in the config: must be an int of at least 1.")
-    return FitPlan(**counts)
+
+    def count(where: str, name: str) -> Any:
+        given = plans[where].get(name)
+        return None if given is None else check_int(where, name, given, lowest=1)
+
+    return FitPlan(
+        epochs=count("fit_config", "epochs") or 1,
+        steps_per_epoch=count("fit_config", "steps_per_epoch"),
+        evaluate_steps=count("evaluate_config", "steps"),
+    )
 
 
 class CreatorOperator(TrainingOperator):

@@ -77,18 +77,14 @@ def set_arrays(variables: Iterable[Any], arrays: dict[str, Any]) -> None:
 
 
 def portable(model: Any) -> dict[str, Any]:
-    """Return the Keras module, the architecture and the weights of a model.
-
-    Raises:
-        TypeError: if Keras cannot serialize the model.
-    """
+    """Return the Keras module, the architecture, and the weights of a model."""
     keras = flavor_of(model)
     try:
         architecture = keras.saving.serialize_keras_object(model)
     except (NotImplementedError, TypeError, ValueError) as error:
         raise TypeError(
             f"get_model() cannot send {type(model).__name__} to the driver: {error}. Give it a "
-            "get_config(), or create it there with the weights of state_dict()['models']."
+            "get_config(), or create it there and set the weights of state_dict()['models']."
         ) from error
     return {
         "keras": keras.__name__,
@@ -109,10 +105,7 @@ def assembled(portable_model: Mapping[str, Any]) -> Any:
 
 
 def policy_name(use_fp16: bool | str) -> str | None:
-    """Return the policy for ``use_fp16`` on this worker; None for full precision.
-
-    True means float16 on a GPU, and bfloat16 on a CPU, where float16 is slow.
-    """
+    """Return the policy for ``use_fp16``. True means float16 on a GPU and bfloat16 on a CPU."""
     if not use_fp16:
         return None
     if isinstance(use_fp16, str):
@@ -136,7 +129,7 @@ def scaled_optimizer(keras: Any, optimizer: Any, use_fp16: bool | str) -> Any:
 
 
 def variables_of(thing: Any) -> list[Any]:
-    """Return all variables of a model or an optimizer, including its learning rate."""
+    """Return the variables of a model or an optimizer, including its learning rate."""
     if is_keras_model(thing):
         return list(thing.weights)
     variables = list(thing.variables)
@@ -148,6 +141,6 @@ def variables_of(thing: Any) -> list[Any]:
 
 
 def loss_scale_of(optimizer: Any) -> list[Any]:
-    """Return the variables of the loss scale that tf_keras does not list for the optimizer."""
+    """Return the loss scale of tf_keras, which ``variables`` of the optimizer lacks."""
     scale: Any = getattr(optimizer, "_loss_scale", None)
     return [scale.current_loss_scale, scale.counter] if hasattr(scale, "counter") else []

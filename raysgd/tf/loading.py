@@ -2,7 +2,7 @@
 
 Every worker reads the whole pipeline, as with ``AutoShardPolicy.DATA``. In each step, the workers
 together take its next batches: rank 0 the first, rank 1 the second. A step of two workers thus has
-the same samples as two steps of one. A position in an epoch is a plain count.
+the same samples as two steps of one.
 """
 
 from __future__ import annotations
@@ -68,11 +68,10 @@ class KerasSources(DataSources):
 
 
 def _check_end(loader: Any, what: str, call: str) -> None:
-    """Raise ValueError if `loader` is a ``tf.data.Dataset`` that repeats without end."""
     endless = tf.data.INFINITE_CARDINALITY
     if isinstance(loader, tf.data.Dataset) and int(loader.cardinality()) == endless:
         raise ValueError(
-            f"The {what} data set repeats without end. Pass a number of steps, {call}, or "
+            f"The {what} data set repeats without end. Pass a number of steps with {call}, or "
             "register dataset.take(n)."
         )
 
@@ -83,16 +82,10 @@ def _is_arrays(data: Any) -> bool:
 
 
 class ArraySource(PartitionedSource):
-    """Arrays, partitioned across the workers by sample.
+    """An array or a nest of arrays, partitioned across the workers by sample.
 
-    Args:
-        arrays: An array or a nest of arrays, all of the same length.
-        training: Whether every worker gets a batch in every step.
-        batch_size: Samples of a worker's batch.
-        shuffle: Whether to shuffle in each epoch of training.
-        follows_share: Whether the batch size is this worker's share of a global one.
-        full_size: Number of workers of the full group, if the global batch size is constant.
-        global_batch: The global batch size, if it is constant.
+    In training, every worker gets a batch in every step. `full_size` and `global_batch` are given
+    if the global batch size is constant.
     """
 
     def __init__(
@@ -112,12 +105,13 @@ class ArraySource(PartitionedSource):
         self._arrays = tf.nest.map_structure(np.asarray, arrays)
         if any(leaf.ndim == 0 for leaf in tf.nest.flatten(self._arrays)):
             raise ValueError(
-                "Samples are along the first dimension of an array, but one has no dimension. "
-                "Register arrays of shape (samples, ...)."
+                "An array of the data has no dimension. Register arrays of shape (samples, ...)."
             )
         lengths = {len(leaf) for leaf in tf.nest.flatten(self._arrays)}
         if len(lengths) != 1:
-            raise ValueError(f"Arrays of one data set must have one length, not {sorted(lengths)}.")
+            raise ValueError(
+                f"Arrays of a data set must have the same length, but have {sorted(lengths)}."
+            )
         if follows_share and full_size is not None and global_batch is not None:
             batch_size = global_batch // full_size
         shard = EpochPartition(
@@ -185,11 +179,8 @@ class ItemSource(ArraySource):
 class DatasetSource(BatchSource):
     """A ``tf.data.Dataset`` of batches, partitioned across the workers.
 
-    Args:
-        loader: The data set, which is the same on all workers.
-        training: Whether every worker gets a batch in every step.
-        splits: Whether a batch of the data set is for the whole group and must be split.
-        full_size: Number of workers of the full group, if the global batch size is constant.
+    In training, every worker gets a batch in every step. If `splits`, the workers share each batch.
+    `full_size` is given if the global batch size is constant.
     """
 
     sharded = True
@@ -232,7 +223,7 @@ class DatasetSource(BatchSource):
     def __len__(self) -> int:
         left = self.steps_left(0)
         if left is None:
-            raise TypeError("This data set does not know how many batches it has.")
+            raise TypeError("This data set has an unknown number of batches.")
         return left
 
     def __iter__(self) -> Iterator[Any]:
@@ -248,8 +239,8 @@ class DatasetSource(BatchSource):
     def end_after(self, steps: int | None) -> None:
         if steps is not None:
             raise NotImplementedError(
-                "A tf.data.Dataset does not support fit(limit_train_batches=...) and the like. "
-                "Register dataset.take(n) instead."
+                "A tf.data.Dataset does not support limits such as limit_train_batches. Register "
+                "dataset.take(n) instead."
             )
 
     def places_of_batches(self) -> Iterator[int]:
@@ -277,9 +268,8 @@ class DatasetSource(BatchSource):
     ) -> Iterator[Any]:
         """Iterate over this worker's batches of `epoch` from `offset` on.
 
-        A data set may shuffle differently in each iteration. Therefore the current iteration
-        continues if possible. A new process starts the iterations of earlier epochs as well, to get
-        the same order as older processes.
+        A data set may shuffle differently in each iteration, so the current one continues if
+        possible. A new process also starts the iterations of earlier epochs, to get the same order.
         """
         if num_steps is None and not self._training:
             _check_end(self.loader, "validation", "validate(num_steps=...)")
@@ -342,7 +332,7 @@ class DatasetSource(BatchSource):
             yield tf.nest.map_structure(lambda leaf, a=first, b=stop: leaf[a:b], own)
 
     def _own_part(self, group: list[Any]) -> Any:
-        """Return this worker's part of a step; None if it has none."""
+        """Return this worker's part of a step, or None."""
         is_even = len(group) == self._world_size and len(set(map(_num_rows, group))) == 1
         if is_even and self._shares is None:
             return group[self._rank]

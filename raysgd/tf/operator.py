@@ -55,8 +55,7 @@ class TrainingOperator(OperatorBase):
     def setup(self, config: dict[str, Any]) -> None:
         """Create models, optimizers, and data, and register them. Must be overridden.
 
-        Args:
-            config: The trainer's config. ``config[BATCH_SIZE]`` is this worker's share.
+        ``config[BATCH_SIZE]`` is this worker's share.
         """
         raise NotImplementedError(f"{type(self).__name__} must override setup(self, config).")
 
@@ -74,9 +73,6 @@ class TrainingOperator(OperatorBase):
             info: The dict of ``trainer.train(info=...)``.
             num_steps: Number of batches. None for a whole epoch.
             epoch_idx: Number of completed epochs.
-
-        Returns:
-            Metrics by name. Numbers are averaged over the workers, weighted by ``num_samples``.
         """
         if num_steps is None:
             self._train_state.data.check_end()
@@ -101,8 +97,7 @@ class TrainingOperator(OperatorBase):
             ``train_<name>`` for each registered metric.
 
         Raises:
-            RuntimeError: If model, optimizer, or criterion is missing, or if there are several
-                models or optimizers.
+            RuntimeError: If something is missing, or there are several models or optimizers.
         """
         self._check_single()
         self._check_own_steps("train_batch")
@@ -120,10 +115,7 @@ class TrainingOperator(OperatorBase):
     def validate(
         self, val_iterator: Iterator[Any], info: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Evaluate on every batch of `val_iterator`.
-
-        Do not communicate here, because workers can have different numbers of batches.
-        """
+        """Evaluate on every batch of `val_iterator`, whose length can differ between workers."""
         meters = self._new_meters()
         for batch_idx, batch in enumerate(val_iterator):
             batch_info = self._batch_info(info, batch_idx, self._train_state.epoch)
@@ -159,14 +151,9 @@ class TrainingOperator(OperatorBase):
         return metrics | self._train_state.measured("val", target, output, weights)
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
-        """Return the model's output for a batch, for ``trainer.predict``.
+        """Return a row of output for each sample, for ``trainer.predict``.
 
-        Args:
-            batch: A batch as in `train_batch`, or features alone: a tensor or ``(feature,)``.
-            batch_info: As in `validate_batch`.
-
-        Returns:
-            A row for each sample: a tensor, an array, or a list, or a dict or tuple of them.
+        `batch` is as in `train_batch`, or has features alone: a tensor or ``(feature,)``.
         """
         self._check_own_steps("predict_batch")
         features, _, _ = self._train_state.unpacked(batch, training=False)
@@ -209,8 +196,7 @@ class TrainingOperator(OperatorBase):
                 the numbers differ, each optimizer is for the variables of all models, unless you
                 build it. A ``LearningRateSchedule`` counts updates.
             criterion: Loss in any form that ``compile()`` takes, or a function of (target, output).
-            metrics: Metrics in any form that ``compile()`` takes. They are exact over batches and
-                workers.
+            metrics: Metrics in any form that ``compile()`` takes.
             class_weight: Weights of the classes in the training loss, as in ``fit()``.
 
         Returns:
@@ -221,8 +207,8 @@ class TrainingOperator(OperatorBase):
         Raises:
             TypeError: If an argument is of the wrong type, or the optimizer is one of Horovod.
             ValueError: If an argument is missing and the model is not compiled.
-            NotImplementedError: If the model overrides ``train_step``, ``test_step``, or
-                ``compute_metrics``, which the operator would not call.
+            NotImplementedError: If the operator would not call a ``train_step``, ``test_step``, or
+                ``compute_metrics`` of the model.
         """
         from raysgd.tf.registration import register
 
@@ -245,10 +231,9 @@ class TrainingOperator(OperatorBase):
     ) -> None:
         """Register the data. A later call replaces it.
 
-        The workers divide the batches of a ``tf.data.Dataset``: at each step, each worker takes the
-        next one. It must yield the same on every worker; shuffles without a seed do. Arrays are
-        divided by sample. Every worker reads all of other iterables, so select a part by
-        ``self.world_rank``.
+        At each step, each worker takes the next batch of a ``tf.data.Dataset``, which must yield
+        the same on every worker; shuffles without a seed do. Arrays are divided by sample. Every
+        worker reads all of other iterables, so select a part by ``self.world_rank``.
 
         Args:
             train_loader: Training data, with batches ``(*features, target)``.
@@ -316,7 +301,7 @@ class TrainingOperator(OperatorBase):
         return held[0]
 
     def _check_own_steps(self, method: str) -> None:
-        """Reject models that override a step, which the default `method` does not call."""
+        """Refuse models that override a step, which the default `method` does not call."""
         from raysgd.tf.keras import overrides
 
         for model in self._train_state.models:
@@ -345,7 +330,7 @@ class TrainingOperator(OperatorBase):
         return self._forward(features, target, weights, training=False)
 
     def _forward(self, features: Any, target: Any, weights: Any, training: bool) -> Any:
-        """Return the loss, the output, and the masks of the output, which graphs drop."""
+        """Return the loss, the output, and its masks, which graphs drop."""
         model = self._the_only("model")
         output = model(features, training=training)
         given = (features, target, output, weights)
@@ -362,7 +347,7 @@ _STEPS = {
     "validate_batch": ("test_step", "compute_metrics"),
     "predict_batch": ("predict_step",),
 }
-"""Methods of Keras models that are not called, by the default method that replaces them."""
+"""Methods of Keras models that a default method replaces."""
 
 
 def _is_default(operator: Any, *names: str) -> bool:
@@ -379,7 +364,6 @@ def _plain(metrics: Any) -> Any:
 
 
 def _masked(output: Any, masks: Any) -> Any:
-    """Add the masks of the graph to an output."""
     import tensorflow as tf
 
     for tensor, mask in zip(tf.nest.flatten(output), tf.nest.flatten(masks), strict=True):

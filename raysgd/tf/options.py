@@ -43,7 +43,7 @@ class TFOptions(Options):
             return HorovodBackend(self.backend, self.timeout_s, framework="tensorflow")
         if importlib.util.find_spec("torch") is None:
             raise ImportError(
-                f"TFTrainer(num_workers={self.num_workers}): several workers communicate with "
-                'gloo of PyTorch, which is not installed: pip install "raysgd[torch]".'
+                f"TFTrainer(num_workers={self.num_workers}) needs PyTorch, because several workers "
+                'communicate with its gloo. Run pip install "raysgd[torch]".'
             )
         return create_backend("gloo", self.timeout_s)

@@ -80,8 +80,8 @@ def _checked_optimizer(state: KerasTrainState, optimizer: Any) -> Any:
         )
     if type(optimizer).__module__.startswith("horovod"):
         raise TypeError(
-            "register(optimizers=...) got Horovod's DistributedOptimizer. TFTrainer averages "
-            "gradients itself, with backend='horovod' through Horovod. Pass the inner optimizer."
+            "register(optimizers=...) got Horovod's DistributedOptimizer, but TFTrainer averages "
+            "the gradients. Pass the inner optimizer, and backend='horovod' to the trainer."
         )
     if not hasattr(optimizer, "build"):
         name = type(optimizer).__name__
@@ -104,8 +104,8 @@ def _complete(state: KerasTrainState) -> None:
     for model in state.models:
         if not model.built:
             raise RuntimeError(
-                f"The model {model.name!r} has no variables yet. Give it an Input layer, call "
-                "it once in setup, or register its data."
+                f"The model {model.name!r} is not built. Give it an Input layer, call it once in "
+                "setup, or register its data."
             )
     for optimizer, variables in state.trained():
         if not getattr(optimizer, "built", False):
@@ -124,11 +124,7 @@ def build_operator(
     communication: Communication,
     seed: int,
 ) -> TrainingOperator:
-    """Create an operator and run its ``setup``.
-
-    Raises:
-        RuntimeError: If ``setup`` registered nothing, or a model that cannot be built.
-    """
+    """Create an operator and run its ``setup``."""
     policy = policy_name(settings.options.use_fp16)
     if policy is not None:
         set_policy(policy)

@@ -24,7 +24,6 @@ class TFRunner(OperatorRunner):
     # ---- lifecycle
 
     def prepare(self, context: WorkerContext) -> None:
-        """Set the environment of TensorFlow."""
         check_tensorflow("TFTrainer")
         if context.in_driver:
             return
@@ -54,8 +53,8 @@ class TFRunner(OperatorRunner):
             _set_threads(context)
         if options.use_gpu and not tf.config.list_physical_devices("GPU"):
             raise RuntimeError(
-                f"Worker {context.world_rank} on {context.node_ip} shall use a GPU, but the "
-                "TensorFlow in it sees none. Install one with CUDA there, or pass use_gpu=False."
+                f"TensorFlow on worker {context.world_rank} ({context.node_ip}) finds no GPU. "
+                "Install TensorFlow with CUDA there, or pass use_gpu=False."
             )
         operator_cls, config, global_batch = self._given(context)
         settings = TFSettings(
@@ -72,8 +71,9 @@ class TFRunner(OperatorRunner):
 
     def update_schedulers(self, call: int, metric: float) -> None:
         raise NotImplementedError(
-            "update_scheduler(metric) is for PyTorch. Give the optimizer a LearningRateSchedule, "
-            "or set operator.optimizer.learning_rate by trainer.apply_all_operators(fn)."
+            "TFTrainer does not support update_scheduler(metric). Give the optimizer a "
+            "LearningRateSchedule, or set operator.optimizer.learning_rate with "
+            "trainer.apply_all_operators(fn)."
         )
 
     def models(self) -> Any:

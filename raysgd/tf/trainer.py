@@ -85,8 +85,8 @@ class TFTrainer(OperatorTrainer):
     def workers(self) -> list[Any]:
         """Raise an error. Older scripts use Ray actors here."""
         raise AttributeError(
-            "TFTrainer.workers: there are no actors for your own calls. Call a function on each "
-            "worker with apply_all_workers(fn) or apply_all_operators(fn)."
+            "TFTrainer has no attribute workers. Call a function on each worker with "
+            "apply_all_workers(fn) or apply_all_operators(fn)."
         )
 
     @suggests
@@ -138,8 +138,8 @@ class TFTrainer(OperatorTrainer):
         )
         if options.elastic.shares == "measured":
             raise ValueError(
-                'ElasticConfig(shares="measured") is for TorchTrainer. With TFTrainer use "even", '
-                "or give relative shares by node label, accelerator type, or resource."
+                'TFTrainer does not support ElasticConfig(shares="measured"). Use "even", or give '
+                "relative shares by node label, accelerator type, or resource."
             )
         self._plan = fit_plan(options.config) if made_from_functions else None
         super().__init__(options, TFRunner, initialization_hook, callbacks, logdir)
@@ -190,11 +190,7 @@ class TFTrainer(OperatorTrainer):
     def get_model(self, to_cpu: bool = False) -> Any:
         """Return a copy of the model, or of the list of models, in this process.
 
-        Args:
-            to_cpu: Ignored. It exists for compatibility with TorchTrainer.
-
-        Raises:
-            TypeError: If Keras cannot serialize the model (``get_config``).
+        `to_cpu` is ignored. Raise TypeError if Keras cannot serialize the model (``get_config``).
         """
         del to_cpu
         from raysgd.tf.keras import assembled
@@ -203,17 +199,13 @@ class TFTrainer(OperatorTrainer):
         return models[0] if len(models) == 1 else models
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Load a file. This is the older name of `load`.
-
-        Raises:
-            CheckpointError: As `load`, and if a trainer of Ray 1.12 wrote the file.
-        """
+        """Load a file. This is the older name of `load`."""
         with locate(path).open(whole=False) as file:
             is_pickle = file.read(1) == pickle.PROTO
         if is_pickle:
             raise CheckpointError(
-                f"restore({os.fspath(path)!r}): the TFTrainer of Ray wrote this file as a pickle, "
-                "which can run code. If you trust it, call "
+                f"restore({os.fspath(path)!r}) does not load files of Ray's TFTrainer, because "
+                "pickles can run code. If you trust it, call "
                 'model.set_weights(pickle.load(open(path, "rb"))["weights"]) in model_creator.'
             )
         self.load(path)
@@ -231,8 +223,8 @@ class TFTrainer(OperatorTrainer):
 def _number_of_workers(num_workers: int | None, num_replicas: int | None) -> int:
     if num_workers is not None and num_replicas is not None and num_workers != num_replicas:
         raise ValueError(
-            f"TFTrainer(num_workers={num_workers}, num_replicas={num_replicas}): these are two "
-            "names of one argument. Pass only num_workers."
+            f"TFTrainer(num_workers={num_workers}, num_replicas={num_replicas}) got two values for "
+            "one argument with two names. Pass only num_workers."
         )
     given = num_replicas if num_workers is None else num_workers
     return 1 if given is None else given

@@ -12,12 +12,13 @@ from tests.blackbox.simulation.world import TICK_S, World
 from tests.unit.cluster.clock import ManualClock
 
 
-def train(controller, step):
+def train(controller, step, max_losses=0):
     """Train up to a step, as the trainer does; return the call."""
     call = Call(
         request=TrainRequest(call=0, until_step=step),
         has_batches=True,
         can_pause=True,
+        max_losses=max_losses,
         farewell=MeasuredRequest(call=0),
     )
     outcomes = controller.run(call)
@@ -158,22 +159,10 @@ def test_leaving_worker_that_dies_early_is_a_loss(start):
     world, controller = start(room=4)
     world.at_step(20, lambda: controller.drain(None, 1, 60.0))
     world.at_step(21, lambda: world.lose(1))
-    call = train_with_losses(controller, 200)
+    call = train(controller, 200, max_losses=3)
     assert kinds(controller)[:2] in (["draining", "lost"], ["lost", "resumed"])
     assert call.num_losses == 1
     assert len(controller.members) == 3
-
-
-def train_with_losses(controller, step):
-    call = Call(
-        request=TrainRequest(call=0, until_step=step),
-        has_batches=True,
-        can_pause=True,
-        max_losses=3,
-        farewell=MeasuredRequest(call=0),
-    )
-    controller.run(call)
-    return call
 
 
 def test_a_node_counts_as_going_for_a_while_after_its_time():

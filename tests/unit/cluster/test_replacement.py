@@ -126,14 +126,16 @@ def test_it_is_told_where_it_will_be_and_sets_up_alone(replacement):
     assert context.num_cpus == 2
 
 
+@pytest.mark.parametrize("error", [ValueError("no such file"), KeyboardInterrupt()])
 @pytest.mark.parametrize("failing", ["create", "prepare", "enter"])
-def test_an_error_of_the_user_is_kept_as_the_reason(replacement, failing):
+def test_an_error_of_the_user_is_kept_as_the_reason(replacement, failing, error):
     methods = ["info", "create", "prepare", "enter"]
     answer_all(replacement, *methods[: methods.index(failing)])
-    replacement.member.answer(failing, "user", ValueError("no such file"))
+    outcome = Outcome("user", error, Progress(), "Traceback of the worker")
+    replacement.member.asked[failing].set_result(outcome)
     for _ in range(3):
         replacement.advance()
-    assert isinstance(replacement.error, ValueError)
+    assert replacement.error is error
     assert not replacement.is_ready
 
 
@@ -169,14 +171,6 @@ def test_ctrl_c_on_its_way_does_not_make_it_ready(replacement, group):
     replacement.advance()
     assert not replacement.is_ready
     assert replacement.error is not None
-
-
-def test_base_exception_in_setup_of_a_replacement_ends_only_that(replacement):
-    answer_all(replacement, "info", "create", "prepare")
-    outcome = Outcome("user", KeyboardInterrupt(), Progress(), "Traceback of the worker")
-    replacement.member.asked["enter"].set_result(outcome)
-    replacement.advance()
-    assert isinstance(replacement.error, KeyboardInterrupt)
 
 
 def test_a_step_that_takes_too_long_is_an_error(replacement, clock):

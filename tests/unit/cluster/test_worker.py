@@ -143,13 +143,11 @@ def test_a_value_that_cannot_be_pickled_is_an_error_that_says_so(worker):
         raise outcome.exception()
 
 
-@pytest.mark.parametrize("value", [b"bytes", b"", pickle.dumps("secret")])
-def test_in_the_drivers_process_nothing_is_pickled(value):
+def test_in_the_drivers_process_nothing_is_pickled():
     worker = Worker(remote=False)
     worker.create(None, FakeRunner(), None, [])
-    thing = threading.Lock()
-    assert call(worker, lambda: thing, inline=True).value() is thing
-    assert call(worker, lambda: value, inline=True).value() == value
+    for value in (threading.Lock(), pickle.dumps("secret")):
+        assert call(worker, lambda value=value: value, inline=True).value() is value
 
 
 # ---- failures
@@ -194,12 +192,6 @@ def test_an_error_that_is_raised_again_says_the_place_once(worker):
 )
 def test_user_code_is_neither_raysgd_nor_installed(filename, expected):
     assert is_the_users(filename) == expected
-
-
-def test_error_without_user_code_names_no_line():
-    error = Worker().call(request_of("run")).exception()
-    assert "no runner" in str(error)
-    assert not hasattr(error, "__notes__")
 
 
 @pytest.mark.parametrize(
@@ -253,13 +245,9 @@ def test_thread_of_the_driver_returns_every_base_exception(error):
         outcome = pool.submit(call, worker, fail_with(error), inline=True).result()
     assert outcome.kind == "user"
     assert outcome.exception() is error
-
-
-def test_an_interrupt_of_the_keyboard_is_not_kept():
-    worker = Worker(remote=False)
-    worker.create(None, FakeRunner(), None, [])
-    with pytest.raises(KeyboardInterrupt):
-        call(worker, fail_with(KeyboardInterrupt()), inline=True)
+    if isinstance(error, KeyboardInterrupt):  # Ctrl-C on the driver
+        with pytest.raises(KeyboardInterrupt):
+            call(worker, fail_with(error), inline=True)
 
 
 def test_failures_of_communication_are_told_from_others(worker):
@@ -366,8 +354,9 @@ def test_a_worker_that_hosts_nothing_says_so():
     assert worker.progress() == Progress()
     worker.interrupt()
     worker.teardown()
-    with pytest.raises(RuntimeError, match="no runner"):
-        raise call(worker, int).exception()
+    error = call(worker, int).exception()
+    assert "no runner" in str(error)
+    assert not hasattr(error, "__notes__")  # no user code raised it
 
 
 # ---- pauses and snapshots

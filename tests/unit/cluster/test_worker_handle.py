@@ -184,10 +184,8 @@ def test_what_ray_says_about_a_death_comes_in_one_line():
     assert loss_cause(RuntimeError(said), unknown) == "Worker exits with code 2."
     assert loss_cause(RuntimeError(said), PLACE) == "process 77: Worker exits with code 2."
     assert loss_cause(RuntimeError("gone\n"), unknown) == "gone"
-    assert (
-        loss_cause(RuntimeError("It died.\n\tclass_name: W\n\tactor_id: 6\n"), unknown)
-        == "It died."
-    )
+    died = RuntimeError("It died.\n\tclass_name: W\n\tactor_id: 6\n")
+    assert loss_cause(died, unknown) == "It died."
     assert loss_cause(RuntimeError(), unknown) == "RuntimeError"
 
 

@@ -43,7 +43,7 @@ def test_arrays_are_shared_out_sample_by_sample(workers, samples, size, training
 
 
 def test_arrays_of_different_lengths_are_refused():
-    with pytest.raises(ValueError, match=r"must have one length, not \[3, 4\]"):
+    with pytest.raises(ValueError, match=r"must have the same length, but have \[3, 4\]"):
         source((np.ones(3), {"x": np.ones(4)}))
 
 
@@ -93,5 +93,5 @@ def test_different_data_have_different_fingerprints():
 
 @pytest.mark.parametrize("arrays", [np.float32(3), (np.ones((4, 2)), np.array(1))])
 def test_an_array_without_samples_is_refused(arrays):
-    with pytest.raises(ValueError, match=r"no dimension. Register arrays of shape \(samples"):
+    with pytest.raises(ValueError, match=r"no dimension\. Register arrays"):
         source(arrays)

@@ -15,9 +15,9 @@ def test_a_config_says_how_much_a_call_trains():
 @pytest.mark.parametrize(
     ("config", "error", "text"),
     [
-        ({"fit_config": 3}, TypeError, "must be a dict"),
-        ({"fit_config": {"epochs": 0}}, TypeError, "epochs=0"),
-        ({"fit_config": {"batch_size": 3}}, ValueError, r"'batch_size'; it may have 'epochs'"),
+        ({"fit_config": 3}, TypeError, r"config\(fit_config=3\): must be a dict"),
+        ({"fit_config": {"epochs": 0}}, ValueError, r"fit_config\(epochs=0\): must be at least 1"),
+        ({"fit_config": {"batch_size": 3}}, ValueError, r"'batch_size'\. It can have 'epochs'"),
     ],
 )
 def test_wrong_fit_configs_are_errors(config, error, text):
@@ -34,30 +34,40 @@ def test_metrics_have_the_names_of_older_scripts():
     }
 
 
+def model_creator(config):
+    keras = keras_of(config)
+    model = make_model(keras)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, metrics=["accuracy"])
+    return model
+
+
 @pytest.fixture
-def made(build):
-    """An operator of functions, and what its callback of Keras is told."""
-    keras, calls = keras_of({}), []
+def create(build):
+    """A function that creates an operator, and returns the calls of its Keras callback too."""
 
-    def model_creator(config):
-        model = make_model(keras)
-        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        return model
+    def create(**fit_config):
+        calls = []
 
-    class Telling(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            calls.append(("begin", epoch))
+        class Recording(keras_of({}).callbacks.Callback):
+            def on_epoch_begin(self, epoch, logs=None):
+                calls.append(("begin", epoch))
 
-        def on_epoch_end(self, epoch, logs=None):
-            calls.append(("end", epoch))
+            def on_train_batch_end(self, batch, logs=None):
+                calls.append(batch)
 
-    config = {"fit_config": {"steps_per_epoch": 2, "callbacks": [Telling()]}}
-    return build(creator_operator(model_creator, lambda config: digits()), config), calls
+            def on_epoch_end(self, epoch, logs=None):
+                calls.append(("end", epoch, *sorted(logs)))
+
+        config = {"fit_config": {**fit_config, "callbacks": [Recording()]}}
+        return build(creator_operator(model_creator, lambda config: digits()), config), calls
+
+    return create
 
 
 @pytest.mark.parametrize("segments", [[2, 2], [1, 1, 2], [2, 1, 1]])
-def test_callbacks_see_the_epochs_of_fit_where_they_have_a_number_of_steps(made, segments):
-    operator, calls = made
+def test_callbacks_see_epochs_of_steps_per_epoch(create, segments):
+    operator, calls = create(steps_per_epoch=2)
 
     def steps(count):
         for batch in operator._train_state.data.source("train").batches(0, 0, count):
@@ -66,32 +76,11 @@ def test_callbacks_see_the_epochs_of_fit_where_they_have_a_number_of_steps(made,
 
     for count in segments:
         operator.train_epoch(steps(count), epoch_idx=0)  # endless data stay in their first epoch
-    assert calls == [("begin", 0), ("end", 0), ("begin", 1), ("end", 1)]
+    found = [call[:2] for call in calls if isinstance(call, tuple)]
+    assert found == [("begin", 0), ("end", 0), ("begin", 1), ("end", 1)]
 
 
-def test_functions_make_an_operator_and_callbacks_of_keras_are_called(build):
-    calls = []
-
-    def model_creator(config):
-        keras = keras_of(config)
-        model = make_model(keras)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile("adam", loss, metrics=["accuracy"])
-        return model
-
-    def data_creator(config):
-        return digits()
-
-    keras = keras_of({})
-
-    class Telling(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            calls.append((epoch, sorted(logs)))
-
-        def on_train_batch_end(self, batch, logs=None):
-            calls.append(batch)
-
-    config = {"fit_config": {"callbacks": [Telling()]}}
-    operator = build(creator_operator(model_creator, data_creator), config)
+def test_callbacks_of_keras_see_batches_and_epochs(create):
+    operator, calls = create()
     operator.train_epoch(operator._train_state.data.source("train").batches(0, 0, 2))
-    assert calls == [0, 1, (0, ["accuracy", "loss"])]
+    assert calls == [("begin", 0), 0, 1, ("end", 0, "accuracy", "loss")]

@@ -1,15 +1,17 @@
-"""A TensorFlow operator in this process, with either Keras."""
+"""A Keras operator in this process: registration, updates, precision, and state."""
 
 import numpy as np
 import pytest
 
 tf = pytest.importorskip("tensorflow")
 
+from raysgd._internal.context import WorkerContext  # noqa: E402
 from raysgd.errors import CheckpointError  # noqa: E402
 from raysgd.tf import TrainingOperator  # noqa: E402
-from raysgd.tf.keras import named_arrays  # noqa: E402
+from raysgd.tf.communication import HorovodGroup, communication_of  # noqa: E402
+from raysgd.tf.keras import named_arrays, policy_name  # noqa: E402
 from tests.conftest import import_horovod  # noqa: E402
-from tests.tf_operators import Digits, digits, keras_of, make_model  # noqa: E402
+from tests.tf_operators import Digits, digits, keras_of, make_model, weights  # noqa: E402
 
 KERASES = ["keras", "tf_keras"]
 both = pytest.mark.parametrize("keras", KERASES)
@@ -17,6 +19,25 @@ both = pytest.mark.parametrize("keras", KERASES)
 
 def batches(operator, name="train"):
     return operator._train_state.data.source(name).batches(0, 0)
+
+
+def test_the_seed_decides_what_an_operator_draws(build):
+    class Drawing(Digits):
+        def setup(self, config):
+            self.drawn = tf.random.uniform([3]).numpy().tolist()
+            super().setup(config)
+
+    large = 2**40 + 3  # more than TensorFlow's seeds may be
+    first, again, other = (build(Drawing, seed=seed) for seed in (large, large, 4))
+    assert first.drawn == again.drawn != other.drawn
+    np.testing.assert_array_equal(weights(first), weights(again))
+
+
+def test_workers_communicate_by_horovod_if_it_was_chosen():
+    place = WorkerContext(world_rank=1, world_size=2, distributed=True)
+    group = communication_of(place, use_horovod=True)
+    assert isinstance(group, HorovodGroup)
+    assert (group.size, group.rank) == (2, 1)
 
 
 @both
@@ -73,12 +94,28 @@ def test_a_loaded_schedule_continues(build, keras):
         np.testing.assert_array_equal(old, new)
 
 
+@pytest.mark.parametrize(
+    ("use_fp16", "gpus", "policy"),
+    [
+        (False, ["GPU:0"], None),
+        (True, ["GPU:0"], "mixed_float16"),
+        (True, [], "mixed_bfloat16"),
+        ("mixed_bfloat16", ["GPU:0"], "mixed_bfloat16"),
+        ("mixed_float16", [], "mixed_float16"),
+    ],
+)
+def test_the_precision_follows_the_device(use_fp16, gpus, policy, monkeypatch):
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: gpus)
+    assert policy_name(use_fp16) == policy
+
+
 @both
 def test_mixed_precision_is_a_policy_of_keras(build, keras):
     module = keras_of({"keras": keras})
     try:
         operator = build(Digits, {"keras": keras}, use_fp16=True)
         assert operator.model.layers[0].compute_dtype == "bfloat16"
+        assert "LossScale" not in type(operator._train_state.optimizers[0]).__name__
         found = [operator.train_batch(b, {})["train_loss"] for b in list(batches(operator))[:30]]
         assert float(found[-1]) < float(found[0])
         scaled = build(Digits, {"keras": keras}, use_fp16="mixed_float16")

@@ -18,15 +18,6 @@ def test_a_rate_that_a_config_changes_is_changed_in_the_state(build):
     assert float(fast.optimizer.learning_rate.numpy()) == pytest.approx(0.02)
 
 
-def test_a_trial_reserves_what_its_config_asks_for():
-    trainable = TFTrainer.as_trainable(training_operator_cls=Digits, use_gpu=False)
-    assert trainable.__name__ == "TFTrainable"
-    request = trainable.default_resource_request({"num_workers": 2, "num_cpus_per_worker": 3})
-    assert request.bundles == [{"CPU": 3}, {"CPU": 3}]
-    with pytest.raises(TypeError, match="'batch'"):
-        TFTrainer.as_trainable(batch=3)
-
-
 def test_a_trial_trains_with_its_config_and_goes_on_from_anothers_checkpoint(monkeypatch, tmp_path):
     pytest.importorskip("tensorflow")
     keras = pytest.importorskip("keras")

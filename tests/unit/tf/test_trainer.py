@@ -112,7 +112,7 @@ def test_creator_functions_train_and_validate(tmp_path):
         ({"training_operator_cls": TrainingOperator}, NotImplementedError, "override setup"),
         ({"model_creator": model_creator}, TypeError, "not both"),
         ({"num_workers": 0}, ValueError, "num_workers=0"),
-        ({"num_workers": 2, "num_replicas": 3}, ValueError, "two names"),
+        ({"num_workers": 2, "num_replicas": 3}, ValueError, "one argument with two names"),
         ({"backend": "nccl"}, ValueError, "'gloo', 'horovod', 'tensorflow'"),
         ({"use_fp16": "apex"}, ValueError, "use_fp16='apex'"),
         ({"config": 3}, TypeError, "config"),
