@@ -61,9 +61,7 @@ def test_a_trainer_uses_the_room_that_another_has_just_given_back(ray_cluster, m
 
 def check_that_it_is_named(kept, caplog):
     """A trainer that was not shut down, as in a notebook whose cell is run again."""
-    with pytest.raises(
-        InsufficientResourcesError, match=r"that many of up to 2 workers\."
-    ) as e:
+    with pytest.raises(InsufficientResourcesError, match=r"that many of up to 2 workers\.") as e:
         TorchTrainer(**{**kept, "num_workers": 2})
     waiting = next(r.message for r in caplog.records if r.message.startswith("Waiting up to"))
     for message in (waiting, str(e.value)):
