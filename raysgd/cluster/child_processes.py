@@ -11,8 +11,6 @@ import select
 import threading
 from functools import cache, partial
 
-__all__ = ["end_forks_with_this_process"]
-
 
 @cache
 def end_forks_with_this_process() -> None:

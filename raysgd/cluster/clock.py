@@ -9,8 +9,6 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
-__all__ = ["Clock"]
-
 
 class Clock:
     """Reads the time and waits. In simulations, waits return immediately."""

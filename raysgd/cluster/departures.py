@@ -11,8 +11,6 @@ from typing import NamedTuple
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker_handle import WorkerHandle
 
-__all__ = ["Drains", "Notice"]
-
 _LOOK_EVERY_S = 1.0
 """Seconds between two requests to Ray."""
 _SILENT_S = 2.0

@@ -11,8 +11,6 @@ from raysgd.cluster.worker import CarriedError
 from raysgd.cluster.worker_handle import WorkerHandle, is_loss, loss_cause
 from raysgd.errors import RemoteTraceback, WorkerLostError
 
-__all__ = ["are_idle", "cancel", "finished", "results", "start", "start_task"]
-
 _ROOT_CAUSE_S = 0.5
 """Seconds to wait for the loss that caused an error. The peers of a dead worker see a broken
 connection before Ray reports its death."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["COME_UP_S", "WAIT_LONGER", "GroupOptions", "workers_that_fit"]
-
 COME_UP_S = 60.0
 """Seconds that worker processes may take to start after Ray has reserved their resources."""
 WAIT_LONGER = (

@@ -30,8 +30,6 @@ from raysgd.comm.connection import Address, Listener, connect
 from raysgd.comm.network import address_towards, is_single_node
 from raysgd.comm.sockets import shut_down
 
-__all__ = ["DriverWatch", "HostLostError", "HostMonitor", "HostWatch", "LostError"]
-
 logger = logging.getLogger(__name__)
 
 _SILENCE_S = 4

@@ -28,8 +28,6 @@ from raysgd.cluster.reservation import (
 from raysgd.cluster.worker import is_worker_process
 from raysgd.errors import InsufficientResourcesError
 
-__all__ = ["demand", "reserve"]
-
 logger = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 10.0

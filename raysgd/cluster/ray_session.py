@@ -15,17 +15,6 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-__all__ = [
-    "connect",
-    "free_cpus",
-    "gpus_in_cluster",
-    "is_own_cluster",
-    "node_speeds",
-    "node_traits",
-    "nodes",
-    "overview",
-]
-
 logger = logging.getLogger(__name__)
 
 _PROBE_S = 5.0

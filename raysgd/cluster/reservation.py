@@ -18,16 +18,6 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-__all__ = [
-    "POLL_S",
-    "SETTLE_S",
-    "Reservation",
-    "Slot",
-    "is_created",
-    "request_group",
-    "unreleased",
-]
-
 SETTLE_S = 1.0
 """Minimum lifetime of a request, in seconds. Ray 2.60 can lose resources permanently if a request
 is removed while Ray grants it."""

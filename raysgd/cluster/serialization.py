@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Packed", "Portable", "dumps", "pack", "sendable", "unpicklable_key"]
-
 _LARGE_BYTES = 1 << 14
 _STORED_BYTES = 1 << 20
 

@@ -34,9 +34,6 @@ from raysgd.comm.backend import Backend
 from raysgd.comm.connection import Address
 from raysgd.errors import RemoteError, RemoteTraceback
 
-__all__ = ["CONTROL_METHODS", "CarriedError", "Outcome", "Worker", "is_worker_process"]
-
-
 OutcomeKind = Literal["ok", "paused", "user", "communication", "stopped", "cut off"]
 
 

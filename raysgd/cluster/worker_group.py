@@ -26,8 +26,6 @@ from raysgd.cluster.worker_handle import (
 from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
 
-__all__ = ["WorkerGroup"]
-
 logger = logging.getLogger(__name__)
 
 _CONTROL_THREADS = 4

@@ -19,17 +19,6 @@ from raysgd.cluster.serialization import Packed
 from raysgd.cluster.worker import CONTROL_METHODS, Worker
 from raysgd.cluster.worker_info import WorkerInfo
 
-__all__ = [
-    "ActorHandle",
-    "InlineHandle",
-    "ThreadHandle",
-    "WorkerHandle",
-    "cause_of",
-    "is_loss",
-    "loss_cause",
-]
-
-
 _WHICH = ("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:")
 """Prefixes of the lines that identify the lost actor in a Ray error."""
 _SIGNAL_S = 10.0

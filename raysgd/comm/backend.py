@@ -8,8 +8,6 @@ from typing import Any
 
 from raysgd._internal.context import WorkerContext
 
-__all__ = ["Backend"]
-
 
 class Backend(ABC):
     """Connects the workers of one generation.

@@ -33,18 +33,6 @@ from typing import BinaryIO, NamedTuple
 
 from raysgd.comm.sockets import shut_down
 
-__all__ = [
-    "Address",
-    "Listener",
-    "connect",
-    "derived_key",
-    "exactly",
-    "framed",
-    "read",
-    "receive",
-    "send",
-]
-
 logger = logging.getLogger(__name__)
 
 Talk = Callable[[socket.socket], Awaitable[None]]

@@ -22,8 +22,6 @@ from torch.futures import Future
 
 from raysgd.comm.mesh import Mesh
 
-__all__ = ["SMALL_BYTES", "Entry", "GlooGroup"]
-
 _COLLECTIVES = (
     "_allgather_base",
     "allgather_coalesced",

@@ -17,8 +17,6 @@ from raysgd.comm.backend import Backend
 from raysgd.comm.network import LOOPBACK, driver_address, interface_of, is_single_node
 from raysgd.comm.sockets import endpoints
 
-__all__ = ["HorovodBackend", "HorovodRendezvous", "check_horovod", "horovod_environment"]
-
 _CONNECT_S = 30
 """Timeout of connecting to workers that are all present."""
 _POLL_S = 0.05

@@ -27,8 +27,6 @@ import torch
 from raysgd.comm.connection import Address, Listener, connect, exactly
 from raysgd.comm.sockets import shut_down
 
-__all__ = ["Mesh", "Reduction"]
-
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 _HEADER = struct.Struct("=QQ")

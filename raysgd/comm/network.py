@@ -7,15 +7,6 @@ from collections.abc import Sequence
 
 import psutil
 
-__all__ = [
-    "LOOPBACK",
-    "address_towards",
-    "driver_address",
-    "interface_of",
-    "interfaces",
-    "is_single_node",
-]
-
 LOOPBACK = "127.0.0.1"
 
 

@@ -22,8 +22,6 @@ from typing import Any
 from raysgd.comm.connection import Address, Listener, connect, framed, read, receive, send
 from raysgd.comm.sockets import shut_down
 
-__all__ = ["StoreClient", "StoreServer"]
-
 _CONNECT_S = 10.0
 _ANSWER_S = 60.0
 """Seconds that an answer may take in addition to the wait of the request."""

@@ -8,8 +8,6 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Endpoint", "endpoints", "listeners", "shut_down"]
-
 
 def shut_down(connection: socket.socket) -> None:
     """End a connection, even if forked processes share its descriptor."""

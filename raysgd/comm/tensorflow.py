@@ -18,13 +18,6 @@ from raysgd.comm.connection import Address
 from raysgd.comm.network import LOOPBACK, driver_address, is_single_node
 from raysgd.comm.rendezvous import StoreClient, StoreServer
 
-__all__ = [
-    "TensorflowBackend",
-    "TensorflowRendezvous",
-    "check_tensorflow",
-    "keras_environment",
-]
-
 logger = logging.getLogger(__name__)
 
 _CHOICES = ("TF_USE_LEGACY_KERAS", "KERAS_BACKEND")

@@ -30,8 +30,6 @@ from raysgd.comm.rendezvous import StoreServer
 from raysgd.comm.sockets import Endpoint, endpoints, listeners
 from raysgd.comm.torch_store import TorchStore
 
-__all__ = ["TorchBackend", "TorchRendezvous"]
-
 _CONNECT = datetime.timedelta(seconds=10)
 """Timeout of connecting to workers that are all present. If a worker dies meanwhile, the gloo group
 of NCCL waits five times as long."""

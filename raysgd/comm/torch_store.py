@@ -13,8 +13,6 @@ from torch.distributed.distributed_c10d import Store
 from raysgd.comm.connection import Address
 from raysgd.comm.rendezvous import StoreClient
 
-__all__ = ["TorchStore"]
-
 
 class TorchStore(Store):
     """Connection of a worker to a store, for torch.distributed. Bytes travel as Latin-1 text.

@@ -11,8 +11,6 @@ import tensorflow as tf
 from raysgd._internal.context import WorkerContext
 from raysgd.tf.keras import tf_variable
 
-__all__ = ["Communication", "GlooWorkers", "HorovodGroup", "communication_of"]
-
 
 class Communication:
     """The collectives of a training step. This class implements them for a single worker."""

@@ -10,8 +10,6 @@ from raysgd._internal.arguments import check_int, checked_dict
 from raysgd.loop.operator_base import class_from_creators, created_loaders
 from raysgd.tf.operator import TrainingOperator
 
-__all__ = ["CreatorOperator", "FitPlan", "creator_operator", "fit_plan", "with_old_names"]
-
 _FIT = ("epochs", "steps_per_epoch", "callbacks", "class_weight", "verbose")
 _EVALUATE = ("steps", "verbose")
 

@@ -14,8 +14,6 @@ import tensorflow as tf
 
 from raysgd.tf.keras import tf_variable
 
-__all__ = ["Engine"]
-
 
 class Engine:
     """Compiles and runs the steps of one operator."""

@@ -16,8 +16,6 @@ from raysgd.tf.keras import loss_scale_of, tf_variable, variables_of
 if TYPE_CHECKING:
     from raysgd.tf.train_state import KerasTrainState
 
-__all__ = ["Averages", "Optimization", "Replication"]
-
 
 class Replication(StepFeature):
     """Copies the state at the start, and averages statistics after each call."""

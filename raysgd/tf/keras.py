@@ -10,23 +10,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-__all__ = [
-    "assembled",
-    "flavor_of",
-    "is_keras_model",
-    "kerases",
-    "loss_scale_of",
-    "named_arrays",
-    "overrides",
-    "policy_name",
-    "portable",
-    "scaled_optimizer",
-    "set_arrays",
-    "set_policy",
-    "tf_variable",
-    "variables_of",
-]
-
 
 def kerases() -> list[Any]:
     """Return the imported Keras modules: ``keras``, ``tf_keras``, or both."""

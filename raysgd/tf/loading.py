@@ -24,8 +24,6 @@ from raysgd.loop.sources import DataSources
 if TYPE_CHECKING:
     from raysgd.tf.train_state import KerasTrainState
 
-__all__ = ["ArraySource", "DatasetSource", "KerasSources", "spec_of"]
-
 _DEFAULT_BATCH_SIZE = 32
 
 

@@ -13,8 +13,6 @@ import tensorflow as tf
 
 from raysgd.metrics import MergeableMetric, Sums, ratio
 
-__all__ = ["BatchMetrics", "KerasMetric", "MeanLoss", "accuracy", "widened", "without_means"]
-
 
 class MeanLoss:
     """A function of (target, output, sample_weight=None): the mean loss of a worker's batch.

@@ -24,8 +24,6 @@ from raysgd.metrics import NUM_SAMPLES
 if TYPE_CHECKING:
     from raysgd.tf.train_state import KerasTrainState
 
-__all__ = ["TrainingOperator"]
-
 
 class TrainingOperator(OperatorBase):
     """Defines training for :class:`raysgd.TFTrainer`. Each worker has an instance.

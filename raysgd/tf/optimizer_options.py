@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["inspect", "with_options"]
-
 
 def inspect(operator: Any) -> tuple[bool, list[float | None]]:
     """Return whether there is validation data, and the initial learning rates.

@@ -12,8 +12,6 @@ from raysgd.comm.horovod import HorovodBackend
 from raysgd.comm.tensorflow import keras_environment
 from raysgd.loop.options import Options
 
-__all__ = ["TFOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TFOptions(Options):

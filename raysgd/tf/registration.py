@@ -18,8 +18,6 @@ from raysgd.tf.train_state import KerasTrainState, TFSettings, unpack
 if TYPE_CHECKING:
     from raysgd.tf.operator import TrainingOperator
 
-__all__ = ["build_operator", "register"]
-
 
 def register(
     state: KerasTrainState,

@@ -13,8 +13,6 @@ from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.loop.runner import OperatorRunner
 from raysgd.tf.options import TFOptions
 
-__all__ = ["TFRunner", "weights"]
-
 
 class TFRunner(OperatorRunner):
     """Runs one operator. `setup` imports TensorFlow after the environment is set."""

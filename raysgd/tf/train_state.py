@@ -21,8 +21,6 @@ from raysgd.tf.loading import KerasSources
 from raysgd.tf.losses import BatchMetrics, loss_parts, widened
 from raysgd.tf.options import TFOptions
 
-__all__ = ["KerasTrainState", "TFSettings", "copy_leaf_to_arrays", "unpack"]
-
 
 @dataclass
 class TFSettings(Settings):

@@ -25,8 +25,6 @@ from raysgd.trainer.base import OperatorTrainer
 from raysgd.trainer.info import argument
 from raysgd.trainer.state import TrainerState
 
-__all__ = ["TFTrainer"]
-
 
 class KerasTrainerState(TrainerState):
     """See :class:`raysgd.trainer.state.TrainerState`."""
