@@ -33,7 +33,7 @@ class MeanLoss:
         # Keras functions need the ranks and masks that only compile() gives them.
         names_keras = getattr(criterion, "__module__", "").startswith(f"{keras.__name__}.")
         self._is_direct = callable(criterion) and (self._is_keras or not names_keras)
-        self._compiled = _compiled(keras, model, loss=criterion)
+        self.compiled = _compiled(keras, model, loss=criterion)
 
     def __call__(self, target: Any, output: Any, sample_weight: Any = None) -> Any:
         output = widened(output)
@@ -42,20 +42,13 @@ class MeanLoss:
             values = self._criterion(target, output)
         else:
             given = [_tensors(each) for each in (target, output, sample_weight)]
-            values = self._compiled.compute_loss(None, *given)
+            values = self.compiled.compute_loss(None, *given)
         return tf.reduce_mean(tf.cast(values, tf.float32))
 
-    def parts(self) -> dict[str, float]:
-        return loss_parts(self._compiled)
 
-
-def loss_parts(compiled: Any) -> dict[str, float]:
-    """Return and reset the losses of a compiled model's outputs, by name."""
-    means = [metric for metric in compiled.metrics if metric.name.endswith("_loss")]
-    found = {mean.name: float(mean.result()) for mean in means}
-    for mean in means:
-        mean.reset_state()
-    return found
+def losses_of_outputs(compiled: Any) -> list[Any]:
+    """Return the metrics in which a compiled model keeps the losses of its outputs."""
+    return [metric for metric in compiled.metrics if metric.name.endswith("_loss")]
 
 
 def _compiled(keras: Any, model: Any, **arguments: Any) -> Any:

@@ -18,7 +18,7 @@ from raysgd.tf.engine import Engine
 from raysgd.tf.features import Averages, Optimization, Replication
 from raysgd.tf.keras import loss_scale_of, named_arrays, overrides, set_arrays, variables_of
 from raysgd.tf.loading import KerasSources
-from raysgd.tf.losses import BatchMetrics, loss_parts, widened
+from raysgd.tf.losses import BatchMetrics, losses_of_outputs, widened
 from raysgd.tf.options import TFOptions
 
 
@@ -43,6 +43,7 @@ class KerasTrainState(TrainState):
         self.engine = Engine()
         self.criterion: Any = None
         self.metrics: BatchMetrics | None = None
+        self._losses: list[Any] | None = None
         self.class_weight: Mapping[int, float] | None = None
         self.optimization = Optimization(self)
         self.features = [Replication(self), self.optimization, self.parts, Averages(self)]
@@ -92,9 +93,15 @@ class KerasTrainState(TrainState):
     def measured(self, prefix: str, target: Any, output: Any, weights: Any) -> dict[str, Any]:
         """Return the losses of the outputs and the registered metrics of a batch, by name."""
         assert self.metrics is not None
-        own = self._model_computes_loss or self.criterion is None
-        parts = loss_parts(self.models[0]) if own else self.criterion.parts()
-        found = {**parts, **self.metrics.measure(target, output, weights)}
+        if self._losses is None:  # the first batch creates them
+            computes = self._model_computes_loss or self.criterion is None
+            self._losses = losses_of_outputs(
+                self.models[0] if computes else self.criterion.compiled
+            )
+        found: dict[str, Any] = {each.name: float(each.result()) for each in self._losses}
+        for each in self._losses:
+            each.reset_state()
+        found |= self.metrics.measure(target, output, weights)
         return {f"{prefix}_{name}": value for name, value in found.items()}
 
     def check_masks(self, masks: Any) -> None:

@@ -168,6 +168,20 @@ def test_losses_and_metrics_of_several_outputs_need_no_compile(build, keras, kin
 
 
 @both
+def test_losses_of_layers_count_in_addition_to_a_registered_loss(build, keras):
+    module = keras_of({"keras": keras})
+
+    def make():
+        layer = module.layers.Dense(1, kernel_initializer="ones", kernel_regularizer="l2")
+        return module.Sequential([module.Input((4,)), layer])
+
+    config = {"make": make, "loss": "mse", "metrics": []}
+    found = build(Given, config).validate_batch((FEATURES, BITS), {})
+    expected = np.mean((FEATURES.sum(axis=1, keepdims=True) - BITS) ** 2) + 0.01 * 4
+    assert float(found["val_loss"]) == pytest.approx(expected, rel=1e-5)
+
+
+@both
 def test_class_weights_are_those_of_fit(build, keras):
     module = keras_of({"keras": keras})
 
