@@ -16,16 +16,9 @@ def kerases() -> list[Any]:
     return [sys.modules[name] for name in ("keras", "tf_keras") if name in sys.modules]
 
 
-def is_keras_model(thing: Any) -> bool:
-    return any(isinstance(thing, keras.Model) for keras in kerases())
-
-
 def flavor_of(model: Any) -> Any:
-    """Return the module that a model belongs to: ``keras`` or ``tf_keras``."""
-    for keras in kerases():
-        if isinstance(model, keras.Model):
-            return keras
-    raise TypeError(f"{model!r} is not a Keras model.")
+    """Return the module of a model, ``keras`` or ``tf_keras``. None for other objects."""
+    return next((keras for keras in kerases() if isinstance(model, keras.Model)), None)
 
 
 def overrides(model: Any, name: str) -> bool:
@@ -113,7 +106,7 @@ def scaled_optimizer(keras: Any, optimizer: Any, use_fp16: bool | str) -> Any:
 
 def variables_of(thing: Any) -> list[Any]:
     """Return the variables of a model or an optimizer, including its learning rate."""
-    if is_keras_model(thing):
+    if flavor_of(thing) is not None:
         return list(thing.weights)
     variables = list(thing.variables)
     inner = getattr(thing, "inner_optimizer", None)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from raysgd.loop.operator_base import check_registered, create_operator
 from raysgd.loop.train_state import listed, shaped_like
 from raysgd.tf.communication import Communication
-from raysgd.tf.keras import flavor_of, is_keras_model, policy_name, scaled_optimizer, set_policy
+from raysgd.tf.keras import flavor_of, policy_name, scaled_optimizer, set_policy
 from raysgd.tf.loading import spec_of
 from raysgd.tf.losses import BatchMetrics, MeanLoss, without_means
 from raysgd.tf.train_state import KerasTrainState, TFSettings, unpack
@@ -32,7 +32,7 @@ def register(
         raise RuntimeError("register() was called twice. Pass lists to register several models.")
     state.models = listed(models)
     for model in state.models:
-        if not is_keras_model(model):
+        if flavor_of(model) is None:
             raise TypeError(
                 f"register(models=...) must be one or a list of Keras models, but got {model!r}."
             )
