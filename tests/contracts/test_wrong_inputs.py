@@ -612,7 +612,7 @@ WRONG_RESULTS = {
     "metric_named_by_a_number": (
         "number as name",
         TypeError,
-        ["Moody.train_batch", "5", "use a string"],
+        ["Moody.train_batch", "5", "must be a string"],
     ),
 }
 

@@ -97,7 +97,7 @@ def test_gpus_are_used_if_requested_or_found(monkeypatch):
     assert decide(False, {}, found=True, **local) is False
     assert [decide("auto", {}, found=found, **local) for found in (True, False)] == [True, False]
     assert decide("auto", {"GPU": 1})  # no cluster is asked
-    with pytest.raises(ValueError, match="remove GPU, or pass use_gpu=True"):
+    with pytest.raises(ValueError, match="Remove GPU, or pass use_gpu=True"):
         decide(False, {"GPU": 1})
 
 

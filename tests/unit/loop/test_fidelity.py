@@ -375,7 +375,7 @@ WHOLE = {
     Raw: "train_batch calls optimizer.step()",
     SteppingSchedulers: "train_batch steps a scheduler itself",
     Changing: "train_batch changes gradients before it steps an optimizer",
-    Skipping: "train_batch makes no update in some batches",
+    Skipping: "train_batch makes no update in the last batch of a group",
     Twofold: "train_batch computes gradients after it has stepped an optimizer",
     OwnLoop: "only the default train_epoch",
 }

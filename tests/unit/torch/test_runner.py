@@ -562,7 +562,7 @@ def test_error_names_data_that_differ_between_workers():
         runner._train_state.data.check_like({"train": "39 samples, drop_last False, Named"})
     said = str(caught.value)
     assert "40 samples, drop_last False, Named on worker 0, and 39 samples" in said
-    assert said.index("seed what is random") < said.index("add_dist_sampler=False")
+    assert said.index("seeded generators") < said.index("add_dist_sampler=False")
 
 
 def test_new_generation_partitions_a_given_data_set():
