@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ __all__ = ["ProgressBar"]
 
 _MOST = 4
 """Maximum number of metrics in a bar."""
+_MOST_SHARES = 8
+"""Maximum number of workers whose shares are in a bar."""
 
 
 class ProgressBar(EpochLines):
@@ -49,15 +52,17 @@ class ProgressBar(EpochLines):
         if not progress:
             return
         first, compiling = progress[0], any(each.compiling for each in progress)
-        if not (first.num_batches or compiling):
+        # With shares, the workers evaluate different numbers of batches.
+        num_batches = math.ceil(_mean([p.num_batches for p in progress]))
+        if not (num_batches or compiling):
             return
         names = dict.fromkeys(name for each in progress for name in each.latest)
         latest = {n: _mean([p.latest[n] for p in progress if n in p.latest]) for n in names}
         # The workers restart their count after a pause or a failure within the call.
-        done = first.num_batches
+        done = num_batches
         if kind == "train":
             done = max(done, first.global_step - self._first_step)
-        total = first.total_batches and done - first.num_batches + first.total_batches
+        total = first.total_batches and done - num_batches + first.total_batches
         num_samples = sum(p.num_samples for p in progress)
         if num_samples < self._num_samples:
             self._samples_before += self._num_samples
@@ -124,6 +129,12 @@ class ProgressBar(EpochLines):
         if num_samples is not None:
             shown["samples/s"] = f"{num_samples / elapsed_s:.0f}"
         shown["workers"] = f"{trainer.num_workers}/{trainer.max_workers}"
+        shares: Sequence[float] = ()
+        for event in trainer.events:
+            shares = event.shares or shares
+        if len(set(shares)) > 1:
+            first_ones = "/".join(f"{share:.2g}" for share in shares[:_MOST_SHARES])
+            shown["shares"] = first_ones + "/..." * (len(shares) > _MOST_SHARES)
         return shown
 
     def _close(self, is_done: bool = False) -> None:

@@ -116,6 +116,9 @@ def _tiles(log: RunLog) -> Iterator[str]:
     yield _tile("duration", datetime.timedelta(seconds=round(log.ended - log.began)), "duration")
     yield _tile("goodput", f"{100 * goodput(log):.1f} %", "goodput")
     yield _tile("lost-workers", num_lost, "lost workers")
+    if shares := [event["shares"] for event in log.events if event["kind"] == "rebalanced"]:
+        text = ", ".join(f"{share:.2f}" for share in shares[-1])
+        yield _tile("shares", text, "last shares of the workers")
     if trains:
         yield _tile("epoch", trains[-1]["epoch"], "epochs")
         yield _tile("global-step", trains[-1]["global_step"], "steps")

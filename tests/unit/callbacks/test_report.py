@@ -61,6 +61,7 @@ def folder(tmp_path):
         {**event("lost", 130, 14, num_workers=1), "cause": "<i>OOM</i>"},
         event("resumed", 130.5, 14, 0.4, num_workers=1),
         event("grown", 133, 16, 0.1, num_workers=2),
+        {**event("rebalanced", 134, 17, num_workers=2), "shares": [1.5, 0.5]},
     ]
     write(tmp_path, records, events)
     return tmp_path
@@ -85,6 +86,7 @@ def check_numbers(text, folder):
     assert tile(text, "duration") == "0:01:02"
     assert (tile(text, "epoch"), tile(text, "global-step")) == ("3", "30")
     assert tile(text, "train_loss") == "0.3333"
+    assert tile(text, "shares") == "1.50, 0.50"
     assert tile(text, "val_accuracy") == "0.9"
 
 
