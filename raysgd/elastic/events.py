@@ -55,7 +55,7 @@ class Event:
     shares: tuple[float, ...] = ()
     """For ``rebalanced``: the new shares by rank. Their mean is 1."""
     old_shares: tuple[float, ...] = ()
-    """For ``rebalanced``: the shares before it."""
+    """For ``rebalanced``: the shares before it, by the ranks of that time."""
     num_workers: int = 0
     """Size of the group after the event."""
     seconds: float = 0.0

@@ -67,7 +67,7 @@ class GroupForming:
             self._scale_up.fail(joining.pop(member), lost.pop(member))
         if lost:
             return self._note_lost(lost)
-        self._context.shares.note_speeds(self._answers)
+        self._context.shares.poll(self._answers)
         self._joining = joining
         members = self._group.members
         return ProgressKnown(

@@ -30,10 +30,10 @@ class Shares(Feature):
         self._group, self._config, self._journal = group, config, journal
         self._speeds: dict[WorkerHandle, float] = {}
         """Newest speeds, in samples per second."""
-        self._current: dict[WorkerHandle, float] = {}
-        """Shares of the newest attempt, with mean 1. Empty if they are even."""
         self._members: list[WorkerHandle] = []
         """The workers for which shares were last chosen."""
+        self._shares: tuple[float, ...] = ()
+        """Their shares, with mean 1."""
         self._traits: dict[str, set[str]] = {}
         self._wrong_since: float | None = None
         self._changed_at = -math.inf
@@ -41,36 +41,38 @@ class Shares(Feature):
         """Whether the call should pause at a step, because shares have been wrong for long."""
 
     def check(self) -> None:
-        """Check that the names of a mapping are those of nodes.
-
-        Raises:
-            ValueError: if there is no such node.
-        """
+        """Warn about names of a mapping that no node has. Later nodes may have them."""
         if not isinstance(self._config.shares, Mapping) or self._group.options.inline:
             return
         known = {name for traits in self._group.node_traits().values() for name in traits}
-        for name in self._config.shares:
-            if name not in known:
-                raise ValueError(
-                    f"ElasticConfig(shares={{{name!r}: ...}}): no node has this label, accelerator "
-                    f"type, or resource. The nodes have {', '.join(sorted(known))}."
-                )
+        if missing := [name for name in self._config.shares if name not in known]:
+            logger.warning(
+                "ElasticConfig(shares=...): no node has the label, accelerator type, or resource "
+                "%s yet. The nodes have %s.",
+                ", ".join(map(repr, missing)),
+                ", ".join(sorted(known)),
+            )
 
     def of(self, members: Sequence[WorkerHandle]) -> tuple[float, ...] | None:
         """Return the shares of the workers that receive a request. None means equal shares."""
-        if self._config.shares != "measured" or len(members) < 2:
-            return self.given(members)
         if self.wants_change or self._members != list(members):
             self._choose(members)
-        return tuple(self._current[member] for member in members) if self._current else None
+        return self._shares if _are_uneven(self._shares) else None
+
+    def given(self, members: Sequence[WorkerHandle]) -> tuple[float, ...] | None:
+        """Return the shares that the user's mapping sets for workers. None means equal shares."""
+        if not isinstance(self._config.shares, Mapping):
+            return None
+        shares = self._by_node(members, self._config.shares)
+        return shares if _are_uneven(shares) else None
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
-        """Note the speeds of the members, and whether their shares are wrong."""
-        self.note_speeds(progress)
+        """Note the speeds of workers, and whether the shares of the members are wrong."""
+        self._speeds |= {m: p.samples_per_s for m, p in progress.items() if p.samples_per_s}
         members, now = self._group.members, self._group.clock.monotonic()
-        is_known = len(members) > 1 and all(member in self._speeds for member in members)
-        is_wrong = is_known and _differ(self._shares_now(members), self._measured(members))
-        if self._config.shares != "measured" or not is_wrong:
+        is_known = self._members == members and all(m in self._speeds for m in members)
+        is_measured = self._config.shares == "measured" and len(members) > 1
+        if not (is_measured and is_known and _differ(self._shares, self._by_speed(members))):
             self._wrong_since, self.wants_change = None, False
             return
         if self._wrong_since is None:
@@ -78,38 +80,20 @@ class Shares(Feature):
         may_change = now >= self._changed_at + self._config.resize_cooldown_s
         self.wants_change = may_change and now >= self._wrong_since + _LASTS_S
 
-    def note_speeds(self, progress: Mapping[WorkerHandle, Progress]) -> None:
-        """Note the speeds of members, and of replacement workers that are about to join."""
-        self._speeds |= {m: p.samples_per_s for m, p in progress.items() if p.samples_per_s}
-
-    def given(self, members: Sequence[WorkerHandle]) -> tuple[float, ...] | None:
-        """Return the shares that the user's mapping sets for these workers.
-
-        None means equal shares.
-        """
-        shares = self._config.shares
-        if not isinstance(shares, Mapping) or len(members) < 2:
-            return None
-        if not self._traits.keys() >= {member.node_id for member in members}:
-            self._traits = self._group.node_traits()
-        found = []
-        for member in members:
-            traits = self._traits.get(member.node_id, set())
-            found.append(next((share for name, share in shares.items() if name in traits), 1.0))
-        return None if len(set(found)) == 1 else tuple(found)
-
     def _choose(self, members: Sequence[WorkerHandle]) -> None:
         self._speeds = {m: speed for m, speed in self._speeds.items() if m in members}
-        before, after = self._shares_now(members), self._measured(members)
-        self._members, self._wrong_since, self.wants_change = list(members), None, False
-        even = dict.fromkeys(members, 1.0)
-        if not _differ(even, after):
-            after = even
-        self._current = {} if after == even else after
-        if before == after:
+        old_shares = self._shares or (1.0,) * len(members)
+        shares: tuple[float, ...] = (1.0,) * len(members)
+        if isinstance(self._config.shares, Mapping):
+            shares = self._by_node(members, self._config.shares)
+        elif self._config.shares == "measured":
+            measured = self._by_speed(members)
+            shares = measured if _differ(shares, measured) else shares
+        self._members, self._shares = list(members), shares
+        self._wrong_since, self.wants_change = None, False
+        if shares == old_shares or not (_are_uneven(shares) or _are_uneven(old_shares)):
             return
         self._changed_at = self._group.clock.monotonic()
-        old_shares, shares = tuple(before.values()), tuple(after.values())
         self._journal.record(
             "rebalanced",
             members,
@@ -118,27 +102,40 @@ class Shares(Feature):
             old_shares=old_shares,
         )
 
-    def _shares_now(self, members: Sequence[WorkerHandle]) -> dict[WorkerHandle, float]:
-        """Return the current shares. A new worker has an equal share."""
-        return _normalized({member: self._current.get(member, 1.0) for member in members})
+    def _by_node(
+        self, members: Sequence[WorkerHandle], shares: Mapping[str, float]
+    ) -> tuple[float, ...]:
+        """Return the shares of a mapping. A node without any of its names has 1."""
+        if not self._traits.keys() >= {member.node_id for member in members}:
+            self._traits = self._group.node_traits()
+        found = []
+        for member in members:
+            traits = self._traits.get(member.node_id, set())
+            found.append(next((share for name, share in shares.items() if name in traits), 1.0))
+        return _normalized(found)
 
-    def _measured(self, members: Sequence[WorkerHandle]) -> dict[WorkerHandle, float]:
+    def _by_speed(self, members: Sequence[WorkerHandle]) -> tuple[float, ...]:
         """Return shares proportional to speed. A worker of unknown speed gets the mean."""
         known = [self._speeds[member] for member in members if member in self._speeds]
         mean = sum(known) / len(known) if known else 1.0
-        return _normalized({member: self._speeds.get(member, mean) for member in members})
+        shares = _normalized([self._speeds.get(member, mean) for member in members])
+        return tuple(max(0.001, round(share, 3)) for share in shares)
 
 
 def _listed(shares: Sequence[float]) -> str:
     return ", ".join(f"{share:.2f}" for share in shares)
 
 
-def _normalized(shares: dict[WorkerHandle, float]) -> dict[WorkerHandle, float]:
-    mean = sum(shares.values()) / len(shares)
-    return {member: max(0.001, round(share / mean, 3)) for member, share in shares.items()}
+def _normalized(shares: Sequence[float]) -> tuple[float, ...]:
+    mean = sum(shares) / len(shares)
+    return tuple(share / mean for share in shares)
 
 
-def _differ(before: Mapping[WorkerHandle, float], after: Mapping[WorkerHandle, float]) -> bool:
+def _are_uneven(shares: Sequence[float]) -> bool:
+    return len(set(shares)) > 1
+
+
+def _differ(before: Sequence[float], after: Sequence[float]) -> bool:
     """Return whether any share is wrong by more than the tolerance."""
-    ratios = [after[member] / before[member] for member in before]
+    ratios = [new / old for old, new in zip(before, after, strict=True)]
     return max(ratios) > _TOLERANCE or min(ratios) < 1 / _TOLERANCE

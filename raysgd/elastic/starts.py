@@ -87,12 +87,11 @@ class Starts:
         """Form a group of the ready workers, with the state of the newest snapshot."""
         ready = self._scale_up.ready()
         joining = {r.member: r for r in ready if r.member is not None}
-        answers, lost = self._context.commands.reach(joining)
+        _, lost = self._context.commands.reach(joining)
         if lost:
             for member, error in lost.items():
                 self._scale_up.fail(joining[member], error)
             return FormingFailed(by_newcomer=True)
-        self._context.shares.note_speeds(answers)
         event: Event = GroupFormed()
         try:
             self._enter_together(joining)

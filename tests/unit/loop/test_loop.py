@@ -692,6 +692,6 @@ def test_a_shuffle_by_generators_of_different_seeds_is_refused(loop_of, seed):
     else:
         with pytest.raises(
             RuntimeError,
-            match="RandomSampler gives the workers different orders .*same seed on all workers",
+            match=r"RandomSampler gives the workers different orders .*same seed on all workers",
         ):
             train_state.data.source("train").agree_on_order(0, 0, train_state)
