@@ -26,6 +26,10 @@ logger = logging.getLogger(__name__)
 _TICK_S = 1.0
 _BUSY_TICK_S = 0.05
 _UNEVEN_TICK_S = 0.25
+_NOTICE_S = 0.1
+"""Seconds between the request of a pause and the pause."""
+_LONG_NOTICE_S = 1.0
+"""The same for new shares. They are not urgent, and a late request costs a new generation."""
 
 
 class CallRunner:
@@ -162,7 +166,7 @@ class CallRunner:
             if call.can_pause and self._context.pause_step is None:
                 moves = any(self._context.who_moves()) or self._context.preemption.must_save
                 if moves or self._context.shares.wants_change:
-                    self._pause(attempt, progress)
+                    self._pause(attempt, progress, _NOTICE_S if moves else _LONG_NOTICE_S)
 
     def _check_health(
         self, monitor: HealthMonitor, progress: Mapping[WorkerHandle, Progress]
@@ -184,13 +188,15 @@ class CallRunner:
         if why is not None:
             raise CollectiveError(why)
 
-    def _pause(self, attempt: Attempt, progress: Mapping[WorkerHandle, Progress]) -> None:
+    def _pause(
+        self, attempt: Attempt, progress: Mapping[WorkerHandle, Progress], notice_s: float
+    ) -> None:
         """Let all workers pause at the same step, so that workers can join and leave."""
         if len(progress) < len(self._group.members) or attempt.outcomes:
             return  # a worker does not answer, or the call is ending
         if not all(p.step_s for p in progress.values()):
             return  # the step duration is unknown before the first step
-        step = self._context.pause_step = pause_step(list(progress.values()))
+        step = self._context.pause_step = pause_step(list(progress.values()), notice_s)
         answers = self._commands.pause_at(step)
         if not all(f.done() and f.exception() is None and f.result() < step for f in answers):
             # Some workers have passed the step: discard it.

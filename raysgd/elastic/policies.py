@@ -148,13 +148,14 @@ def who_leaves(
     return [*in_order[:num_ready], *due][: max(0, most)]
 
 
-def pause_step(progress: Sequence[Progress], notice_s: float = 0.1) -> int:
+def pause_step(progress: Sequence[Progress], notice_s: float) -> int:
     """Return a step at which all workers can pause together.
 
     Workers are at most one step apart. The step is `notice_s` seconds and two steps ahead, so that
     all workers receive the request in time.
 
-    >>> pause_step([Progress(global_step=7, step_s=0.05), Progress(global_step=8, step_s=0.05)])
+    >>> slow, fast = Progress(global_step=7, step_s=0.05), Progress(global_step=8, step_s=0.05)
+    >>> pause_step([slow, fast], notice_s=0.1)
     12
     """
     first = max(progress, key=lambda p: p.global_step)

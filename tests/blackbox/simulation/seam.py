@@ -263,6 +263,8 @@ class SimMember(WorkerHandle):
         self.context = None
         self.pause = None
         self.snapshot_step = None
+        self.speed = 0.0
+        """Samples per second."""
         self.silent = False
         """Stopped: it answers nothing and does nothing."""
         self.deaf = False
@@ -342,6 +344,7 @@ class SimMember(WorkerHandle):
             global_step=self.step,
             num_batches=self.step,
             step_s=self._world.step_s,
+            samples_per_s=self.speed,
             snapshot=self.snapshot_step,
             terminated=self.terminated,
             divided=self.divided,

@@ -310,7 +310,7 @@ def test_a_pause_that_a_worker_misses_discards_the_step(world, monkeypatch):
 
 
 def test_user_error_in_a_discarded_step_is_raised(world, monkeypatch):
-    monkeypatch.setattr(call_runner, "pause_step", lambda progress: 0)
+    monkeypatch.setattr(call_runner, "pause_step", lambda *_: 0)
     world.room = 2
     controller = world.drive(3, resize_cooldown_s=0.0).controller
     first = controller.members[0]
@@ -325,6 +325,56 @@ def test_user_error_in_a_discarded_step_is_raised(world, monkeypatch):
     fail_in_time()
     with pytest.raises(BadBatchError):
         run_until(controller, 400)
+
+
+# ---- shares of the global batch
+
+
+@pytest.fixture
+def mixed(world):
+    """A controller whose workers have measured shares. Worker 0 is three times faster."""
+    every_new(world, speed=100.0)
+    controller = world.drive(3, shares="measured", resize_cooldown_s=1.0).controller
+    controller.members[0].speed = 300.0
+    return controller
+
+
+def shares_of(controller):
+    return [event.shares for event in controller.events if event.kind == "rebalanced"]
+
+
+def test_new_shares_need_no_new_generation(world, mixed, monkeypatch):
+    slow = mixed.members[2]
+
+    def hear_late(method, *arguments, control=slow.control):
+        if method == "pause_at":
+            world.sleep(0.5)
+        return control(method, *arguments)
+
+    monkeypatch.setattr(slow, "control", hear_late)
+    run_until(mixed, 200)
+    assert shares_of(mixed) == [(1.8, 0.6, 0.6)]
+    assert kinds(mixed) == ["started", "rebalanced"]
+    assert [member.interruptions for member in mixed.members] == [0] * 3
+
+
+def test_a_replacement_joins_with_a_share_by_its_speed(world, mixed):
+    run_until(mixed, 200)
+    every_new(world, speed=500.0)
+    world.at_step(220, lambda: world.lose(1))
+    run_until(mixed, 400, max_losses=1)
+    assert kinds(mixed)[2:] == ["lost", "resumed", "rebalanced", "grown", "rebalanced"]
+    assert shares_of(mixed)[1:] == [(1.5, 0.5), (1.0, 1.667, 0.333)]
+    assert mixed.events[-1].step == mixed.events[-2].step
+
+
+def test_a_restart_of_all_workers_returns_to_even_shares(world, mixed):
+    run_until(mixed, 200)
+    world.at_step(220, lambda: lose_all(world))
+    run_until(mixed, 400, max_losses=1)
+    assert kinds(mixed)[-2:] == ["restarted", "rebalanced"]
+    assert mixed.events[-1].old_shares == (1.8, 0.6, 0.6)
+    assert mixed.events[-1].shares == (1.0, 1.0, 1.0)
 
 
 # ---- all are lost

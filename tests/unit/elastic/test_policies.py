@@ -110,9 +110,3 @@ def test_a_pause_is_two_steps_and_the_notice_ahead_of_every_worker(workers, reac
         assert notice_s <= ahead * first.step_s + rounding
     else:
         assert ahead == 0
-
-
-def test_the_notice_of_a_pause_is_a_tenth_of_a_second():
-    assert pause_step([Progress(global_step=10, step_s=0.01)]) == 22
-    assert pause_step([Progress(global_step=10, step_s=0.02), Progress(global_step=9)]) == 17
-    assert pause_step([Progress(global_step=10, step_s=5.0)]) == 13
