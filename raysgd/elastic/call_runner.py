@@ -116,7 +116,9 @@ class CallRunner:
         self._watch(call, attempt)
         if attempt.failed:
             self._commands.stop(attempt)
-        progress = {member: outcome.progress for member, outcome in attempt.outcomes.items()}
+        # In the order of ranks, because rank 0 has more of a snapshot than its shard.
+        returned = [member for member in self._group.members if member in attempt.outcomes]
+        progress = {member: attempt.outcomes[member].progress for member in returned}
         if progress:
             self._journal.progress = furthest(list(progress.values()))
             self._journal.seen_step = self._journal.progress.global_step
