@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
+from raysgd.elastic.shares import Shares
 from raysgd.utils import BATCH_SIZE
 
 NUM_SAMPLES, GLOBAL_BATCH = 960, 24
@@ -90,3 +91,13 @@ def test_measured_shares_change_no_result_through_losses_and_joins(module_cluste
         train_until(trainer, lambda: "grown" in kinds(trainer), results)
         results.append(trainer.train())
         check(trainer, results, register)
+
+
+@pytest.mark.parametrize("sharding", ["optimizer", "full"])
+def test_shares_of_a_mapping_change_no_result_of_sharding(sharding, module_cluster, monkeypatch):
+    # All workers are on one node, so the mapping itself would give even shares.
+    monkeypatch.setattr(Shares, "_by_node", lambda self, members, shares: (1.5, 0.5))
+    with make_trainer(2, [0.0], {"sharding": sharding}, shares={"CPU": 2.0}) as trainer:
+        results = [trainer.train()]
+        assert kinds(trainer) == ["started", "rebalanced"]
+        check(trainer, results)
