@@ -106,7 +106,7 @@ def _by_name(value: Any, model: torch.nn.Module, num_others: int) -> Mapping[str
     if not fields:
         return _named(value)
     others = fields - {p.name for p in _inputs_of(model) if p.kind not in _VARIADIC}
-    is_like = _required(model) <= fields and len(others) <= num_others < len(fields)
+    is_like = _required(model) <= fields and len(others) <= num_others
     return value._asdict() if is_like else None
 
 
