@@ -124,9 +124,8 @@ class ShardedLoader(PartitionedSource):
         )
         super().__init__(loader, shard, follows_share, global_batch if training else None)
         self.reseed(seed)
-        self._iterates_itself = _iterates_itself(loader)
-        has_rows = not (self._iterates_itself or self._deals_batches)
-        self._tensors = _tensors_of(loader) if has_rows else None
+        self._iterates_itself = type(loader).__iter__ is not DataLoader.__iter__
+        self._tensors = None if self._deals_batches else _tensors_of(loader)
         self._kept_loader: DataLoader[Any] | None = None
         self._order: tuple[tuple[int, int], Order] | None = None
         self._orders_agreed = False
@@ -488,15 +487,6 @@ def changed(loader: DataLoader[Any], **settings: Any) -> DataLoader[Any]:
     return made
 
 
-def _iterates_itself(loader: DataLoader[Any]) -> bool:
-    """Return whether the type of a loader overrides how it makes batches."""
-    kind = type(loader)
-    return (
-        kind.__iter__ is not DataLoader.__iter__
-        or kind._get_iterator is not DataLoader._get_iterator
-    )
-
-
 # ---- orders
 
 
@@ -538,8 +528,9 @@ def _tensors_of(loader: DataLoader[Any]) -> tuple[torch.Tensor, ...] | None:
     Indexing them for a whole batch is many times faster than reading sample by sample.
     """
     data = loader.dataset
-    reads_in_process = loader.num_workers == 0 and not loader.pin_memory
-    if type(data) is not TensorDataset or loader.collate_fn is not default_collate:
+    if type(loader) is not DataLoader or type(data) is not TensorDataset:
         return None
+    reads_in_process = loader.num_workers == 0 and not loader.pin_memory
+    only_collates = loader.collate_fn is default_collate and reads_in_process
     is_dense = all(tensor.layout is torch.strided for tensor in data.tensors)
-    return data.tensors if reads_in_process and is_dense else None
+    return data.tensors if only_collates and is_dense else None
