@@ -127,15 +127,11 @@ def checked_sharding(
     check_flags(where, **{n: given[n] for n in ("offload", "reshard_after_forward") if n in given})
     _check_wrap(given.get("wrap"))
     others = {
-        'backend="horovod"': options.use_horovod,
-        'use_fp16="apex"': options.use_fp16 == "apex",
-        "wrap_ddp=False": not options.wrap_ddp,
+        'backend="horovod" of the trainer': options.use_horovod,
+        'use_fp16="apex" of the trainer': options.use_fp16 == "apex",
+        "wrap_ddp=False of the trainer": not options.wrap_ddp,
     }
-    for name in (name for name, is_given in others.items() if is_given):
-        raise ValueError(
-            f'register(sharding="{sharding}") does not work with {name} of the trainer. Leave out '
-            "one of the two."
-        )
+    _refuse_any(sharding, others)
     for optimizer in optimizers:
         if type(optimizer) not in ELEMENTWISE:
             names = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
@@ -144,6 +140,15 @@ def checked_sharding(
                 f"of these of torch.optim, which update each element by itself: {names}."
             )
     return given
+
+
+def _refuse_any(sharding: str, others: Mapping[str, bool]) -> None:
+    for name, is_given in others.items():
+        if is_given:
+            raise ValueError(
+                f'register(sharding="{sharding}") does not work with {name}. Leave out one of the '
+                "two."
+            )
 
 
 def _check_wrap(wrap: Any) -> None:
@@ -207,8 +212,7 @@ def check_fully_shardable(
         "register(ddp_args=...)": ddp_args,
         "the scaled gradients of float16, and works with amp_dtype=torch.bfloat16": scales,
     }
-    for name in (name for name, is_given in others.items() if is_given):
-        raise ValueError(f"{given} does not work with {name}. Leave out one of the two.")
+    _refuse_any("full", others)
     for model in models:
         for name, parameter in model.named_parameters():
             if not parameter.dim() or not parameter.numel() or not parameter.is_contiguous():
