@@ -390,6 +390,17 @@ def test_loader_with_the_batch_share_follows_it():
     assert [len(batch[0]) for batch in follows.batches(0, 0)] == [8, 8, 4]
 
 
+def test_batch_size_in_a_smaller_group_is_that_of_the_full_group():
+    sizes = {"batch_share": 10, "full_size": 4, "global_batch": 20}
+    source = wrap(DataLoader(tensors(), batch_size=10), training=False, world_size=2, **sizes)
+    assert source.batch_size == 5
+
+
+def test_ready_batches_do_not_grow_in_a_smaller_group():
+    source = wrap(DataLoader(Numbers(4), batch_size=None), full_size=2)
+    assert indices(source.batches(0, 0)) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("follows", [False, True])
 def test_replacement_adopts_the_batching_of_the_others(follows):
     """Whatever its share was in setup, where the size of the group was a guess."""
