@@ -61,7 +61,7 @@ def read_batch(batch: Any, model: torch.nn.Module) -> Batch:
     if its fields are arguments of ``forward``, except for at most one.
 
     Raises:
-        TypeError: if the arguments and the target cannot be told apart.
+        TypeError: If the arguments and the target cannot be told apart.
     """
     if (named := _by_name(batch, model, num_others=1)) is not None:
         return _read_named(named, batch, model)

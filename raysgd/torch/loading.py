@@ -6,7 +6,6 @@ import copy
 import hashlib
 import importlib
 import itertools
-import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -35,8 +34,6 @@ from raysgd.torch.seeding import seeded
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
 
-logger = logging.getLogger(__name__)
-
 Order = torch.Tensor | list[Any] | None
 """Order of an epoch: indices or other keys of a sampler. None means the order of the data set."""
 
@@ -44,7 +41,7 @@ Order = torch.Tensor | list[Any] | None
 class TorchSources(DataSources):
     def register(self, train_loader: Any, validation_loader: Any) -> None:
         super().register(train_loader, validation_loader)
-        context, options = self._state.context, self._state.settings.options
+        options = self._state.settings.options
         if train_loader is None or options.num_workers == 1:
             return
         source = self.source("train")
@@ -55,11 +52,12 @@ class TorchSources(DataSources):
                 f"with a batch_size, whose batches raysgd partitions. It cannot change the size of "
                 f'the batches of {source.describe()}. Pass such a loader, or shares="even".'
             )
-        is_first = context.world_rank == 0 and context.generation <= 1
-        if is_first and source.sharded and type(source.order_sampler) is SequentialSampler:
-            logger.warning(
+        keeps_order = source.sharded and type(source.order_sampler) is SequentialSampler
+        if keeps_order and self._state.context.generation <= 1:
+            self._state.say(
+                "order",
                 "The train loader does not shuffle, and RaySGD v1 did. Write DataLoader(..., "
-                "shuffle=True), unless you want the order of the data set."
+                "shuffle=True), unless you want the order of the data set.",
             )
 
     def by_name(self, loader: Any) -> Mapping[str, Any]:
@@ -252,7 +250,7 @@ class ShardedLoader(PartitionedSource):
         """Make all workers use one order, because a user's sampler or generator may differ.
 
         Raises:
-            RuntimeError: if the orders have differed from the beginning.
+            RuntimeError: If the orders have differed from the beginning.
         """
         rank, size = train_state.context.world_rank, train_state.context.world_size
         if size == 1:

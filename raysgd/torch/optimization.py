@@ -81,7 +81,7 @@ class Group:
         all workers, so that all must correct them by the same factor.
 
         Raises:
-            ValueError: if other losses of the group have other counts.
+            ValueError: If other losses of the group have other counts.
         """
         given, place = self._checked(num_samples), self.place
         if self._this is not None:

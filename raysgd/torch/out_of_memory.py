@@ -42,7 +42,7 @@ def num_rows(batch: Any, samples: float = 0) -> int:
     `samples` is the number of samples in the batch, or 0 if unknown.
 
     Raises:
-        TypeError: if the batch cannot be split.
+        TypeError: If the batch cannot be split.
     """
     sizes: set[int] = set()
 

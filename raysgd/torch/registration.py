@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +35,6 @@ from raysgd.torch.register_checks import (
 if TYPE_CHECKING:
     from raysgd.torch.features.fully_sharded import FullyShardedModel
     from raysgd.torch.train_state import TorchTrainState
-
-logger = logging.getLogger(__name__)
 
 
 def register(
@@ -76,12 +73,9 @@ def register(
     on_cpu = distributed and sharding_args.get("offload", False)
     state.models = [move_to_device(model, device, on_cpu) for model in [*modules, *trained]]
     precision = state.optimization.precision
-    if apex_args and options.use_fp16 != "apex" and state.context.world_rank == 0:
-        logger.warning(
-            'register(apex_args=%r) has no effect with %s. It needs use_fp16="apex".',
-            apex_args,
-            precision.name,
-        )
+    if apex_args and options.use_fp16 != "apex":
+        unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
+        state.say("apex", unused, apex_args, precision.name)
     state.sharding = sharding
     sharded: list[Any] = []
     if sharding is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,8 +30,6 @@ from raysgd.torch.state import (
     to_cpu,
 )
 from raysgd.torch.tensors import version_of
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -179,9 +176,10 @@ class TorchTrainState(TrainState):
     def check_training_state(self, state: dict[str, Any]) -> None:
         for name, objects, saved in self._stateful(state):
             check_parts(name, objects, saved, state_problem)
-        if state.get("schedulers") and not self.schedulers and self.context.world_rank == 0:
-            logger.warning(
-                "The loaded state has schedulers, which are ignored because the operator has none."
+        if state.get("schedulers") and not self.schedulers:
+            self.say(
+                "schedulers",
+                "The loaded state has schedulers, which are ignored because the operator has none.",
             )
         for feature in self.features:
             feature.check_state(state)
