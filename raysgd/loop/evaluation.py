@@ -34,8 +34,8 @@ class Evaluation:
         """
         loop, call, loader = self._loop, request.call, request.loader
         loop.begin(call)
-        loop.profile(request.profile)
         train_state = loop.train_state
+        train_state.timers.enabled = request.profile
         if self.start is None or self.start[0] != call:
             self.start = call, 0 if request.from_start else train_state.validation_offset
         sources = (

@@ -165,7 +165,7 @@ class Loop:
             self.begin(request.call)
         if request.split is not None:
             train_state.parts.raise_split(request.split)
-        self.profile(request.profile)
+        train_state.timers.enabled = request.profile
         source = self._choose_source(request)
         while (left := self._left(request)) != 0:
             pause = self.signal.pause
@@ -387,10 +387,6 @@ class Loop:
         self._began_at = self.train_state.global_step
         self._skipped_before = self.train_state.num_skipped or 0
         self.train_state.timers.reset()
-
-    def profile(self, profile: bool) -> None:
-        timers = self.train_state.timers
-        (timers.enable if profile else timers.disable)()
 
     def result(self) -> dict[str, Any]:
         result = merge_segments([metrics for _, metrics in self.results])

@@ -248,19 +248,17 @@ def checked_result(method: Callable[..., Any], result: Any) -> Mapping[str, Any]
 
 def create_operator(operator_cls: type[Any], *arguments: Any) -> Any:
     """Create an operator, without calling ``setup``."""
-    advice = "Remove __init__, and use setup(self, config), which runs on the worker."
+    unfit = TypeError(
+        f"{operator_cls.__name__}.__init__ must take *args and call super().__init__(*args). Or "
+        "remove it, and use setup(self, config), which runs on the worker."
+    )
     try:
         inspect.signature(operator_cls).bind(*arguments)
     except TypeError as error:
-        raise TypeError(
-            f"{operator_cls.__name__}.__init__ does not accept the arguments of raysgd: {error}. "
-            f"{advice}"
-        ) from None
+        raise unfit from error
     operator = operator_cls(*arguments)
     if "_config" not in vars(operator):
-        raise TypeError(
-            f"{operator_cls.__name__}.__init__ does not call super().__init__(). {advice}"
-        )
+        raise unfit
     return operator
 
 

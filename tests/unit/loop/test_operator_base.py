@@ -24,15 +24,10 @@ class Careful(Recorder):
         self.mine = 1
 
 
-@pytest.mark.parametrize(
-    ("operator_cls", "said"),
-    [
-        (Forgetful, r"Forgetful.__init__ does not call super\(\).__init__\(\)"),
-        (Selfish, r"Selfish.__init__ does not accept the arguments of raysgd"),
-    ],
-)
-def test_an_unsuitable_init_is_an_error(operator_cls, said):
-    with pytest.raises(TypeError, match=said + r".*Remove __init__, and use setup"):
+@pytest.mark.parametrize("operator_cls", [Forgetful, Selfish])
+def test_an_unsuitable_init_is_an_error(operator_cls):
+    said = rf"{operator_cls.__name__}.__init__ must take \*args and call super"
+    with pytest.raises(TypeError, match=said):
         run_operator(operator_cls, config={"num_samples": 8, "batch_size": 4})
 
 
