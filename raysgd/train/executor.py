@@ -207,20 +207,12 @@ class BackendExecutor:
         iteration: int = 0,
         resume: bool = False,
     ) -> RunCheckpoints:
-        """Start a function of no arguments on every worker. `Trainer.run` documents more arguments.
+        """Start a function of no arguments on every worker. Checkpoints go into `run_dir`, if any.
 
-        Args:
-            train_func: the function.
-            run_dir: folder of the run, for checkpoints; None to write none.
-            dataset: as for `Trainer.run`.
-            checkpoint: checkpoint to start from.
-            checkpoint_strategy: which checkpoints stay on disk.
-            latest_checkpoint_id: number of the newest checkpoint so far; 0 by default.
-            validation: a ValidationConfig.
-            metadata: for ``get_context().get_metadata()``.
-            experiment: names for ``get_context()``.
-            iteration: number of earlier reports.
-            resume: whether to continue from the newest checkpoint in `run_dir`, if there is one.
+        `dataset`, `checkpoint`, and `checkpoint_strategy` are those of `Trainer.run`.
+        `latest_checkpoint_id` is the number of the newest checkpoint so far, by default 0.
+        `iteration` is the number of earlier reports. `resume` continues from the newest checkpoint
+        in `run_dir`, if there is one.
         """
         controller = self._supervised("start_training")
         if self._run is not None:

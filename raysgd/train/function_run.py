@@ -126,9 +126,10 @@ class FunctionRun:
         try:
             yield
         except WorkerLostError as error:
+            number, allowed = self.call.num_losses, self.call.max_losses
             raise TrainingWorkerError(
-                f"The training function lost workers {self.call.num_losses} times, and max_retries="
-                f"{self.call.max_losses} (in fit(), max_failures). {error}",
+                f"The training function lost workers {number} time{'s' * (number != 1)}, but "
+                f"max_retries={allowed} (max_failures={allowed} in fit()). {error}",
                 error.rank,
                 error.node_id,
                 error.cause,

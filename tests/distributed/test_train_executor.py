@@ -173,7 +173,7 @@ def test_loss_without_retries_ends_the_run_and_workers_can_start_again(module_cl
     try:
         executor.start()
         data = KillsAsItIsShared(executor.run(os.getpid)[0])
-        with pytest.raises(TrainingWorkerError, match="lost workers 1 times, and max_retries=0"):
+        with pytest.raises(TrainingWorkerError, match="lost workers 1 time, but max_retries=0"):
             executor.start_training(train.get_dataset_shard, dataset=data)
         executor.shutdown()
         assert not executor.is_started

@@ -212,7 +212,7 @@ def test_failed_run_resumes_from_its_checkpoint_and_can_be_restored(module_clust
             callbacks=[Marking(mark, step=3)],
         ),
     )
-    with pytest.raises(RuntimeError, match="lost workers 2 times, and max_retries=1"):
+    with pytest.raises(RuntimeError, match="lost workers 2 times, but max_retries=1"):
         trainer.fit()
     history = DataParallelTrainer.restore(tmp_path / "restored").fit().history
     found = [(report["n"], report["from"], report["_training_iteration"]) for report in history]
