@@ -148,4 +148,7 @@ def test_a_context_has_the_place_on_the_node():
     )
     context = TrainContext(worker)
     assert (context.get_node_rank(), context.get_local_rank()) == (1, 1)
+    assert context.get_share() == 0.25
+    unequal = WorkerContext(world_rank=1, world_size=2, shares=(0.75, 0.5))
+    assert TrainContext(unequal).get_share() == 0.4
     assert context.get_local_world_size() == 2
