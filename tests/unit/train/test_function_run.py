@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import cloudpickle
 import pytest
 
 from raysgd.elastic.call import Call
@@ -12,12 +13,25 @@ from raysgd.train.run_checkpoints import RunCheckpoints
 from raysgd.train.session import Plan
 
 
-def run_of(*turns):
-    """Return a run whose workers answer every request with these turns."""
-    controller = SimpleNamespace(
-        run=lambda call: [SimpleNamespace(value=lambda turn=turn: turn) for turn in turns]
-    )
-    return FunctionRun(controller, Plan("one", b""), RunCheckpoints(), Datasets(None), Call())
+class Controller:
+    """Answers each request with the next turns of all workers."""
+
+    def __init__(self, *rounds):
+        self.rounds = list(rounds)
+        self.requests, self.states = [], []
+        self.snapshots = SimpleNamespace(set=self.states.append)
+
+    def run(self, call):
+        self.requests.append(call.request)
+        return [SimpleNamespace(value=lambda turn=turn: turn) for turn in self.rounds.pop(0)]
+
+    def grow(self):
+        return False
+
+
+def run_on(controller, folder=None):
+    plan, checkpoints = Plan("one", b""), RunCheckpoints(folder)
+    return FunctionRun(controller, plan, checkpoints, Datasets(None), Call())
 
 
 @pytest.mark.parametrize(
@@ -29,4 +43,16 @@ def run_of(*turns):
 )
 def test_workers_whose_turns_do_not_fit_are_named(other, match):
     with pytest.raises(RuntimeError, match=match):
-        run_of(Turn("report"), other).next_result(dict)
+        run_on(Controller([Turn("report"), other])).next_result(dict)
+
+
+def test_a_kept_checkpoint_is_for_restarts_and_workers_learn_of_it_once(tmp_path):
+    blob = cloudpickle.dumps({"epoch": 1})
+    saved = Turn("checkpoint", checkpoint=blob, has_checkpoint=True, iteration=3)
+    controller = Controller([saved], [Turn("checkpoint")], [Turn("end")])
+    assert run_on(controller, tmp_path).next_result(dict) is None
+    (plan,) = [state["plan"] for state in controller.states]
+    assert (plan.checkpoint, plan.iteration) == (blob, 3)
+    news = [request.reported for request in controller.requests]
+    assert news == [None, plan.reported, None]
+    assert [each.path.name for each in plan.reported] == ["checkpoint_000001"]
