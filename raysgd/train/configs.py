@@ -76,28 +76,21 @@ class RunConfig:
 
 def checked_scaling(given: Any) -> ScalingConfig:
     """Return the ScalingConfig for a trainer argument: a config of raysgd or Ray, or a dict."""
-    if given is None:
-        return ScalingConfig()
     if isinstance(given, Mapping):
         return ScalingConfig(**given)
-    _check_kind("scaling_config", given, "num_workers", "a ScalingConfig, or a dict of its fields")
-    config: ScalingConfig = _converted(ScalingConfig, given)
+    config: ScalingConfig = _converted(ScalingConfig, "scaling_config", given, "num_workers")
     return config
 
 
 def checked_run(given: Any) -> RunConfig:
     """Return the RunConfig for a trainer argument, from raysgd or Ray."""
-    if given is None:
-        return RunConfig()
-    _check_kind("run_config", given, "failure_config", "a RunConfig, such as RunConfig(name='a')")
-    config: RunConfig = _converted(RunConfig, given)
-    if (failure := config.failure_config) is not None:
-        _check_kind("failure_config", failure, "max_failures", "a FailureConfig")
-        check_int("FailureConfig", "max_failures", failure.max_failures, -1)
-    if (checkpoint := config.checkpoint_config) is not None:
-        _check_kind("checkpoint_config", checkpoint, "num_to_keep", "a CheckpointConfig")
-    config.failure_config = _converted(FailureConfig, failure)
-    config.checkpoint_config = _converted(CheckpointConfig, checkpoint)
+    config: RunConfig = _converted(RunConfig, "run_config", given, "failure_config")
+    failure, checkpoint = config.failure_config, config.checkpoint_config
+    config.failure_config = _converted(FailureConfig, "failure_config", failure, "max_failures")
+    config.checkpoint_config = _converted(
+        CheckpointConfig, "checkpoint_config", checkpoint, "num_to_keep"
+    )
+    check_int("FailureConfig", "max_failures", config.failure_config.max_failures, -1)
     name = config.name
     if name is not None and (
         not isinstance(name, str) or name in ("", "..") or Path(name).name != name
@@ -115,13 +108,11 @@ def checked_run(given: Any) -> RunConfig:
     return config
 
 
-def _check_kind(name: str, given: Any, attribute: str, allowed: str) -> None:
-    """Check a config by an attribute, because Ray's classes share no base class with raysgd's."""
-    if not hasattr(given, attribute):
-        raise TypeError(f"{name}={given!r}: must be {allowed}.")
-
-
-def _converted(kind: Any, given: Any) -> Any:
+def _converted(kind: Any, name: str, given: Any, attribute: str) -> Any:
     """Return a raysgd config with the attributes of another config. None gives the defaults."""
+    if given is None:
+        return kind()
+    if not hasattr(given, attribute):  # Ray's configs share no base class with raysgd's
+        raise TypeError(f"{name}={given!r}: must be a {kind.__name__}.")
     names = [field.name for field in fields(kind)]
     return kind(**{name: getattr(given, name) for name in names if hasattr(given, name)})
