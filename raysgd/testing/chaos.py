@@ -35,11 +35,8 @@ _POLL_S = 0.02
 def kill(trainer: OperatorTrainer, rank: int) -> int:
     """Kill the process of a worker (SIGKILL), and return its process ID.
 
-    Call it from another thread while ``train()`` runs, or between two calls.
-
-    Args:
-        trainer: A trainer whose workers have their own processes.
-        rank: Current world rank of the worker.
+    Call it from another thread while ``train()`` runs, or between two calls. `rank` is the current
+    world rank of the worker.
 
     Raises:
         ValueError: If no worker has that rank, or it runs in the driver's process.
@@ -49,30 +46,44 @@ def kill(trainer: OperatorTrainer, rank: int) -> int:
 
 
 def hang(trainer: OperatorTrainer, rank: int) -> int:
-    """Stop the process of a worker (SIGSTOP), and return its process ID.
+    """Stop the process of a worker (SIGSTOP), and return its process ID. See `kill`.
 
     The process keeps its resources, and the other workers wait for it. Training continues after
-    `resume`, or without the worker after ``ElasticConfig(hang_timeout_s=...)``. Arguments and
-    errors are those of `kill`.
+    `resume`, or without the worker after ``ElasticConfig(hang_timeout_s=...)``.
     """
     return _signal(trainer, rank, signal.SIGSTOP)
 
 
 def resume(trainer: OperatorTrainer, rank: int) -> int:
-    """Continue a worker that `hang` stopped (SIGCONT), and return its process ID.
-
-    Arguments and errors are those of `kill`.
-    """
+    """Continue a worker that `hang` stopped (SIGCONT), and return its process ID. See `kill`."""
     return _signal(trainer, rank, signal.SIGCONT)
+
+
+def _signal(trainer: OperatorTrainer, rank: int, number: signal.Signals) -> int:
+    members = trainer._controller.members
+    if rank not in range(len(members)):
+        raise ValueError(f"There is no worker {rank!r}: the trainer has {len(members)} now.")
+    member = members[rank]
+    if not _send(member, rank, number):
+        raise ProcessLookupError(
+            f"The process of worker {rank} (pid {member.info.pid}) has ended already."
+        )
+    return member.info.pid
+
+
+def _send(member: WorkerHandle, rank: int, number: signal.Signals) -> bool:
+    """Send a signal, and return whether the process existed."""
+    if not member.remote:
+        raise ValueError(
+            f"Worker {rank} is in the driver's process, because of use_local=True. Use another "
+            "rank, or leave use_local out."
+        )
+    return member.signal(number)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One planned fault.
-
-    Raises:
-        ValueError: Unless exactly one of `step` and `after_s` is given.
-    """
+    """One planned fault. Exactly one of `step` and `after_s` must be given."""
 
     rank: int
     """World rank of the worker at the time of the fault."""
@@ -109,7 +120,9 @@ def schedule(
     seconds: float | None = None,
     num_hangs: int = 0,
 ) -> list[Fault]:
-    """Draw random faults. The same arguments give the same faults.
+    """Draw random faults, and return them in the order of their times.
+
+    The same arguments give the same faults.
 
     Args:
         seed: Seed of the random numbers.
@@ -119,9 +132,6 @@ def schedule(
         seconds: Spread the faults over this many seconds instead.
         num_hangs: Number of additional workers to stop. Requires ``hang_timeout_s``.
 
-    Returns:
-        The faults in the order of their times.
-
     Raises:
         ValueError: Unless exactly one of `num_steps` and `seconds` is given, or if a count is out
             of range.
@@ -129,34 +139,29 @@ def schedule(
     >>> [(fault.step, fault.rank) for fault in schedule(0, 3, 4, num_steps=100)]
     [(39, 0), (52, 2), (62, 3)]
     """
-    if (num_steps is None) == (seconds is None):
-        raise ValueError("schedule(): give either num_steps or seconds.")
     check_int("schedule", "num_kills", num_kills, 0)
     check_int("schedule", "num_hangs", num_hangs, 0)
     check_int("schedule", "num_workers", num_workers, 1)
     num_faults = num_kills + num_hangs
-    if num_steps is not None and num_faults >= num_steps:
-        raise ValueError(
-            f"schedule(num_steps={num_steps}): must be above {num_faults}, the faults."
-        )
     draw = random.Random(seed)
-    kinds: list[Literal["kill", "hang"]] = []
-    kinds += ["kill"] * num_kills
+    kinds: list[Literal["kill", "hang"]] = ["kill"] * num_kills
     kinds += ["hang"] * num_hangs
     draw.shuffle(kinds)
     ranks = [draw.randrange(num_workers) for _ in kinds]
-    if num_steps is not None:
-        steps = sorted(draw.sample(range(1, num_steps), num_faults))
-        return [
-            Fault(rank=rank, step=step, kind=kind)
-            for rank, step, kind in zip(ranks, steps, kinds, strict=True)
-        ]
-    assert seconds is not None
-    times = sorted(draw.uniform(0.0, seconds) for _ in kinds)
-    return [
-        Fault(rank=rank, after_s=after_s, kind=kind)
-        for rank, after_s, kind in zip(ranks, times, kinds, strict=True)
-    ]
+    if seconds is not None and num_steps is None:
+        times = sorted(draw.uniform(0.0, seconds) for _ in kinds)
+        drawn = zip(ranks, times, kinds, strict=True)
+        return [Fault(rank=rank, after_s=after_s, kind=kind) for rank, after_s, kind in drawn]
+    if num_steps is None or seconds is not None:
+        raise ValueError("schedule(): give either num_steps or seconds.")
+    if num_faults >= num_steps:
+        raise ValueError(
+            f"schedule(num_steps={num_steps}): must be larger than the number of faults, "
+            f"{num_faults}."
+        )
+    steps = sorted(draw.sample(range(1, num_steps), num_faults))
+    planned = zip(ranks, steps, kinds, strict=True)
+    return [Fault(rank=rank, step=step, kind=kind) for rank, step, kind in planned]
 
 
 class Chaos:
@@ -186,26 +191,17 @@ class Chaos:
         for fault in faults:
             if not 0 <= fault.rank < trainer.max_workers:
                 raise ValueError(f"{fault}: the trainer has at most {trainer.max_workers} workers.")
-        if not 0 <= spare < trainer.max_workers:
-            raise ValueError(f"Chaos(spare={spare}): must be 0 to {trainer.max_workers - 1}.")
+        check_int("Chaos", "spare", spare, 0, trainer.max_workers - 1)
+        self.injected: list[Injection] = []
+        """The injected faults, oldest first."""
+        self.pending: list[Fault] = list(faults)
+        """The faults that remain."""
         self._trainer = trainer
         self._spare = spare
-        self._pending = list(faults)
-        self._injected: list[Injection] = []
         self._hit: set[WorkerHandle] = set()
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="raysgd-chaos", daemon=True)
-
-    @property
-    def injected(self) -> list[Injection]:
-        """The injected faults, oldest first."""
-        return list(self._injected)
-
-    @property
-    def pending(self) -> list[Fault]:
-        """The faults that remain."""
-        return list(self._pending)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -228,7 +224,7 @@ class Chaos:
     def _run(self) -> None:
         started = time.monotonic()
         try:
-            while self._pending and not self._stop.wait(_POLL_S):
+            while self.pending and not self._stop.wait(_POLL_S):
                 self._inject_due(time.monotonic() - started)
         except BaseException as error:
             self._error = error
@@ -236,50 +232,21 @@ class Chaos:
     def _inject_due(self, elapsed_s: float) -> None:
         controller = self._trainer._controller
         step = max((p.global_step for p in controller.ask_progress().values()), default=-1)
-        for fault in self.pending:
-            if not _is_due(fault, step, elapsed_s):
+        for fault in list(self.pending):
+            now, planned = (elapsed_s, fault.after_s) if fault.step is None else (step, fault.step)
+            if planned is None or now < planned:
                 continue
             members = list(controller.members)
             unharmed = [m for m in members if m not in self._hit and m.info.node_ip]
             if len(unharmed) <= self._spare or fault.rank >= len(members):
                 continue
             member = members[fault.rank]
-            if member not in unharmed:
-                continue
             number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
-            now = time.time()
-            _check_signalled(member, fault.rank)
-            if not member.signal(number):
-                continue  # the worker has died, and a replacement will get the rank
-            self._hit.add(member)
-            self._pending.remove(fault)
-            self._injected.append(
-                Injection(fault=fault, pid=member.info.pid, step=max(0, step), time=now)
-            )
-
-
-def _is_due(fault: Fault, step: int, elapsed_s: float) -> bool:
-    if fault.step is not None:
-        return step >= fault.step
-    return fault.after_s is not None and elapsed_s >= fault.after_s
-
-
-def _signal(trainer: OperatorTrainer, rank: int, number: signal.Signals) -> int:
-    members = list(trainer._controller.members)
-    if rank not in range(len(members)):
-        raise ValueError(f"There is no worker {rank!r}: the trainer has {len(members)} now.")
-    member = members[rank]
-    _check_signalled(member, rank)
-    if not member.signal(number):
-        raise ProcessLookupError(
-            f"The process of worker {rank} (pid {member.info.pid}) has ended already."
-        )
-    return member.info.pid
-
-
-def _check_signalled(member: WorkerHandle, rank: int) -> None:
-    if not member.remote:
-        raise ValueError(
-            f"Worker {rank} is in the driver's process (use_local=True). Use another rank, or no "
-            "use_local."
-        )
+            at = time.time()
+            # If the worker has died, a replacement will get the rank.
+            if member in unharmed and _send(member, fault.rank, number):
+                self._hit.add(member)
+                self.pending.remove(fault)
+                self.injected.append(
+                    Injection(fault=fault, pid=member.info.pid, step=max(0, step), time=at)
+                )

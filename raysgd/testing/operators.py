@@ -31,13 +31,8 @@ def run_operator(
 
     Each batch is its own accumulation group, unlike in ``trainer.train()``.
 
-    Args:
-        operator_cls: A subclass of ``raysgd.TrainingOperator`` or
-            ``raysgd.tf.TrainingOperator``.
-        config: Config of the operator.
-        scheduler_step_freq: As for the trainer. Required if setup registers schedulers.
-        use_fp16: As for the trainer.
-        amp_dtype: As for the trainer.
+    The arguments are those of the trainer. `scheduler_step_freq` is required if ``setup`` registers
+    schedulers.
     """
     from raysgd.tf.operator import TrainingOperator as KerasOperator
 
