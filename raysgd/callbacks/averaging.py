@@ -70,7 +70,7 @@ def _begin(name: str, decay: float | None, start_epoch: int, operator: Any) -> N
     averaging = operator._train_state.feature("Averaging")
     if averaging is None:
         raise NotImplementedError(
-            f"{name} averages the weights of PyTorch models only. With Keras, use use_ema=True of "
-            "the optimizer."
+            f"{name} averages only the weights of PyTorch models. With Keras, create the optimizer "
+            "with use_ema=True."
         )
     averaging.begin(decay, start_epoch)

@@ -70,7 +70,7 @@ class CallbackList:
         entries = list(self._entries)
         for callback in callbacks:
             if any(entry.callback is callback for entry in entries):
-                raise ValueError(f"The same {type(callback).__name__} is given twice.")
+                raise ValueError(f"The same {type(callback).__name__} is in the callbacks twice.")
             number = sum(type(e.callback).__name__ == type(callback).__name__ for e in entries) + 1
             key = type(callback).__name__ + (f"-{number}" if number > 1 else "")
             entries.append(_Entry(callback, key, num_seen))

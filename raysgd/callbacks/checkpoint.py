@@ -74,8 +74,8 @@ class CheckpointCallback(Callback):
         check_choice("CheckpointCallback", "sharded", sharded, (True, False, None))
         if sharded and not blocking:
             raise ValueError(
-                "CheckpointCallback(sharded=True, blocking=False): leave blocking out, because "
-                "training waits for the workers that write."
+                "CheckpointCallback(sharded=True, blocking=False): leave blocking out. Training "
+                "always waits for workers that write shards."
             )
         if every != "epoch" and (type(every) is not int or every < 1):
             raise ValueError(
@@ -94,8 +94,8 @@ class CheckpointCallback(Callback):
         checked = self._new_store(folder or ".", job=job or "job")  # check the arguments early
         if sharded and not checked.is_local:
             raise ValueError(
-                "CheckpointCallback(sharded=True): the folder must be a path on a file system that "
-                "all workers have mounted, not a URL."
+                f"CheckpointCallback({str(folder)!r}, sharded=True): must be a folder on a file "
+                "system that all workers have mounted, not a URL."
             )
         self._store: CheckpointStore | None = None
         self._writer = BackgroundWriter()
@@ -111,11 +111,7 @@ class CheckpointCallback(Callback):
 
     @property
     def best(self) -> str | None:
-        """The path or URL of the checkpoint with the best monitored metric; None without one.
-
-        Raises:
-            CheckpointError: if the folder cannot be reached.
-        """
+        """The path or URL of the checkpoint with the best monitored metric; None without one."""
         self._writer.wait()
         return None if self._store is None else self._store.best
 
@@ -133,9 +129,9 @@ class CheckpointCallback(Callback):
             trainer.load_state_dict(restored.state)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{restored.shown} is of another training. Train with the config that it was "
-                "written with, give another folder (or logdir), or empty this one to start from "
-                f"scratch. {error}"
+                f"Cannot resume from {restored.shown}: another training wrote it. Use the same "
+                "config, another folder (or logdir), or an empty folder to start from scratch. "
+                f"{error}"
             ) from error
         self.restored_from, self.passed_over = restored.path, restored.passed_over
         self._newest = restored.shown
@@ -168,8 +164,8 @@ class CheckpointCallback(Callback):
             self._num_epochs_missing += 1
             if self._num_epochs_missing == 2:
                 logger.warning(
-                    "CheckpointCallback(monitor=%r): two epochs had no such metric, and nothing is "
-                    "saved without it. There are: %s.",
+                    "CheckpointCallback(monitor=%r) has not saved, because two epochs had no such "
+                    "metric. There are: %s.",
                     self.monitor,
                     ", ".join(trainer.latest_metrics),
                 )
@@ -197,12 +193,7 @@ class CheckpointCallback(Callback):
     def on_train_end(self, trainer: Trainer) -> None:
         self._writer.wait()
 
-    def _save(
-        self,
-        trainer: Trainer,
-        metrics: dict[str, Any],
-        unless_nan: bool = False,
-    ) -> None:
+    def _save(self, trainer: Trainer, metrics: dict[str, Any], unless_nan: bool = False) -> None:
         assert self._store is not None
         self._num_epochs_missing = 0
         self._writer.wait()  # wait before copying the state, to hold one copy at a time
@@ -210,19 +201,15 @@ class CheckpointCallback(Callback):
             metrics = {self.monitor: math.nan, **metrics}  # the metric is unknown within an epoch
         with self._state(trainer, self._store, unless_nan) as state:
             if state is None:
-                logger.warning("Nothing is saved after the exception, because the state has NaN.")
+                logger.warning(
+                    "CheckpointCallback did not save after the exception: the state has NaN."
+                )
                 return
             self._saved_at = trainer.global_step
-            save = functools.partial(
-                self._store.save,
-                state,
-                metrics,
-                trainer.num_workers,
-                trainer.operator_name,
-            )
+            store, labels = self._store, (trainer.num_workers, trainer.operator_name)
 
             def write() -> None:
-                self._newest = locate(save()).shown
+                self._newest = locate(store.save(state, metrics, *labels)).shown
 
             if self._blocking or "tensors" in state:
                 write()
@@ -231,7 +218,7 @@ class CheckpointCallback(Callback):
 
     @contextlib.contextmanager
     def _state(
-        self, trainer: Any, store: CheckpointStore, unless_nan: bool
+        self, trainer: Trainer, store: CheckpointStore, unless_nan: bool
     ) -> Iterator[dict[str, Any] | None]:
         """Yield the state to save, or None if `unless_nan` and it has NaN.
 

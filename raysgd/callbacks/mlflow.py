@@ -81,7 +81,7 @@ class MLflowLogger(ServiceLogger):
 
 
 class MLflowRun:
-    """A new MLflow run, or the existing run `run_id`. The arguments are those of the callbacks."""
+    """A new MLflow run, or the existing run `run_id`."""
 
     def __init__(
         self,

@@ -18,27 +18,18 @@ __all__ = ["checked_logdir", "trainer_callbacks"]
 
 
 def checked_logdir(logdir: str | os.PathLike[str] | None) -> Path | None:
-    """Return the run folder as an absolute path.
-
-    Raises:
-        TypeError: if it is not a path.
-        ValueError: if it is empty, a URL or a file.
-    """
+    """Return the run folder as an absolute path, which must not be a URL or a file."""
     if logdir is None:
         return None
     advice = "Checkpoints can go to one: CheckpointCallback('s3://...')."
     path = checked_path("logdir", logdir, advice).absolute()
     if path.exists() and not path.is_dir():
-        raise ValueError(f"logdir={str(logdir)!r}: it exists, but is not a folder.")
+        raise ValueError(f"logdir={str(logdir)!r}: must be a folder, but it is a file.")
     return path
 
 
 def check_can_write(logdir: Path) -> None:
-    """Check that files can be created in the run folder, or the closest existing parent.
-
-    Raises:
-        OSError: if they cannot.
-    """
+    """Check that files can be created in the run folder, or the closest existing parent."""
     existing = next(folder for folder in (logdir, *logdir.parents) if folder.exists())
     try:
         with tempfile.TemporaryFile(dir=existing) as file:
@@ -52,13 +43,7 @@ def check_can_write(logdir: Path) -> None:
 def trainer_callbacks(
     trainer_name: str, callbacks: Iterable[Callback], use_tqdm: bool, logdir: Path | None
 ) -> list[Callback]:
-    """Return the user's callbacks, and those that ``use_tqdm`` and ``logdir`` add.
-
-    Raises:
-        TypeError: if one is not a callback.
-        ValueError: if one needs a folder, and there is no `logdir`.
-        OSError: if nothing can be written into `logdir`.
-    """
+    """Return the user's callbacks, and those that ``use_tqdm`` and ``logdir`` add."""
     found = checked_callbacks(f"{trainer_name}(callbacks=...)", callbacks, logdir)
     if use_tqdm and not any(isinstance(callback, ProgressBar) for callback in found):
         found.insert(0, ProgressBar())

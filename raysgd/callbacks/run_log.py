@@ -38,18 +38,13 @@ class RunLog:
 
     @classmethod
     def read(cls, folder: str | Path) -> RunLog:
-        """Read the logs, without lines whose writer was killed.
-
-        Raises:
-            FileNotFoundError: if the folder has no ``metrics.jsonl``.
-            ValueError: if a line is not a record of a run.
-        """
+        """Read the logs, without lines whose writer was killed."""
         folder = Path(folder)
         path = folder / "metrics.jsonl"
         if not path.is_file():
             raise FileNotFoundError(
-                f"{folder} is not a run folder: it has no metrics.jsonl. Train with "
-                "TorchTrainer(logdir=...), and use that folder."
+                f"{folder} has no metrics.jsonl. Use the folder of a trainer: "
+                "TorchTrainer(logdir=...)."
             )
         log = cls()
         for record in _records(path, _CALL):
@@ -59,7 +54,7 @@ class RunLog:
         return log
 
     def of(self, kind: str) -> list[Record]:
-        """Return the finished calls of the kind "train" or "validate", or the points: "step"."""
+        """Return the finished calls ("train", "validate"), or the points ("step")."""
         return [call for call in (*self.calls, *self.points) if call["kind"] == kind]
 
     def kept(self, kind: str) -> list[Record]:
@@ -166,13 +161,13 @@ def _records(path: Path, fields: Sequence[str]) -> Iterator[Record]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
-            logger.warning("Skipped line %d of %s: it is incomplete.", number, path)
+            logger.warning("Skipped line %d of %s, which is incomplete.", number, path)
             continue
         needed = _RUN if isinstance(record, dict) and record.get("kind") == "run" else fields
         missing = [name for name in needed if not isinstance(record, dict) or name not in record]
         if missing:
             raise ValueError(
-                f"{path}, line {number}: this is not a record of a run: it has no "
-                f"{', '.join(missing)}."
+                f"{path}, line {number}: the record has no {', '.join(missing)}. Did raysgd write "
+                "this file?"
             )
         yield record

@@ -85,14 +85,7 @@ class TensorBoardLogger(LoggerCallback):
 
 
 class TensorBoardWriter:
-    """Writes files for TensorBoard.
-
-    Args:
-        owner: name of the callback, for messages.
-
-    Raises:
-        ImportError: if tensorboard or torch is not installed.
-    """
+    """Writes files for TensorBoard. Messages name the callback, `owner`."""
 
     def __init__(self, owner: str) -> None:
         import_extra(owner, "tensorboard", "callbacks")

@@ -69,7 +69,7 @@ def test_incomplete_lines_are_skipped(tmp_path, caplog):
 @pytest.mark.parametrize("line", ["[1]", '{"epoch": 1}'])
 def test_a_line_of_another_program_is_an_error(tmp_path, line):
     (tmp_path / "metrics.jsonl").write_text(line)
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1: this is not a record of a run"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1: the record has no"):
         RunLog.read(tmp_path)
 
 

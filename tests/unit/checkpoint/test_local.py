@@ -8,7 +8,7 @@ import tempfile
 import pytest
 import torch
 
-from raysgd.checkpoint import check_writable, read_file, tensors, write_file
+from raysgd.checkpoint import read_file, tensors, write_file
 from raysgd.checkpoint.location import UnreachableError, locate
 from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.processes import in_child
@@ -75,19 +75,6 @@ def test_the_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 
 # ---- where nothing can be written
-
-
-def test_a_missing_folder_is_named(tmp_path):
-    for function in (check_writable, lambda path: write_file(STATE, path)):
-        with pytest.raises(CheckpointError, match=r"folder .*missing does not exist; create it"):
-            function(tmp_path / "missing" / "state.pt")
-
-
-def test_a_folder_is_no_file(tmp_path):
-    with pytest.raises(CheckpointError, match="it is a folder; give the name of a file"):
-        write_file(STATE, tmp_path)
-    with pytest.raises(CheckpointError, match="it is a folder"):
-        read_file(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["x" * 300 + ".pt", "ring", "zero\0byte"])

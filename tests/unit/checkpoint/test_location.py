@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from raysgd.checkpoint import read_file, write_file
 from raysgd.checkpoint.location import locate
 from raysgd.errors import CheckpointError
-from tests.unit.checkpoint.states import STATE
 
 
 def test_a_path_is_local_and_absolute(tmp_path, monkeypatch):
@@ -18,12 +16,6 @@ def test_a_path_is_local_and_absolute(tmp_path, monkeypatch):
         assert location.is_local
         assert location.name == str(tmp_path / "a" / "b.pt")
     assert locate("~/x.pt").name == "/home/somebody/x.pt"
-
-
-def test_a_url_of_a_file_is_a_path(tmp_path):
-    url = f"file://{tmp_path}/state.pt"
-    assert write_file(STATE, url) == str(tmp_path / "state.pt")
-    assert read_file(url)["epoch"] == 2
 
 
 @pytest.mark.parametrize("nonsense", [None, 3, b"bytes"])

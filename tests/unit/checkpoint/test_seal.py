@@ -56,11 +56,6 @@ def test_no_flipped_byte_of_a_small_file_passes(bits):
         check(damaged(SMALL, place, bits))
 
 
-@given(place=st.integers(0, len(LARGER) - 1), bits=st.integers(1, 255))
-def test_no_flipped_byte_passes(place, bits):
-    check(damaged(LARGER, place, bits))
-
-
 def test_no_truncated_file_passes():
     for size in range(len(SMALL)):
         try:
@@ -77,11 +72,10 @@ def test_nothing_may_be_added(content, added):
     check(added + content)
 
 
-@pytest.mark.parametrize("size", [0, 100])
-def test_a_damaged_file_is_never_loaded(tmp_path, size):
+def test_a_damaged_file_is_never_loaded(tmp_path):
     """The way that users go, with places all over the file."""
     path = tmp_path / "state.pt"
-    write_file({**STATE, "models": [{"w": torch.randn(size)}]}, path)
+    write_file({**STATE, "models": [{"w": torch.randn(100)}]}, path)
     content = path.read_bytes()
     places = itertools.chain(range(0, len(content), 37), range(len(content) - 500, len(content), 3))
     for place in places:

@@ -68,16 +68,6 @@ def test_views_of_the_same_memory_are_written_apart(tmp_path):
     assert all(torch.equal(tensors[name], view) for name, view in views.items())
 
 
-def test_bfloat16_and_empty_tensors_come_back(tmp_path):
-    dtype = torch.bfloat16
-    model = torch.nn.Module()
-    model.register_buffer("values", torch.ones(3, dtype=dtype))
-    model.register_buffer("none", torch.ones(0, 3, dtype=dtype))
-    tensors = load_file(save_model(model, tmp_path / "model.safetensors"))
-    assert torch.equal(tensors["values"], torch.ones(3, dtype=dtype))
-    assert tensors["none"].shape == (0, 3)
-
-
 def test_a_tensor_that_the_format_does_not_know_is_an_error(tmp_path):
     model = torch.nn.Module()
     model.register_buffer("sparse", torch.eye(3).to_sparse())
