@@ -30,14 +30,6 @@ def with_user_state(user_state):
 # ---- writing and reading
 
 
-def test_a_state_comes_back(tmp_path):
-    path = write_file(STATE, tmp_path / "state.pt")
-    state = read_file(path)
-    assert torch.equal(state["models"][0]["weight"], torch.arange(4.0))
-    assert state["operator"] == STATE["operator"]
-    assert state["epoch"] == 2
-
-
 @pytest.mark.parametrize("make", [dict, collections.OrderedDict])
 def test_numpy_numbers_come_back_as_numbers(tmp_path, make):
     user_state = make(best=np.float64(0.5), steps=(np.int64(3), [np.bool_(True), np.str_("x")]))

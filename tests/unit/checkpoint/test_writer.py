@@ -101,14 +101,6 @@ def test_any_other_error_names_the_path():
     assert isinstance(caught.value.__cause__, MemoryError)
 
 
-def test_a_failure_is_logged_when_it_happens(caplog):
-    writer = BackgroundWriter()
-    writer.submit(fail, "there")
-    for thread in threads():
-        thread.join(10)
-    assert "the disk is full" in caplog.text
-
-
 SCRIPT = """
 import sys
 from raysgd.checkpoint import BackgroundWriter, write_file
