@@ -70,9 +70,9 @@ class ProgressBar(EpochLines):
         if trainer.num_epochs is not None and kind == "train":
             self._label = place_of(trainer, first.epoch + 1)
         assert self._display is not None
-        self._display.label = self._label + ", compiling" * compiling
+        label = self._label + ", compiling" * compiling
         shown = self._format(trainer, self._samples_before + num_samples, latest)
-        self._display.show(done, total, shown)
+        self._display.show(label, done, total, shown)
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         self._finish(trainer, f"train {trainer.epoch}", metrics)
@@ -103,7 +103,7 @@ class ProgressBar(EpochLines):
         if is_interactive():
             self._display = _Bar(self._label, stays=trainer.num_epochs is None)
         else:
-            self._display = _Lines(self._label, self._every_s)
+            self._display = _Lines(self._every_s)
         self._started = time.perf_counter()
         self._first_step = trainer.global_step
         self._num_samples = self._samples_before = 0
@@ -144,28 +144,28 @@ class ProgressBar(EpochLines):
 
 
 class _Bar:
+    """Draws a bar. Log messages appear above it."""
+
     def __init__(self, label: str, stays: bool) -> None:
         from tqdm.auto import tqdm  # warns in a notebook without ipywidgets
         from tqdm.contrib.logging import logging_redirect_tqdm
 
-        self.label = label
         self._logs_above = contextlib.ExitStack()
         self._logs_above.enter_context(logging_redirect_tqdm(tqdm_class=tqdm))
         self._bar = tqdm(desc=label, unit="batch", dynamic_ncols=True, file=sys.stderr, leave=stays)
 
-    def show(self, num_batches: int, total: int | None, shown: dict[str, str]) -> None:
+    def show(self, label: str, done: int, total: int | None, shown: dict[str, str]) -> None:
         if total is not None and total != self._bar.total:
             self._bar.reset(total)  # in a notebook, an assignment does not change the widget
-        self._bar.set_description(self.label, refresh=False)
+        self._bar.set_description(label, refresh=False)
         self._bar.set_postfix(shown, refresh=False)
-        self._bar.n = num_batches
+        self._bar.n = done
         self._bar.refresh()
 
     def finish(self, label: str, num_batches: int | None, shown: dict[str, str]) -> None:
-        self.label = label
         if num_batches is None:
             num_batches = int(self._bar.total or self._bar.n)
-        self.show(num_batches, num_batches or None, shown)
+        self.show(label, num_batches, num_batches or None, shown)
 
     def close(self, is_done: bool) -> None:
         if is_done:  # a notebook shows an incomplete bar as failed
@@ -175,23 +175,24 @@ class _Bar:
 
 
 class _Lines:
-    def __init__(self, label: str, every_s: float) -> None:
-        self.label = label
+    """Prints lines."""
+
+    def __init__(self, every_s: float) -> None:
         self._every_s = every_s
         self._next = time.monotonic() + every_s
 
-    def show(self, num_batches: int, total: int | None, shown: dict[str, str]) -> None:
+    def show(self, label: str, done: int, total: int | None, shown: dict[str, str]) -> None:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + self._every_s
-            self._write(self.label, f"{num_batches}/{total or '?'}", shown)
+            self._print(label, f"{done}/{total or '?'}", shown)
 
     def finish(self, label: str, num_batches: int | None, shown: dict[str, str]) -> None:
-        self._write(label, None if num_batches is None else f"{num_batches}/{num_batches}", shown)
+        self._print(label, None if num_batches is None else f"{num_batches}/{num_batches}", shown)
 
     def close(self, is_done: bool) -> None:
         pass
 
-    def _write(self, label: str, done: str | None, shown: dict[str, str]) -> None:
+    def _print(self, label: str, done: str | None, shown: dict[str, str]) -> None:
         parts = [] if done is None else [f"{done} batches"]
         parts += [f"{name}={value}" for name, value in shown.items()]
         print(f"{label}: {', '.join(parts)}", file=sys.stderr, flush=True)
