@@ -30,11 +30,7 @@ _Method = TypeVar("_Method", bound=Callable[..., object])
 
 
 def override(overridden: type) -> Callable[[_Method], _Method]:
-    """Mark a method that overrides a method of `overridden`, as older scripts do.
-
-    Raises:
-        AttributeError: If `overridden` has no attribute of this name.
-    """
+    """Mark a method that overrides a method of `overridden`, for older scripts."""
 
     def marked(method: _Method) -> _Method:
         getattr(overridden, method.__name__)
@@ -48,15 +44,14 @@ def seed_everything(seed: int) -> None:
 
     This affects the current process only, so call it in ``setup`` to seed a worker. With the same
     seed, all workers draw the same dropout and noise. For different ones, end ``setup`` with
-    ``seed_everything(seed + self.world_rank)``. Initial weights and the order of samples are the
-    same on all workers in any case.
+    ``seed_everything(seed + self.world_rank)``.
 
     Args:
-        seed: From 0 to 2**32 - 1.
+        seed: an int from 0 to 2**32 - 1.
 
     Raises:
-        TypeError: If `seed` is not an int.
-        ValueError: If `seed` is out of range.
+        TypeError: if `seed` is not an int.
+        ValueError: if `seed` is out of range.
     """
     seed = check_int("seed_everything", "seed", seed, 0, 2**32 - 1)
     random.seed(seed)

@@ -111,8 +111,7 @@ class PausedError(Exception):
 class OutOfMemoryError(Exception):
     """Raised by a runner that ran out of memory in a step and has rolled the step back.
 
-    The ``__cause__`` is the original error. The caller can repeat the request with each batch split
-    into `split` parts.
+    The caller can repeat the request with each batch split into `split` parts.
     """
 
     def __init__(self, split: int) -> None:
@@ -124,8 +123,7 @@ class Runner(Protocol):
     """Runs a worker's content: an operator, a Keras operator, or a training function.
 
     ``setup``, ``rejoin``, ``teardown``, and ``handle`` run one at a time in the *work* thread. The
-    other methods run in parallel in a *control* thread. Therefore they only read and set
-    attributes.
+    other methods run in a *control* thread, so they only read and set attributes.
     """
 
     def prepare(self, context: WorkerContext) -> None:

@@ -25,8 +25,7 @@ _NODE_LOSS_S = 10.0
 class Attempt:
     """Collects the outcomes of one call.
 
-    The first failure of user code is the cause of later ones, because the other workers wait for
-    that worker. A lost worker is a cause too. A failed collective is not.
+    A lost worker and the first error of user code are causes. A failed collective is not.
     """
 
     def __init__(self, futures: Mapping[WorkerHandle, Future[Outcome]], clock: Clock) -> None:

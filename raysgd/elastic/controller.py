@@ -43,15 +43,9 @@ _SHUT_DOWN = "The workers are shut down."
 class Controller:
     """Executes the actions of the state machine.
 
-    Args:
-        group: the workers; not started yet.
-        runner: the runner that every worker hosts.
-        backend: how the workers communicate; None with ``num_workers=1``.
-        hook: function that each worker calls first.
-        timeout_s: limit for the setup and for joining a generation.
-        elastic: how to react to lost workers.
-        can_join: whether replacement workers can join during a call, as with operators. With a
-            training function, the group grows by `grow`, a restart.
+    `backend` is None with one worker. Each worker calls `hook` first. `timeout_s` limits the setup
+    and the joining of a generation. With `can_join`, replacement workers join during a call, as
+    with operators. Otherwise the group grows by `grow`, a restart.
     """
 
     def __init__(
@@ -218,13 +212,7 @@ class Controller:
     # ---- calls
 
     def run(self, call: Call) -> list[Outcome]:
-        """Run a call, or its next part, and return the outcomes.
-
-        Raises:
-            WorkerLostError: if more than ``max_losses`` workers are lost, or too few are left.
-            CollectiveError: if workers that are alive cannot communicate.
-            BaseException: the first exception of user code, with the traceback of the worker.
-        """
+        """Run a call, or its next part, and return the outcomes."""
         self._check_open()
         if isinstance(self.state, machine.Running | machine.Starting):
             raise RuntimeError("Another thread is calling these workers. Wait until its call ends.")

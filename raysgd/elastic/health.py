@@ -150,8 +150,8 @@ def await_stragglers(
 ) -> dict[WorkerHandle, BaseException]:
     """Wait for workers that are busy with an interrupted call. Return the lost ones.
 
-    Workers that have returned are removed from `busy`, even if Ctrl-C ends the wait. Workers that
-    are busy after `patience_s` are lost.
+    Workers that have returned are removed from `busy`. Workers that are busy after `patience_s` are
+    lost.
     """
     stragglers = Attempt(busy, clock)
     try:

@@ -98,9 +98,7 @@ def furthest(progress: Sequence[Progress]) -> Progress:
 
 
 def backoff_s(attempt: int, config: ElasticConfig, draw: float) -> float:
-    """Return the seconds to wait after failed try `attempt` (from 0).
-
-    They grow exponentially up to `max_s`, and vary by the jitter. `draw` is in 0..1.
+    """Return the seconds to wait after failed try `attempt`, from 0. `draw` is random in 0..1.
 
     >>> [backoff_s(n, ElasticConfig(max_s=5.0), draw=0.5) for n in range(4)]
     [1.0, 2.0, 4.0, 5.0]
@@ -124,14 +122,7 @@ def who_leaves(
 
     A worker with a replacement leaves immediately. A worker without one leaves `margin_s` before
     its deadline. ``min_workers`` stay, and at least one that has the state stays, unless a single
-    worker has a replacement.
-
-    Args:
-        left_s: seconds to the deadline of each of these workers, by rank.
-        num_workers: current size of the group.
-        num_ready: number of replacement workers that can join.
-        min_workers: minimum size of the group.
-        margin_s: seconds that leaving may take.
+    worker has a replacement. `left_s` has the seconds to each deadline, by rank.
 
     >>> who_leaves({0: 20, 2: 10}, num_workers=3, num_ready=1, min_workers=1, margin_s=3)
     [2]
@@ -149,10 +140,9 @@ def who_leaves(
 
 
 def pause_step(progress: Sequence[Progress], notice_s: float) -> int:
-    """Return a step at which all workers can pause together.
+    """Return a step at which all workers can pause together, `notice_s` seconds ahead.
 
-    Workers are at most one step apart. The step is `notice_s` seconds and two steps ahead, so that
-    all workers receive the request in time.
+    Workers are at most one step apart.
 
     >>> slow, fast = Progress(global_step=7, step_s=0.05), Progress(global_step=8, step_s=0.05)
     >>> pause_step([slow, fast], notice_s=0.1)

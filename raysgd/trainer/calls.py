@@ -285,8 +285,8 @@ class Calls:
     ) -> CallResult:
         """Run one call of validate, or of test if a loader is given.
 
-        The next call after a failed one repeats it: it begins at the same batch on all workers.
-        `from_start` begins with the first batch.
+        The next call after a failed one begins at the same batch. `from_start` begins with the
+        first batch.
         """
         number = None if from_start else self._failed_validation
         if number is None:

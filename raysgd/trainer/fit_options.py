@@ -19,12 +19,7 @@ from raysgd._internal.arguments import (
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions:
-    """See :meth:`raysgd.TorchTrainer.fit`.
-
-    Raises:
-        TypeError: if an argument has the wrong type.
-        ValueError: if an argument is out of its range, or two contradict each other.
-    """
+    """See :meth:`raysgd.TorchTrainer.fit`."""
 
     num_epochs: Any = None
     validate_every: int | None = 1

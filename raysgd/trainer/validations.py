@@ -23,8 +23,7 @@ logger = logging.getLogger(__name__)
 class Validations:
     """Runs validations, and tracks whether the validation of the newest epoch is missing.
 
-    An exception may end ``fit()`` between an epoch and its validation. The next ``fit()`` validates
-    first, so that callbacks receive the same values as in an uninterrupted run.
+    If an exception ends ``fit()`` before the validation of an epoch, the next one validates first.
     """
 
     trainer_name: str

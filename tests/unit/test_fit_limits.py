@@ -128,7 +128,7 @@ def test_fast_dev_run_runs_everything_and_restores_the_trainer(make_trainer, tmp
         ({"limit_train_batches": 0}, ValueError, "limit_train_batches=0.: must be a number of"),
         ({"limit_val_batches": 1.5}, ValueError, "limit_val_batches=1.5.*up to 1.0"),
         ({"overfit_batches": "2"}, ValueError, "overfit_batches='2'.: must be a number"),
-        ({"overfit_batches": 2, "limit_val_batches": 1}, ValueError, "not both"),
+        ({"overfit_batches": 2, "limit_val_batches": 1}, ValueError, "pass either"),
     ],
 )
 def test_wrong_limits_are_errors(make_trainer, given, error, text):
