@@ -172,5 +172,7 @@ def test_a_node_counts_as_going_for_a_while_after_its_time():
     drains.drain_node("b", None)
     assert drains.nodes["a"].deadline == clock.time() + 5.0
     assert drains.nodes["b"].leave_by == math.inf
-    clock.now += 100.0
+    clock.now += 60.0
+    assert list(drains.nodes) == ["a", "b"]
+    clock.now += 10.0
     assert list(drains.nodes) == ["b"]

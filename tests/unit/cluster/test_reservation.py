@@ -31,6 +31,13 @@ def test_replacing_room_has_the_same_labels(room):
     assert room.request_slot({"CPU": 1}).labels == {}
 
 
+def test_a_slot_keeps_its_node_while_ray_replaces_another(room):
+    room.table["state"] = "RESCHEDULING"
+    room.table["bundles_to_node_id"] |= {1: ""}
+    assert [slot.node_id for slot in room.slots] == ["one", None, "three"]
+    assert [slot.is_ready for slot in room.slots] == [True, False, True]
+
+
 def test_request_is_dropped_if_all_its_bundles_are_lost(room, monkeypatch):
     removed = []
     monkeypatch.setattr(reservation, "remove_placement_group", removed.append)

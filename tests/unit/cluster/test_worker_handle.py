@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import ray.exceptions
 
 from raysgd._internal.context import Progress
 from raysgd.cluster import worker_handle as members
+from raysgd.cluster.host_monitor import LostError
 from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker_handle import (
     ActorHandle,
@@ -117,6 +119,20 @@ def test_work_and_control_are_calls_of_the_actor(member):
         ("progress", (), {}),
         ("execute", (print, 1), {"end": ""}),
     ]
+
+
+def test_calls_of_a_worker_fail_when_its_host_is_lost(member, monkeypatch):
+    answers = [Future() for _ in range(3)]
+    monkeypatch.setattr(Method, "future", lambda method: answers[len(member.actor.calls) - 1])
+    member.watch = object()
+    done, pending = member.work("call"), member.control("progress")
+    answers[0].set_result(7)
+    member._lose(LostError("gone"))
+    answers[1].set_result(8)  # too late
+    assert done.result() == 7
+    for answer in (pending, member.work("call")):
+        with pytest.raises(LostError, match="gone"):
+            answer.result(0)
 
 
 def test_a_large_argument_travels_through_ray_s_object_store_once(member, monkeypatch):
