@@ -81,14 +81,6 @@ def test_a_process_group_of_the_users_own_is_not_taken_over(backend):
     assert dist.is_initialized()
 
 
-def test_a_generation_that_was_given_up_is_not_waited_for(backend):
-    rendezvous = backend.prepare(["127.0.0.1"])
-    backend.close()
-    with pytest.raises(dist.DistNetworkError, match=r"cannot be reached.*has ended") as caught:
-        backend.setup(WorkerContext(distributed=True), rendezvous)
-    assert backend.is_communication_error(caught.value)
-
-
 @pytest.mark.parametrize("wake", ["close", "interrupt"])
 def test_a_worker_that_waits_for_the_others_can_be_woken(backend, wake):
     """The driver closes the store when one is lost on its way, and may interrupt the others."""
