@@ -90,7 +90,7 @@ class Averaging(StepFeature):
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """Replace the weights by the averages within the context, if averages exist."""
-        pairs = self._pairs() if self._count else []
+        pairs = self._pairs() if self.averages and self._count else []
         held = [parameter.clone() for parameter, _ in pairs]
         try:
             for parameter, average in pairs:
