@@ -7,7 +7,7 @@ to each worker's rows. The rest is a `ShardedOptimizer` that also holds the elem
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -68,24 +68,23 @@ class FullyShardedModel(ShardedOptimizer):
         self.models = ShardedModels(models, wrap, again, dtype, device, offload)
         self._sharing = [m for m in models if not ddp.only_running_statistics(m)]
         """Models with other buffers than the statistics of batch normalization."""
-        self._values: Sequence[torch.Tensor] = [p.detach() for p in self.models.parameters]
         self._init = init
-        self._made: dict[tuple[int, int, int], torch.Tensor] = {}
-        """Content for models on the meta device, by parameter, first element, and end."""
-        self._lacks_content = init is not None
+        self._lacks_content = init is not None and is_alone
+        self._rows: dict[tuple[int, int, int], torch.Tensor] = {}
+        """Elements for `take_state`, by parameter, first element, and end."""
         self._received: dict[int, Room] = {}
         """Gradients for the copies, by share."""
         if dist.get_world_size() > 1:
-            with_content = [value for value in self._values if not value.is_meta]
+            with_content = [p.detach() for p in self.models.parameters if not p.is_meta]
             collectives.broadcast_tensors(with_content, source=0)
-        if init is not None and is_alone:
-            for _ in materialize(models, init, device):  # only the buffers are needed
-                pass
-        self._is_alone = is_alone
-        copies, parameters = arguments.get("copies"), list(self.models.parameters)
-        super().__init__(optimizer, copies, state, parameters)
+        super().__init__(optimizer, arguments.get("copies"), state, list(self.models.parameters))
         state.optimization.rows, state.optimization.whole_norm = _rows, _whole_norm
         state.optimization.sums_each_batch = True
+        if not self._lacks_content:
+            self._initialize(source=0)
+        elif init is not None:
+            for _ in materialize(models, init, device):  # only the buffers are needed
+                pass
 
     # ---- training step
 
@@ -169,8 +168,7 @@ class FullyShardedModel(ShardedOptimizer):
         for names, saved in zip(self.models.names, state["models"], strict=False):
             for name, which in names.items():
                 values[which] = saved[name]
-        pairs = zip(self._parameters, values, strict=True)
-        self._values = [(p if v is None else v).detach() for p, v in pairs]
+        self._hold((which, v) for which, v in enumerate(values) if v is not None)
         self._lacks_content = False
         numbers = [n for group in of_optimizer["param_groups"] for n in group["params"]]
         everything = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -194,10 +192,8 @@ class FullyShardedModel(ShardedOptimizer):
         return value.to(self._device, dtype)
 
     def take_state(self) -> None:
-        if self._lacks_content and not self._is_alone:
-            self._make(source=0)
         super().take_state()
-        self._values, self._made = (), {}
+        self._rows = {}
         # Otherwise `reshard` does this later.
         if dist.is_initialized() and not self._lacks_content:
             self._place()
@@ -207,9 +203,10 @@ class FullyShardedModel(ShardedOptimizer):
             own = self._lacks_content, self._token
             lacks_content, token = collectives.broadcast_object(own, leader)
             if lacks_content:  # all workers have set up alone
-                self._make(leader)
+                self._initialize(leader)
+                self._lacks_content = False
                 super().take_state()
-                self._token, self._made = token, {}
+                self._token, self._rows = token, {}
         super().reshard(leader)
         self._lacks_content = False
         if not self.lacks_shards:
@@ -253,28 +250,34 @@ class FullyShardedModel(ShardedOptimizer):
                     found[key] = self.models.rows_as(which, rows)
         return found
 
-    def _make(self, source: int) -> None:
-        """Initialize this worker's shares of the models with the random state of rank `source`."""
-        assert self._init is not None
-        numbers = collectives.broadcast_object(torch.get_rng_state(), source)
+    def _initialize(self, source: int) -> None:
+        """Hold this worker's rows of the registered models.
+
+        Models on the meta device are initialized with the random state of rank `source`.
+        """
+        parameters = self._parameters
+        self._hold((which, p) for which, p in enumerate(parameters) if not p.is_meta)
+        if self._init is None:
+            return
+        index = {id(parameter): which for which, parameter in enumerate(parameters)}
+        state = collectives.broadcast_object(torch.get_rng_state(), source)
+        # If setup seeds all ranks alike, their random states remain alike.
+        differ = not torch.equal(state, torch.get_rng_state())
+        with torch.random.fork_rng(devices=[], enabled=differ):
+            torch.set_rng_state(state)
+            made = materialize(self.models.models, self._init, self.models.device)
+            self._hold((index[id(parameter)], content) for parameter, content in made)
+
+    def _hold(self, contents: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Copy this worker's rows of complete parameters, for `take_state`."""
         layout = self._layout
         layout.lay_out()
         shares = [layout.shares[share] for share in layout.held_shares()]
-        empty = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in self._parameters]
-        self.models.put_whole(empty)
-        index = {id(parameter): which for which, parameter in enumerate(self.models.parameters)}
-        self._lacks_content = False
-        # If setup seeds all ranks alike, their random states remain alike.
-        differ = not torch.equal(numbers, torch.get_rng_state())
-        with torch.random.fork_rng(devices=[], enabled=differ):
-            torch.set_rng_state(numbers)
-            for parameter, content in materialize(
-                self.models.models, self._init, self.models.device
-            ):
-                which = index[id(parameter)]
-                for start, stop in (share[which] for share in shares if which in share):
-                    rows = content.view(-1)[start:stop].to(self._device, copy=True)
-                    self._made[which, start, stop] = rows
+        for which, content in contents:
+            dtype = self._parameters[which].dtype
+            for start, stop in (share[which] for share in shares if which in share):
+                rows = content.detach().reshape(-1)[start:stop]
+                self._rows[which, start, stop] = rows.to(self._device, dtype, copy=True)
 
     @property
     def _device(self) -> torch.device:
@@ -284,10 +287,7 @@ class FullyShardedModel(ShardedOptimizer):
         return [] if self._lacks_content else super()._held_shares()
 
     def _elements_of(self, which: int, start: int, stop: int) -> torch.Tensor | None:
-        if (rows := self._made.get((which, start, stop))) is not None:
-            return rows
-        given = self._values[which].to(self._device, self._parameters[which].dtype)
-        return given.reshape(-1)[start:stop].clone()
+        return self._rows[which, start, stop]
 
     def _message(self, piece: Piece, start: int, stop: int, version: int) -> tuple[Any, ...]:
         # A rank that is behind has computed the update, like all ranks, but has not applied it.
@@ -298,16 +298,14 @@ class FullyShardedModel(ShardedOptimizer):
     @torch.no_grad()
     def _place(self) -> None:
         """Shard the models over the current group, and copy this worker's rows into them."""
-        new = dict(zip(map(id, self._parameters), range(len(self._parameters)), strict=True))
+        before = self._parameters
         self.models.shard()
-        parameters = self.models.parameters
+        self._parameters = list(self.models.parameters)
+        new = dict(zip(map(id, before), self._parameters, strict=True))
         for group in self.optimizer.param_groups:
-            group["params"] = [parameters[new[id(each)]] for each in group["params"]]
-        kept: dict[torch.Tensor, Any] = {
-            parameters[new[id(p)]]: state for p, state in self._undivided.items()
-        }
+            group["params"] = [new[id(parameter)] for parameter in group["params"]]
+        kept = {new[id(parameter)]: state for parameter, state in self._undivided.items()}
         self._undivided = self.optimizer.state = defaultdict(dict, kept)
-        self._parameters = list(parameters)
         layout = self._layout
         for piece in self._pieces_of(layout.rank):
             first, _ = layout.shares[layout.rank][piece.which]

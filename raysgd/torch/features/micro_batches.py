@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchMicroBatches"]
 
-_NOT_SPLIT = "The step is not repeated with smaller parts of the batch: {}."
+_NOT_SPLIT = "raysgd did not repeat the step with smaller parts of the batch, because {}."
 
 
 class TorchMicroBatches(MicroBatches):
@@ -75,7 +75,7 @@ class TorchMicroBatches(MicroBatches):
         if "Expected more than 1 value per channel" in str(error):
             error.add_note(
                 "Normalization layers cannot train on one value per channel. The last step of an "
-                "epoch may have one sample for this worker: register a DataLoader with "
+                "epoch may have one sample for this worker. Register a DataLoader with "
                 "drop_last=True. To continue, save() this trainer and load() the file in a new one."
             )
 
@@ -97,12 +97,12 @@ class TorchMicroBatches(MicroBatches):
         try:
             rows = num_rows(batch, self._num_samples)
         except Exception as error:
-            return f"the batch cannot be split, because {error}"
+            return f"the batch cannot be split: {error}"
         if rows // self._smallest_part > self.split:
             return ""
         if self._smallest_part > 1:
-            return "batch normalization takes two samples in each part at least"
-        return "its parts have one sample each" if self.split > 1 else "it has one sample"
+            return "batch normalization needs two samples in each part"
+        return "each part has one sample" if self.split > 1 else "the batch has one sample"
 
     def raise_split(self, factor: int) -> None:
         self.split = max(self.split, factor)
@@ -110,7 +110,8 @@ class TorchMicroBatches(MicroBatches):
         if self.batch_norms:
             self._train_state.say(
                 "batch norm",
-                "Batch normalization sees parts of a batch from now on, which changes the result.",
+                "From now on, batch normalization normalizes parts of a batch, which changes the "
+                "result.",
             )
 
 

@@ -96,12 +96,12 @@ class ShardedOptimizer(ShardedFeature):
         # Identifies the run and the states that it loaded. Workers with another token have other
         # shards.
         self._token: tuple[bytes, int] = os.urandom(16), 0
-        self.take_state()
         # Register this hook first, so that other hooks see the updated parameters.
         optimizer.register_step_post_hook(self._end_step)
 
     def begin(self) -> None:
-        """Shard the steps from now on. Register this hook after hooks that inspect a step."""
+        """Shard the state and the steps. Register this hook after hooks that inspect a step."""
+        self.take_state()
         self.optimizer.register_step_pre_hook(self._begin_step)
 
     # ---- training step

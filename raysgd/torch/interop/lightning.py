@@ -477,11 +477,6 @@ def _check_hooks(module: Any) -> None:
         raise TypeError(
             f"from_ptl({type(module).__name__}): raysgd does not call these methods: {reasons}."
         )
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise TypeError(
-            f"from_ptl({type(module).__name__}): raysgd does not support "
-            "training_step(dataloader_iter). Take batch and batch_idx."
-        )
 
 
 def _make(given: Any, config: dict[str, Any], unused: set[str]) -> Any:

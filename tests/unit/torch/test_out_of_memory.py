@@ -338,7 +338,7 @@ def test_batch_of_one_sample_raises_the_error():
         with pytest.raises(torch.OutOfMemoryError) as caught:
             trainer.train()
         assert splits(trainer) == [2, 4, 8]
-    assert "its parts have one sample each" in notes_of(caught.value)
+    assert "each part has one sample" in notes_of(caught.value)
 
 
 def test_batch_normalization_gets_two_samples_and_a_warning(caplog):
@@ -356,8 +356,8 @@ def test_batch_normalization_gets_two_samples_and_a_warning(caplog):
         trainer.get_local_operator()._config["room"] = 1
         with pytest.raises(MemoryError) as caught:
             trainer.train()
-    assert caplog.text.count("Batch normalization sees parts of a batch") == 1
-    assert "batch normalization takes two samples in each part" in notes_of(caught.value)
+    assert caplog.text.count("batch normalization normalizes parts of a batch") == 1
+    assert "batch normalization needs two samples in each part" in notes_of(caught.value)
 
 
 def test_own_loop_or_step_raises_the_error():

@@ -218,8 +218,8 @@ def test_each_optimizer_gives_the_result_of_one_process(play, kind):
 # ---- in this process
 
 
-def divided(optimizer, size=1):
-    each = ShardedOptimizer(optimizer, None)
+def divided(optimizer, copies=None):
+    each = ShardedOptimizer(optimizer, copies)
     each.begin()
     return each
 
@@ -237,7 +237,7 @@ def test_each_worker_holds_only_its_share_of_the_state(process_group, monkeypatc
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
         fresh = torch.optim.AdamW(parameters)
         fresh.load_state_dict(state)
-        shares.append(ShardedOptimizer(fresh, 0).shards())
+        shares.append(divided(fresh, copies=0).shards())
         assert fresh.state_dict()["state"] == {}
         held = sum(v.nbytes for part in shares[-1] for v in part[-1].values() if v.dim())
         assert held <= 1.15 / 4 * sum(8 * parameter.numel() for parameter in parameters)

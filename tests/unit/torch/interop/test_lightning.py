@@ -399,7 +399,6 @@ def several(self):
     [
         ({"optimizer_step": print, "on_fit_end": print}, {}, ["on_fit_end (", "optimizer_step ("]),
         ({"training_epoch_end": print}, {}, ["training_epoch_end", "on_train_epoch_end"]),
-        ({"training_step": lambda self, dataloader_iter: None}, {}, ["dataloader_iter"]),
         ({"configure_optimizers": several}, {}, ["2 optimizers", "automatic_optimization = False"]),
         ({"train_dataloader": lambda self: [1, 2]}, {}, ["train_dataloader returned 2 loaders"]),
         ({}, {"scheduler": {"interval": "step"}}, ["interval='step'", "scheduler_step_freq"]),
