@@ -19,7 +19,7 @@ from raysgd.torch.features.replication import Replication
 from raysgd.torch.features.rollback import Rollback
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.features.speed import Speed
-from raysgd.torch.interop.horovod import HorovodGradients, check_horovod_args
+from raysgd.torch.interop.horovod import HorovodGradients
 from raysgd.torch.meta import Init, checked_init, make_whole, move_to_device
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import (
@@ -93,7 +93,6 @@ def register(
     state.models = precision.prepare(state.models, state.optimizers, apex_args)
     uncompile(state.given_models)
     compilation = Compilation(state, compile_args)
-    check_horovod_args(horovod_args)
     replication: list[Any] = []
     watched: tuple[Any, Any] = [], []
     measures = options.elastic.shares == "measured"

@@ -21,7 +21,7 @@ from raysgd.torch.register_checks import warn_of_own_schedulers, warn_of_unregis
 from raysgd.torch.registration import adopt_wrappers
 from raysgd.torch.seeding import TorchGenerators
 from raysgd.torch.sharded_files import with_tensors, write_state, write_weights
-from raysgd.torch.sharding.merge import gather_state
+from raysgd.torch.sharding.pieces import gather_state
 from raysgd.torch.train_state import OperatorSettings, TorchTrainState
 
 

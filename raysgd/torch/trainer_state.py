@@ -21,7 +21,7 @@ from raysgd.checkpoint.weights import save_rows
 from raysgd.elastic.call import Call
 from raysgd.torch.runner import SaveTensorsRequest, SaveWeightsRequest
 from raysgd.torch.sharded_files import with_tensors
-from raysgd.torch.sharding.merge import gather_state
+from raysgd.torch.sharding.pieces import gather_state
 from raysgd.trainer.state import TrainerState
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,7 @@ from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.meta import Init, materialize
 from raysgd.torch.sharding.fsdp import ShardedModels
 from raysgd.torch.sharding.layout import Room
-from raysgd.torch.sharding.merge import PARAMETER
-from raysgd.torch.sharding.pieces import Piece, is_divided
+from raysgd.torch.sharding.pieces import PARAMETER, Piece, is_divided
 from raysgd.torch.state import copy_to_cpu
 from raysgd.torch.tensors import copy_all
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,24 +14,7 @@ from raysgd.torch.register_checks import check_same_parameters
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
 
-__all__ = ["HorovodExchange", "HorovodGradients", "check_horovod_args"]
-
-_KNOWN = (
-    "backward_passes_per_step",
-    "compression",
-    "gradient_predivide_factor",
-    "groups",
-    "op",
-    "sparse_as_dense",
-)
-
-
-def check_horovod_args(arguments: Mapping[str, Any]) -> None:
-    if unknown := [name for name in arguments if name not in _KNOWN]:
-        raise ValueError(
-            f"register(horovod_args=...) got {', '.join(map(repr, unknown))}. Allowed are "
-            f"{', '.join(map(repr, _KNOWN))}."
-        )
+__all__ = ["HorovodExchange", "HorovodGradients"]
 
 
 class HorovodGradients(StepFeature):

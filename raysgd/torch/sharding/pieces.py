@@ -1,16 +1,32 @@
-"""Pieces of parameters with their optimizer state."""
+"""Pieces of parameters with their optimizer state, and how they form complete states."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from raysgd._internal.nested import map_leaves
+from raysgd.errors import CheckpointError
 from raysgd.torch.state import copy_leaf
 
-__all__ = ["Piece", "cut_like", "flat", "is_dense", "is_divided", "on_device"]
+__all__ = [
+    "PARAMETER",
+    "Piece",
+    "cut_like",
+    "flat",
+    "gather_state",
+    "is_dense",
+    "is_divided",
+    "on_device",
+]
+
+
+PARAMETER = "parameter"
+"""Key of the model parameter in a worker's shard of the state."""
 
 
 @dataclass(eq=False)
@@ -83,3 +99,52 @@ def cut_like(value: Any, parameter: torch.Tensor, start: int, stop: int) -> Any:
     if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
         value = flat(value, like=parameter)[start:stop]
     return copy_leaf(value)
+
+
+# ---- complete states
+
+
+def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge a state with the shards of all workers into an unsharded state."""
+    merged = dict(state)
+    shares = merged.pop("shares", None)
+    if shares is None:
+        return merged
+    count = len(state["optimizers"])
+    merged["optimizers"] = [
+        {**optimizer, "state": {**optimizer["state"], **_join(itertools.chain(*parts))}}
+        for optimizer, *parts in zip(
+            state["optimizers"], *(share[:count] for share in shares), strict=True
+        )
+    ]
+    of_models = [share[count:] for share in shares]
+    if any(of_models):
+        merged["models"] = [
+            {**model, **_named(_join(itertools.chain(*parts)))}
+            for model, *parts in zip(state["models"], *of_models, strict=True)
+        ]
+    return merged
+
+
+def _named(found: Mapping[tuple[str, ...], Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: values[PARAMETER] for names, values in found.items() for name in names}
+
+
+def _join(parts: Iterable[tuple[Any, ...]]) -> dict[Any, dict[str, Any]]:
+    found: dict[Any, dict[str, Any]] = {}
+    missing: dict[Any, int] = {}
+    for number, start, stop, shape, stride, values in parts:
+        of_parameter = found.setdefault(number, {})
+        missing[number] = missing.get(number, torch.Size(shape).numel()) - (stop - start)
+        for name, value in values.items():
+            if not is_divided(value):
+                of_parameter[name] = value
+                continue
+            if name not in of_parameter:
+                of_parameter[name] = torch.empty_strided(
+                    shape, stride, dtype=value.dtype, device=value.device
+                )
+            flat(of_parameter[name])[start:stop].copy_(value)
+    if any(missing.values()):
+        raise CheckpointError("Cannot merge the workers' shards: they have gaps or overlap.")
+    return found

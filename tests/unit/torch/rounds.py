@@ -39,7 +39,7 @@ from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.sharded_files import with_tensors
-from raysgd.torch.sharding.merge import gather_state
+from raysgd.torch.sharding.pieces import gather_state
 
 NUM_WORKERS = 4
 BATCH = 6
