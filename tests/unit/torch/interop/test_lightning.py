@@ -46,6 +46,8 @@ class Line(lightning.LightningModule):
         x, y = batch
         loss = torch.nn.functional.mse_loss(self(x), y)
         self.log("where", float(self.current_epoch), prog_bar=True)
+        self.log("hidden", 1.0, logger=False)
+        self.log("is_first", float(self.trainer.is_global_zero))
         self.log_dict({"step": float(self.global_step), "error": loss.sqrt()})
         return {"loss": loss, "output": self(x)}
 
@@ -121,6 +123,8 @@ def test_module_trains_like_a_plain_loop(tmp_path):
         assert torch.equal(own, plain)
     assert [s["num_samples"] for s in stats] == [40, 40]
     assert [s["where"] for s in stats] == [0, 1]
+    assert stats[0]["is_first"] == 1
+    assert "hidden" not in stats[0]
     assert [s["last_step"] for s in stats] == [4, 9]
     assert stats[0]["epoch_end"] == 1.5
     assert stats[1]["train_loss"] < stats[0]["train_loss"]
@@ -425,6 +429,7 @@ def test_manual_optimization_needs_manual_schedulers():
         ({"training_step": lambda self, batch: None}, "Own.training_step returned None"),
         ({"on_train_batch_start": lambda self, b, i: -1}, "on_train_batch_start returned -1"),
         ({"training_step": lambda self, batch: self.trainer.strategy}, "self.trainer.strategy"),
+        ({"training_step": lambda self, batch: self.log("a", "b")}, "self.log('a', 'b'): must be"),
     ],
 )
 def test_unsupported_results_of_a_step_are_an_error(methods, said):
