@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 __all__ = ["Layout", "Room", "Share", "Transfer", "transfers"]
 
+_ALIGNMENT = 16
+"""Elements. Kernels are faster if tensors begin at multiples of some bytes."""
 Share: TypeAlias = Mapping[int, tuple[int, int]]
 """For some parameters, by index, the first element and the exclusive end of a part."""
 
@@ -116,17 +118,16 @@ class Layout:
     def share(self, number: int, size: int) -> Share:
         """Return a share in a group of `size` ranks."""
         found, before = {}, 0
+        chunk = -(-self._total // (size * _ALIGNMENT)) * _ALIGNMENT
         for index, shape in enumerate(self._shapes):
             length = shape.numel()
             if not length:
                 continue
-            if not self._by_rows:
-                start, end = (self._total * n // size - before for n in (number, number + 1))
-            else:
-                chunk = -(-shape[0] // size) * (length // shape[0])
-                start, end = number * chunk, (number + 1) * chunk
+            if self._by_rows:
+                chunk, before = -(-shape[0] // size) * (length // shape[0]), 0
+            start = max(number * chunk - before, 0)
+            end = min((number + 1) * chunk - before, length)
             before += length
-            start, end = max(start, 0), min(end, length)
             if start < end:
                 found[index] = start, end
         return found

@@ -440,11 +440,12 @@ class Player:
         if (losses := self.validate(members)) is None:
             return None
         models = self.runner.models()
-        if given.sharding == "full" and len(members) > 1:
+        size = dist.get_world_size()
+        if given.sharding == "full" and size > 1:
             (model,) = self.runner.operator.all_models
             sizes = [(p.to_local().numel(), p.numel()) for p in model.parameters()]
             own, whole = map(sum, zip(*sizes, strict=True))
-            assert own < 1.5 * whole / len(members)
+            assert own < 1.5 * whole / size
         if self.context.world_rank == 0:
             assert models[0](torch.zeros(1, 4, dtype=torch.int64)).isfinite().all()
             held = [{k: v.detach() for k, v in model.state_dict().items()} for model in models]

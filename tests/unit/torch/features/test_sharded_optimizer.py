@@ -224,7 +224,7 @@ def divided(optimizer, copies=None):
 
 
 def test_each_worker_holds_only_its_share_of_the_state(process_group, monkeypatch):
-    parameters = [torch.nn.Parameter(torch.randn(30, 7)), torch.nn.Parameter(torch.randn(11))]
+    parameters = [torch.nn.Parameter(torch.randn(30, 70)), torch.nn.Parameter(torch.randn(11))]
     optimizer = torch.optim.AdamW(parameters)
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
