@@ -163,11 +163,9 @@ class FullyShardedModel(ShardedOptimizer):
     def load_shards(self, state: Mapping[str, Any]) -> None:
         """Shard complete states of models and optimizer. Move only this worker's rows."""
         (of_optimizer,) = state["optimizers"]
-        values: list[Any] = [None] * len(self._parameters)
-        for names, saved in zip(self.models.names, state["models"], strict=False):
-            for name, which in names.items():
-                values[which] = saved[name]
-        self._hold((which, v) for which, v in enumerate(values) if v is not None)
+        pairs = zip(self.models.names, state["models"], strict=False)
+        values = {which: saved[name] for names, saved in pairs for name, which in names.items()}
+        self._hold(values.items())
         self._lacks_content = False
         numbers = [n for group in of_optimizer["param_groups"] for n in group["params"]]
         everything = [p for group in self.optimizer.param_groups for p in group["params"]]
