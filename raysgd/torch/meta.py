@@ -10,8 +10,6 @@ import torch
 
 from raysgd.torch.tensors import version_of
 
-__all__ = ["Init", "checked_init", "make_whole", "materialize", "move_to_device", "on_meta"]
-
 Init = Callable[[torch.nn.Module], Any]
 
 

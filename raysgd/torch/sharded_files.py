@@ -26,8 +26,6 @@ from raysgd.torch.sharding.pieces import is_divided
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
 
-__all__ = ["with_tensors", "write", "write_state", "write_weights"]
-
 
 def write_state(train_state: TorchTrainState, state: dict[str, Any], folder: str) -> str:
     """Move the tensors of this worker's state to a file. Rank 0 returns its hash."""

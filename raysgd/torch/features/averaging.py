@@ -18,8 +18,6 @@ from raysgd.torch.tensors import copy_all
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
 
-__all__ = ["Averaging"]
-
 
 class Averaging(StepFeature):
     """Averages the parameters, but not the buffers, if a callback requests it.

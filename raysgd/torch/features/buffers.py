@@ -13,8 +13,6 @@ from raysgd.torch.tensors import buffer_names, copy_all
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
 
-__all__ = ["BufferCopies"]
-
 
 class BufferCopies(StepFeature):
     """Copies all buffers at the end of a step, and restores them if the next one is discarded.

@@ -16,8 +16,6 @@ from raysgd.torch import ddp
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
 
-__all__ = ["Compilation", "CompiledModel", "checked_compile", "uncompile"]
-
 _REGIONAL = "regional"
 
 

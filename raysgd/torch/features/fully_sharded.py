@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from raysgd.torch.train_state import TorchTrainState
 
-__all__ = ["FullyShardedModel"]
-
 
 class FullyShardedModel(ShardedOptimizer):
     """Shards models and their optimizer.

@@ -12,8 +12,6 @@ from raysgd.loop.feature import StepFeature
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
 
-__all__ = ["GradientNorms"]
-
 
 class GradientNorms(StepFeature):
     """Clips the gradients of each optimizer to ``max_grad_norm`` of ``register``.

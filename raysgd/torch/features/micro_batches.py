@@ -23,7 +23,6 @@ from raysgd.torch.out_of_memory import (
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
 
-__all__ = ["TorchMicroBatches"]
 
 _NOT_SPLIT = "raysgd did not repeat the step with smaller parts of the batch, because {}."
 

@@ -16,8 +16,6 @@ from raysgd.torch.register_checks import check_same_parameters, check_untrained
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
 
-__all__ = ["Replication"]
-
 
 class Replication(StepFeature):
     """Tracks the wrappers of models. `wraps`: raysgd created them, and not user code."""

@@ -13,8 +13,6 @@ from raysgd.loop.feature import StepFeature
 from raysgd.loop.step import Step
 from raysgd.torch.tensors import copy_all, version_of
 
-__all__ = ["Rollback"]
-
 
 class Rollback(StepFeature):
     """Restores parameters and optimizer states if a step is discarded.

@@ -14,8 +14,6 @@ from raysgd.torch.register_checks import needs_metric
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
 
-__all__ = ["Schedules"]
-
 
 class Schedules(StepFeature):
     def __init__(self, state: TorchTrainState) -> None:

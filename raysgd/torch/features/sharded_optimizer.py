@@ -29,7 +29,6 @@ from raysgd.torch.tensors import copy_all
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
 
-__all__ = ["ELEMENTWISE", "ShardedOptimizer"]
 
 ELEMENTWISE = (
     optim.ASGD,

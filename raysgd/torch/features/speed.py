@@ -16,7 +16,6 @@ from raysgd.loop.feature import StepFeature
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
 
-__all__ = ["Speed"]
 
 _NUM_STEPS = 15  # recent steps whose median speed counts
 

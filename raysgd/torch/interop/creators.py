@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 else:  # operator.py imports this module, so avoid an import cycle
     _Base = object
 
-__all__ = ["CreatorMethods", "creator_operator", "lock_of_node", "mixed_bases"]
-
 
 class CreatorMethods(_Base):
     """Has the methods of `CreatorOperator`."""

@@ -14,8 +14,6 @@ from raysgd.torch.register_checks import check_same_parameters
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
 
-__all__ = ["HorovodExchange", "HorovodGradients"]
-
 
 class HorovodGradients(StepFeature):
     replicates = True

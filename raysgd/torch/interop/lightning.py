@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 else:  # operator.py imports this module, so avoid an import cycle
     _Base = object
 
-__all__ = ["LightningMethods", "lightning_operator"]
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,6 @@ import torch
 
 from raysgd.torch.precision.base import Precision
 
-__all__ = ["ApexAmp"]
-
 _KEY = "amp_apex"
 
 

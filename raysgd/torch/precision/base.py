@@ -10,8 +10,6 @@ import torch
 
 from raysgd.loop.feature import StepFeature
 
-__all__ = ["Precision"]
-
 
 class Precision(StepFeature):
     """Computes in full precision. Subclasses override what they change.

@@ -13,8 +13,6 @@ from raysgd.errors import CheckpointError
 from raysgd.torch.precision.base import Precision
 from raysgd.torch.tensors import multiply_all
 
-__all__ = ["NativeAmp"]
-
 _KEY = "amp_native"
 
 

@@ -25,8 +25,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from raysgd.torch.features.compilation import repeated_blocks
 
-__all__ = ["ShardedModels"]
-
 
 class _Unit(torch.nn.Module):
     """A block, and the parameters to gather together for its computation.

@@ -9,8 +9,6 @@ from typing import NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
-__all__ = ["Layout", "Room", "Share", "Transfer", "transfers"]
-
 _ALIGNMENT = 16
 """Elements. Kernels are faster if tensors begin at multiples of some bytes."""
 Share: TypeAlias = Mapping[int, tuple[int, int]]

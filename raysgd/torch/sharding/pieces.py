@@ -13,18 +13,6 @@ from raysgd._internal.nested import map_leaves
 from raysgd.errors import CheckpointError
 from raysgd.torch.state import copy_leaf
 
-__all__ = [
-    "PARAMETER",
-    "Piece",
-    "cut_like",
-    "flat",
-    "gather_state",
-    "is_dense",
-    "is_divided",
-    "on_device",
-]
-
-
 PARAMETER = "parameter"
 """Key of the model parameter in a worker's shard of the state."""
 
