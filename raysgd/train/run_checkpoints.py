@@ -18,7 +18,6 @@ from raysgd.checkpoint.folder import CheckpointFolder, position_of
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
 from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
-from raysgd.train.constants import TIMESTAMP
 from raysgd.train.report_queue import Turn
 from raysgd.train.validation import Reported, ReportedCheckpointStatus, Validations
 
@@ -49,7 +48,7 @@ class RunCheckpoints(CheckpointFolder):
         if not isinstance(strategy, CheckpointStrategy):
             raise TypeError(f"checkpoint_strategy={strategy!r}: must be a CheckpointStrategy.")
         keep = 0 if folder is None else strategy.num_to_keep
-        score = strategy.checkpoint_score_attribute or TIMESTAMP
+        score = strategy.checkpoint_score_attribute
         super().__init__(folder or Path(), keep, score, strategy.checkpoint_score_order)
         self._unwarned_score = None if keep == 0 else score
         self._decode = decode

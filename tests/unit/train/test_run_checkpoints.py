@@ -57,11 +57,12 @@ def test_nan_is_worst(tmp_path, losses, order):
 
 
 @pytest.mark.parametrize("score", ["loss", None])
-def test_the_newer_of_equals_stays(tmp_path, score):
+def test_the_newer_of_equals_stays(tmp_path, caplog, score):
     checkpoints = RunCheckpoints(tmp_path, CheckpointStrategy(2, score))
     keep(checkpoints, *[{"loss": 1.0}] * 3)
     checkpoints.finish()
     assert numbers_in(tmp_path) == [2, 3]
+    assert not caplog.messages
 
 
 def test_a_checkpoint_without_a_score_is_the_worst_with_one_warning(tmp_path, caplog):
