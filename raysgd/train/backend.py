@@ -47,6 +47,11 @@ class InactiveWorkerGroupError(RaySGDError, RuntimeError):
 class TrainingWorkerError(WorkerLostError, TrainBackendError):
     """A run lost workers more often than ``max_retries``. The message lists the causes."""
 
+    @classmethod
+    def after(cls, error: WorkerLostError, message: str) -> TrainingWorkerError:
+        """Return the error with the details of a loss."""
+        return cls(f"{message} {error}", error.rank, error.node_id, error.cause)
+
 
 class Backend:
     """Sets up a framework on the workers. Both hooks run on the driver."""

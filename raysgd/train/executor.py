@@ -294,12 +294,8 @@ class BackendExecutor:
                 repair(controller, self._elastic.max_attempts)
             return self.worker_group.execute(train_func)
         except WorkerLostError as error:
-            raise TrainingWorkerError(
-                f"run() lost a worker, and does not repeat the function. {error}",
-                error.rank,
-                error.node_id,
-                error.cause,
-            ) from error
+            message = "run() lost a worker, and does not repeat the function."
+            raise TrainingWorkerError.after(error, message) from error
         except BaseException:
             if self._run is None and self._controller is not None:
                 self._controller.stop(EndRunRequest())  # other workers may wait for the failed one

@@ -127,12 +127,10 @@ class FunctionRun:
             yield
         except WorkerLostError as error:
             number, allowed = self.call.num_losses, self.call.max_losses
-            raise TrainingWorkerError(
+            raise TrainingWorkerError.after(
+                error,
                 f"The training function lost workers {number} time{'s' * (number != 1)}, but "
-                f"max_retries={allowed} (max_failures={allowed} in fit()). {error}",
-                error.rank,
-                error.node_id,
-                error.cause,
+                f"max_retries={allowed} (max_failures={allowed} in fit()).",
             ) from error
 
 

@@ -39,17 +39,8 @@ def prepared_loader(
 ) -> PreparedLoader:
     """Return a loader that gives this worker its part of the data, on its device.
 
-    Args:
-        loader: the user's loader.
-        world_size: number of workers that share the loader; 1 does not split it.
-        rank: rank of this worker.
-        device: device of the batches; None to leave them as they are.
-        ahead: whether to move the next batch during the current step.
-        seed: seed of the order if the loader shuffles without a generator.
-        full_size: number of workers of the full group, which sets the global batch size. None
-            scales the batch with the group.
-        shares: relative shares of the workers; None for equal shares.
-        weigh: receives the loss weight of each batch.
+    `full_size` is the number of workers of the full group, which sets the global batch size. None
+    scales the batch with the group. `weigh` receives the loss weight of each batch.
     """
     while isinstance(loader, PreparedLoader):
         loader = loader._loader
