@@ -17,11 +17,11 @@ from raysgd.train.report_queue import Turn
 from raysgd.train.run_checkpoints import RunCheckpoints
 
 
-def measured(checkpoint, scale=1, fails=()):
+def measured(checkpoint, scale=1, plus=0, fails=()):
     loss = checkpoint.to_dict()["loss"]
     if loss in fails:
         raise ArithmeticError(f"loss {loss}")
-    return {"val_loss": scale * loss, "text": "is no number"}
+    return {"val_loss": scale * loss + plus, "text": "is no number"}
 
 
 def blob(loss):
@@ -75,7 +75,9 @@ def started(monkeypatch):
 def test_the_best_checkpoint_by_its_validation_stays(tmp_path, started, caplog):
     strategy = CheckpointStrategy(1, "val_loss", "min")
     config = ValidationConfig(
-        measured, ValidationTaskConfig({"fails": [3.0]}), ray_remote_kwargs={"num_cpus": 2}
+        measured,
+        ValidationTaskConfig({"plus": 1, "fails": [3.0]}),
+        ray_remote_kwargs={"num_cpus": 2},
     )
     checkpoints = RunCheckpoints(tmp_path, strategy, validation=config)
     for number, loss in enumerate((2.0, 0.5, 1.0, 3.0), 1):
@@ -87,12 +89,12 @@ def test_the_best_checkpoint_by_its_validation_stays(tmp_path, started, caplog):
     assert statuses == [ReportedCheckpointStatus.PENDING_VALIDATION] * 4
     started()
     found = [each.as_checkpoint() for each in seen_on_a_worker]
-    assert [each.metrics.get("val_loss") for each in found] == [2.0, 2.5, 1.0, None]
-    assert found[0].metrics == {"n": 1, "val_loss": 2.0}
+    assert [each.metrics.get("val_loss") for each in found] == [3.0, 3.5, 2.0, None]
+    assert found[0].metrics == {"n": 1, "val_loss": 3.0}
     assert found[3].status is ReportedCheckpointStatus.VALIDATION_FAILED
     checkpoints.await_validations()
     (best,) = checkpoints.best_checkpoints()
-    assert best[1] == {"n": 3, "val_loss": 1.0}
+    assert best[1] == {"n": 3, "val_loss": 2.0}
     assert "The validation of checkpoint_000004 failed: loss 3.0" in caplog.text
     checkpoints.keep(Turn("report"), blob(1.0), world_size=2)
     assert "checkpoint_score_attribute='val_loss'" in caplog.text
