@@ -98,9 +98,9 @@ class CallbackHandler:
             yield
 
     def handle(self, results: list[dict[str, Any]]) -> None:
-        """Give each callback its own copy of the results."""
+        """Pass the results to each callback. `process_results` copies them."""
         for callback in self._callbacks:
-            callback.process_results([dict(result) for result in results])
+            callback.process_results(results)
 
 
 def _finish(callback: TrainingCallback, error: type[BaseException] | None, *_: object) -> None:
