@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -28,18 +27,6 @@ def checked_logdir(logdir: str | os.PathLike[str] | None) -> Path | None:
     return path
 
 
-def check_can_write(logdir: Path) -> None:
-    """Check that files can be created in the run folder, or the closest existing parent."""
-    existing = next(folder for folder in (logdir, *logdir.parents) if folder.exists())
-    try:
-        with tempfile.TemporaryFile(dir=existing) as file:
-            file.write(b"\n")
-    except OSError as error:
-        raise type(error)(
-            f"logdir={str(logdir)!r}: cannot write in {existing}: {error.strerror}."
-        ) from None
-
-
 def trainer_callbacks(
     trainer_name: str, callbacks: Iterable[Callback], use_tqdm: bool, logdir: Path | None
 ) -> list[Callback]:
@@ -48,7 +35,6 @@ def trainer_callbacks(
     if use_tqdm and not any(isinstance(callback, ProgressBar) for callback in found):
         found.insert(0, ProgressBar())
     if logdir is not None:
-        check_can_write(logdir)
         if not any(isinstance(c, JsonlLogger) and c.folder in (None, logdir) for c in found):
             found.append(JsonlLogger())  # last, to run after callbacks that add metrics
         found.append(RunReport())

@@ -21,7 +21,7 @@ class WandbLogger(ServiceLogger):
     """Writes a run of Weights & Biases.
 
     Metrics are ``train/NAME`` and ``validate/NAME`` by ``global_step``, ``workers/num_workers``,
-    and the number of events so far, ``events/KIND``.
+    and the kinds of events, ``event``.
 
     Args:
         project: name of the project.
@@ -48,7 +48,6 @@ class WandbLogger(ServiceLogger):
         if mode is not None:
             self._given["mode"] = mode
         self._folder = folder
-        self._num_events: dict[str, int] = {}
         self.run_id = arguments.get("id")
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
@@ -57,17 +56,8 @@ class WandbLogger(ServiceLogger):
         self._opened(trainer).log({**values, _STEP: trainer.global_step})
 
     def log_event(self, trainer: Trainer, event: Event) -> None:
-        count = self._num_events[event.kind] = self._num_events.get(event.kind, 0) + 1
-        values = {f"events/{event.kind}": count, "workers/num_workers": event.num_workers}
+        values = {"event": event.kind, "workers/num_workers": event.num_workers}
         self._opened(trainer).log({**values, _STEP: event.step})
-
-    def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
-        return {**state, "num_events": dict(self._num_events)} if state else {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._num_events = dict(state.get("num_events", {}))
 
     def _open(self, trainer: Trainer) -> Any:
         import wandb

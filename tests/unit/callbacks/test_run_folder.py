@@ -82,13 +82,3 @@ def test_there_is_one_progress_bar():
     assert kinds([Callback()], use_tqdm=True) == [ProgressBar, Callback]
     assert kinds([Callback(), ProgressBar()], use_tqdm=True) == [Callback, ProgressBar]
     assert kinds([ProgressBar()]) == [ProgressBar]
-
-
-def test_logdir_that_is_not_writable_is_an_error_before_workers_start(tmp_path):
-    in_the_way = tmp_path / "file"
-    in_the_way.touch()
-    for logdir in ("/proc/nope/run", in_the_way / "run"):
-        with pytest.raises(OSError, match=rf"^logdir='{logdir}': cannot write in /"):
-            trainer_callbacks("T", [], False, Path(logdir))
-    trainer_callbacks("T", [], False, tmp_path / "a" / "b")
-    assert list(tmp_path.iterdir()) == [in_the_way]  # nothing is left behind

@@ -286,7 +286,7 @@ def test_wandb_writes_a_run_without_network_and_login(make_trainer, tmp_path, wa
         (10, history[1]["train_loss"]),
     ]
     assert [row["global_step"] for row in rows if "validate/val_loss" in row] == [5, 10]
-    assert rows[0]["events/started"] == 1
+    assert rows[0]["event"] == "started"
     assert rows[0]["workers/num_workers"] == 1
     (end,) = [r.exit for r in found if r.WhichOneof("record_type") == "exit"]
     assert end.exit_code == 0
