@@ -355,7 +355,10 @@ def checked_callbacks(where: str, callbacks: Any, logdir: Path | None) -> list[C
         for hook in dir(callback):
             if hook.startswith("on_") and hook not in _HOOKS:
                 logger.warning(
-                    "%s has %s, which is not a hook. Hooks are: %s.", name, hook, ", ".join(_HOOKS)
+                    "%s has %s, which is not a hook, so it is never called. The hooks are: %s.",
+                    name,
+                    hook,
+                    ", ".join(_HOOKS),
                 )
         if callback.needs_logdir and logdir is None:
             raise ValueError(

@@ -43,7 +43,6 @@ class DeviceStats(_Measuring):
     """
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
-        """Return the resource use."""
         found = trainer.apply_all_operators(_resource_use)
         metrics: dict[str, float] = {
             name: max(each[name] for each in found)
@@ -78,7 +77,6 @@ class LearningRateLogger(_Measuring):
     """
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
-        """Return the learning rates of worker 0."""
         rates: dict[str, float] = trainer.apply_all_operators(learning_rates)[0]
         return rates
 

@@ -218,7 +218,9 @@ def _checked_tensors(source: Location, entry: Any) -> dict[str, str]:
         with path.open("rb") as content:
             found = hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as error:
-        raise CheckpointError(f"Cannot load {source.shown}: no tensors: {error}") from error
+        raise CheckpointError(
+            f"Cannot load {source.shown}: cannot read its tensors: {error}"
+        ) from error
     if found != entry.get("sha256"):
         raise CheckpointError(f"Cannot load {source.shown}: {path} is damaged.")
     return {"path": str(path)}
