@@ -17,7 +17,7 @@ from raysgd.callbacks.logger import folder_for
 from raysgd.callbacks.values import missing_metric
 from raysgd.checkpoint import BackgroundWriter, CheckpointStore
 from raysgd.checkpoint.location import locate
-from raysgd.checkpoint.sharded import UnsharedFolderError
+from raysgd.checkpoint.sharded import UnsharedFolderError, writable_folder
 from raysgd.errors import CheckpointError, WorkerLostError
 
 __all__ = ["CheckpointCallback"]
@@ -40,14 +40,15 @@ class CheckpointCallback(Callback):
             if both have it. (With ``validate_every`` above 1, give them different names.) Without
             it, the newest are kept.
         mode: "min" if smaller values of the metric are better, or "max".
-        blocking: False copies the state, and writes it while training continues.
+        blocking: False copies the state, and writes it while training continues. A sharded state
+            is always written before training continues.
         resume: whether a trainer that has not trained yet starts from the newest intact checkpoint
             in the folder. A warning names the damaged ones.
         job: name of the job, one per folder; None for the operator's name.
         sharded: whether each worker writes its shards of models with ``register(sharding="full")``,
-            as ``trainer.save(folder, sharded=True)`` does. A checkpoint is then a folder, and
-            training waits for it. False: the driver gathers the state in its memory. None: True
-            for such models if the workers share the file system of `folder`, else False.
+            as ``trainer.save(folder, sharded=True)`` does. A checkpoint is then a folder. False:
+            the driver gathers the state in its memory. None: True for such models if the workers
+            share the file system of `folder`, else False.
         on_exception: whether to save, also within an epoch, if an exception or Ctrl-C ends
             training. It does not save a state with NaN, or if too few workers are left.
 
@@ -72,11 +73,6 @@ class CheckpointCallback(Callback):
         sharded: bool | None = None,
     ) -> None:
         check_choice("CheckpointCallback", "sharded", sharded, (True, False, None))
-        if sharded and not blocking:
-            raise ValueError(
-                "CheckpointCallback(sharded=True, blocking=False): leave blocking out. Training "
-                "always waits for workers that write shards."
-            )
         if every != "epoch" and (type(every) is not int or every < 1):
             raise ValueError(
                 f'CheckpointCallback(every={every!r}): must be "epoch" or a number of steps.'
@@ -91,12 +87,7 @@ class CheckpointCallback(Callback):
         self._sharded = sharded
         self._job = job
         self._new_store = functools.partial(CheckpointStore, keep=keep, monitor=monitor, mode=mode)
-        checked = self._new_store(folder or ".", job=job or "job")  # check the arguments early
-        if sharded and not checked.is_local:
-            raise ValueError(
-                f"CheckpointCallback({str(folder)!r}, sharded=True): must be a folder on a file "
-                "system that all workers have mounted, not a URL."
-            )
+        self._new_store(folder or ".", job=job or "job")  # check the arguments early
         self._store: CheckpointStore | None = None
         self._writer = BackgroundWriter()
         self._num_epochs_missing = 0
@@ -116,9 +107,10 @@ class CheckpointCallback(Callback):
         return None if self._store is None else self._store.best
 
     def on_train_start(self, trainer: Trainer) -> None:
+        folder = self._folder or folder_for(trainer, None, "checkpoints")
         if self._sharded:
             trainer.apply_all_operators(_check_sharded)
-        folder = self._folder or folder_for(trainer, None, "checkpoints")
+            writable_folder(locate(folder))
         self._store = self._new_store(folder, job=self._job or trainer.operator_name)
         if not self._resume or trainer.epoch or trainer.global_step:
             return
@@ -246,8 +238,8 @@ def _check_sharded(operator: Any) -> None:
     """Check that the models are sharded. Runs on the worker."""
     if getattr(operator._train_state, "sharding", None) != "full":
         raise ValueError(
-            'CheckpointCallback(sharded=True) needs models with register(sharding="full"). Leave '
-            "sharded out."
+            'CheckpointCallback(sharded=True) needs register(sharding="full") in the operator. '
+            "Leave out sharded."
         )
 
 

@@ -386,6 +386,9 @@ def test_state_of_a_missing_callback_waits_for_a_later_fit(make_trainer):
     fresh = Spy()
     trainer.fit(2, callbacks=[fresh])
     assert fresh.loaded == []
+    trainer.fit(3, callbacks=[spy])
+    trainer.load_state_dict({**state, "callbacks": {}})
+    assert "callbacks" not in trainer.state_dict()
 
 
 def test_a_state_is_a_copy(make_trainer):

@@ -232,9 +232,9 @@ def test_sharded_save_needs_a_shared_folder(
 
 def test_sharded_save_needs_sharded_models(make, tmp_path):
     trainer = make(sharding=None)
-    with pytest.raises(ValueError, match="Leave sharded out"):
+    with pytest.raises(ValueError, match="Leave out sharded"):
         trainer.save(tmp_path / "new", sharded=True)
     assert names_in(tmp_path / "new") == []
-    with pytest.raises(CallbackError, match="Leave sharded out"):
+    with pytest.raises(CallbackError, match="Leave out sharded"):
         trainer.fit(1, callbacks=[saving(tmp_path)])
     assert trainer.global_step == 0
