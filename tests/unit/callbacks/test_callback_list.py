@@ -46,11 +46,13 @@ def test_callbacks_are_called_in_order_and_later_stages_start_first(make_trainer
     given_order = [Late("last", calls), Spy("first", calls), Spy("second", calls)]
     trainer = make_trainer(callbacks=given_order)
     trainer.train()
+    trainer.shutdown()
     by_hook = {}
     for name, hook, _ in calls:
         by_hook.setdefault(hook, []).append(name)
     assert by_hook["on_train_start"] == ["last", "first", "second"]
     assert by_hook["on_epoch_end"] == ["first", "second", "last"]
+    assert by_hook["on_train_end"] == ["first", "second", "last"]
     hooks = [hook for _, hook, _ in calls]
     assert hooks.index("on_event") > 2, "all have started before the first event is told"
 
@@ -291,6 +293,17 @@ def test_an_error_in_the_end_is_raised_when_the_workers_are_gone(make_trainer):
     with pytest.raises(RuntimeError, match="shut down"):
         trainer.train()
     trainer.shutdown()
+
+
+def test_ctrl_c_in_the_end_of_a_callback_does_not_skip_the_others(make_trainer):
+    class Interrupted(Callback):
+        def on_train_end(self, trainer):
+            raise KeyboardInterrupt
+
+    spy = Spy()
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer().fit(1, callbacks=[Interrupted(), spy])
+    assert spy.hooks[-1] == "on_train_end"
 
 
 def test_passwords_in_errors_of_services_are_hidden(make_trainer, caplog):
