@@ -14,6 +14,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from raysgd._internal.imports import import_extra
 from raysgd._internal.nested import map_leaves
 from raysgd.checkpoint import arrays
 from raysgd.checkpoint.location import Location, first_line, locate
@@ -237,10 +238,7 @@ def _holds_arrays(state: Mapping[str, Any]) -> bool:
 
 
 def _tensors() -> Any:
-    try:
-        from raysgd.checkpoint import tensors
-    except ImportError as error:
-        raise ImportError(
-            f'This checkpoint needs PyTorch ({error}): pip install "raysgd[torch]"'
-        ) from error
+    import_extra("This checkpoint", "torch", "torch")
+    from raysgd.checkpoint import tensors
+
     return tensors

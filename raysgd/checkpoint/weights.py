@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from raysgd._internal.imports import import_extra
 from raysgd.checkpoint.location import locate
 from raysgd.errors import CheckpointError
 
@@ -38,13 +39,10 @@ def save_model(
         CheckpointError: if it cannot be written.
         ImportError: if safetensors is not installed.
     """
+    import_extra("save_model", "safetensors", "torch")
     target = locate(path)
     try:
         content = _of_arrays(models) if isinstance(models, Mapping) else _of_modules(models)
-    except ImportError as error:
-        raise ImportError(
-            'save_model(path) needs safetensors: pip install "raysgd[torch]"'
-        ) from error
     except Exception as error:
         raise CheckpointError(f"Cannot save to {target.shown}: {error}") from error
     return target.write(content)

@@ -77,6 +77,6 @@ def test_a_tensor_that_the_format_does_not_know_is_an_error(tmp_path):
 
 
 def test_without_the_package_its_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ImportError, match=r'pip install "raysgd\[torch\]"'):
         save_model(torch.nn.Linear(1, 1), tmp_path / "model.safetensors")
