@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from raysgd._internal.context import Progress
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.comm.backend import Backend
 from raysgd.elastic.call import Call
 from raysgd.elastic.commands import Commands
 from raysgd.elastic.config import ElasticConfig
-from raysgd.elastic.feature import Feature
 from raysgd.elastic.journal import Journal
 from raysgd.elastic.policies import Recovery
 from raysgd.elastic.preemption import PreemptionWatch
@@ -19,6 +20,13 @@ from raysgd.elastic.replacement import Replacement
 from raysgd.elastic.scale_up import ScaleUp
 from raysgd.elastic.shares import Shares
 from raysgd.elastic.snapshots import SnapshotKeeper
+
+
+class Feature(Protocol):
+    """Observes the group, without waiting. `Controller` creates each feature."""
+
+    def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+        """Check the group. `progress` has the members that answer; it is empty before a call."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -9,7 +9,6 @@ from raysgd._internal.context import Preemption, Progress
 from raysgd.cluster.departures import Notice
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle
-from raysgd.elastic.feature import Feature
 from raysgd.elastic.journal import Journal
 from raysgd.elastic.policies import who_leaves
 
@@ -19,7 +18,7 @@ _LEAVE_S = 3.0
 """Maximum duration of leaving in seconds, in addition to some steps."""
 
 
-class PreemptionWatch(Feature):
+class PreemptionWatch:
     """Watches notices of preemption, and decides which workers leave.
 
     With `can_join`, replacement workers can take over from those that leave.

@@ -13,7 +13,6 @@ from raysgd.cluster.group_options import COME_UP_S
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of, is_loss
 from raysgd.elastic.config import ElasticConfig
-from raysgd.elastic.feature import Feature
 from raysgd.elastic.journal import Journal
 from raysgd.elastic.policies import Recovery, backoff_s
 from raysgd.elastic.replacement import Goal, Replacement, Step
@@ -33,7 +32,7 @@ _MAX_SETUP_CRASHES = 3
 
 
 @dataclass(eq=False)
-class ScaleUp(Feature):
+class ScaleUp:
     """Starts a replacement worker for each vacant rank."""
 
     group: WorkerGroup

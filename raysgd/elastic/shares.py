@@ -10,7 +10,6 @@ from raysgd._internal.context import Progress
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.config import ElasticConfig
-from raysgd.elastic.feature import Feature
 from raysgd.elastic.journal import Journal
 
 __all__ = ["Shares"]
@@ -23,7 +22,7 @@ _LASTS_S = 3.0
 """Seconds that a share must be wrong before it changes, so that shares do not follow noise."""
 
 
-class Shares(Feature):
+class Shares:
     """Chooses the share of each member: equal, set by node, or proportional to measured speed."""
 
     def __init__(self, group: WorkerGroup, config: ElasticConfig, journal: Journal) -> None:

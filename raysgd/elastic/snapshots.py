@@ -12,10 +12,9 @@ from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.call import RestartStateRequest
 from raysgd.elastic.commands import Commands
-from raysgd.elastic.feature import Feature
 
 
-class SnapshotKeeper(Feature):
+class SnapshotKeeper:
     """Fetches snapshots during training, and keeps the newest one.
 
     The driver keeps the snapshot, because a worker's objects in the Ray store die with the worker.
