@@ -208,6 +208,13 @@ def test_a_group_that_is_alive_and_cannot_form_is_an_error_at_the_third_time():
     assert machine.transition(state, event, POLICIES[0])[1] == (Do.RAISE_ERROR,)
 
 
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p.keeps_snapshots])
+def test_a_lost_state_stops_members_and_replacements(policy):
+    state, actions = machine.transition(Broken(), machine.StateLost("no shards"), policy)
+    stop = (Do.STOP_REPLACEMENTS, machine.GiveUpState("no shards"))
+    assert (state, actions) == (Broken(), (*stop, Do.SURVEY))
+
+
 def test_an_event_that_cannot_happen_is_an_error():
     with pytest.raises(ValueError, match="cannot happen in the state New"):
         machine.transition(New(), machine.GroupFormed(), POLICIES[0])

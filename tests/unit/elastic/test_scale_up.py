@@ -145,6 +145,18 @@ def test_each_vacant_slot_gets_one_replacement(make, present):
     assert scale_up.under_way == (present < 4)
 
 
+def test_one_worker_starts_for_each_leaving_member_until_it_stays(make):
+    scale_up, group = make(num_workers=2, present=2)
+    group.slots = [0, 1, 2, 3]
+    group.leaving = lambda: {group.members[0]: None}
+    scale_up.tick()
+    assert [replacement.member is None for replacement in replacements()] == [False, True]
+    group.leaving = dict
+    scale_up.tick()
+    assert group.discarded == [replacements()[0].member]
+    assert not scale_up.under_way
+
+
 def test_grow_false_starts_no_replacement(make):
     scale_up, _ = make(grow=False)
     scale_up.poll({})
@@ -268,7 +280,7 @@ def test_no_replacement_starts_after_max_attempts(make, clock):
 
 
 def test_replacements_start_again_after_a_new_loss(make, clock):
-    """The place is another one; and without this, waiting for min_workers would be in vain."""
+    """Otherwise, waiting for min_workers would be useless."""
     scale_up, group = make(num_workers=3, present=2, max_attempts=1)
     scale_up.tick()
     replacements()[-1].error = ValueError("setup")
