@@ -1,4 +1,4 @@
-"""What the arguments of trainers must be, and how it is said."""
+"""Checks of the arguments of trainers, and their messages."""
 
 import importlib
 
@@ -61,7 +61,7 @@ def test_elastic_min_workers_is_at_most_num_workers():
 @example({"x": float("nan")})
 @example({"CPU": 1})
 def test_resources_are_positive_numbers(resources):
-    """NaN is none, and CPUs have an argument of their own."""
+    """NaN is no amount, and CPUs have their own argument."""
     fine = all(type(amount) in (int, float) and amount > 0 for amount in resources.values())
     if fine and "CPU" not in resources:
         assert options(resources_per_worker=resources).resources_per_worker == resources

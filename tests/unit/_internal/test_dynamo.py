@@ -1,4 +1,4 @@
-"""``torch._dynamo`` comes late, whole, and once, whoever asks for it."""
+"""``torch._dynamo`` loads on first use, completely, and once."""
 
 import json
 import os
@@ -118,12 +118,12 @@ WAYS = [
     "kept_the_stand_in",
     "comes_from_several_threads",
 ]
-"""What loads it, and what is done with it then."""
+"""Ways to load it."""
 
 
 @pytest.fixture(scope="module")
 def found():
-    """What a process finds that has postponed it; each way is tried in a fork."""
+    """Results of a process that has postponed it. Each way runs in a fork."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CODE, *WAYS],
         cwd=Path(__file__).parents[3],
@@ -137,7 +137,7 @@ def found():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow("the first of them waits for all, of which two compile")
+@pytest.mark.slow("the first test waits for all forks, and two of them compile")
 @pytest.mark.parametrize("ways", WAYS)
 def test_dynamo_loads_on_first_use_and_not_by_training(found, ways):
     assert found[ways] == [True, *(True for _ in ways.split()), True]

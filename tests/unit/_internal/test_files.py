@@ -1,4 +1,4 @@
-"""Files that are replaced: whole or not at all, and with the mode that they had."""
+"""Files are replaced completely or not at all, and keep their mode."""
 
 import json
 import stat

@@ -1,4 +1,4 @@
-"""Libraries are loaded without the garbage collector, and named where they are missing."""
+"""Imports without garbage collection, and errors of missing packages."""
 
 import gc
 

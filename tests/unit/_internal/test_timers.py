@@ -10,7 +10,7 @@ from raysgd._internal.timers import TimerCollection, TimerStat
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock in a list of one, which stands still unless it is set."""
+    """A list with the time, which changes only if a test sets it."""
     now = [100.0]
     monkeypatch.setattr(timers.time, "perf_counter", lambda: now[0])
     return now
@@ -81,7 +81,7 @@ def test_a_collection_times_blocks_by_name(clock):
 
 
 def test_blocks_of_one_name_may_be_nested(clock):
-    """As when an overridden train_batch calls the default one inside of its own timer."""
+    """For example, an overridden train_batch calls the default one within its own timer."""
     collection = TimerCollection()
     with collection.record("fwd"):
         clock[0] += 1

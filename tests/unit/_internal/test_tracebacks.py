@@ -1,4 +1,4 @@
-"""What those see of a traceback who have written the script."""
+"""Tracebacks show only the frames of user code."""
 
 import json
 import linecache
@@ -12,7 +12,7 @@ from raysgd.callbacks.callback_list import checked_callbacks
 
 
 class Trainer:
-    """Calls what it is given under frames of the library."""
+    """Calls a function from a frame of the library."""
 
     @suggests
     def fit(self, function):

@@ -1,4 +1,4 @@
-"""One attempt at a call: what failed first, and what is only a consequence."""
+"""One attempt at a call: the cause of a failure, and its consequences."""
 
 from concurrent.futures import Future
 
@@ -25,7 +25,7 @@ def outcome(kind, payload=None):
 
 
 class Named(str):
-    """A worker that may live until Ray says that it has died."""
+    """A worker that may live until Ray reports its death."""
 
     def may_live(self, error):
         return isinstance(error, ray.exceptions.ActorUnavailableError)
@@ -66,7 +66,7 @@ def test_an_answer_that_is_gone_is_no_loss_and_stops_the_others():
     futures["a"].set_exception(ray.exceptions.ActorUnavailableError("reset", None))
     attempt.settle(0)
     assert attempt.failed
-    assert attempt.interrupted_by_us  # so that the call is made again, if it may be
+    assert attempt.interrupted_by_us  # so that the call is repeated, if possible
     attempt.find_cause(lambda: futures["b"].set_result(outcome("stopped", RuntimeError())))
     assert not attempt.lost
     assert not attempt.pending

@@ -1,4 +1,4 @@
-"""What to do about losses: defaults, and values that make no sense."""
+"""ElasticConfig: defaults and invalid values."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What happened to the group, as an object that users keep."""
+"""Events of the group."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""Which workers are stuck, and which only wait for them."""
+"""Detection of stuck workers, and of collectives that cannot end."""
 
 from concurrent.futures import Future
 
@@ -16,7 +16,7 @@ WORKING = 'File "train.py", line 3, in train_batch'
 
 
 class FakeMember:
-    """A worker that shows its stack, or is silent where it has none."""
+    """A worker that sends its stack, or never answers if the stack is None."""
 
     remote = True
 
@@ -152,7 +152,7 @@ def test_a_worker_in_the_drivers_process_is_never_stuck(clock):
 
 
 def test_workers_that_never_answer_are_stuck(clock):
-    """All of them may hang in the first batch, before the first look at them."""
+    """All workers may hang in the first batch, before the first poll."""
     members = [FakeMember(None), FakeMember(None)]
     monitor, *_ = watched(clock, *members)
     found = []
@@ -162,16 +162,13 @@ def test_workers_that_never_answer_are_stuck(clock):
     assert members in found
 
 
-# ---- uneven work
-
-
-# ---- waiting in vain
+# ---- collectives that cannot end
 
 
 def waits(members, *states):
-    """Progress by what each does: "held", a collective's number, or None for computing.
+    """Return the progress of workers: "held", the number of a collective, or None (computing).
 
-    "held 3" is held beside a collective that goes on.
+    "held 3" waits for the driver while its collective 3 is running.
     """
     found = {}
     for member, state in zip(members, states, strict=True):
@@ -186,7 +183,7 @@ def waits(members, *states):
 
 @pytest.fixture
 def uneven(clock):
-    """Rank 0 has handed something over, ranks 1 and 2 have not."""
+    """Rank 0 has returned, ranks 1 and 2 have not."""
     members = [FakeMember() for _ in range(3)]
     monitor, attempt, futures = watched(clock, *members, hang_timeout_s=None)
     futures[members[0]].set_result(Outcome("ok", None, Progress()))
@@ -207,10 +204,10 @@ def test_a_collective_that_a_returned_worker_will_not_join_is_blocked(clock, une
 @pytest.mark.parametrize(
     "states",
     [
-        ("held", 3, None),  # one computes, and may come
-        (None, 3, 3),  # the one that has handed something over goes on
-        ("held", 4, 3),  # the collectives go on
-        ("held 3", 3, 3),  # the one that is held has started it, and it goes on
+        ("held", 3, None),  # one computes, and may join it
+        (None, 3, 3),  # rank 0 has continued
+        ("held", 4, 3),  # another collective has begun
+        ("held 3", 3, 3),  # rank 0 has started it too
     ],
 )
 def test_a_collective_that_may_end_is_not_blocked(clock, uneven, states):

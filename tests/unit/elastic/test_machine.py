@@ -1,4 +1,4 @@
-"""The transitions of the supervision, against the docs and in random sequences."""
+"""Transitions of the state machine, compared with the docs and in random sequences."""
 
 import contextlib
 import re
@@ -183,7 +183,7 @@ def test_no_committed_step_is_discarded(event, policy):
     form = actions[-1]
     whole = [p.global_step for p in event.progress if not p.partial]
     if key(form) is not machine.FormGroup:
-        assert not whole, "workers restart though one has a state"
+        assert not whole, "workers restart although one has a complete state"
         return
     leader = event.progress[form.leader]
     assert leader.global_step == max(whole or [p.global_step for p in event.progress])

@@ -47,7 +47,7 @@ def test_each_worker_sees_all_gpus_of_its_node_and_knows_its_own():
         WorkerInfo(node_id="b", node_ip="2", gpu_ids=("0",)),
     ]
     contexts = assign_contexts(infos, generation=1, distributed=True, num_cpus=1)
-    # as numbers: as text "10" would come before "9"
+    # sorted as numbers, because the text "10" is smaller than "9"
     assert [c.visible_gpus for c in contexts] == [("9", "10"), ("9", "10"), ("0",)]
     assert [c.gpu_index for c in contexts] == [1, 0, 0]
 
@@ -62,9 +62,6 @@ def test_a_partial_state_leads_only_if_all_are_partial():
     partial, behind = Progress(global_step=5, partial=True), Progress(global_step=4)
     assert choose_leader([partial, behind]) == 1
     assert choose_leader([partial, partial]) == 0
-
-
-# ---- whose state counts
 
 
 @given(st.lists(st.integers(0, 5), min_size=1))
@@ -103,7 +100,7 @@ def test_a_pause_is_two_steps_and_the_notice_ahead_of_every_worker(workers, reac
     step = pause_step(progress, notice_s)
     assert all(step >= p.global_step + 2 for p in progress)
     ahead = step - 2 - first.global_step
-    # not much farther than that: training stands still later, not sooner
+    # not much farther, so that the pause is not late
     if first.step_s:
         rounding = 1e-9 * (1.0 + first.step_s)
         assert (ahead - 1) * first.step_s - rounding <= notice_s

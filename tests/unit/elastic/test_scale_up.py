@@ -1,4 +1,4 @@
-"""Filling missing places: how many replacements, when again, and when they may join."""
+"""Replacement workers: how many start, when they are retried, and when they join."""
 
 import pytest
 

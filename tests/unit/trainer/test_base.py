@@ -1,4 +1,4 @@
-"""What trainers share: calls, state, files and shutdown, with one worker in this process."""
+"""Calls, state, files, and shutdown of trainers, with one worker in this process."""
 
 import gc
 import os
@@ -304,7 +304,7 @@ def test_save_model_writes_the_weights(make_trainer, tmp_path):
 
 @pytest.fixture
 def slow_disk(monkeypatch):
-    """Writes wait until they are let go."""
+    """Writes wait until the event is set."""
     go, prepare = threading.Event(), checkpoint.prepare_write
 
     def prepare_slow_write(*arguments):
@@ -317,7 +317,7 @@ def slow_disk(monkeypatch):
 
 
 def test_a_background_save_has_the_state_of_one_step(make_trainer, tmp_path, slow_disk):
-    """Training goes on before the first byte is written."""
+    """Training continues before the first byte is written."""
     trainer = make_trainer(Recorder)
     trainer.train(num_steps=2)
     state = trainer.state_dict()
@@ -380,7 +380,7 @@ def test_a_load_waits_for_the_write_of_its_file(make_trainer, tmp_path, slow_dis
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_a_save_waits_for_the_write_before_it(make_trainer, tmp_path, monkeypatch, blocking):
-    """And copies the state only then: there is never more than one that waits to be written."""
+    """It copies the state only then, so at most one copy waits to be written."""
     done, prepared, prepare = [], threading.Event(), checkpoint.prepare_write
 
     def noting(state, path, manifest):
@@ -409,7 +409,7 @@ def test_a_save_waits_for_the_write_before_it(make_trainer, tmp_path, monkeypatc
 
 @pytest.fixture
 def failed_write(make_trainer, tmp_path):
-    """A trainer of two steps, whose write behind has failed."""
+    """A trainer after two steps, whose background write has failed."""
     trainer = make_trainer()
     trainer.train(num_steps=2)
     (tmp_path / "run").mkdir()

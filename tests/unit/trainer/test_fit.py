@@ -134,7 +134,7 @@ def test_a_metric_that_cannot_be_computed_is_found_before_any_training(make_trai
     with pytest.raises(OverflowError) as caught:
         trainer.fit(1)
     assert caught.value.__notes__[0] == "This was in the metric 'val_odd', a Sums."
-    assert trainer.global_step == 5, "all data might do where a few do not"
+    assert trainer.global_step == 5, "all data may suffice if a few batches do not"
     assert "cannot be computed on the first batches: OverflowError" in caplog.text
 
 
@@ -179,7 +179,7 @@ def test_a_monitored_metric_is_warned_of_only_if_no_epoch_will_have_it(
 
 
 class Drawing(Recorder):
-    """Uses random numbers in validation, and leaves the models in the mode for it."""
+    """Draws random numbers in validation, and leaves the models in evaluation mode."""
 
     def validate_batch(self, batch, batch_info):
         self.count = getattr(self, "count", 0) + 1
@@ -207,7 +207,7 @@ def test_a_callback_may_ask_to_stop(make_trainer):
     trainer = make_trainer(callbacks=[Stopping(2)])
     history = trainer.fit(5)
     assert len(history) == 2
-    assert "val_loss" in history[1], "the epoch is brought to its end"
+    assert "val_loss" in history[1], "the epoch is completed"
     assert history.stop_reason == trainer.stop_reason == "enough"
     assert len(trainer.fit(4)) == 2
     assert trainer.stop_reason is None
@@ -284,7 +284,7 @@ def whole(batch_info, when):
 
 @pytest.fixture(params=["a callback", "the validation"])
 def broken_off(request, make_trainer):
-    """A trainer whose `fit` raised between epoch 2 and its validation, and a spy; both mended."""
+    """A trainer whose `fit` raised before the validation of epoch 2, and a spy. Both work again."""
     spy = Spy()
     trainer = make_trainer(Recorder, callbacks=[spy])
     trainer.fit(1)
@@ -301,7 +301,7 @@ def broken_off(request, make_trainer):
 
 
 def told(spy):
-    """What was trained and validated."""
+    """Return the calls of the hooks of epochs and validations."""
     return [hook for hook in spy.hooks if hook in ("on_epoch_end", "on_validation_end")]
 
 
@@ -347,7 +347,6 @@ def test_validate_makes_up_for_a_missing_validation(broken_off):
 
 @pytest.mark.parametrize("num_steps", [2, None])
 def test_a_missing_validation_is_skipped_after_further_training(broken_off, num_steps):
-    """Also within the call that goes on, and where that fails."""
     trainer, spy = broken_off
     states = []
     spy.pause_every, spy.on_pause = 1, lambda trainer: states.append(trainer.state_dict())
@@ -469,7 +468,7 @@ def test_log_every_writes_metrics_during_the_epoch(make_trainer, tmp_path):
     assert "grad_norm" not in history[0]
     trainer.fit(3)
     assert [point["global_step"] for point in points()] == [2, 4, 6, 8, 10]
-    # an epoch has five steps; what comes after its last point is in none
+    # an epoch has five steps; no point has the steps after the last one
     assert [point["metrics"]["twice"] for point in points()] == [1.0, 5.0, 10.0, 13.0, 17.0]
     for point in points():
         measured = {"twice", "train_loss", "lr", "grad_norm", "num_samples", "batch_count"}
