@@ -8,15 +8,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer
-from raysgd.operators import (
-    GAN,
-    SemanticSegmenter,
-)
+from raysgd.operators import SemanticSegmenter
 from tests.operators import replica_hash
-from tests.unit.operators.samples import digits, shapes
+from tests.unit.operators.samples import shapes
 
 
-def results(operator_cls, config, num_steps, loader=None):
+def results(operator_cls, config, num_steps, loader):
     """Train a little, and return the metrics of validation and the model, as the driver has it.
 
     There are two workers, one of which is the driver. Validation is done a second time in two
@@ -36,16 +33,12 @@ def results(operator_cls, config, num_steps, loader=None):
         rest = trainer.validate()
         assert most["num_samples"] + rest["num_samples"] == found["num_samples"]
         assert rest["batch_count"] < 1
-        if loader is not None:
-            tested = trainer.test(loader)
-            assert tested["num_samples"] == found["num_samples"]
-            assert tested["test_loss"] == pytest.approx(found["val_loss"], rel=1e-6)
-            found["predicted"] = trainer.predict(loader)
+        tested = trainer.test(loader)
+        assert tested["num_samples"] == found["num_samples"]
+        assert tested["test_loss"] == pytest.approx(found["val_loss"], rel=1e-6)
+        found["predicted"] = trainer.predict(loader)
         assert len(set(trainer.apply_all_operators(replica_hash))) == 1
-        models = trainer.get_model()
-        for model in models if isinstance(models, list) else [models]:
-            model.eval()
-        return found, models
+        return found, trainer.get_model().eval()
 
 
 @pytest.mark.slow("scikit-learn is loaded")
@@ -86,38 +79,3 @@ def test_mean_iou_is_that_of_all_pixels(module_cluster):
     }
     assert {key: found[key] for key in expected} == pytest.approx(expected, abs=1e-6)
     assert 0.34 < found["val_mean_iou"] < 1
-
-
-def test_a_gan_trains_on_two_workers_and_its_replicas_stay_the_same(module_cluster):
-    """Accumulated too, with models that have batch and spectral normalization."""
-    train, held_out = ((images.flatten(1),) for images, _ in digits())
-    config = {
-        "generator": nn.Sequential(
-            nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 64), nn.Sigmoid()
-        ),
-        "discriminator": make_discriminator,
-        "latent_size": 8,
-        "features": first_features,
-        "train_data": train,
-        "validation_data": (held_out[0][:340],),
-        "lr": 2e-3,
-        "gradient_accumulation_steps": 2,
-    }
-    found, models = results(GAN, config, num_steps=40)
-    assert nn.utils.parametrize.is_parametrized(models[1][3]), "its spectral norm came along"
-    assert found["num_samples"] == 340
-    assert 0 < found["val_frechet_distance"] < math.inf
-    assert 0 < found["val_fake_score"] < 1
-
-
-def make_discriminator(config):
-    return nn.Sequential(
-        nn.Linear(64, 32),
-        nn.BatchNorm1d(32),
-        nn.LeakyReLU(0.2),
-        nn.utils.parametrizations.spectral_norm(nn.Linear(32, 1)),
-    )
-
-
-def first_features(images):
-    return images[:, :4]

@@ -1,7 +1,6 @@
 """State that is saved, loaded, and taken out of a trainer."""
 
 import random
-import time
 
 import numpy as np
 import pytest
@@ -23,10 +22,8 @@ WIDE = 50_000
 class Everything(Classifier):
     """Dropout, a scheduler, a scaler, accumulation, and state and randomness of its own.
 
-    It is large enough for its weights to travel through shared memory, and slow where it is told.
+    It is large enough for its weights to travel through shared memory.
     """
-
-    pause_s = 0.0
 
     def setup(self, config):
         torch.manual_seed(0)
@@ -49,7 +46,6 @@ class Everything(Classifier):
         self.register_data(train_loader=loader, validation_loader=loader)
 
     def train_batch(self, batch, batch_info):
-        time.sleep(self.pause_s)
         self.drawn.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
         return super().train_batch(batch, batch_info)
 
@@ -66,7 +62,6 @@ SETTINGS = {
     "scheduler_step_freq": "batch",
     "use_fp16": True,
     "amp_dtype": torch.float16,
-    "use_tqdm": True,
 }
 
 
@@ -143,22 +138,6 @@ def lies_in_shared_memory(tensor):
             if first <= tensor.data_ptr() < last:
                 return "plasma" in line
     raise AssertionError("no such memory")
-
-
-def test_the_progress_bar_shows_the_whole_group(two, capsys):
-    two.apply_all_operators(slow(0.05))
-    two.train()
-    two.apply_all_operators(slow(0.0))
-    shown = capsys.readouterr().err
-    assert "train" in shown
-    assert "/15" in shown
-    assert "workers=2/2" in shown
-    assert "loss=" in shown
-    assert "samples/s=" in shown
-
-
-def slow(pause_s):
-    return lambda operator: setattr(operator, "pause_s", pause_s)
 
 
 def test_a_save_is_ended_by_a_shutdown(two, tmp_path):
