@@ -87,19 +87,6 @@ kinds = [event.kind for event in trainer.events if event.kind != "waiting"]
 print(json.dumps({"lives": lives, "kinds": kinds}), flush=True)
 trainer.shutdown()
 
-# two places on a node that is lost, and then room for one
-node = cluster.add_node(num_cpus=0, resources={"place": 2})
-group = WorkerGroup(GroupOptions(num_workers=2, num_cpus=0, resources={"place": 1}))
-group.reserve(60)
-cluster.remove_node(node)
-cluster.add_node(num_cpus=0, resources={"place": 1})
-end = time.monotonic() + 20
-while not (ready := [slot.is_ready for slot in group.vacant_slots()]).count(True):
-    if time.monotonic() > end:
-        break
-    time.sleep(0.1)
-print(json.dumps(sorted(ready)), flush=True)
-group.shutdown()
 ray.shutdown()
 cluster.shutdown()
 """
@@ -117,7 +104,7 @@ def on_nodes(tmp_path_factory):
         check=False,
     )
     lines = [json.loads(line) for line in run.stdout.splitlines() if line[:1] in ("[", "{")]
-    assert len(lines) == 4, run.stderr
+    assert len(lines) == 3, run.stderr
     return lines
 
 
@@ -147,7 +134,3 @@ def test_function_shrinks_if_a_node_disappears_and_grows_if_one_appears(on_nodes
     assert found["kinds"] == ["started", "lost", "restarted", "grown", "draining", "restarted"]
     # it leaves a node that is drained at its next checkpoint
     assert left["begun"] == left["step"] - 1 == left["saved"] + 1
-
-
-def test_room_for_one_is_used_if_a_node_with_room_for_two_is_lost(on_nodes):
-    assert on_nodes[3] == [False, True]
