@@ -377,6 +377,14 @@ def test_a_restart_of_all_workers_returns_to_even_shares(world, mixed):
     assert mixed.events[-1].shares == (1.0, 1.0, 1.0)
 
 
+def test_snapshots_are_fetched_in_the_order_of_ranks(world, monkeypatch):
+    controller, polled = world.drive(3).controller, []
+    world.workers.reverse()  # the last rank returns first
+    monkeypatch.setattr(controller.snapshots, "poll", lambda p: polled.append([*p]))
+    run_until(controller, 5)
+    assert polled[-1] == controller.members
+
+
 # ---- all are lost
 
 
