@@ -115,7 +115,8 @@ class BaseTrainable(Trainable):
     def load_checkpoint(self, checkpoint: Any) -> None:
         """Load the output of `save_checkpoint`, perhaps in a trial with another config."""
         self.trainer.load(Path(checkpoint) / _STATE)
-        then = json.loads((Path(checkpoint) / _OPTIONS).read_text())
+        saved = Path(checkpoint) / _OPTIONS
+        then = json.loads(saved.read_text()) if saved.exists() else self._options
         if then != self._options:
             state = self.trainer.state_dict()
             state = self._changes.with_options(state, then, self._options, *self._owners)

@@ -267,6 +267,13 @@ def test_a_rate_that_the_config_does_not_set_comes_from_the_checkpoint(make_tria
     assert lr_of(other) == 0.01
 
 
+def test_the_file_of_the_trainer_alone_is_a_checkpoint_of_a_trial(make_trial, tmp_path):
+    trial, other = make_trial({"lr": 0.1}), make_trial({"lr": 0.2})
+    trial.trainer.save(tmp_path / "trainer.checkpoint")
+    other.load_checkpoint(tmp_path)
+    assert lr_of(other) == 0.1
+
+
 def test_a_reused_trial_keeps_nothing_of_the_first(make_trial):
     trial = make_trial({"lr": 0.1})
     trial.train()
