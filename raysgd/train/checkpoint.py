@@ -40,7 +40,7 @@ def load_checkpoint_from_path(path: str | os.PathLike[str]) -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True)
+@dataclass
 class CheckpointStrategy:
     """Which checkpoints of a run stay on disk."""
 
@@ -53,10 +53,10 @@ class CheckpointStrategy:
     """Whether larger or smaller numbers are better."""
 
     def __post_init__(self) -> None:
-        order = self.checkpoint_score_order
+        name, order = type(self).__name__, self.checkpoint_score_order
         if self.num_to_keep is not None:
-            check_int("CheckpointStrategy", "num_to_keep", self.num_to_keep, 0)
-        check_choice("CheckpointStrategy", "checkpoint_score_order", order, ("max", "min"))
+            check_int(name, "num_to_keep", self.num_to_keep, 0)
+        check_choice(name, "checkpoint_score_order", order, ("max", "min"))
 
 
 class Checkpoint:

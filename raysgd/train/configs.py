@@ -53,7 +53,7 @@ class FailureConfig:
     """How to wait for resources after a loss; None for the defaults."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class CheckpointConfig(CheckpointStrategy):
     """Which checkpoints stay on disk. Without a score attribute, newer checkpoints are better."""
 

@@ -32,6 +32,17 @@ def test_configs_of_raysgd_and_of_ray_are_taken(module):
     assert checked_scaling(module.ScalingConfig()).num_workers == 1
 
 
+@pytest.mark.parametrize("module", [train, ray.train])
+def test_fields_of_configs_may_be_set_before_the_run(module):
+    config = module.RunConfig()
+    config.checkpoint_config = module.CheckpointConfig()
+    config.checkpoint_config.num_to_keep = 2
+    assert checked_run(config).checkpoint_config == CheckpointConfig(num_to_keep=2)
+    config.checkpoint_config.num_to_keep = -1
+    with pytest.raises(ValueError, match=r"^CheckpointConfig\(num_to_keep=-1\): must be"):
+        checked_run(config)
+
+
 def test_by_default_one_worker_trains_once():
     config = RunConfig()
     assert (config.name, config.storage_path, config.callbacks) == (None, None, None)
