@@ -5,7 +5,6 @@ import logging
 import weakref
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -179,18 +178,6 @@ def test_events_come_as_they_happen_and_before_the_call_raises(make_trainer):
     assert spy.calls[4:] == [("spy", "on_event", "resumed"), ("spy", "on_epoch_end", 1)]
 
 
-def test_a_callback_of_fit_sees_the_events_of_that_fit(make_trainer):
-    trainer = make_trainer(Recorder)
-    trainer.get_local_operator().fail = failing_at(2)
-    with pytest.raises(ValueError, match="bad batch"):
-        trainer.train()
-    trainer.get_local_operator().fail = lambda *arguments: None
-    spy = Spy()
-    trainer.fit(1, callbacks=[spy])
-    trainer.fit(2)
-    assert [detail for _, hook, detail in spy.calls if hook == "on_event"] == ["resumed"]
-
-
 def test_events_between_two_runs_arrive_once(make_trainer, tmp_path):
     spy = Spy()
     trainer = make_trainer(callbacks=[spy], logdir=tmp_path)
@@ -318,21 +305,6 @@ def test_passwords_in_errors_of_services_are_hidden(make_trainer, caplog):
     assert "secret" not in str(caught.value) + caplog.text
 
 
-def test_progress_that_fails_is_told_once_a_call(make_trainer):
-    class Failing(Callback):
-        num_calls = 0
-
-        def on_progress(self, trainer, kind, progress):
-            self.num_calls += 1
-            raise ValueError("no terminal")
-
-    callback = Failing()
-    trainer = make_trainer(callbacks=[callback])
-    with pytest.raises(CallbackError, match="on_progress"):
-        trainer.train()
-    assert callback.num_calls == 1
-
-
 # ---- what is refused
 
 
@@ -404,14 +376,6 @@ def test_state_of_a_missing_callback_waits_for_a_later_fit(make_trainer):
     assert "callbacks" not in trainer.state_dict()
 
 
-def test_a_state_is_a_copy(make_trainer):
-    spy = Spy(state={"seen": [1], "mean": torch.ones(1)})
-    state = make_trainer(callbacks=[spy]).state_dict()
-    spy.state["seen"].append(2)
-    spy.state["mean"] += 1
-    assert state["callbacks"] == {"Spy": {"seen": [1], "mean": torch.ones(1)}}
-
-
 def test_one_that_cannot_load_keeps_all_from_loading(make_trainer):
     good, bad = Spy(state={"best": 9}), Unloadable()
     saved = {"Spy": {"best": 2}, "Unloadable": {"best": 1}}
@@ -432,22 +396,6 @@ def test_callbacks_take_nothing_of_a_state_that_the_workers_refuse(make_trainer)
     with pytest.raises(CheckpointError, match="epoch must be a count"):
         trainer.load_state_dict(state)
     assert spy.loaded == [{"best": 2}, {"best": 9}]
-
-
-def test_states_continue_to_wait_if_one_cannot_load(make_trainer):
-    """Whether it is the same callbacks that come again, or others."""
-    saved = {"Unloadable": {"best": 1}, "Spy": {"best": 2}}
-    trainer = make_trainer()
-    trainer.load_state_dict({**trainer.state_dict(), "callbacks": saved})
-    bad, good = Unloadable(state={"best": 9}), Spy(state={"best": 9})
-    for _ in range(2):
-        with pytest.raises(CallbackError, match="Unloadable failed in load_state_dict"):
-            trainer.fit(1, callbacks=[bad, good])
-        assert trainer.epoch == 0
-        assert trainer.state_dict()["callbacks"] == saved
-    bad.mended, other = True, Spy(state={"best": 9})
-    trainer.fit(1, callbacks=[bad, other])
-    assert (bad.loaded, other.loaded) == ([{"best": 1}], [{"best": 2}])
 
 
 def test_callbacks_do_not_keep_a_trainer_alive(make_trainer):
