@@ -63,7 +63,7 @@ def worker_config(
 ) -> dict[str, Any]:
     """Return a new dict for a worker, with its share as ``BATCH_SIZE``.
 
-    With `copies`, a worker in the driver's process does not change the values of the user.
+    `copies` keeps a worker in the driver's process from changing the user's values.
     """
     own = {key: deep_copied(value) if copies else value for key, value in config.items()}
     if own.get(BATCH_SIZE) is not None:

@@ -1,4 +1,4 @@
-"""The rank and progress of a worker, and the interface of what it hosts."""
+"""Rank and progress of a worker, and the interface of its runner."""
 
 from __future__ import annotations
 

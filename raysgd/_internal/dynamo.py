@@ -1,9 +1,9 @@
 """Lazy loading of ``torch._dynamo`` in worker processes, which shortens their start by a third.
 
 DistributedDataParallel and every optimizer load ``torch._dynamo``, though only ``torch.compile``
-needs it. A module of the same name gives them the answers of a process that compiles nothing. Any
-other access loads the real module, which permanently replaces this one. The list of calls matches
-PyTorch 2.13: a further call in another version loads the module early, and has no other effect.
+needs it. A placeholder module answers their calls as if nothing were compiled. Any other access
+loads the real module, which replaces the placeholder. The list of calls matches PyTorch 2.13. If
+another version makes further calls, it only loads the module earlier.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _not_disabled: weakref.WeakSet[Any] = weakref.WeakSet()
 def postpone_dynamo() -> None:
     """Load ``torch._dynamo`` on first use. Does nothing if it is already loaded.
 
-    Only for raysgd's own processes, because other code may hold references from ``sys.modules``.
+    Use it only in raysgd's own processes, because other code may keep a reference to the module.
     """
     import torch
 
@@ -93,7 +93,7 @@ def _load() -> ModuleType:
 
 
 def _disable(fn: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Return a PyTorch function unchanged, because no compiled code calls it yet."""
+    """Leave a PyTorch function unchanged until something is compiled."""
     if sys._getframe(1).f_globals.get("__name__") != "torch._compile":
         return _load().disable(fn, *args, **kwargs)
     _not_disabled.add(fn)

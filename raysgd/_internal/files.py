@@ -21,9 +21,9 @@ def temporary_name(name: str) -> str:
 
 @contextlib.contextmanager
 def replacing(target: Path) -> Iterator[IO[bytes]]:
-    """Open a file that replaces `target`, and takes its mode, when it is complete and on disk.
+    """Open a temporary file in the same folder, with the mode of `target`.
 
-    Until then, it has a temporary name in the same folder.
+    When the file is complete and on disk, it replaces `target`.
     """
     temporary = target.with_name(temporary_name(target.name))
     try:

@@ -132,7 +132,7 @@ class Callback:
 class History(list[dict[str, Any]]):
     """The result of ``fit()``: one dict per epoch, with the metrics of training and validation.
 
-    If both have a metric of the same name (``num_samples``), it is that of training.
+    If both have a metric of the same name (``num_samples``), the dict has that of training.
     """
 
     stop_reason: str | None = None

@@ -80,7 +80,7 @@ class CallbackList:
 
     @contextlib.contextmanager
     def attached(self, trainer: Trainer, callbacks: Sequence[Callback]) -> Iterator[None]:
-        """Attach callbacks for a call of `fit`. Start those that have not started, and end them."""
+        """Attach callbacks for a call of `fit`: start the new ones, and end them afterwards."""
         before = [entry for entry in self._entries if entry.started]
         added = self._attach(callbacks, num_seen=len(trainer.events))
         self.callbacks = list(self)
@@ -207,7 +207,7 @@ class CallbackList:
     def next_pause(self, global_step: int, at_once: bool = False) -> int | None:
         """Return the next step at which a callback wants training to pause.
 
-        With `at_once`, callbacks that save get the next step.
+        With `at_once`, callbacks that save pause at the next step.
         """
         for entry in self._entries:
             entry.pause = None
@@ -263,7 +263,7 @@ class CallbackList:
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the callbacks' states, and of the states that no callback has."""
+        """Return copies of the callbacks' states, and of loaded states without a callback."""
         states: dict[str, Any] = map_leaves({**self._loaded, **self._detached}, deep_copied)
         states |= {entry.key: _state_of(entry) for entry in self._entries}
         return {key: state for key, state in states.items() if state}

@@ -21,7 +21,7 @@ _WITHOUT_END = sys.maxsize
 
 
 class EpochLines(Callback):
-    """Prints a line for each epoch of ``fit()``, after its validation; ``fit()`` adds one.
+    """Prints a line for each epoch of ``fit()``, which adds this callback.
 
     ::
 

@@ -1,4 +1,4 @@
-"""MLflow."""
+"""The callback for MLflow."""
 
 from __future__ import annotations
 

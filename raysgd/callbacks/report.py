@@ -110,7 +110,7 @@ def _made_with(run: Record) -> str:
 
 
 def _tiles(log: RunLog) -> Iterator[str]:
-    """Yield the figures at the top."""
+    """Yield the key figures at the top of the page."""
     trains = log.of("train")
     num_lost = sum(event["kind"] == "lost" for event in log.events)
     yield _tile("duration", datetime.timedelta(seconds=round(log.ended - log.began)), "duration")

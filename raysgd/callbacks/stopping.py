@@ -109,7 +109,7 @@ class TerminateOnNaN(Callback):
     """Stops ``fit()`` after an epoch with a loss that is NaN or infinite.
 
     A loss is a metric of training or validation with ``loss`` in its name. A CheckpointCallback
-    without `monitor` saves that epoch; with `monitor`, the best checkpoint stays a finite one.
+    without `monitor` saves that epoch; with `monitor`, the best checkpoint keeps a finite loss.
     """
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""TensorBoard."""
+"""The callback for TensorBoard."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 _SECRET = re.compile(r"(?i:password|passwd|passphrase|secret|credential)")
-# These are secrets unless they are numbers, such as num_tokens.
+# Values of these names are secrets unless they are numbers, such as num_tokens.
 _MAYBE_SECRET = re.compile(
     r"(?i:key|token)s?(?![a-z])|(?<![a-z])(?:pass|pwd|auth)(?![a-z])|(?i:authorization)"
 )
@@ -44,7 +44,7 @@ def suggest_metric(name: str, metrics: Iterable[str]) -> str:
 
 
 def missing_metric(callback: str, name: str, metrics: Iterable[str]) -> str:
-    """Return a message for a callback that monitors a metric that does not exist."""
+    """Return the message that a monitored metric does not exist."""
     known = list(metrics)
     return (
         f"{callback}(monitor={name!r}): there is no such metric. There are: {', '.join(known)}."

@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""The callback for Weights & Biases."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def write_file(
 def prepare_write(
     state: Mapping[str, Any], path: str | os.PathLike[str], manifest: Manifest | None = None
 ) -> Callable[[], str]:
-    """Check a state as `write_file` does. Return a function that writes this state, unchanged."""
+    """Check a state, and return a function that writes it. See `write_file`."""
     target = locate(path)
     if "path" in (state.get("tensors") or ()):
         raise CheckpointError(
@@ -167,7 +167,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manif
 
 
 def _reason(error: Exception) -> str:
-    """Describe an error of an archive, without PyTorch's advice to load without protection."""
+    """Describe an error of an archive, without PyTorch's advice to disable `weights_only`."""
     refused = re.search(r"GLOBAL (\S+)", str(error))
     if refused:
         return f"it has an object of type {refused[1]}, which is not allowed"

@@ -120,7 +120,7 @@ class CheckpointFolder:
 
 
 def is_abandoned(name: str, newest: str) -> bool:
-    """Return whether training was reset to `newest`, before the step of checkpoint `name`."""
+    """Return whether `name` is of a later step than `newest`, because training went back."""
     return position_of(name) > position_of(newest)
 
 

@@ -68,8 +68,8 @@ class Location:
     def write(self, content: bytes | Callable[[IO[bytes]], Any]) -> str:
         """Write a file completely or not at all, and return its name.
 
-        A function gets a file that is open for reading and writing. A URL is uploaded from a
-        temporary file. If a path is a link, its target is replaced.
+        If `content` is a function, it fills a file that is open for reading and writing. A URL is
+        uploaded from a temporary file. If a path is a link, its target is replaced.
         """
         fill = operator.methodcaller("write", content) if isinstance(content, bytes) else content
         shown = self.check_writable() if self.is_local else self.shown

@@ -123,7 +123,7 @@ def is_archive(file: IO[bytes]) -> bool:
 
 
 def sealed_size(file: IO[bytes]) -> int:
-    """Return the size of the content before the archive that `seal` appended."""
+    """Return the size of a file without the archive that `seal` appended."""
     with zipfile.ZipFile(file) as archive:
         return archive.infolist()[0].header_offset
 

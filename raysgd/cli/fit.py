@@ -160,7 +160,7 @@ def fit(
 
 
 def message_of(error: Exception) -> tuple[str, int]:
-    """Return the message and the exit status. Only wrong arguments have no traceback."""
+    """Return the message and the exit status. Errors of arguments have no traceback."""
     if not is_wanted():
         return "".join(traceback.format_exception(error)), 1
     if isinstance(error, CallbackError) and isinstance(error.__cause__, CheckpointError):
