@@ -38,7 +38,7 @@ _KEEPALIVE = {
     "TCP_KEEPIDLE": 1,
     "TCP_KEEPINTVL": 1,
     "TCP_KEEPCNT": _SILENCE_S - 1,
-    # for the end of the handshake, when the kernel sends no probes
+    # Covers the end of the handshake, when the kernel sends no probes.
     "TCP_USER_TIMEOUT": _SILENCE_S * 1000,
 }
 _REACHED_MS = 1500
@@ -206,9 +206,10 @@ class HostMonitor:
 
 
 class DriverWatch:
-    """The worker's end of the connection, followed by a thread.
+    """The worker's end of the connection to the driver, which a thread watches.
 
-    It tries to reconnect for `driver_grace_s`, and calls `stop` whenever that fails.
+    The thread reconnects after a failure. While the driver is unreachable, it calls `stop`. After
+    `driver_grace_s`, it ends the process.
     """
 
     def __init__(self, address: Address, driver_grace_s: float, stop: Callable[[], None]) -> None:

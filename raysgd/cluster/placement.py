@@ -224,7 +224,7 @@ def _left_beside(
     """
     left = [dict(bundle) for bundle in bundles]
     for name, parts in held.items():
-        # The resource ``bundle`` may be of another bundle.
+        # Ignore the resource ``bundle``, which may belong to another bundle.
         match = re.fullmatch(r"(?!bundle_)(.+)_group_(\d+)_[0-9a-f]+", name)
         if match is not None:
             left[int(match[2])][match[1]] -= sum(amount for _, amount in parts)

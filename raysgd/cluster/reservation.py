@@ -122,7 +122,7 @@ class Reservation:
     ) -> Slot | None:
         """Request a slot for one more worker. Return None if the group is the caller's.
 
-        The slot may have a label selector of the slots `instead_of`, which stay.
+        The slot may take the label selector of a slot in `instead_of`, which stays.
         """
         if not self._owned:
             return None
@@ -148,10 +148,10 @@ class Reservation:
                 remove_placement_group(slot.group)
 
     def drop_lost(self, taken: Collection[Any]) -> None:
-        """Remove requests for several places if all of these are lost and none is in use.
+        """Remove placement groups of several bundles if all bundles are lost and none is in use.
 
         Ray reschedules the lost bundles of a group together, and serves no other request meanwhile.
-        If other jobs have taken some of the resources, that never ends.
+        If other jobs have taken some of the resources, Ray never finishes.
         """
         if not self._owned:
             return

@@ -35,7 +35,7 @@ class Packed:
         return sum(sizes) >= _STORED_BYTES
 
     def stored(self) -> Any:
-        """Return this object, or its only copy in the object store if it is large."""
+        """Return this object, or a reference to it in Ray's object store if it is large."""
         if self.reference is None and self.is_large:
             import ray
 

@@ -188,7 +188,7 @@ class WorkerGroup:
             reservation.drop_lost(taken)
             going = [s for s in reservation.slots if s.last_node_id in nodes and s not in taken]
             going = [slot for slot in going if slot.node_id in (None, *nodes)]
-            # Do this in a start too, because reserved resources may never come back.
+            # Also request them during a start, because lost resources may never return.
             if request or len(reservation.slots) < num_before:
                 self._request_missing(reservation, going)
             slots += [slot for slot in reservation.slots if slot not in going]

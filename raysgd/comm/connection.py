@@ -129,7 +129,7 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 def framed(content: bytes) -> bytes:
-    """Return `content` as it is sent."""
+    """Return `content` with its length in front."""
     return _LENGTH.pack(len(content)) + content
 
 

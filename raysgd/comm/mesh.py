@@ -120,7 +120,7 @@ class _Peer:
         return sent
 
     def receive(self, own_rank: int, at_end: Callable[[Reduction], None]) -> bool:
-        """Receive without blocking, and call `at_end` per result. Return whether bytes arrived."""
+        """Receive without blocking. Call `at_end` for each result. Return whether bytes arrived."""
         received = False
         while self.awaited:
             wanted = self.awaited[0]

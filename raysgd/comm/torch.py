@@ -115,7 +115,7 @@ class TorchBackend(Backend):
         mesh_addresses = _exchange(store, "here", context, address)
         before = listeners()
         self._made = True
-        # Ranks meet under the number of the group, and PyTorch also counts groups that failed.
+        # The number of the group must be equal on all ranks, but PyTorch counts failed groups too.
         dist.distributed_c10d._world.group_count = 0
         ranks = (context.world_rank, context.world_size, min(self._timeout, _CONNECT))
         if self._name == "gloo":

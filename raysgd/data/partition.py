@@ -205,7 +205,7 @@ def micro_batches_of(
 def _parts(
     size: int, world_size: int, rank: int, at_once: int, shares: tuple[float, ...] | None
 ) -> list[tuple[int, int, bool]]:
-    """Return a worker's parts of a step as (start, stop, whether it is no repetition)."""
+    """Return a worker's parts of a step as (start, stop, whether the samples count)."""
     first, stop = part_of(size, world_size, rank, shares)
     number, rows = _num_parts(size, world_size, at_once, shares), stop - first
     spans = [part_of(rows, number, part) for part in range(number)]
@@ -265,7 +265,7 @@ def _bounds(total: int, shares: tuple[float, ...]) -> list[int]:
 def _dealt_to(
     rank: int, num_batches: int, world_size: int, shares: tuple[float, ...] | None
 ) -> Iterator[int]:
-    """Yield the batches of one worker, of those that are dealt out in turn."""
+    """Yield the numbers of one worker's batches if workers take batches in turn."""
     if shares is None:
         yield from range(rank, num_batches, world_size)
         return

@@ -97,7 +97,7 @@ class Commands:
             self._clock.wait(asked.values(), _LOOK_EVERY_S)
             if self._group.is_cut_off():
                 deadline = self._clock.monotonic() + _SILENCE_S
-            # Ray loses answers when its connection to a worker breaks, after 20 s without a link.
+            # Ask again: Ray loses answers if its connection breaks, after 20 s without a network.
             again = [m for m, f in asked.items() if (e := _error_of(f)) and m.may_live(e)]
             is_done = not again and all(f.done() for f in asked.values())
             if is_done or self._clock.monotonic() >= deadline:

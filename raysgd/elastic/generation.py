@@ -1,4 +1,4 @@
-"""Forms a group: the next generation of the members, or a start from a snapshot."""
+"""Forms the group of a new generation."""
 
 from __future__ import annotations
 

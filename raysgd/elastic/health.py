@@ -102,7 +102,7 @@ class HealthMonitor:
             stacks = self._show_stacks()
             self._moved_at = now
             silent = [member for member, text in stacks.items() if text is None]
-            # Workers in a collective wait for workers that are not in it, unless there is only one.
+            # Workers in a collective wait for the others. A single worker waits for itself.
             is_alone = len(stacks) == 1 and not self.attempt.outcomes
             busy = [
                 member

@@ -121,8 +121,8 @@ def who_leaves(
     """Return the ranks of the workers under preemption that leave at the next step.
 
     A worker with a replacement leaves immediately. A worker without one leaves `margin_s` before
-    its deadline. ``min_workers`` stay, and at least one that has the state stays, unless a single
-    worker has a replacement. `left_s` has the seconds to each deadline, by rank.
+    its deadline. ``min_workers`` stay. In a group of several, one worker with the state stays.
+    `left_s` has the seconds to each deadline, by rank.
 
     >>> who_leaves({0: 20, 2: 10}, num_workers=3, num_ready=1, min_workers=1, margin_s=3)
     [2]
