@@ -74,7 +74,7 @@ class SupervisedOperator(ConfiguredOperator):
         return self.model(*features), target
 
     def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each term. It must be 0 for terms that do not count."""
+        """Return the loss of each term, and 0 for terms to ignore."""
         raise NotImplementedError(f"{type(self).__name__} must override losses.")
 
     def validation_losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

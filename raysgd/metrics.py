@@ -387,7 +387,7 @@ def _merged(values: Mapping[str, list[Any]], parts: Iterable[Mapping[str, Any]])
         own: dict[str, MergeableMetric] = {}
         for name, value in part.items():
             if all(map(_is_computed, values[name])):
-                # All numbers of a metric refer to the same one, even if a part computed only NaN.
+                # All numbers of a metric hold the same object, even if a part computed only NaN.
                 own[name.removesuffix(value.end)] = value.metric
             elif _is_mean(name, value):
                 own[name] = _mean(value, weight)

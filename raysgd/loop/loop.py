@@ -292,7 +292,7 @@ class Loop:
         )
 
     def _draw(self, source: BatchSource, epoch: int, offset: int) -> Iterator[Any]:
-        """Yield the rest of an iteration. Only the first request decides about micro-batches."""
+        """Yield the rest of an iteration over a loader."""
         in_parts = self.train_state.parts.in_use
         if self._batches is None or (source.sharded and in_parts != self._in_parts):
             self._batches = source.batches(epoch, offset, in_parts=in_parts)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class IndivisibleError(BaseException):
     """Raised in a part of a batch that must not be split, to train the step again.
 
-    It is no Exception, so that user code does not catch it.
+    It does not derive from Exception, so that user code does not catch it.
     """
 
 

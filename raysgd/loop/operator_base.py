@@ -50,8 +50,8 @@ class OperatorBase:
     def preemption(self) -> float | None:
         """Time at which workers of the group will be preempted, in seconds since the Unix epoch.
 
-        None without an announcement, ``math.inf`` if its time is unknown. Training moves to other
-        nodes or continues with fewer workers by itself. Use it to save your own state.
+        None without an announcement, ``math.inf`` if its time is unknown. Use this only to save
+        your own state: the trainer replaces the workers, or continues with fewer.
         """
         preemption = self._train_state.preemption
         if preemption is None:
@@ -73,8 +73,8 @@ class OperatorBase:
         """Number of finished training steps, over all epochs and calls.
 
         With gradient accumulation, it grows by a whole group at each update, and
-        ``batch_info["global_step"]`` numbers each batch. A value that a loop sets lasts until its
-        next batch, and stays only if the loop draws no batch from its iterator.
+        ``batch_info["global_step"]`` numbers each batch. Set it only in a loop that draws no batch
+        from its iterator.
         """
         step = self._train_state.global_step
         return self._train_state.counted.get(step, step)

@@ -106,7 +106,7 @@ def _kind(gradient: Any) -> int:
 
 
 def _of_kind(kind: int, gradient: Any, variable: Any) -> Any:
-    """Convert a gradient to a kind. Replace a missing gradient by zeros."""
+    """Convert a gradient to a kind: dense, or rows. Replace a missing gradient by zeros."""
     if kind == _DENSE:
         return tf.zeros_like(variable) if gradient is None else tf.convert_to_tensor(gradient)
     if kind == _ROWS and gradient is None:

@@ -73,7 +73,7 @@ class CreatorOperator(TrainingOperator):
             kind = self._train_state.keras.callbacks.CallbackList
             self._callbacks = kind(list(self._given), model=self.model)
             self._callbacks.on_train_begin()
-        # The epoch of fit(). Endless data stay in their first epoch.
+        # Count epochs as Keras fit() does, because endless data never end their first epoch.
         steps = self._steps_per_epoch
         epoch = self.global_step // steps if steps else epoch_idx
         if not steps or self._begun != epoch:

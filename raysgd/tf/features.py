@@ -48,9 +48,9 @@ class Replication(StepFeature):
 
 
 class Optimization(StepFeature):
-    """Averages gradients over the workers, adds up those of a batch's parts, and updates.
+    """Accumulates the gradients of a batch's parts, averages them over the workers, and updates.
 
-    It copies what an update changes if a later optimizer of the step may fail.
+    If a later optimizer of the step may fail, it copies the variables first.
     """
 
     def __init__(self, state: KerasTrainState) -> None:

@@ -15,7 +15,7 @@ from raysgd.metrics import MergeableMetric, Sums, ratio
 
 
 class MeanLoss:
-    """A function of (target, output, sample_weight=None): the mean loss of a worker's batch.
+    """Computes the mean loss of a worker's batch from (target, output, sample_weight=None).
 
     Args:
         keras: ``keras`` or ``tf_keras``.

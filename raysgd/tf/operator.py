@@ -229,9 +229,10 @@ class TrainingOperator(OperatorBase):
     ) -> None:
         """Register the data. A later call replaces it.
 
-        At each step, each worker takes the next batch of a ``tf.data.Dataset``, which must yield
-        the same on every worker; shuffles without a seed do. Arrays are divided by sample. Every
-        worker reads all of other iterables, so select a part by ``self.world_rank``.
+        At each step, each worker takes the next batch of a ``tf.data.Dataset``. The data set must
+        yield the same on every worker; shuffles without a seed do. Arrays are partitioned by
+        sample. From other iterables, every worker reads everything, so select a part by
+        ``self.world_rank``.
 
         Args:
             train_loader: Training data, with batches ``(*features, target)``.

@@ -101,7 +101,7 @@ def _named(value: Any) -> Mapping[str, Any] | None:
 
 
 def _by_name(value: Any, model: torch.nn.Module, num_others: int) -> Mapping[str, Any] | None:
-    """Do the same, also for a named tuple of arguments of ``forward`` and few other fields."""
+    """Like `_named`, but also accept named tuples with few fields that ``forward`` lacks."""
     fields = set(getattr(value, "_fields", ())) if isinstance(value, tuple) else set()
     if not fields:
         return _named(value)

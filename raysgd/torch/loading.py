@@ -180,7 +180,7 @@ class ShardedLoader(PartitionedSource):
         return made
 
     def _checked(self, batches: Iterator[Any], indices: _Indices) -> Iterator[Any]:
-        """Yield the batches of a loader, whose own ``__iter__`` may not use `indices`."""
+        """Yield the batches of a loader. Raise if its ``__iter__`` does not draw from `indices`."""
         kind = type(self.loader).__name__
         num_batches, num_given = len(indices), 0
         # A loader that repeats forever ends here.

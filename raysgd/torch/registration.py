@@ -204,7 +204,7 @@ def _shard_fully(
 
 
 def adopt_wrappers(state: TorchTrainState, attributes: Iterable[Any]) -> None:
-    """Find models that user code wrapped after registering them, among its attributes."""
+    """Replace registered models by their DistributedDataParallel wrappers among attributes."""
     wrapped = {
         id(value.module): value
         for attribute in attributes

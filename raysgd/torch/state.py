@@ -191,7 +191,7 @@ def _scheduler_problem(held: Any, state: Any) -> str:
 
 
 def _number_problem(held: Mapping[str, Any], state: Mapping[str, Any]) -> str:
-    """Return the number, or list of numbers, that has another form in a state."""
+    """Return which number or list of numbers does not fit, or an empty string."""
     for name in sorted(held.keys() & state.keys()):
         own, given = held[name], state[name]
         if _is_number(own):

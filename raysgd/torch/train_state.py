@@ -60,7 +60,7 @@ class TorchTrainState(TrainState):
         self.optimization = Optimization(self, precision)
 
     def set_mode(self, training: bool) -> None:
-        """Set the modes of the models. In training, frozen models keep that from `register`."""
+        """Set train or eval mode. In training, frozen models keep their mode from `register`."""
         for model in self.models:
             model.train(training)
         for model, modes in self.frozen_modes if training else ():

@@ -151,7 +151,7 @@ class BackendExecutor:
             return
         controller.check_process()
         try:
-            # Calls of the backend would wait for busy workers without a limit.
+            # The backend's hook would wait for busy workers forever.
             gently = graceful_termination and self._is_idle(controller, patience_s)
             if gently:
                 self._backend.on_shutdown(self.worker_group, self._backend_config)
@@ -321,12 +321,12 @@ class BackendExecutor:
 
     @property
     def latest_checkpoint_path(self) -> Path | None:
-        """Path of the newest checkpoint on disk, of the same run. None if there is none."""
+        """Path of that run's newest checkpoint; None if it has none on disk."""
         return self._saved.latest_path
 
     @property
     def best_checkpoint_path(self) -> Path | None:
-        """Path of the best checkpoint on disk, of the same run; None if there is none."""
+        """Path of that run's best checkpoint; None if it has none on disk."""
         return self._saved.best_path
 
     # ---- helpers

@@ -1,6 +1,6 @@
 """Lightning in training functions, with the names of ``ray.train.lightning``.
 
-``lightning.Trainer()`` forms one world of all workers without any of them::
+These names are optional: ``lightning.Trainer()`` uses all workers without them::
 
     def train_func():
         trainer = lightning.Trainer(max_epochs=10, callbacks=[RayTrainReportCallback()])

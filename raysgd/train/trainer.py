@@ -154,7 +154,7 @@ class Trainer:
         """Create an object of a class on every worker, with the backend set up.
 
         Return the objects by rank. ``workers[0].method.remote(...)`` returns a reference for
-        ``ray.get``. The objects live until the trainer shuts down. This starts it if necessary.
+        ``ray.get``. The objects live until the trainer shuts down. Starts the trainer if necessary.
         """
         if not self._executor.is_started:
             self._executor.start()
@@ -196,12 +196,12 @@ class Trainer:
 
     @property
     def best_checkpoint_path(self) -> Path | None:
-        """Path of the best checkpoint on disk, of the same run; None if there is none."""
+        """Path of that run's best checkpoint; None if it has none on disk."""
         return self._executor.best_checkpoint_path
 
     @property
     def best_checkpoint(self) -> dict[str, Any] | None:
-        """The best checkpoint on disk, of the same run; None if there is none."""
+        """The best checkpoint of that run; None if it has none on disk."""
         path = self.best_checkpoint_path
         return None if path is None else self.load_checkpoint_from_path(path)
 

@@ -1,4 +1,4 @@
-"""Workers that run functions. A custom Backend sets up its framework through them."""
+"""Groups of workers that run functions, for custom backends and users."""
 
 from __future__ import annotations
 

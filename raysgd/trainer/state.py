@@ -150,7 +150,7 @@ class TrainerState:
         for key, value in of_driver.items():
             if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
                 raise CheckpointError(f"state[{key!r}] must be a dict, but it is {value!r}.")
-        # The "call" of a snapshot belongs to its run.
+        # Ignore the unfinished call in a snapshot of another run.
         of_workers = {key: v for key, v in state.items() if key not in (*of_driver, "call")}
         with self.calls.callback_list.loading(copy.deepcopy(of_driver["callbacks"])):
             call = Call(request=LoadRequest(state=of_workers), max_losses=3)

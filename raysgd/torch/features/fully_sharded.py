@@ -357,7 +357,7 @@ def _whole_norm(norm: torch.Tensor) -> torch.Tensor:
 
 
 class UnshardedModel:
-    """Has the state of a model except its sharded parameters."""
+    """A placeholder with the state of a model, except its sharded parameters."""
 
     def __init__(self, model: torch.nn.Module, names: Mapping[str, int]) -> None:
         self._model, self._names = model, names

@@ -250,7 +250,7 @@ class ShardedOptimizer(ShardedFeature):
         """
         whole, layout = self.optimizer.state, self._layout
         updated = {self._parameters[which] for which in self._numbers}
-        # The state of frozen parameters is not divided. Adagrad has it from the start.
+        # Frozen parameters can have state too, such as in Adagrad. It is not sharded.
         rest = {p: whole[p] for p in whole.keys() - updated}
         self._undivided = self.optimizer.state = defaultdict(dict, rest)
         self._pieces, self._rooms = [], {}
@@ -273,7 +273,7 @@ class ShardedOptimizer(ShardedFeature):
         return value
 
     def _elements_of(self, which: int, start: int, stop: int) -> torch.Tensor | None:
-        """Return elements of a parameter if parameters are sharded too."""
+        """Return elements of a parameter. None unless parameters are sharded too."""
         return None
 
     def load_shards(self, state: Mapping[str, Any]) -> None:

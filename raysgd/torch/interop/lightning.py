@@ -445,7 +445,7 @@ def lightning_operator(
 
 
 def _base_of(kind: type[Any]) -> Any:
-    """Return the Lightning class that a module or data module derives from. Return None if none."""
+    """Return the Lightning class that a module or data module derives from, or None."""
     names, packages = ("LightningModule", "LightningDataModule"), ("lightning", "pytorch_lightning")
     of_lightning = (each for each in kind.__mro__ if each.__module__.split(".")[0] in packages)
     return next((each for each in of_lightning if each.__name__ in names), None)

@@ -32,7 +32,7 @@ def transfers(
     lowest: int,
     held: Sequence[Iterable[tuple[int, int, int, int]]],
 ) -> list[Transfer] | None:
-    """Plan transfers after which each rank has its share, and copies of the shares before it.
+    """Plan the transfers that give each rank its share, and copies of the shares before it.
 
     Args:
         shares: the share of each rank. All shares together are all elements.

@@ -1,4 +1,4 @@
-"""The preprocessors of results, by the modules that older scripts import them from."""
+"""Import path of preprocessors in older scripts."""
 
 import sys
 

@@ -1,6 +1,6 @@
 """The Trainer of Transformers in training functions, with the names of Ray Train.
 
-The Trainer forms one world of all workers without any of them::
+These names are optional: the Trainer uses all workers without them::
 
     def train_func():
         trainer = transformers.Trainer(model, arguments, train_dataset=dataset)
