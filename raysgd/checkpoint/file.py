@@ -75,6 +75,13 @@ def write_file(
     return prepare_write(state, path, manifest)()
 
 
+def _plain(leaf: Any) -> Any:
+    """Return a plain number for NumPy scalars and metrics, because loading rejects their types."""
+    if isinstance(leaf, np.generic):
+        return leaf.item()
+    return float(leaf) if isinstance(leaf, float) else leaf
+
+
 def prepare_write(
     state: Mapping[str, Any], path: str | os.PathLike[str], manifest: Manifest | None = None
 ) -> Callable[[], str]:
@@ -85,8 +92,7 @@ def prepare_write(
             f"Cannot save to {target.shown}: the tensors of this state are in another file, "
             f"{state['tensors']['path']}. Load the state with a trainer, and save that."
         )
-    # weights_only loading rejects NumPy scalars
-    state = map_leaves(dict(state), lambda x: x.item() if isinstance(x, np.generic) else x)
+    state = map_leaves(dict(state), _plain)
     archive = arrays if _holds_arrays(state) else _tensors()
     for owner in ("operator", "callbacks"):
         try:

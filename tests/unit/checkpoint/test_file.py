@@ -20,6 +20,7 @@ from raysgd.checkpoint import (
 from raysgd.checkpoint import file as checkpoint_file
 from raysgd.checkpoint.file import read_checkpoint
 from raysgd.errors import CheckpointError
+from raysgd.metrics import AverageMeterCollection
 from tests.unit.checkpoint.states import STATE, Code
 
 
@@ -36,6 +37,13 @@ def test_numpy_numbers_come_back_as_numbers(tmp_path, make):
     state = read_file(write_file(with_user_state(user_state), tmp_path / "state.pt"))
     assert dict(state["operator"]) == {"best": 0.5, "steps": (3, [True, "x"])}
     assert type(state["operator"]["best"]) is float
+
+
+def test_metrics_of_a_result_come_back_as_numbers(tmp_path):
+    meters = AverageMeterCollection()
+    meters.update({"loss": 0.5}, n=2)
+    path = write_file(with_user_state({"best": meters.summary()["loss"]}), tmp_path / "state.pt")
+    assert read_file(path)["operator"] == {"best": 0.5}
 
 
 def test_a_module_keeps_the_versions_of_its_state(tmp_path):
