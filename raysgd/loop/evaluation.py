@@ -45,9 +45,8 @@ class Evaluation:
             for name, source in sources.items():
                 source.limit(request.limit)
                 source.weigh(request.shares)
-                offset = self._evaluate(
-                    name, source, self.start[1], request.num_steps, request.info
-                )
+                offset = 0 if name else self.start[1]
+                offset = self._evaluate(name, source, offset, request.num_steps, request.info)
         train_state.end_segment()
         if loader is not None:
             _close(sources)

@@ -175,3 +175,10 @@ def test_each_of_several_validation_loaders_has_metrics_of_its_own(make_trainer)
         assert trainer.get_local_operator().validated == [*range(8), *range(20, 28)]
     assert set(trainer.get_local_operator().validation_loader) == {"low", "high"}
     assert trainer.fit(1)[0]["val/high_loss"] > 0
+
+
+def test_several_loaders_ignore_the_position_in_a_single_one(make_trainer):
+    single, several = make_trainer(Recorder), make_trainer(Named)
+    single.validate(num_steps=1)
+    several.load_state_dict(single.state_dict())
+    assert several.validate()["num_samples"] == 33
