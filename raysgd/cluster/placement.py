@@ -59,8 +59,12 @@ def reserve(
     capacity = workers_that_fit(ray.cluster_resources(), bundle)
     if capacity < min_workers and is_own_cluster():
         raise _no_room("", bundle, min_workers, num_workers)
-    has_capacity = min_workers < num_workers <= capacity
-    for size in (num_workers, min_workers) if has_capacity else (min_workers,):
+    largest, sizes = max(min_workers, min(num_workers, capacity)), [min_workers]
+    if strategy.startswith("STRICT_"):  # single slots could be on any node
+        sizes = list(range(largest, min_workers - 1, -1))
+    elif min_workers < num_workers == largest:
+        sizes = [num_workers, min_workers]
+    for size in sizes:
         # Spend the remaining time on the minimum.
         left = deadline - time.monotonic() if size == min_workers else 0.0
         wait_s = max(left, SETTLE_S)

@@ -66,3 +66,15 @@ def test_room_is_in_a_placement_group_that_captures_child_tasks(monkeypatch, cap
         monkeypatch.setattr(ray, name, lambda: {"CPU": 4})
     found = placement.reserve({"CPU": 1}, num_workers=2, min_workers=2, timeout_s=1)
     assert found == ("within" if captures else "own")
+
+
+def test_strict_strategy_gets_as_many_workers_as_fit(monkeypatch):
+    monkeypatch.setattr(placement, "get_current_placement_group", lambda: None)
+    monkeypatch.setattr(
+        placement, "_granted", lambda bundles, *_: "own" if len(bundles) < 3 else None
+    )
+    monkeypatch.setattr(placement, "Reservation", lambda group, indexes, **_: len(indexes))
+    monkeypatch.setattr(placement, "_topped_up", lambda room, *_: room)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4})
+    asked = {"num_workers": 5, "min_workers": 1, "timeout_s": 1}
+    assert placement.reserve({"CPU": 1}, strategy="STRICT_PACK", **asked) == 2
