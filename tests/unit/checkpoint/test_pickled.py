@@ -26,16 +26,6 @@ def test_pickle_comes_back_with_its_manifest(path):
     assert read_manifest(path) == manifest
 
 
-def test_any_reader_of_pickles_reads_it(path):
-    with path.open("rb") as file:
-        assert pickle.load(file)["epoch"] == 3
-
-
-def test_a_file_of_pickle_alone_is_read(tmp_path):
-    (tmp_path / "plain").write_bytes(BLOB)
-    assert read_pickle(tmp_path / "plain") == (BLOB, None)
-
-
 def test_a_pickle_that_ends_with_an_archive_comes_back(tmp_path):
     """As the checkpoint of a folder does whose last file is one of torch.save."""
     file = io.BytesIO()

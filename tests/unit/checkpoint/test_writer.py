@@ -70,15 +70,6 @@ def test_next_write_waits_for_the_previous_one(gate):
     assert order == ["first", "second"]
 
 
-def test_a_failure_is_raised_once():
-    writer = BackgroundWriter()
-    writer.submit(fail, "there")
-    with pytest.raises(CheckpointError, match="disk is full"):
-        writer.wait()
-    writer.wait()
-    writer.raise_failure()
-
-
 def test_after_a_failure_the_next_write_is_refused_and_the_one_after_is_not():
     writer, done = BackgroundWriter(), []
     writer.submit(fail, "there")
