@@ -1,15 +1,11 @@
 """Connections: who may come in, what holds nobody up, and what is left when one ends."""
 
 import contextlib
-import errno
-import gc
 import os
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -159,13 +155,6 @@ def test_oldest_of_too_many_strangers_is_closed(listener, monkeypatch):
         assert len(listener._service._strangers) == 3
 
 
-def test_a_client_of_another_protocol_is_sent_away_at_once(shared):
-    for said in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\0\0"):
-        with socket.create_connection(shared[1][:2], WAIT_S) as stranger:
-            stranger.sendall(said)
-            assert closed_at_once(stranger)
-
-
 def test_forgotten_address_is_refused(listener):
     first, second = listener.expect(echo), listener.expect(echo, key=derived_key("a", "b"))
     listener.forget(first)
@@ -222,36 +211,6 @@ def test_both_ends_notice_when_the_other_host_is_gone(listener):
             assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
-def test_an_error_ends_its_own_connection_and_is_told(listener, caplog):
-    async def fail(connection):
-        raise LookupError("a mistake of ours")
-
-    with connect(listener.expect(fail), WAIT_S) as connection:
-        assert closed_at_once(connection)
-    assert "a mistake of ours" in caplog.text
-    with connect(listener.expect(echo), WAIT_S) as connection:
-        assert echoed(connection, b"?") == b"?"
-
-
-def test_closing_ends_connections_that_have_just_come():
-    """At whatever point the listener is with them; a garbage collection would end them too late."""
-    gc.disable()
-    try:
-        for delay_s in np.linspace(0, 0.003, 100):
-            listener = Listener(HOST, "test")
-            address = listener.expect(echo)
-            come = [socket.create_connection(address[:2], 10) for _ in range(3)]
-            until = time.perf_counter() + delay_s
-            while time.perf_counter() < until:
-                pass
-            listener.close()
-            for connection in come:
-                with connection:
-                    assert closed_at_once(connection)
-    finally:
-        gc.enable()
-
-
 def test_closing_ends_what_forked_processes_have_too(listener):
     address = listener.expect(echo)
     with connect(address, WAIT_S) as connection:
@@ -265,52 +224,6 @@ def test_closing_ends_what_forked_processes_have_too(listener):
         connect(address, WAIT_S)
     for descriptor in held:
         os.close(descriptor)
-
-
-def test_it_can_be_closed_in_its_own_thread(listener):
-    async def close(connection):
-        listener.close()
-
-    with connect(listener.expect(close), WAIT_S) as connection:
-        assert closed_at_once(connection)
-    listener._service.thread.join(WAIT_S)
-    assert not listener._service.thread.is_alive()
-
-
-def test_one_that_nobody_closes_ends_with_its_owner():
-    listener = Listener(HOST, "test")
-    thread = listener._service.thread
-    assert thread.daemon
-    with connect(listener.expect(echo), WAIT_S) as connection:
-        del listener
-        gc.collect()
-        assert closed_at_once(connection)
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
-
-
-def test_without_a_descriptor_it_accepts_when_there_is_one(monkeypatch):
-    class Full(socket.socket):
-        failures = 0
-
-        def accept(self):
-            if self.failures < 3:
-                self.failures += 1
-                raise OSError(errno.EMFILE, "Too many open files")
-            return super().accept()
-
-    create_server = socket.create_server
-    monkeypatch.setattr(
-        socket, "create_server", lambda *a, **k: Full(fileno=create_server(*a, **k).detach())
-    )
-    monkeypatch.setattr(module, "_RETRY_S", 0.05)
-    listener = Listener(HOST, "test")
-    try:
-        with connect(listener.expect(echo), WAIT_S) as connection:
-            assert echoed(connection, b"?") == b"?"
-        assert listener._service.server.failures == 3
-    finally:
-        listener.close()
 
 
 def test_it_leaves_no_thread_and_no_descriptor():

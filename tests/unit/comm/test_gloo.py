@@ -94,16 +94,6 @@ def test_an_all_gather_of_different_sizes_is_refused_on_all_ranks(monkeypatch):
         assert [*pool.map(gather, range(2))] == [[[0, 0], [1, 1]]] * 2
 
 
-def test_a_collective_can_be_waited_for_later(group):
-    work = dist.all_reduce(torch.ones(3), async_op=True)
-    assert work.wait(datetime.timedelta(seconds=10)) is True
-    assert work.is_completed()
-    assert work.is_success()
-    assert [t.tolist() for t in work.result()] == [[1, 1, 1]]
-    future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
-    assert future.wait()[0].tolist() == [1, 1, 1]
-
-
 def test_errors_of_gloo_reach_the_caller(group):
     with pytest.raises(RuntimeError, match=r"BAND"):
         dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND)

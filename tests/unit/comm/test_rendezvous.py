@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from raysgd.comm import rendezvous as store_module
 from raysgd.comm.connection import Address, connect, framed, read
-from raysgd.comm.gloo import GlooGroup
 from raysgd.comm.rendezvous import StoreServer
 from raysgd.comm.torch_store import TorchStore
 from tests.conftest import examples
@@ -48,7 +47,6 @@ def waiting_for(client, keys):
 
 keys = st.sampled_from(["a", "b", "ключ\n"])
 values = st.binary(max_size=20)
-numbers = st.integers(-(2**40), 2**40)
 
 
 @examples(60)
@@ -162,15 +160,3 @@ def test_gloo_and_groups_of_the_users_own_meet_through_it(server):
     assert through_torch.add("n", 2) == 2
     assert through_torch.multi_get(["a", "n"]) == [b"1", b"2"]
     assert through_torch.check(["a"])
-
-
-def test_closing_the_store_wakes_a_waiting_group(server):
-    """The peer died between the barrier and gloo's own meeting."""
-    store = TorchStore(server.address, LONG)
-    with ThreadPoolExecutor(1) as pool:
-        made = pool.submit(GlooGroup, store, 0, 2, LONG)
-        while not server._values:
-            time.sleep(0.001)
-        server.close()
-        with pytest.raises(Exception, match="has ended"):
-            made.result(10)

@@ -58,11 +58,3 @@ def test_sockets_of_other_kinds_are_left_out():
         datagrams.connect(("127.0.0.1", 1))
         others = {each.fileno() for each in (left, right, datagrams, unconnected)}
         assert not others & {each.descriptor for each in endpoints()}
-
-
-def test_looking_leaves_no_descriptor():
-    endpoints()
-    before = sorted(os.listdir("/dev/fd"))
-    for _ in range(20):
-        endpoints()
-    assert sorted(os.listdir("/dev/fd")) == before

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
-from raysgd.comm import network
 from raysgd.comm import torch as torch_backend
 from raysgd.comm.sockets import listeners
 from raysgd.comm.torch_store import TorchStore
@@ -63,14 +62,6 @@ def test_nccl_has_a_store_of_torchs_beside_on_the_same_interface():
     store.set("a", "1")
     assert store.get("a") == b"1"
     backend.close()
-
-
-def test_workers_on_several_nodes_get_a_reachable_address(backend, monkeypatch):
-    monkeypatch.setattr(network, "address_towards", lambda address: "127.0.0.1")
-    rendezvous = backend.prepare(["10.1.2.3", "10.1.2.4"])
-    assert not rendezvous.single_node
-    # one node, but not this one: the driver is elsewhere
-    assert not backend.prepare(["203.0.113.7"]).single_node
 
 
 def test_a_process_group_of_the_users_own_is_not_taken_over(backend):
