@@ -234,27 +234,6 @@ for op, expected in [("MIN", 1), ("MAX", 2), ("PRODUCT", 2)]:
     assert number.item() == expected
 assert mesh._num_started == before + 4
 
-if rank == 0:
-    late = dist.all_reduce(torch.ones(3), async_op=True)
-    try:
-        late.wait(datetime.timedelta(seconds=0.1))
-    except RuntimeError as error:
-        assert "Timed out" in str(error), error
-    else:
-        raise SystemExit("has not waited for the other rank")
-    assert group.collective() is not None
-    store.set("waited", "")
-else:
-    store.wait(["waited"])
-    late = dist.all_reduce(torch.ones(3), async_op=True)
-assert late.wait(patience) and late.result()[0].tolist() == [2.0] * 3
-
-bound = datetime.timedelta(seconds=50)
-dist.distributed_c10d._set_pg_timeout(bound)
-work = dist.all_reduce(torch.ones(3), async_op=True)
-assert work._timeout == bound, work._timeout  # as gloo's own operations
-work.wait()
-
 # what nobody waits for, and is too long to be sent at once, reaches the other rank nevertheless
 gloo.SMALL_BYTES = 2**40
 for _ in range(5):
