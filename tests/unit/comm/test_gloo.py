@@ -280,13 +280,11 @@ def test_small_reductions_go_by_the_mesh_with_the_same_bits():
     run_ranks(MESHED, 2)
 
 
-DIVIDED = """
+SCATTERED = """
 import datetime, sys
 import torch, torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from raysgd.comm.gloo import GlooGroup
 
 store = TCPStore("127.0.0.1", int(sys.argv[-1]), is_master=False)
@@ -315,23 +313,6 @@ if rank:
 else:
     assert dist.recv(mine) == 1 and mine.tolist() == [1.0] * 3  # from any rank
 
-def trained(divide):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
-    divide(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        model(torch.ones(2, 4)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.parameters()
-
-mesh = init_device_mesh("cpu", (2,))
-whole = trained(lambda model: None)
-divided = trained(lambda model: fully_shard(model, mesh=mesh))
-for expected, found in zip(whole, divided, strict=True):
-    torch.testing.assert_close(found.full_tensor(), expected)
-
 if rank == 0:
     works = [
         dist.reduce_scatter_tensor(part, torch.arange(4.0), async_op=True),
@@ -354,5 +335,5 @@ print("good", flush=True)
 
 
 @pytest.mark.filterwarnings("ignore:.*reduce_scatter_tensor.*:FutureWarning")
-def test_models_that_are_divided_over_ranks_can_be_trained():
-    run_ranks(DIVIDED, 2)
+def test_scattered_reductions_and_messages_between_two_ranks():
+    run_ranks(SCATTERED, 2)
