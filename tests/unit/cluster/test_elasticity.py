@@ -6,7 +6,6 @@ from concurrent.futures import Future
 
 import pytest
 
-from raysgd.elastic import call_runner
 from raysgd.elastic.machine import Broken
 from raysgd.errors import CollectiveError, WorkerLostError
 from tests.blackbox.simulation.seam import BadBatchError, LostError
@@ -184,24 +183,6 @@ def test_a_pause_that_a_worker_misses_discards_the_step(world, monkeypatch):
     assert steps_of(run_until(controller, 400)) == [400] * 3
     assert kinds(controller) == ["started", "grown"]
     assert missed
-
-
-def test_user_error_in_a_discarded_step_is_raised(world, monkeypatch):
-    monkeypatch.setattr(call_runner, "pause_step", lambda *_: 0)
-    world.room = 2
-    controller = world.drive(3, resize_cooldown_s=0.0).controller
-    first = controller.members[0]
-    world.at_step(2, lambda: setattr(world, "room", 3))
-
-    def fail_in_time():
-        if first.pause is not None:
-            first.error = BadBatchError("bad")
-        else:
-            world.plan(0.0, fail_in_time)
-
-    fail_in_time()
-    with pytest.raises(BadBatchError):
-        run_until(controller, 400)
 
 
 # ---- shares of the global batch

@@ -87,21 +87,6 @@ def answer_all(replacement, *methods):
         replacement.advance()
 
 
-def test_it_is_ready_when_it_has_set_up_and_not_before(replacement):
-    replacement.advance()
-    for method in ("info", "create", "prepare"):
-        replacement.member.answer(method)
-        replacement.advance()
-        replacement.advance()
-        assert not replacement.is_ready
-    replacement.member.answer("enter")
-    assert not replacement.is_ready
-    replacement.advance()
-    assert replacement.is_ready
-    assert replacement.error is None
-    assert replacement.replaces_lost
-
-
 def test_it_is_told_where_it_will_be_and_sets_up_alone(replacement):
     answer_all(replacement, "info")
     (prepared,) = replacement.member.arguments["prepare"]

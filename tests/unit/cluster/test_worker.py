@@ -9,19 +9,14 @@ import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
-import cloudpickle
 import pytest
 
-import raysgd
-from raysgd._internal.context import PausedError, Progress, WorkerContext
-from raysgd._internal.tracebacks import is_the_users
+from raysgd._internal.context import Progress, WorkerContext
 from raysgd.backends import Backend
 from raysgd.cluster.serialization import Packed, pack
 from raysgd.cluster.worker import CarriedError, Worker
 from raysgd.errors import RemoteError, RemoteTraceback
 from tests.unit.cluster.calls import request_of
-
-PACKAGE = raysgd.__path__[0]
 
 
 class FakeRunner:
@@ -167,24 +162,6 @@ def test_user_exception_keeps_its_type_and_has_the_traceback_of_the_worker(worke
     assert "PlainError: bad batch" in text
     (note,) = error.__notes__
     assert re.fullmatch(r"Raised on worker 3, in fail, .*test_worker\.py:\d+; .* above\.", note)
-
-
-@pytest.mark.parametrize(
-    ("filename", "expected"),
-    [
-        ("/home/me/train.py", True),
-        ("/home/me/raysgd_demo.py", True),
-        (f"{PACKAGE}_demo.py", True),
-        ("<ipython-input-3-abc>", True),
-        (f"{PACKAGE}/torch/runner.py", False),
-        (threading.__file__, False),
-        (cloudpickle.__file__, False),
-        ("/usr/lib/python3/dist-packages/torch/nn/modules/module.py", False),
-        ("<frozen importlib._bootstrap>", False),
-    ],
-)
-def test_user_code_is_neither_raysgd_nor_installed(filename, expected):
-    assert is_the_users(filename) == expected
 
 
 @pytest.mark.parametrize(
@@ -343,14 +320,6 @@ def test_next_generation_waits_for_messages_to_the_last(worker):
 
 
 # ---- pauses and snapshots
-
-
-def test_a_pause_is_neither_a_result_nor_a_failure(worker):
-    worker.runner.step = 4
-    outcome = call(worker, fail_with(PausedError()))
-    assert (outcome.kind, outcome.payload, outcome.progress.global_step) == ("paused", None, 4)
-    worker.interrupt()
-    assert call(worker, fail_with(PausedError())).kind == "paused"
 
 
 # ---- life

@@ -22,23 +22,11 @@ from raysgd.cluster.worker_handle import (
 )
 from raysgd.cluster.worker_info import WorkerInfo
 from tests.unit.cluster.calls import request_of
+from tests.unit.cluster.test_worker import FakeRunner
 
 PLACE = WorkerInfo(node_id="0123456789abcdef", node_ip="10.0.0.7", pid=77)
 NO_PROCESS = 2**30
 """Above what any system numbers its processes with."""
-
-
-class FakeRunner:
-    """A runner whose method `run` calls what it is given."""
-
-    def progress(self):
-        return Progress()
-
-    def handle(self, request):
-        return request.send_to(self)
-
-    def run(self, function):
-        return function()
 
 
 class Actor:
