@@ -253,13 +253,6 @@ def test_a_callback_that_cannot_start_keeps_training_from_beginning(make_trainer
     assert spies[1].hooks.count("on_train_start") == 1
 
 
-def test_errors_of_further_callbacks_are_notes_of_the_first(make_trainer):
-    spies = [Spy(name, fail_in=["on_epoch_end"]) for name in ("one", "two")]
-    with pytest.raises(CallbackError, match="one fails") as caught:
-        make_trainer(callbacks=spies).train()
-    assert "two fails" in caught.value.__notes__[0]
-
-
 def test_an_error_of_training_comes_first(make_trainer):
     spy = Spy(fail_in=["on_exception", "on_event"])
     trainer = make_trainer(Recorder, callbacks=[spy])
