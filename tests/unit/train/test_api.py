@@ -1,7 +1,5 @@
 """The functions of `raysgd.train`, inside and outside of a run."""
 
-import pickle
-
 import pytest
 
 from raysgd import train
@@ -103,14 +101,6 @@ def test_data_set_shards(run):
         assert train.get_dataset_shard("train") is None
 
 
-def test_the_checkpoint_is_also_an_object(run):
-    run()
-    assert train.get_checkpoint() is None
-    run(checkpoint=pickle.dumps({"epoch": 4}))
-    assert isinstance(train.get_checkpoint(), Checkpoint)
-    assert train.get_checkpoint().to_dict() == {"epoch": 4}
-
-
 def test_a_reported_checkpoint_has_the_metadata_of_the_trainer(run):
     queue = run(metadata={"by": "me", "in": "Paris"})
     made = Checkpoint.from_dict({"epoch": 4})
@@ -121,14 +111,6 @@ def test_a_reported_checkpoint_has_the_metadata_of_the_trainer(run):
     assert kept.to_dict() == train.load_checkpoint() == {"epoch": 4}
     assert train.get_checkpoint().get_metadata() == {"by": "you", "in": "Paris"}
     assert made.get_metadata() == {"by": "you"}
-
-
-def test_a_context_outside_of_a_run_is_that_of_a_single_worker():
-    context = train.get_context()
-    assert context == TrainContext()
-    assert (context.get_world_rank(), context.get_world_size()) == (0, 1)
-    assert (context.get_local_rank(), context.get_local_world_size()) == (0, 1)
-    assert (context.get_experiment_name(), context.get_trial_dir()) == ("", "")
 
 
 def test_a_context_has_the_names_of_the_run_and_the_trial(run):

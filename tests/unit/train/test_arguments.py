@@ -4,7 +4,6 @@ import functools
 import threading
 from pathlib import Path
 
-import cloudpickle
 import pytest
 
 from raysgd.train.arguments import (
@@ -119,11 +118,6 @@ def test_a_wrong_function_is_refused(function, error, match):
         bound_function(function, {})
 
 
-def test_a_function_travels_with_its_variables():
-    held = [1, 2]
-    assert cloudpickle.loads(pickled_function(lambda: held))() == held
-
-
 @pytest.mark.parametrize(
     ("locked_config", "name"), [(True, r"config\['b'\]"), (False, "the training function")]
 )
@@ -142,13 +136,6 @@ def test_what_cannot_be_pickled_is_named(locked_config, name):
 def test_relative_folders_are_below_the_results_of_ray(monkeypatch, tmp_path, given, expected):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert run_folder(given, "train") == tmp_path / expected
-
-
-def test_by_default_a_folder_has_the_date(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    folder = run_folder(None, "train")
-    assert folder.parent == tmp_path / "ray_results"
-    assert folder.name.startswith("train_2")
 
 
 @pytest.mark.parametrize("given", ["", "s3://bucket/runs", b"runs"])

@@ -8,8 +8,6 @@ from raysgd.train import (
     CheckpointConfig,
     CheckpointStrategy,
     FailureConfig,
-    RunConfig,
-    ScalingConfig,
 )
 from raysgd.train.configs import checked_run, checked_scaling
 
@@ -41,12 +39,3 @@ def test_fields_of_configs_may_be_set_before_the_run(module):
     config.checkpoint_config.num_to_keep = -1
     with pytest.raises(ValueError, match=r"^CheckpointConfig\(num_to_keep=-1\): must be"):
         checked_run(config)
-
-
-def test_by_default_one_worker_trains_once():
-    config = RunConfig()
-    assert (config.name, config.storage_path, config.callbacks) == (None, None, None)
-    assert config.failure_config == FailureConfig(max_failures=0, elastic=None)
-    assert config.checkpoint_config == CheckpointConfig()
-    scaling = ScalingConfig()
-    assert (scaling.num_workers, scaling.use_gpu, scaling.resources_per_worker) == (1, False, None)

@@ -120,8 +120,3 @@ def test_only_selected_data_sets_are_split():
 def test_what_is_no_data_set_is_refused(wrong, match):
     with pytest.raises(TypeError, match=match):
         Datasets(wrong)
-
-
-@pytest.mark.parametrize("given", [None, {}])
-def test_there_may_be_no_data_set(given):
-    assert Datasets(given).shared_out(["a", "b"]) == [None, None]

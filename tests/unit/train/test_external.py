@@ -74,19 +74,6 @@ def test_lightning_reports_metrics_of_all_and_the_checkpoint_of_worker_0(run, he
         assert files_in(turn) == {"checkpoint.ckpt": b"all of it"}
 
 
-def test_temporary_checkpoints_of_lightning_must_be_uploaded(helpers):
-    from raysgd.train import CheckpointUploadMode
-
-    with pytest.raises(ValueError, match=r"NO_UPLOAD.* must be SYNC or ASYNC"):
-        helpers.RayTrainReportCallback(checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
-
-
-def test_a_checkpoint_from_elsewhere_has_no_path(run, helpers):
-    run(checkpoint=cloudpickle.dumps({"epoch": 3}))
-    with pytest.raises(FileNotFoundError, match=r"contains no 'checkpoint\.ckpt'"):
-        helpers.get_checkpoint_path()
-
-
 @pytest.fixture
 def transformers():
     pytest.importorskip("accelerate", reason="Accelerate is not installed")

@@ -73,25 +73,6 @@ def test_a_checkpoint_is_handled_when_the_driver_comes_for_the_next_turn(report_
     assert saved.is_set()
 
 
-def test_a_stopped_function_raises_where_it_waits(report_queue):
-    assert not report_queue.blocked_on_driver
-    report_queue.put(turn(0))
-    thread, raised = in_thread(lambda: report_queue.put(turn(1)))
-    wait_until(lambda: report_queue.blocked_on_driver)
-    report_queue.stop()
-    thread.join(5)
-    assert isinstance(raised[0], RunStoppedError)
-    assert not isinstance(raised[0], Exception)  # `except Exception` does not catch it
-
-
-def test_the_end_comes_after_the_reports_and_can_be_taken_again(report_queue):
-    report_queue.put(turn(0))
-    in_thread(lambda: report_queue.end(Turn("end", content=pack(7))))
-    assert report_queue.take().metrics == {"n": 0}
-    assert [report_queue.take().value for _ in range(2)] == [7, 7]
-    assert report_queue.blocked_on_driver
-
-
 @pytest.mark.parametrize(
     ("raised", "expected"),
     [

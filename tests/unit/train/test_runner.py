@@ -96,13 +96,6 @@ def test_after_a_restart_the_function_begins_from_the_checkpoint(make_worker):
     assert worker.next().value == {"step": 3}
 
 
-def test_another_run_begins_another_function(make_worker):
-    worker = make_worker()
-    for value, run in enumerate(["one", "two"]):
-        worker.begin(lambda value=value: value, run)
-        assert worker.next().value == value
-
-
 def test_a_stop_ends_a_function_that_waits_for_the_driver(make_worker):
     def function():
         try:
@@ -118,22 +111,6 @@ def test_a_stop_ends_a_function_that_waits_for_the_driver(make_worker):
     with pytest.raises(RuntimeError, match="was stopped"):
         worker.next()
     assert session.current() is None
-
-
-def test_an_error_of_the_function_is_raised_as_itself(make_worker):
-    worker = make_worker()
-    worker.begin(lambda: {}["missing"])
-    with pytest.raises(KeyError, match="missing"):
-        worker.next()
-
-
-def test_a_worker_has_its_place_between_runs_as_well(make_worker):
-    runner = make_worker().runner
-    runner.setup(WorkerContext(world_rank=1, world_size=2, local_rank=1, local_world_size=2))
-    assert (train.world_rank(), train.local_rank(), train.world_size()) == (1, 1, 2)
-    assert train.get_context().get_local_world_size() == 2
-    runner.teardown()
-    assert session.worker_context() is None
 
 
 def test_a_new_generation_drops_the_function(make_worker):

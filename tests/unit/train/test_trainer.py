@@ -44,11 +44,6 @@ def test_runs_need_a_started_trainer(trainer):
     trainer.shutdown()
 
 
-def test_runs_are_below_the_results_of_ray(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert Trainer(BackendConfig(), logdir="mine").logdir == tmp_path / "ray_results" / "mine"
-
-
 def test_trainers_of_one_second_have_their_own_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer_module, "run_folder", lambda *given: tmp_path / "train_now")
     names = [Trainer(BackendConfig()).logdir.name for _ in range(2)]
@@ -203,9 +198,3 @@ def test_a_trial_calls_setup_before_it_starts_workers():
     calls.clear()  # its arguments were checked
     trial.setup({"train_loop_config": {"a": 1}})
     assert calls == [("setup", {"a": 1}), "executor", "start"]
-
-
-def test_a_config_is_merged_for_a_trial():
-    trainer = DataParallelTrainer(lambda config: 1, train_loop_config={"a": 1, "b": 2})
-    assert trainer.with_config({"b": 3}).train_loop_config == {"a": 1, "b": 3}
-    assert trainer.train_loop_config == {"a": 1, "b": 2}

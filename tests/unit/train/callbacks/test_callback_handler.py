@@ -31,13 +31,6 @@ class Recorder(TrainingCallback):
             raise self.finish_error
 
 
-def test_callbacks_get_the_folder_and_the_config(tmp_path):
-    callback = Recorder()
-    with CallbackHandler([callback]).run(tmp_path, {"lr": 1}):
-        assert callback.started == (str(tmp_path), {"lr": 1})
-    assert callback.failed is False
-
-
 @pytest.mark.parametrize("error", [ValueError("bad batch"), KeyboardInterrupt()])
 def test_all_callbacks_finish_a_failed_run_and_its_error_is_raised(error, caplog):
     callbacks = [Recorder(), Recorder(finish_error=KeyError("disk full")), Recorder()]
