@@ -2,14 +2,8 @@
 
 import pytest
 
-from raysgd.tf.creators import FitPlan, creator_operator, fit_plan, with_old_names
+from raysgd.tf.creators import creator_operator, fit_plan
 from tests.tf_operators import digits, keras_of, make_model
-
-
-def test_a_config_says_how_much_a_call_trains():
-    config = {"fit_config": {"epochs": 2, "steps_per_epoch": 5}, "evaluate_config": {"steps": 3}}
-    assert fit_plan(config) == FitPlan(2, 5, 3)
-    assert fit_plan({}) == FitPlan()
 
 
 @pytest.mark.parametrize(
@@ -23,15 +17,6 @@ def test_a_config_says_how_much_a_call_trains():
 def test_wrong_fit_configs_are_errors(config, error, text):
     with pytest.raises(error, match=text):
         fit_plan(config)
-
-
-def test_metrics_have_the_names_of_older_scripts():
-    assert with_old_names({"val_loss": 1, "last_val_loss": 2, "num_samples": 3}) == {
-        "validation_loss": 1,
-        "loss": 1,
-        "last_val_loss": 2,
-        "num_samples": 3,
-    }
 
 
 def model_creator(config):

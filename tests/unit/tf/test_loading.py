@@ -59,15 +59,6 @@ def test_validation_counts_no_sample_twice(workers, samples, size, splits):
     assert sorted(everything) == list(range(samples))
 
 
-def test_a_step_of_two_workers_is_two_steps_of_one():
-    one, (left, right) = sources(1)[0], sources(2)
-    alone = drawn(one)
-    pairs = [a + b for a, b in zip(drawn(left), drawn(right), strict=True)]
-    assert pairs[0] == alone[0] + alone[1]
-    assert pairs[1] == alone[2] + alone[3]
-    assert sorted(pairs[2]) == alone[4]  # the rest is shared out evenly
-
-
 @pytest.mark.parametrize("splits", [False, True])
 def test_parts_of_a_step_follow_the_shares(splits):
     pair = sources(2, splits=splits)

@@ -5,10 +5,8 @@ import pytest
 
 tf = pytest.importorskip("tensorflow")
 
-from raysgd._internal.context import WorkerContext  # noqa: E402
 from raysgd.errors import CheckpointError  # noqa: E402
 from raysgd.tf import TrainingOperator  # noqa: E402
-from raysgd.tf.communication import HorovodGroup, communication_of  # noqa: E402
 from raysgd.tf.keras import named_arrays, policy_name  # noqa: E402
 from tests.conftest import import_horovod  # noqa: E402
 from tests.tf_operators import Digits, digits, keras_of, make_model, weights  # noqa: E402
@@ -31,13 +29,6 @@ def test_the_seed_decides_what_an_operator_draws(build):
     first, again, other = (build(Drawing, seed=seed) for seed in (large, large, 4))
     assert first.drawn == again.drawn != other.drawn
     np.testing.assert_array_equal(weights(first), weights(again))
-
-
-def test_workers_communicate_by_horovod_if_it_was_chosen():
-    place = WorkerContext(world_rank=1, world_size=2, distributed=True)
-    group = communication_of(place, use_horovod=True)
-    assert isinstance(group, HorovodGroup)
-    assert (group.size, group.rank) == (2, 1)
 
 
 @both
@@ -67,31 +58,6 @@ def test_the_state_determines_the_next_step(build, keras):
         np.testing.assert_array_equal(one, other)
     with pytest.raises(CheckpointError, match=r"models\[0\] does not fit"):
         build(Digits, {"keras": keras})._train_state.check_training_state(state)
-
-
-class Scheduled(Digits):
-    def setup(self, config):
-        keras = keras_of(config)
-        schedule = keras.optimizers.schedules.PiecewiseConstantDecay([2], [0.5, 0.0])
-        self.model, self.optimizer, self.criterion = self.register(
-            models=make_model(keras),
-            optimizers=keras.optimizers.SGD(schedule),
-            criterion="sparse_categorical_crossentropy",
-        )
-        self.register_data(train_loader=digits()[0])
-
-
-@both
-def test_a_loaded_schedule_continues(build, keras):
-    first, second = build(Scheduled, {"keras": keras}), build(Scheduled, {"keras": keras})
-    stream = list(batches(first))
-    for batch in stream[:3]:
-        first.train_batch(batch, {})
-    second._train_state.load_training_state(first._train_state.training_state())
-    before = named_arrays(second.model.weights)
-    second.train_batch(stream[3], {})  # at a rate of 0
-    for old, new in zip(before.values(), named_arrays(second.model.weights).values(), strict=True):
-        np.testing.assert_array_equal(old, new)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,11 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 
 from raysgd._internal.context import WorkerContext  # noqa: E402
-from raysgd._internal.nested import map_leaves  # noqa: E402
 from raysgd.elastic.config import ElasticConfig  # noqa: E402
 from raysgd.loop.requests import TrainRequest  # noqa: E402
 from raysgd.tf import TrainingOperator  # noqa: E402
 from raysgd.tf.options import TFOptions  # noqa: E402
 from raysgd.tf.runner import TFRunner  # noqa: E402
-from raysgd.tf.train_state import copy_leaf_to_arrays  # noqa: E402
 from tests.tf_operators import Digits, digits, keras_of, make_model  # noqa: E402
 
 RUNNER = TFRunner(TFOptions())
@@ -58,21 +56,6 @@ def test_training_continues_equally_from_a_snapshot(keras):
     other.load_state_dict(held)
     other.handle(TrainRequest(call=1, until_step=50))
     assert_same(other.state_dict(), now)
-
-
-def test_a_copy_of_a_state_has_arrays_of_its_own():
-    variable, array = tf.Variable([1.0, 2.0]), np.ones(2)
-    tree = {"a": [variable, (array, {1})], "numbers": [tf.constant(3), np.float32(0.5)]}
-    copied = map_leaves(tree, copy_leaf_to_arrays)
-    variable.assign([0.0, 0.0])
-    array[:] = 0
-    tree["a"][1][1].add(2)
-    assert type(copied["a"][0]) is np.ndarray
-    assert copied["a"][0].tolist() == [1, 2]
-    assert copied["a"][1][0].tolist() == [1, 1]
-    assert copied["a"][1][1] == {1}
-    assert copied["numbers"] == [3, 0.5]
-    assert type(copied["numbers"][1]) is np.float32
 
 
 def draws():
