@@ -8,8 +8,6 @@ from typing import Any
 from raysgd._internal.arguments import check_int
 from raysgd.callbacks.base import Callback, Trainer
 
-__all__ = ["EMA", "SWA"]
-
 
 class _WeightAveraging(Callback):
     """Averages the trained weights on all workers.

@@ -15,8 +15,6 @@ from raysgd._internal.paths import without_secrets
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.errors import CallbackError, RemoteTraceback
 
-__all__ = ["CallbackList", "checked_callbacks"]
-
 logger = logging.getLogger(__name__)
 
 _HOOKS = [name for name in vars(Callback) if name.startswith("on_")]

@@ -20,8 +20,6 @@ from raysgd.checkpoint.location import locate
 from raysgd.checkpoint.sharded import UnsharedFolderError, writable_folder
 from raysgd.errors import CheckpointError, WorkerLostError
 
-__all__ = ["CheckpointCallback"]
-
 logger = logging.getLogger(__name__)
 
 

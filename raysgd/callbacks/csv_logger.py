@@ -15,8 +15,6 @@ from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.logger import LoggerCallback, end_line, folder_for, record_of
 from raysgd.callbacks.values import plain_values
 
-__all__ = ["CsvLogger"]
-
 
 class CsvLogger(LoggerCallback):
     """Writes a row for each ``train()``, each ``validate()``, and each logged step.

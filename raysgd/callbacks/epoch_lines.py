@@ -12,8 +12,6 @@ from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.values import numbers_in
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES, NUM_SKIPPED_STEPS
 
-__all__ = ["EpochLines", "is_interactive", "means_in", "place_of"]
-
 _MOST = 8
 """Maximum number of metrics in a line."""
 _WITHOUT_END = sys.maxsize

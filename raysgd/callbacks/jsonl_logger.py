@@ -18,8 +18,6 @@ from raysgd.callbacks.logger import LoggerCallback, end_line, folder_for, record
 from raysgd.callbacks.values import json_dict, jsonable, plain_values, shown_config
 from raysgd.elastic.events import Event
 
-__all__ = ["JsonlLogger"]
-
 
 class JsonlLogger(LoggerCallback):
     """Writes ``metrics.jsonl`` and ``events.jsonl``; ``TorchTrainer(logdir=...)`` adds one.

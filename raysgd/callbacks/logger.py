@@ -11,15 +11,6 @@ from raysgd.callbacks.base import Callback, LastCall, Trainer
 from raysgd.callbacks.values import numbers_in
 from raysgd.elastic.events import Event
 
-__all__ = [
-    "LoggerCallback",
-    "ServiceLogger",
-    "end_line",
-    "folder_for",
-    "named_metrics",
-    "record_of",
-]
-
 
 class LoggerCallback(Callback):
     """Writes the result of each call and each event. Override `log`, `log_event` and `close`."""

@@ -12,8 +12,6 @@ import psutil
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.errors import WorkerLostError
 
-__all__ = ["DeviceStats", "LearningRateLogger", "learning_rates"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ from raysgd.callbacks.logger import ServiceLogger, named_metrics
 from raysgd.callbacks.values import scalars, shown_config
 from raysgd.elastic.events import Event
 
-__all__ = ["MLflowLogger", "MLflowRun", "name_for_mlflow"]
-
 _LONGEST_NAME = 240
 """Maximum length of a name. MLflow allows 250 characters, and replacements can add some."""
 _LONGEST_VALUE = 500

@@ -7,8 +7,6 @@ from typing import Any
 
 from raysgd.callbacks.base import Callback, Trainer
 
-__all__ = ["ModelSummary"]
-
 _WIDTH = 50
 """Maximum width of a layer's type and arguments, in characters."""
 

@@ -14,8 +14,6 @@ from raysgd._internal.arguments import check_int
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.logger import folder_for
 
-__all__ = ["TorchProfiler", "exported"]
-
 logger = logging.getLogger(__name__)
 
 _running: list[Any] = []

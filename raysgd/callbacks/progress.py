@@ -14,8 +14,6 @@ from raysgd.callbacks.base import Trainer
 from raysgd.callbacks.epoch_lines import EpochLines, is_interactive, means_in, place_of
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 
-__all__ = ["ProgressBar"]
-
 _MOST = 4
 """Maximum number of metrics in a bar."""
 _MOST_SHARES = 8

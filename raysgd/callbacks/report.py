@@ -16,8 +16,6 @@ from raysgd._internal.imports import import_extra
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.run_log import BREAKS, Record, RunLog, goodput, time_spent
 
-__all__ = ["RunReport", "make_report"]
-
 logger = logging.getLogger(__name__)
 
 _COLORS = ("#3366cc", "#e07b39", "#2e9e6b", "#b04a8f", "#8a7a3b", "#5a6b7b")

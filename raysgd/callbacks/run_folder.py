@@ -13,8 +13,6 @@ from raysgd.callbacks.jsonl_logger import JsonlLogger
 from raysgd.callbacks.progress import ProgressBar
 from raysgd.callbacks.report import RunReport
 
-__all__ = ["checked_logdir", "trainer_callbacks"]
-
 
 def checked_logdir(logdir: str | os.PathLike[str] | None) -> Path | None:
     """Return the run folder as an absolute path, which must not be a URL or a file."""

@@ -10,8 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BREAKS", "Record", "RunLog", "goodput", "time_spent"]
-
 Record = Mapping[str, Any]
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,6 @@ from raysgd._internal.arguments import check_choice, check_int, check_number
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.values import missing_metric, numbers_in
 
-__all__ = ["EarlyStopping", "TerminateOnNaN"]
-
 
 class EarlyStopping(Callback):
     """Stops ``fit()`` when a metric has not improved for `patience` values in a row.

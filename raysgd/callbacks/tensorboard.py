@@ -19,8 +19,6 @@ from raysgd.callbacks.logger import LoggerCallback, folder_for, named_metrics
 from raysgd.callbacks.values import json_dict, numbers_in, plain_values, scalars, shown_config
 from raysgd.elastic.events import Event
 
-__all__ = ["TensorBoardLogger", "TensorBoardWriter"]
-
 
 class TensorBoardLogger(LoggerCallback):
     """Writes files for ``tensorboard --logdir FOLDER``.

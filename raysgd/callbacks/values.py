@@ -12,17 +12,6 @@ from typing import Any
 from raysgd._internal.arguments import closest
 from raysgd._internal.paths import HIDDEN, without_secrets
 
-__all__ = [
-    "json_dict",
-    "jsonable",
-    "missing_metric",
-    "numbers_in",
-    "plain_values",
-    "scalars",
-    "shown_config",
-    "suggest_metric",
-]
-
 _SECRET = re.compile(r"(?i:password|passwd|passphrase|secret|credential)")
 # Values of these names are secrets unless they are numbers, such as num_tokens.
 _MAYBE_SECRET = re.compile(

@@ -12,8 +12,6 @@ from raysgd.callbacks.logger import ServiceLogger, folder_for, named_metrics
 from raysgd.callbacks.values import json_dict, shown_config
 from raysgd.elastic.events import Event
 
-__all__ = ["WandbLogger"]
-
 _STEP = "global_step"
 
 

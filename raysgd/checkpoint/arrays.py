@@ -22,8 +22,6 @@ import numpy as np
 
 from raysgd.checkpoint.manifest import is_archive
 
-__all__ = ["ADVICE", "check_loadable", "is_ours", "read", "write"]
-
 ADVICE = "Turn it into numbers, strings, lists, dicts or arrays."
 
 _STRUCTURE = "raysgd-state/structure.json"

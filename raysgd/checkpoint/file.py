@@ -21,20 +21,6 @@ from raysgd.checkpoint.location import Location, first_line, locate
 from raysgd.checkpoint.manifest import Manifest, seal, sealed_size, verify
 from raysgd.errors import CheckpointError
 
-__all__ = [
-    "STATE",
-    "TENSORS_FILE",
-    "TENSORS_FOLDER",
-    "check_writable",
-    "prepare_write",
-    "read_checkpoint",
-    "read_file",
-    "read_manifest",
-    "read_pickle",
-    "write_file",
-    "write_pickle",
-]
-
 # A sharded state is a folder with a checkpoint, and a subfolder with a file of tensors.
 STATE = "state.ckpt"
 TENSORS_FOLDER = re.compile(r"tensors-[0-9a-f]{8}")

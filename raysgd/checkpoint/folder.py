@@ -14,8 +14,6 @@ from raysgd.checkpoint.location import UnreachableError, locate
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
 
-__all__ = ["CheckpointFolder", "is_abandoned", "position_of"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ from raysgd._internal.files import replacing, sync_folder, temporary_name
 from raysgd._internal.paths import checked_path, shown_url, without_secrets
 from raysgd.errors import CheckpointError
 
-__all__ = ["Location", "UnreachableError", "first_line", "locate"]
-
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci"}
 """File systems in which a file appears when its upload is complete. They do not support
 renaming."""

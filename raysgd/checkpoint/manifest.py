@@ -22,8 +22,6 @@ from typing import IO
 
 from raysgd.errors import CheckpointError
 
-__all__ = ["FORMAT", "Manifest", "is_archive", "seal", "sealed_size", "verify"]
-
 FORMAT = 1
 """Format version that raysgd writes. It reads this version and older ones."""
 

@@ -19,15 +19,6 @@ from raysgd.checkpoint.location import Location, locate
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
 
-__all__ = [
-    "UnsharedFolderError",
-    "new_tensors",
-    "remove_folder",
-    "remove_unfinished",
-    "writable_folder",
-    "write_folder",
-]
-
 
 class UnsharedFolderError(CheckpointError):
     """The hosts of the workers have separate folders with the same name."""

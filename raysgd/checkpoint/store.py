@@ -26,8 +26,6 @@ from raysgd.checkpoint.sharded import (
 )
 from raysgd.errors import CheckpointError
 
-__all__ = ["CheckpointStore", "Restored"]
-
 logger = logging.getLogger(__name__)
 
 _LATEST = "latest"

@@ -8,8 +8,6 @@ from typing import IO, Any
 
 import torch
 
-__all__ = ["ADVICE", "check_loadable", "read", "write"]
-
 ADVICE = (
     "Turn it into numbers, strings, lists, dicts or torch tensors, or allow its type with "
     "torch.serialization.add_safe_globals([...]) before saving and before loading."

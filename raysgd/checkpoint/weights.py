@@ -15,8 +15,6 @@ from raysgd.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["save_model", "save_rows"]
-
 
 def save_model(
     models: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, Any],

@@ -9,8 +9,6 @@ from typing import Any
 
 from raysgd.errors import CheckpointError
 
-__all__ = ["BackgroundWriter"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -17,8 +17,6 @@ import typer
 
 import raysgd
 
-__all__ = ["app"]
-
 app = typer.Typer(
     help="Elastic distributed training on Ray.",
     no_args_is_help=True,

@@ -22,8 +22,6 @@ from raysgd.callbacks import CheckpointCallback, History
 from raysgd.callbacks.values import json_dict
 from raysgd.errors import CallbackError, CheckpointError, RaySGDError, RemoteTraceback
 
-__all__ = ["fit", "load_operator", "message_of", "read_settings", "trainer_of"]
-
 _SECTIONS = ("config", "trainer", "fit", "checkpoint")
 _SET_HERE = ("training_operator_cls", "config", "callbacks")
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-__all__ = ["Dataset"]
-
 
 class Dataset:
     """Items, such as paths or URLs, that the workers download, transform, and train on.

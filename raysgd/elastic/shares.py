@@ -12,8 +12,6 @@ from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.journal import Journal
 
-__all__ = ["Shares"]
-
 logger = logging.getLogger(__name__)
 
 _TOLERANCE = 1.25

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["run_operator"]
-
 
 def run_operator(
     operator_cls: type[Any],

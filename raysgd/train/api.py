@@ -13,22 +13,6 @@ from raysgd.train.checkpoint import Checkpoint, ReportOptions
 from raysgd.train.session import Session, current, here, worker_context
 from raysgd.train.validation import CheckpointConsistencyMode, ReportedCheckpoint
 
-__all__ = [
-    "PreemptionInfo",
-    "TrainContext",
-    "get_all_reported_checkpoints",
-    "get_checkpoint",
-    "get_context",
-    "get_dataset_shard",
-    "get_preemption_info",
-    "load_checkpoint",
-    "local_rank",
-    "report",
-    "save_checkpoint",
-    "world_rank",
-    "world_size",
-]
-
 _WARNED: set[str] = set()
 
 

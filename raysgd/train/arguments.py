@@ -16,16 +16,6 @@ from raysgd._internal.arguments import MOST_WORKERS, is_deferred
 from raysgd._internal.paths import checked_path
 from raysgd.cluster.serialization import dumps, unpicklable_key
 
-__all__ = [
-    "bound_function",
-    "checked_size",
-    "env_flag",
-    "make_folder",
-    "pickled_function",
-    "run_folder",
-    "worker_resources",
-]
-
 logger = logging.getLogger(__name__)
 
 RESULTS = "~/ray_results"

@@ -17,15 +17,6 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.checkpoint import CheckpointStrategy
 
-__all__ = [
-    "CheckpointConfig",
-    "FailureConfig",
-    "RunConfig",
-    "ScalingConfig",
-    "checked_run",
-    "checked_scaling",
-]
-
 
 @dataclass
 class ScalingConfig:

@@ -27,8 +27,6 @@ from raysgd.train.executor import BackendExecutor, executor_for
 from raysgd.train.result import REPORTS, ReportLog, Result
 from raysgd.train.run_checkpoints import RunCheckpoints
 
-__all__ = ["DataParallelTrainer"]
-
 logger = logging.getLogger(__name__)
 
 _TRAINER = "trainer.pkl"

@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["Datasets"]
-
 logger = logging.getLogger(__name__)
 
 _UNNAMED = "dataset"

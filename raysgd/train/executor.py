@@ -41,8 +41,6 @@ from raysgd.train.runner import EndRunRequest, FunctionRunner
 from raysgd.train.session import Plan
 from raysgd.train.worker_group import WorkerGroup, group_options
 
-__all__ = ["BackendExecutor", "executor_for"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from raysgd.train.api import get_checkpoint, world_rank, world_size
 from raysgd.train.session import current, worker_context
 
-__all__ = ["check_place", "newest_checkpoint_path"]
-
 
 def newest_checkpoint_path(name: str) -> str | None:
     """Return the path of a file or folder in the newest checkpoint; None without a checkpoint.

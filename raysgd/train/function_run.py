@@ -22,8 +22,6 @@ from raysgd.train.runner import BeginRequest, EndRunRequest, NextRequest
 from raysgd.train.session import Plan
 from raysgd.train.validation import Reported
 
-__all__ = ["FunctionRun", "repair"]
-
 _ACTIONS = {
     "report": "reported",
     "checkpoint": "saved a checkpoint",

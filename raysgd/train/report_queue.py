@@ -15,8 +15,6 @@ from typing import Any, Literal
 
 from raysgd.cluster.serialization import Packed
 
-__all__ = ["ReportQueue", "RunStoppedError", "Turn", "TurnKind"]
-
 logger = logging.getLogger(__name__)
 
 TurnKind = Literal["report", "checkpoint", "end"]

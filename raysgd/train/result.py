@@ -14,8 +14,6 @@ from raysgd._internal.imports import import_extra
 from raysgd.callbacks.values import jsonable
 from raysgd.train.checkpoint import Checkpoint
 
-__all__ = ["REPORTS", "ReportLog", "Result", "read_reports"]
-
 REPORTS = "result.json"
 """Name of the file with the reports of worker 0."""
 

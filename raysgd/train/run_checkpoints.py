@@ -21,8 +21,6 @@ from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
 from raysgd.train.report_queue import Turn
 from raysgd.train.validation import Reported, ReportedCheckpointStatus, Validations
 
-__all__ = ["RunCheckpoints", "packed_checkpoint"]
-
 logger = logging.getLogger(__name__)
 
 

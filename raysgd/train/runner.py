@@ -15,8 +15,6 @@ from raysgd.train.report_queue import ReportQueue
 from raysgd.train.session import Plan, Session, here
 from raysgd.train.validation import Reported
 
-__all__ = ["BeginRequest", "EndRunRequest", "FunctionRunner", "NextRequest"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class BeginRequest(Request):

@@ -31,8 +31,6 @@ from raysgd.train.checkpoint import Checkpoint, ReportOptions
 from raysgd.train.report_queue import ReportQueue, Turn, TurnKind
 from raysgd.train.validation import Reported, ReportedCheckpoint
 
-__all__ = ["Plan", "Session", "current", "here", "receive_shards", "worker_context"]
-
 logger = logging.getLogger(__name__)
 
 _FUNCTIONS = (

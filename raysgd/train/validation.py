@@ -18,16 +18,6 @@ from raysgd.callbacks.values import numbers_in
 from raysgd.cluster import function_calls as tasks
 from raysgd.train.checkpoint import Checkpoint
 
-__all__ = [
-    "CheckpointConsistencyMode",
-    "Reported",
-    "ReportedCheckpoint",
-    "ReportedCheckpointStatus",
-    "ValidationConfig",
-    "ValidationTaskConfig",
-    "Validations",
-]
-
 logger = logging.getLogger(__name__)
 
 

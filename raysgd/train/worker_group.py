@@ -21,8 +21,6 @@ from raysgd.train.constants import (
     TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV,
 )
 
-__all__ = ["TrainWorkerGroup", "WorkerGroup", "group_options"]
-
 
 @dataclass(frozen=True)
 class Worker:

@@ -27,8 +27,6 @@ from raysgd.train.constants import TUNE_CHECKPOINT_FILE_NAME
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
 
-__all__ = ["FunctionTrainable", "function_trainable", "trainer_trainable"]
-
 _NOTHING = pickle.dumps(None)
 
 

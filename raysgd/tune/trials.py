@@ -36,8 +36,6 @@ except ImportError as error:
         f'as_trainable() needs Ray Tune: pip install "raysgd[tune]" ({error})'
     ) from error
 
-__all__ = ["BaseTorchTrainable", "BaseTrainable", "TFTrainable", "trainable_class"]
-
 _STATE = "trainer.checkpoint"
 _OPTIONS = "optimizer_options.json"
 

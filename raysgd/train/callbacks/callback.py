@@ -19,8 +19,6 @@ from raysgd.train.callbacks.preprocessors import (
 from raysgd.train.constants import ALL_RESERVED_KEYS
 from raysgd.train.result import REPORTS, read_reports
 
-__all__ = ["CallbackHandler", "FileCallback", "TrainingCallback"]
-
 logger = logging.getLogger(__name__)
 
 

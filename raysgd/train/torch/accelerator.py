@@ -23,17 +23,6 @@ from raysgd.train import session
 from raysgd.train.api import world_rank, world_size
 from raysgd.train.torch.loading import prepared_loader
 
-__all__ = [
-    "TorchAccelerator",
-    "accelerate",
-    "backward",
-    "enable_reproducibility",
-    "get_device",
-    "prepare_data_loader",
-    "prepare_model",
-    "prepare_optimizer",
-]
-
 _KEY = "raysgd.train.torch"
 _SEED = "raysgd.train.torch.seed"
 

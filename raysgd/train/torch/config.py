@@ -18,8 +18,6 @@ from raysgd.comm.torch import TorchRendezvous
 from raysgd.train.backend import Backend, BackendConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 
-__all__ = ["TorchBackend", "TorchConfig", "TorchTrainer", "TrainProcessGroup"]
-
 
 class TorchBackend(Backend):
     """Sets up nothing in addition to the process group of `TorchConfig`.

@@ -20,8 +20,6 @@ from raysgd.torch.loading import (
     picked,
 )
 
-__all__ = ["PreparedLoader", "prepared_loader"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -10,8 +10,6 @@ from raysgd.callbacks.profiler import exported
 from raysgd.train.api import world_rank
 from raysgd.train.constants import PYTORCH_PROFILER_KEY
 
-__all__ = ["TorchWorkerProfiler"]
-
 
 class TorchWorkerProfiler:
     """Collects traces in a training function. `TorchTensorboardProfilerCallback` writes them.
