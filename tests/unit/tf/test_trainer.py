@@ -61,7 +61,7 @@ def test_get_model_predict_and_test_agree(trainer):
     assert trainer.test((images, labels))["test_accuracy"] == pytest.approx(share)
     with pytest.raises(NotImplementedError, match=r"take\(n\)"):
         trainer.fit(trainer.epoch + 1, limit_train_batches=1)
-    with pytest.raises(CallbackError, match="With Keras, use use_ema"):
+    with pytest.raises(CallbackError, match="use_ema=True"):
         trainer.fit(trainer.epoch + 1, callbacks=[EMA()])
 
 
