@@ -99,6 +99,10 @@ def verify(file: IO[bytes], shown: str, whole: bool = True) -> Manifest | None:
         if not digest and not is_archive(file):
             return None
         with zipfile.ZipFile(file) as archive:
+            # An archive of another program may unpack to more than fits in memory.
+            size = sum(record.file_size for record in archive.infolist())
+            if is_archive(file) and size > archive.start_dir:
+                raise CheckpointError("the file is damaged: its records are compressed or overlap.")
             records = [name for name in archive.namelist() if name.endswith(f"/{_RECORD}")]
             if digest:
                 return Manifest.from_json(archive.read(records[0]))

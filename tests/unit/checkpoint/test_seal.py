@@ -97,6 +97,13 @@ def test_an_archive_within_a_truncated_file_does_not_pass():
     check(content[:end])
 
 
+def test_an_archive_that_unpacks_to_more_than_its_size_does_not_pass():
+    file = io.BytesIO(torch_saved())
+    with zipfile.ZipFile(file, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data/9", bytes(1_000_000))
+    assert "its records are compressed or overlap" in check(file.getvalue())
+
+
 # ---- errors that name the file
 
 
