@@ -34,193 +34,6 @@ class WithMaster(torch.optim.Optimizer):
             parameter.copy_(state["nested"]["history"][0])
 
 
-class Data(TensorDataset):
-    read = staticmethod(lambda index: None)
-
-    def __getitem__(self, index):
-        self.read(index)
-        return super().__getitem__(index)
-
-
-class Counting(TrainingOperator):
-    """Adds 1 to its weight with each update."""
-
-    def setup(self, config):
-        model = torch.nn.Linear(1, 1).double()
-        for parameter in model.parameters():
-            torch.nn.init.zeros_(parameter)
-        self.hook = lambda where: None
-        self.model, self.optimizer = self.register(
-            models=model, optimizers=torch.optim.SGD(model.parameters(), lr=1.0)
-        )
-        self.data = data = Data(torch.ones(NUM_STEPS, 1).double())
-        self.register_data(
-            train_loader=DataLoader(data, batch_size=1),
-            validation_loader=DataLoader(data, batch_size=1),
-        )
-
-    def train_batch(self, batch, batch_info):
-        for number in range(self.config.get("updates", 1)):
-            self.backward(-self.model(batch[0]).sum())
-            self.hook(f"before update {number}")
-            self.optimizer_step(self.optimizer)
-            self.hook(f"after update {number}")
-        return {"num_samples": 1}
-
-    def validate_batch(self, batch, batch_info):
-        self.hook("validation")
-        return {"val_loss": 0.0, "num_samples": 1}
-
-
-@pytest.fixture
-def start():
-    """Start a local trainer, and call a function at a place of a step."""
-    made = []
-
-    def start(at=None, step=3, do=None, **config):
-        trainer = TorchTrainer(training_operator_cls=Counting, config=config, use_local=True)
-        made.append(trainer)
-        operator = trainer.get_local_operator()
-
-        def hook(where):
-            if where == at and operator.global_step == step:
-                operator.hook = lambda where: None
-                do(operator)
-
-        operator.hook = hook
-        return trainer
-
-    yield start
-    for trainer in made:
-        trainer.shutdown()
-
-
-def weights(trainer):
-    return [parameter.item() for parameter in trainer.get_model().parameters()]
-
-
-def ctrl_c(*_):
-    signal.raise_signal(signal.SIGINT)
-
-
-# ---- Ctrl-C
-
-
-@pytest.mark.parametrize("where", ["before update 0", "after update 0", "in the update"])
-def test_ctrl_c_is_delivered_when_the_step_has_ended(start, where):
-    trainer = start(where, do=ctrl_c)
-    if where == "in the update":
-        operator = trainer.get_local_operator()
-        hooks = operator.optimizer._optimizer_step_post_hooks
-        hooks[-1] = lambda *_: operator.global_step == 3 and ctrl_c()
-        hooks.move_to_end(-1, last=False)  # before those of raysgd
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    assert trainer.global_step == 4
-    assert trainer.train()["num_samples"] == NUM_STEPS - 4
-    assert weights(trainer) == [NUM_STEPS, NUM_STEPS]
-
-
-def test_a_second_ctrl_c_is_delivered_immediately(start):
-    seen = []
-
-    def twice(operator):
-        ctrl_c()
-        seen.append("first")
-        ctrl_c()
-        seen.append("second")
-
-    trainer = start("before update 0", do=twice)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    assert (seen, trainer.global_step) == (["first"], 3)
-
-
-def test_ctrl_c_ends_a_call_that_waits_for_data(start):
-    trainer, reached = start(), []
-
-    def read(index):
-        ctrl_c()
-        reached.append(index)
-
-    data = trainer.get_local_operator().data
-    data.read = read
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    data.read = lambda index: None
-    trainer.train()
-    assert (reached, weights(trainer)) == ([], [NUM_STEPS, NUM_STEPS])
-
-
-@pytest.mark.parametrize("press", [ctrl_c, lambda _: ctrl_c(ctrl_c())])
-def test_ctrl_c_in_a_validation_of_averages_restores_the_weights(start, press):
-    trainer = start("validation", step=NUM_STEPS, do=press)
-    operator = trainer.get_local_operator()
-    operator._train_state.feature("Averaging").begin(0.5, 1)
-    trainer.train()
-    with pytest.raises(KeyboardInterrupt):
-        trainer.validate()
-    assert [p.item() for p in operator.model.parameters()] == [NUM_STEPS, NUM_STEPS]
-    assert max(weights(trainer)) < NUM_STEPS
-
-
-def test_signal_handler_is_restored_after_a_call(start):
-    before = signal.getsignal(signal.SIGINT)
-    start().train()
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-# ---- steps that fail
-
-
-def fail(*_):
-    raise ValueError("in a step")
-
-
-def test_step_that_fails_between_two_updates_is_repeated(start):
-    trainer = start("after update 0", do=fail, updates=2)
-    with pytest.raises(ValueError, match="in a step"):
-        trainer.train()
-    assert trainer.global_step == 3
-    trainer.train()
-    assert weights(trainer) == [2 * NUM_STEPS, 2 * NUM_STEPS]
-
-
-def test_failed_second_update_of_the_first_step_makes_the_state_partial(start):
-    trainer = start("after update 0", step=0, do=fail_in_the_next_update, updates=2)
-    with pytest.raises(ValueError, match="in a step"):
-        trainer.train()
-    with pytest.raises(RuntimeError, match="Load a checkpoint to continue"):
-        trainer.train()
-
-
-def fail_in_the_next_update(operator):
-    operator.optimizer.register_step_pre_hook(fail)
-
-
-def move(operator):
-    with torch.no_grad():
-        operator.model.weight.add_(1)
-    fail()
-
-
-@pytest.mark.parametrize("updates", [1, 2])
-def test_parameters_that_train_batch_changed_are_restored_or_found(start, updates):
-    trainer = start("before update 0", do=move, updates=updates)
-    state = trainer.state_dict()
-    with pytest.raises(ValueError, match="in a step"):
-        trainer.train()
-    if updates == 1:
-        for call in (trainer.train, trainer.state_dict):
-            with pytest.raises(RuntimeError, match="train_batch moved them"):
-                call()
-        trainer.load_state_dict(state)
-    trainer.train()
-    assert weights(trainer) == [updates * NUM_STEPS] * 2
-
-
-# ---- failures anywhere
-
 POINTS = ("forward", "backward", "in the update", "after update 0", "commit", "validation")
 KINDS = ("ctrl-c", "ctrl-c twice", "error")
 
@@ -246,6 +59,14 @@ class Scheduler(torch.optim.lr_scheduler.LambdaLR):
         getattr(self.optimizer, "hook", lambda where: None)("commit")
 
 
+class Data(TensorDataset):
+    read = staticmethod(lambda index: None)
+
+    def __getitem__(self, index):
+        self.read(index)
+        return super().__getitem__(index)
+
+
 class Digits(TrainingOperator):
     """Adds 4 to the power of a sample's index to each parameter, so a sum shows each update."""
 
@@ -259,7 +80,8 @@ class Digits(TrainingOperator):
         self.all_models, self.all_optimizers, self.schedulers = self.register(
             models=models, optimizers=optimizers, schedulers=schedulers
         )
-        loader = DataLoader(TensorDataset(4.0 ** torch.arange(NUM_STEPS).double()[:, None]))
+        self.data = Data(4.0 ** torch.arange(NUM_STEPS).double()[:, None])
+        loader = DataLoader(self.data)
         self.register_data(train_loader=loader, validation_loader=loader)
 
     def call_hook(self, where):
@@ -281,7 +103,7 @@ class Digits(TrainingOperator):
         return {"val_loss": 0.0, "num_samples": 1}
 
 
-def expected(num_steps, updates):
+def expected(num_steps, updates=1):
     """Return what each parameter is after so many steps."""
     epochs, rest = divmod(num_steps, NUM_STEPS)
     return updates * sum(4**i * (epochs + (i < rest)) for i in range(NUM_STEPS))
@@ -289,6 +111,116 @@ def expected(num_steps, updates):
 
 def digits(state):
     return {value.item() for model in state["models"] for value in model.values()}
+
+
+@pytest.fixture
+def start():
+    """Start a local trainer, which calls a function at a place of a step."""
+    made = []
+
+    def start(at=None, step=3, do=None, updates=1):
+        trainer = make_trainer(num_models=1, updates=updates)
+        made.append(trainer)
+        operator = trainer.get_local_operator()
+
+        def hook(where):
+            if where == at and operator.global_step == step:
+                operator.hook = lambda where: None
+                do(operator)
+
+        operator.hook = hook
+        return trainer
+
+    yield start
+    for trainer in made:
+        trainer.shutdown()
+
+
+def make_trainer(**config):
+    return TorchTrainer(
+        training_operator_cls=Digits, config=config, scheduler_step_freq="batch", use_local=True
+    )
+
+
+def fail(*_):
+    raise ValueError("in a step")
+
+
+def ctrl_c(*_):
+    signal.raise_signal(signal.SIGINT)
+
+
+# ---- Ctrl-C
+
+
+@pytest.mark.parametrize("where", ["forward", "in the update", "after update 0"])
+def test_ctrl_c_is_delivered_when_the_step_has_ended(start, where):
+    trainer = start(where, do=ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.global_step == 4
+    assert digits(trainer.state_dict()) == {expected(4)}
+
+
+def test_a_second_ctrl_c_is_delivered_immediately(start):
+    seen = []
+
+    def twice(operator):
+        ctrl_c()
+        seen.append("first")
+        ctrl_c()
+        seen.append("second")
+
+    trainer = start("forward", do=twice)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert (seen, trainer.global_step) == (["first"], 3)
+
+
+def test_ctrl_c_ends_a_call_that_waits_for_data(start):
+    trainer, reached = start(), []
+
+    def read(index):
+        ctrl_c()
+        reached.append(index)
+
+    trainer.get_local_operator().data.read = read
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert reached == []
+
+
+def test_signal_handler_is_restored_after_a_call(start):
+    before = signal.getsignal(signal.SIGINT)
+    start().train()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+# ---- steps that fail
+
+
+def move(operator):
+    with torch.no_grad():
+        operator.all_models[0].weight.add_(1)
+    fail()
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_parameters_that_train_batch_changed_are_restored_or_found(start, updates):
+    trainer = start("forward", do=move, updates=updates)
+    state = trainer.state_dict()
+    with pytest.raises(ValueError, match="in a step"):
+        trainer.train()
+    if updates == 1:
+        for call in (trainer.train, trainer.state_dict, trainer.get_model):
+            with pytest.raises(RuntimeError, match="train_batch moved them"):
+                call()
+        trainer.load_state_dict(state)
+    trainer.train()
+    assert digits(trainer.state_dict()) == {expected(NUM_STEPS, updates)}
+
+
+# ---- failures anywhere
 
 
 faults = st.tuples(
@@ -307,13 +239,7 @@ RESTART = [("in the update", "error", 1, 1), ("in the update", "error", 5, 8)]
     averages=st.booleans(),
 )
 def test_failure_anywhere_loses_and_repeats_no_step(plan, num_models, updates, averages):
-    trainer = TorchTrainer(
-        training_operator_cls=Digits,
-        config={"num_models": num_models, "updates": updates},
-        scheduler_step_freq="batch",
-        use_local=True,
-    )
-    with trainer:
+    with make_trainer(num_models=num_models, updates=updates) as trainer:
         operator = trainer.get_local_operator()
         if averages:
             operator._train_state.feature("Averaging").begin(0.5, 1)
