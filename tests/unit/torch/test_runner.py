@@ -1,11 +1,13 @@
 """What a worker hosts for torch: settings, state, generations, and what the driver reads."""
 
+import contextlib
 import copy
+import os
 import threading
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.context import PausedError, Progress, WorkerContext
@@ -16,9 +18,10 @@ from raysgd.loop.requests import (
     ValidateRequest,
 )
 from raysgd.loop.runner import LossReader
+from raysgd.torch import collectives
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner, _device
-from tests.conftest import run_ranks, wait_until
+from tests.conftest import wait_until
 from tests.unit.recorder import Recorder, Streaming, Unsized, batches_of
 
 SMALL = {"num_samples": 40, "batch_size": 8}
@@ -96,144 +99,44 @@ def test_worker_sees_all_gpus_of_its_node(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     runner = TorchRunner(TorchOptions(training_operator_cls=Recorder, config=SMALL, use_gpu=True))
     runner.prepare(WorkerContext(visible_gpus=("2", "5"), gpu_index=1, in_driver=True))
-    import os
-
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,5"
     assert chosen == [1]
 
 
-def test_error_names_different_batch_sizes():
-    data = make_runner()._train_state.data
-    found = data.fingerprint(with_batches=True)
-    data.check_like(found, with_batches=True)
-    other = {name: text.replace("batch size 8", "batch size 16") for name, text in found.items()}
-    with pytest.raises(ValueError, match=r"batch size 8 on worker 0, and .* batch size 16 on"):
-        data.check_like(other, with_batches=True)
+# ---- the state of the leader
 
 
-# ---- models that are frozen, on two workers
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_state_of_the_leader_is_loaded_whole_or_not_at_all(monkeypatch, is_lost):
+    runner, leader = (make_runner(config={"seed": n, "batch_norm": True}) for n in range(2))
+    leader.handle(TrainRequest(call=0, until_step=2))
+    train_state, state = runner._train_state, leader._train_state.training_state()
+    before = copy.deepcopy(runner.operator.model.state_dict())
+    monkeypatch.setattr(collectives, "broadcast_object", lambda *_: "another fingerprint")
+    monkeypatch.setattr(collectives, "minimum", lambda value, device: value)
+    monkeypatch.setattr(collectives, "broadcast_state", lambda *_: state)
+
+    def from_rank(make, rank):  # receives the buffers
+        if is_lost:
+            raise ConnectionError
+        return leader._train_state.buffers.tensors()
+
+    train_state.from_rank = from_rank
+    with pytest.raises(ConnectionError) if is_lost else contextlib.nullcontext():
+        train_state.share_training_state(0, follows=True)
+    expected = before if is_lost else leader.operator.model.state_dict()
+    torch.testing.assert_close(runner.operator.model.state_dict(), expected, rtol=0, atol=0)
 
 
-RANK_OF_TWO = """
-import sys
-import torch, torch.distributed as dist
-from raysgd.loop.requests import TrainRequest
-from torch.utils.data import DataLoader, TensorDataset
-from raysgd import TrainingOperator
-from raysgd._internal.context import WorkerContext
-from raysgd.torch.options import TorchOptions
-from raysgd.torch.runner import TorchRunner
-
-context = WorkerContext(world_rank=rank, world_size=2, distributed=True)
-
-class Teacher(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-        self.register_buffer("noise", torch.randn(2), persistent=False)
-        self.register_buffer("cache", torch.zeros(0), persistent=False)
-
-    def forward(self, inputs):
-        self.cache = torch.zeros(len(inputs) + rank)  # of another size on each worker
-        return self.layer(inputs) + self.noise
-
-class Distilling(TrainingOperator):
-    def setup(self, config):
-        torch.manual_seed(config["seed"])
-        student, teacher = torch.nn.Linear(2, 2), Teacher().requires_grad_(False)
-        parameters = [*student.parameters(), *teacher.parameters()]
-        (self.model, self.teacher), self.optimizer = self.register(
-            models=[student, teacher], optimizers=torch.optim.SGD(parameters, lr=0.1)
-        )
-        data = TensorDataset(torch.eye(8)[:, :2])
-        self.register_data(train_loader=DataLoader(data, batch_size=2))
-
-    def train_batch(self, batch, batch_info):
-        loss = (self.model(batch[0]) - self.teacher(batch[0])).square().mean()
-        self.backward(loss)
-        self.optimizer_step(self.optimizer)
-        return {"train_loss": loss.detach(), "num_samples": len(batch[0])}
-
-def set_up(seed):
-    config = {"seed": seed}
-    options = TorchOptions(training_operator_cls=Distilling, config=config, num_workers=2)
-    runner = TorchRunner(options)
-    runner.prepare(context)
-    runner.setup(context)
-    return runner
-
-def check_same():
-    teacher = runner.operator.teacher
-    for tensor in [*teacher.state_dict().values(), teacher.noise]:
-        held = [torch.empty_like(tensor) for _ in range(2)]
-        dist.all_gather(held, tensor)
-        assert torch.equal(*held)
-
-def check_lost_leader():
-    train_state, parameters = runner._train_state, runner.operator.model.state_dict()
-    before = {name: tensor.clone() for name, tensor in parameters.items()}
-
-    def lost(make, rank):
-        raise ConnectionError
-
-    train_state.from_rank = lost  # which the buffers come by, when parameters have come
-    try:
-        train_state.share_training_state(0, follows=rank == 1)
-        raise AssertionError
-    except ConnectionError:
-        del train_state.from_rank
-    assert all(torch.equal(tensor, parameters[name]) for name, tensor in before.items())
-
-join("first")
-runner = set_up(rank)
-check_same()
-noise = runner.operator.teacher.noise.clone()
-assert torch.equal(noise, runner._train_state.buffers._copies[0])
-runner.handle(TrainRequest(call=0, until_epoch=1))
-assert runner.operator.teacher.layer[1].num_batches_tracked > 0
-check_same()
-dist.destroy_process_group()
-if rank == 1:  # a replacement worker sets up alone
-    join("alone", 0, 1)
-    runner = set_up(7)
-    assert not torch.equal(noise, runner.operator.teacher.noise)
-    dist.destroy_process_group()
-join("second")
-check_lost_leader()
-runner.rejoin(context, 0)
-check_same()
-runner.handle(TrainRequest(call=1, until_epoch=2))
-check_same()
-runner.operator.teacher.requires_grad_(True)
-try:
-    runner.handle(TrainRequest(call=2, until_epoch=3))
-except RuntimeError as error:
-    assert "registered model 1, a Teacher" in str(error), error
-runner._train_state.step.is_partial = rank == 0
-runner.rejoin(context, 0)
-assert runner._train_state.step.is_partial, "a copy of a partial state is partial too"
-print("good")
-dist.barrier()
-dist.destroy_process_group()
-"""
-
-
-def test_models_are_those_of_the_leader_or_unchanged():
-    run_ranks(RANK_OF_TWO, 2)
+def test_copy_of_a_partial_state_is_partial():
+    runner = make_runner()
+    runner._train_state.from_rank = lambda make, rank: {**make(), "partial": True}
+    runner._train_state.share_training_state = lambda leader, follows: None
+    runner.rejoin(WorkerContext(world_rank=1, world_size=2, distributed=True), leader=0)
+    assert runner._train_state.step.is_partial
 
 
 # ---- goals
-
-
-def test_repeated_call_does_what_is_left():
-    runner = make_runner()
-    assert runner.handle(TrainRequest(call=0, until_step=3))["num_samples"] == 24
-    assert runner.operator.trained == EPOCH[:24]
-    runner.handle(TrainRequest(call=0, until_step=3))
-    assert runner.operator.trained == EPOCH[:24]
-    runner.handle(TrainRequest(call=1, until_epoch=1))
-    runner.handle(TrainRequest(call=1, until_epoch=1))
-    assert runner.operator.trained == EPOCH
 
 
 def test_repeated_call_returns_all_its_metrics():
@@ -401,23 +304,18 @@ def test_progress_changes_during_validation():
 
 
 class Unseeded(Recorder):
-    """Shuffles by a generator that is seeded anew in each process."""
+    """Shuffles by a generator that has another seed in each process."""
 
     def make_loaders(self, config):
-        numbers = torch.arange(40.0).reshape(-1, 1)
-        generator = torch.Generator()
+        loaders, generator = super().make_loaders(config), torch.Generator()
         generator.seed()
-        data = TensorDataset(numbers, numbers / 40)
-        return {
-            "train_loader": DataLoader(data, batch_size=8, shuffle=True, generator=generator),
-            "validation_loader": DataLoader(data, batch_size=8),
-        }
+        data = loaders["train_loader"].dataset
+        return {"train_loader": DataLoader(data, 8, shuffle=True, generator=generator)}
 
 
 def test_loaded_epoch_keeps_the_order_of_an_unseeded_generator():
-    saved = make_runner(Unseeded)
+    saved, loaded = make_runner(Unseeded), make_runner(Unseeded)
     saved.handle(TrainRequest(call=0, until_step=2))
-    loaded = make_runner(Unseeded)
     loaded.load_state_dict(full_state(saved))
     for runner in (saved, loaded):
         runner.handle(TrainRequest(call=1, until_epoch=2))
@@ -499,31 +397,6 @@ def test_random_states_of_another_number_of_workers_are_ignored():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-class Versioned(torch.nn.Linear):
-    """A module that changes what it loads if that is of its first version."""
-
-    _version = 2
-
-    def _load_from_state_dict(self, state, prefix, metadata, *arguments):
-        if metadata.get("version", 1) < 2:
-            state[prefix + "weight"] = state[prefix + "weight"] * 10
-        super()._load_from_state_dict(state, prefix, metadata, *arguments)
-
-
-def test_versions_of_modules_are_kept():
-    class Operator(Recorder):
-        def setup(self, config):
-            model = Versioned(1, 1)
-            self.model, _ = self.register(
-                models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1)
-            )
-
-    runner = make_runner(Operator)
-    weight = runner.operator.model.weight.detach().clone()
-    runner.load_state_dict(runner.state_dict())
-    assert torch.equal(runner.operator.model.weight, weight)
-
-
 # ---- generations
 
 
@@ -545,26 +418,6 @@ def test_worker_of_a_group_gets_its_batch_share():
     assert config == {BATCH_SIZE: 16}
 
 
-def test_error_names_data_that_differ_between_workers():
-    class Named(Dataset):
-        def __getitem__(self, index):
-            return torch.zeros(1), torch.zeros(1)
-
-        def __len__(self):
-            return 40
-
-    class Own(Recorder):
-        def make_loaders(self, config):
-            return {"train_loader": DataLoader(Named(), batch_size=8)}
-
-    runner = make_runner(Own)
-    with pytest.raises(ValueError, match="different data as train_loader") as caught:
-        runner._train_state.data.check_like({"train": "39 samples, drop_last False, Named"})
-    said = str(caught.value)
-    assert "40 samples, drop_last False, Named on worker 0, and 39 samples" in said
-    assert said.index("seeded generators") < said.index("add_dist_sampler=False")
-
-
 def test_new_generation_partitions_a_given_data_set():
     runner = make_runner(elastic=ElasticConfig(global_batch="scale"))
     data = ItemDataset(
@@ -584,6 +437,17 @@ def test_iterable_continues_after_a_new_generation():
     runner.rejoin(WorkerContext(generation=2, in_driver=True), leader=0)
     runner.handle(TrainRequest(call=0, until_epoch=1))
     assert runner.operator.trained == EPOCH
+
+
+def test_error_names_data_that_differ_between_workers():
+    data = make_runner()._train_state.data
+    found = data.fingerprint(with_batches=True)
+    data.check_like(found, with_batches=True)
+    for before, after in (("40 samples", "39 samples"), ("batch size 8", "batch size 16")):
+        other = {name: text.replace(before, after) for name, text in found.items()}
+        said = rf"different data as .*_loader: .*{before}.* on worker 0, and .*{after}.* on "
+        with pytest.raises(ValueError, match=said):
+            data.check_like(other, with_batches=True)
 
 
 class Following(Recorder):
@@ -673,81 +537,20 @@ def test_warning_about_a_loader_that_cannot_be_partitioned(caplog, operator_cls,
         assert "add_dist_sampler=False" in text
 
 
-# ---- other calls
-
-
-def test_metrics_reach_every_scheduler():
-    class Two(Recorder):
-        def setup(self, config):
-            models = [torch.nn.Linear(1, 1) for _ in range(2)]
-            optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in models]
-            plateaus = [
-                torch.optim.lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0)
-                for o in optimizers
-            ]
-            self.register(models=models, optimizers=optimizers, schedulers=plateaus)
-
-    runner = make_runner(Two, scheduler_step_freq="manual")
-    for call in (1, 2):
-        runner.update_schedulers(call=call, metric=1.0)
-    rates = [o.param_groups[0]["lr"] for o in runner.operator._train_state.optimizers]
-    assert rates == [0.5, 0.5]
-    kept = runner.snapshot()["optimizers"]  # if all workers are lost now, they start from it
-    assert [each["param_groups"][0]["lr"] for each in kept] == rates
-
-
-def test_seed_in_setup_decides_the_order():
-    orders = []
-    for seed in (1, 1, 2):
-        runner = make_runner(config={"seed": seed, "shuffle": True})
-        runner.handle(TrainRequest(call=0, until_epoch=1))
-        orders.append(tuple(runner.operator.trained))
-    assert orders[0] == orders[1] != orders[2]
-
-
-# ---- stops of a call's own, and pauses that the driver asks for
-
-
-def asking(runner, *requests):
-    """A hook in which the driver asks for pauses, in the step after the first."""
-
-    def ask(batch_info, when):
-        if batch_info["global_step"] == 1 and when == "before":
-            for step in requests:
-                runner.pause_at(step)
-
-    return ask
-
-
-def test_call_stops_for_a_callback_and_continues():
-    runner, plain = make_runner(), make_runner()
-    for callback_pause in (2, 3):
-        assert (
-            runner.handle(TrainRequest(call=0, until_epoch=1, callback_pause=callback_pause))
-            is None
-        )
-        assert runner.progress().global_step == callback_pause
-    result = runner.handle(TrainRequest(call=0, until_epoch=1, callback_pause=9))
-    assert result == plain.handle(TrainRequest(call=0, until_epoch=1))
-    assert runner.operator.trained == EPOCH
+# ---- stops for callbacks
 
 
 @pytest.mark.parametrize("operator_cls", [Recorder, Streaming])
-@pytest.mark.parametrize("asked", [2, 3, 4])
-def test_first_of_two_pauses_counts(operator_cls, asked):
-    runner = make_runner(operator_cls)
-    runner.operator.fail = asking(runner, asked)
-    if asked < 3:
-        with pytest.raises(PausedError):
-            runner.handle(TrainRequest(call=0, until_epoch=1, callback_pause=3))
-        assert runner.progress().global_step == asked
-        runner.pause_at(None)
-    assert runner.handle(TrainRequest(call=0, until_epoch=1, callback_pause=3)) is None
-    assert runner.progress().global_step == 3
-    if asked > 3:
-        with pytest.raises(PausedError):
-            runner.handle(TrainRequest(call=0, until_epoch=1))
-        assert runner.progress().global_step == asked
+def test_call_stops_for_a_callback_or_earlier_for_the_driver(operator_cls):
+    runner, plain = make_runner(operator_cls), make_runner(operator_cls)
+    runner.pause_at(2)
+    with pytest.raises(PausedError):
+        runner.handle(TrainRequest(call=0, until_epoch=1, callback_pause=3))
+    assert runner.progress().global_step == 2
     runner.pause_at(None)
-    assert runner.handle(TrainRequest(call=0, until_epoch=1))["num_samples"] == 40
+    for step in (3, 4):
+        assert runner.handle(TrainRequest(call=0, until_epoch=1, callback_pause=step)) is None
+        assert runner.progress().global_step == step
+    result = runner.handle(TrainRequest(call=0, until_epoch=1, callback_pause=9))
+    assert result == plain.handle(TrainRequest(call=0, until_epoch=1))
     assert runner.operator.trained == EPOCH
