@@ -16,7 +16,7 @@ EPS = 3 / 7
 
 
 class Tuned(TrainingOperator):
-    """An optimizer with two groups of parameters, a scheduler of choice, and no loaders."""
+    """An optimizer with two groups of parameters, and no loaders."""
 
     def setup(self, config):
         weight, bias = torch.nn.Linear(2, 2).parameters()
@@ -28,91 +28,39 @@ class Tuned(TrainingOperator):
             betas=(config.get("beta", 0.9), 0.99),
             weight_decay=config.get("decay", 0.0),
         )
-        schedulers = config.get("schedulers", lambda optimizer: None)(optimizer)
-        self.model, self.optimizer, *rest = self.register(
-            models=model, optimizers=optimizer, schedulers=schedulers
-        )
-        self.scheduler = rest[0] if rest else None
+        self.model, self.optimizer = self.register(models=model, optimizers=optimizer)
 
 
 def tuned(**config):
-    return run_operator(Tuned, config, scheduler_step_freq="manual")
+    return run_operator(Tuned, config)
 
 
-def state_of(operator):
-    state = {"optimizers": [operator.optimizer.state_dict()]}
-    if operator.scheduler is not None:
-        state["schedulers"] = [operator.scheduler.state_dict()]
-    return copy.deepcopy(state)
-
-
-def moved_to(donor, heir):
-    """Load the donor's state into the heir, as its config wants it."""
-    _, now, owners = inspect(heir)
-    state = with_options(state_of(donor), inspect(donor_at_start(donor))[1], now, owners)
-    heir.optimizer.load_state_dict(state["optimizers"][0])
-    if heir.scheduler is not None:
-        heir.scheduler.load_state_dict(state["schedulers"][0])
-    return heir
-
-
-def donor_at_start(donor):
-    return tuned(**donor.config)
-
-
-def rates(operator):
-    return [group["lr"] for group in operator.optimizer.param_groups]
+def groups_moved_to(donor, heir):
+    """Load the donor's state into the heir, as its config wants it; return its groups."""
+    state = copy.deepcopy({"optimizers": [donor.optimizer.state_dict()]})
+    then, now = inspect(tuned(**donor.config))[1], inspect(heir)[1]
+    heir.optimizer.load_state_dict(with_options(state, then, now)["optimizers"][0])
+    return heir.optimizer.param_groups
 
 
 def test_only_options_that_the_configs_set_differently_change():
     donor = tuned(lr=0.1, decay=0.5)
     donor.optimizer.param_groups[0]["eps"] = EPS  # changed on the way, by the user's own code
-    heir = moved_to(donor, tuned(lr=0.3, beta=0.8, decay=0.5))
-    assert rates(heir) == [0.3, 0.15]
-    assert [group["betas"] for group in heir.optimizer.param_groups] == [(0.8, 0.99)] * 2
-    assert [group["weight_decay"] for group in heir.optimizer.param_groups] == [0.5] * 2
-    assert heir.optimizer.param_groups[0]["eps"] == EPS
+    groups = groups_moved_to(donor, tuned(lr=0.3, beta=0.8, decay=0.5))
+    assert [group["lr"] for group in groups] == [0.3, 0.15]
+    assert [group["betas"] for group in groups] == [(0.8, 0.99)] * 2
+    assert [group["weight_decay"] for group in groups] == [0.5] * 2
+    assert groups[0]["eps"] == EPS
 
 
 def test_flags_and_zero_options_take_the_new_value():
     donor, heir = tuned(lr=0.1, decay=0.0), tuned(lr=0.1, decay=0.2)
     donor.optimizer.param_groups[0]["weight_decay"] = 0.7
-    assert moved_to(donor, heir).optimizer.param_groups[0]["weight_decay"] == 0.2
+    assert groups_moved_to(donor, heir)[0]["weight_decay"] == 0.2
     for old, new in ((False, True), (True, False)):
         state = {"optimizers": [{"param_groups": [{"nesterov": False}]}]}
         with_options(state, [[{"nesterov": old}]], [[{"nesterov": new}]])
         assert state["optimizers"][0]["param_groups"][0]["nesterov"] is new
-
-
-@pytest.mark.parametrize(
-    "schedulers",
-    [
-        lambda optimizer: Lr.StepLR(optimizer, 2, gamma=0.1),
-        lambda optimizer: Lr.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
-        lambda optimizer: Lr.CosineAnnealingLR(optimizer, T_max=20),
-        lambda optimizer: Lr.SequentialLR(
-            optimizer,
-            [Lr.LinearLR(optimizer, 0.1, total_iters=3), Lr.LambdaLR(optimizer, lambda n: 0.9**n)],
-            milestones=[3],
-        ),
-    ],
-    ids=["step", "lambda", "cosine", "sequential"],
-)
-@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*epoch parameter in:UserWarning")
-def test_schedule_continues_as_if_it_began_with_the_new_rate(schedulers):
-    always = tuned(lr=0.4, schedulers=schedulers)
-    donor = tuned(lr=0.1, schedulers=schedulers)
-    for operator in (always, donor):
-        for _ in range(4):
-            operator.scheduler.step()
-    heir = moved_to(donor, tuned(lr=0.4, schedulers=schedulers))
-    assert rates(heir) == pytest.approx(rates(always))
-    assert heir.scheduler.get_last_lr() == pytest.approx(always.scheduler.get_last_lr())
-    for _ in range(4):
-        heir.scheduler.step()
-        always.scheduler.step()
-        assert rates(heir) == pytest.approx(rates(always))
 
 
 def test_inspect_finds_the_validation_loader():
@@ -123,17 +71,15 @@ def test_inspect_finds_the_validation_loader():
     assert inspect(own)[0] is False
 
 
-def sequence(optimizer):
-    return Lr.SequentialLR(
+SCHEDULERS = {
+    "step": lambda optimizer: Lr.StepLR(optimizer, 2, gamma=0.1),
+    "cosine": lambda optimizer: Lr.CosineAnnealingLR(optimizer, T_max=20),
+    "lambda": lambda optimizer: Lr.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
+    "sequential": lambda optimizer: Lr.SequentialLR(
         optimizer,
         [Lr.ConstantLR(optimizer, 0.5, 2), Lr.LambdaLR(optimizer, lambda epoch: 0.9**epoch)],
         milestones=[2],
-    )
-
-
-SCHEDULERS = {
-    "lambda": lambda optimizer: Lr.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
-    "sequential": sequence,
+    ),
     "chained": lambda optimizer: Lr.ChainedScheduler(
         [Lr.ConstantLR(optimizer, 0.5, 2), Lr.ExponentialLR(optimizer, 0.9)]
     ),
