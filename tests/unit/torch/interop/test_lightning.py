@@ -7,9 +7,12 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
+from raysgd._internal.context import WorkerContext
 from raysgd.metrics import merge_workers
 from raysgd.testing import run_operator
-from tests.conftest import run_ranks
+from raysgd.torch.options import TorchOptions
+from raysgd.torch.runner import build_operator
+from raysgd.torch.train_state import OperatorSettings
 from tests.fidelity import flat
 from tests.unit.loop.test_fidelity import Workers
 
@@ -154,16 +157,16 @@ def test_num_items_of_an_operator_of_a_module():
     assert result["val_loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
-class Named(Line):
-    def __init__(self, lr, width=1, **options):
-        super().__init__({"lr": lr})
-        self.given = {"lr": lr, "width": width, **options}
-
-
 class Strict(Line):
     def __init__(self, lr, width=1):
         super().__init__({"lr": lr})
         self.given = {"lr": lr, "width": width}
+
+
+class Named(Strict):
+    def __init__(self, lr, width=1, **options):
+        super().__init__(lr, width)
+        self.given |= options
 
 
 class Plain(lightning.LightningDataModule):
@@ -317,10 +320,31 @@ def two_by_hand(batches):
 def test_manual_optimization_of_several_optimizers():
     trainer = start(Two, frequency="manual", data_creator=lambda config: (loader(),))
     assert trainer.train()["num_samples"] == 40
-    for own, plain in zip(
-        trainer.get_model().parameters(), two_by_hand(loader()).parameters(), strict=True
-    ):
-        assert torch.allclose(own, plain)
+    torch.testing.assert_close(flat(trainer.get_model()), flat(two_by_hand(loader())))
+
+
+@pytest.mark.parametrize("module_cls", [Line, Two])
+def test_workers_average_gradients_in_both_kinds_of_optimization(process_group, module_cls):
+    operator = build_operator(
+        TrainingOperator.from_ptl(module_cls, train_dataloader=loader()),
+        {"lr": 0.1},
+        OperatorSettings(
+            options=TorchOptions(scheduler_step_freq="manual", num_workers=2),
+            context=WorkerContext(distributed=True),
+        ),
+    )
+    averaged = []
+
+    def average(state, bucket):
+        averaged.append(bucket.buffer())
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    (model,) = operator._train_state.models
+    model.register_comm_hook(None, average)
+    operator.train_epoch(iter(loader()))
+    assert len(averaged) == 5 * len(operator._train_state.optimizers)
 
 
 def test_data_may_come_from_a_data_module():
@@ -340,58 +364,13 @@ def test_data_may_come_from_a_data_module():
             trainer.validate()
 
 
-RANKS_OF_TWO = """
-import copy
-import torch
-from raysgd._internal.context import WorkerContext
-from raysgd.torch.options import TorchOptions
-from raysgd.torch.train_state import OperatorSettings
-from raysgd.torch.runner import build_operator
-from raysgd import TrainingOperator
-from tests.unit.torch.interop.test_lightning import (
-    X, Y, Line, Two, trained_by_hand, two_by_hand, loader)
-
-join()
-context = WorkerContext(world_rank=rank, world_size=2, distributed=True)
-for module_cls, by_hand in ((Line, None), (Two, two_by_hand)):
-    options = TorchOptions(scheduler_step_freq="manual", num_workers=2)
-    operator = build_operator(
-        TrainingOperator.from_ptl(module_cls, train_dataloader=loader()),
-        {"lr": 0.1},
-        OperatorSettings(options=options, context=context),
-    )
-    batches = [(X[i::4], Y[i::4]) for i in range(4)]
-    # each rank has half of each batch, and both make the step of the whole one
-    operator.train_epoch(iter([(x[rank::2], y[rank::2]) for x, y in batches]))
-    if by_hand is None:
-        plain = Line({"lr": 0.1})
-        optimizer = plain.configure_optimizers()["optimizer"]
-        for x, y in batches:
-            optimizer.zero_grad()
-            torch.nn.functional.mse_loss(plain.layer(x), y).backward()
-            optimizer.step()
-    else:
-        plain = by_hand(batches)
-    for own, expected in zip(operator.module.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(own, expected, atol=1e-6), (module_cls, own, expected)
-print("good")
-"""
-
-
-@pytest.mark.slow("two processes import Lightning")
-def test_workers_average_gradients_in_both_kinds_of_optimization():
-    run_ranks(RANKS_OF_TWO, 2)
-
-
 # ---- what is refused
 
 
-def test_other_classes_are_an_error():
-    for given in (torch.nn.Linear, Line({"lr": 0.1}), None):
-        with pytest.raises(TypeError, match=r"must be a subclass of LightningModule .*raysgd\["):
-            TrainingOperator.from_ptl(given)
-    with pytest.raises(TypeError, match=r"data_creator=3\): must be a function"):
-        TrainingOperator.from_ptl(Line, data_creator=3)
+@pytest.mark.parametrize("given", [torch.nn.Linear, Line({"lr": 0.1}), None])
+def test_other_classes_are_an_error(given):
+    with pytest.raises(TypeError, match=r"must be a subclass of LightningModule .*raysgd\["):
+        TrainingOperator.from_ptl(given)
 
 
 def several(self):
@@ -407,6 +386,7 @@ def several(self):
         ({"train_dataloader": lambda self: [1, 2]}, {}, ["train_dataloader returned 2 loaders"]),
         ({}, {"scheduler": {"interval": "step"}}, ["interval='step'", "scheduler_step_freq"]),
         ({}, {"scheduler": {"frequency": 2}}, ["frequency=2", "scheduler_step_freq='epoch'"]),
+        ({"automatic_optimization": False}, {}, ["cannot step its schedulers", 'Pass "manual"']),
     ],
 )
 def test_unsupported_features_are_an_error(methods, config, words):
@@ -416,11 +396,6 @@ def test_unsupported_features_are_an_error(methods, config, words):
     with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
         run_operator(operator_cls, config, scheduler_step_freq="epoch")
     assert all(word in str(caught.value) for word in words), caught.value
-
-
-def test_manual_optimization_needs_manual_schedulers():
-    with pytest.raises(ValueError, match=r'cannot step its schedulers .*Pass "manual"'):
-        run_operator(TrainingOperator.from_ptl(Two), scheduler_step_freq="epoch")
 
 
 @pytest.mark.parametrize(
