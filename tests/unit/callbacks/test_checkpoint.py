@@ -211,6 +211,13 @@ def test_steps_and_the_best_go_together(make_trainer, tmp_path):
     assert steps(tmp_path) == [5, 10, 15]
 
 
+def test_a_metric_that_is_not_there_is_an_error(make_trainer, tmp_path):
+    trainer = make_trainer(callbacks=[CheckpointCallback(tmp_path, monitor="los")])
+    with pytest.raises(CallbackError, match="CheckpointCallback") as caught:
+        trainer.fit(2)
+    assert "val_accuracy" in str(caught.value.__cause__)
+
+
 def test_missing_metric_is_warned_of_in_plain_calls(make_trainer, tmp_path, caplog):
     trainer = make_trainer(callbacks=[CheckpointCallback(tmp_path, monitor="val_loss")])
     for _ in range(3):
