@@ -319,9 +319,6 @@ def test_next_generation_waits_for_messages_to_the_last(worker):
     assert call(worker, fail_with(PlainError())).kind == "user"
 
 
-# ---- pauses and snapshots
-
-
 # ---- life
 
 
