@@ -167,6 +167,11 @@ class ShardedLoader(PartitionedSource):
         loader.generator = torch.Generator().manual_seed(seed)
         return self._checked(iter(loader), indices)
 
+    def indices(self, epoch: int) -> Iterator[Any]:
+        """Iterate over what the sampler yields for this worker's batches of `epoch`."""
+        order = self._order_of(epoch)
+        return itertools.chain.from_iterable(picked(order, *s) for s in self.shard.batches())
+
     def _reader(self) -> DataLoader[Any]:
         """Return a copy of the user's loader that draws from a sampler of raysgd.
 

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from raysgd.data.partition import EpochPartition, part_of
 from raysgd.torch.batches import move_to_device
-from raysgd.torch.loading import (
-    changed,
-    drawn_order,
-    is_plain_shuffle,
-    makes_own_batches,
-    picked,
-)
+from raysgd.torch.loading import ShardedLoader, changed, is_plain_shuffle, makes_own_batches
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +47,23 @@ def prepared_loader(
                 loader.batch_size,
                 full_size,
             )
-        if isinstance(loader.sampler, RandomSampler) and loader.generator is not None:
+        if loader.generator is not None:
             seed = loader.generator.initial_seed() % 2**31
-        sampler = _SharedSampler(loader, world_size, rank, seed, full_size, shares)
         pin = ahead and device is not None and device.type == "cuda"
-        settings: dict[str, Any] = {"sampler": sampler, "pin_memory": loader.pin_memory or pin}
+        loader = changed(loader, pin_memory=loader.pin_memory or pin)
+        source = ShardedLoader(
+            loader,
+            training=True,
+            world_size=world_size,
+            rank=rank,
+            seed=seed,
+            full_size=full_size,
+        )
+        source.weigh(shares if world_size == len(shares or ()) else None)
+        settings: dict[str, Any] = {"sampler": _SharedSampler(source, seed)}
         if loader.batch_size is not None:
-            batches = _SharedBatches(sampler, sampler.batch_size, loader.drop_last)
-            settings["batch_sampler"] = batches
+            shown = settings["sampler"], loader.batch_size, loader.drop_last
+            settings["batch_sampler"] = BatchSampler(*shown)
         loader = changed(loader, **settings)
     return PreparedLoader(loader, device, ahead, weigh)
 
@@ -89,27 +91,29 @@ class PreparedLoader(DataLoader[Any]):
         object.__setattr__(self, name, value)  # bypass the guards of DataLoader
 
     def __len__(self) -> int:
-        return len(self._loader)
+        sampler = self._loader.sampler
+        return len(sampler.source if isinstance(sampler, _SharedSampler) else self._loader)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        batches: Iterator[Any] = iter(self._loader)
+        sampler = self._loader.sampler
+        is_shared = isinstance(sampler, _SharedSampler)
+        batches: Iterator[Any] = sampler.batches() if is_shared else iter(self._loader)
         if (device := self._device) is not None and self._ahead:
             batches = _moved_ahead(batches, device)
         elif device is not None:
             whole = batches
             batches = (move_to_device(batch, device) for batch in whole)
-        sampler = self._loader.sampler
-        if self._weigh is None or not isinstance(sampler, _SharedSampler):
-            return batches
-        return _weighed(batches, sampler, self._weigh)
+        if is_shared and self._weigh is not None:
+            batches = _weighed(batches, sampler.source, self._weigh)
+        return batches
 
 
 def _weighed(
-    batches: Iterator[Any], sampler: _SharedSampler, weigh: Callable[[float], None]
+    batches: Iterator[Any], source: ShardedLoader, weigh: Callable[[float], None]
 ) -> Iterator[Any]:
     try:
-        for batch, share in zip(batches, sampler.shares(), strict=False):
-            weigh(share)
+        for step, batch in enumerate(batches):
+            weigh(source.places(source.offset_after(0, step), 1, in_parts=False)[0].share)
             yield batch
     finally:
         weigh(1.0)
@@ -136,30 +140,14 @@ def _moved_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
 
 class _SharedSampler(DistributedSampler[Any]):
-    """This worker's part of the indices of another sampler.
+    """Offers the epoch of a `ShardedLoader`, and this worker's indices, like PyTorch does."""
 
-    Every worker draws the whole order from the same random numbers. An `EpochPartition` selects
-    this worker's part of each step.
-    """
-
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        num_replicas: int,
-        rank: int,
-        seed: int,
-        full_size: int,
-        shares: tuple[float, ...] | None,
-    ) -> None:
-        given: Any = loader.sampler
-        self._given = given
-        super().__init__(given, num_replicas, rank, shuffle=is_plain_shuffle(given), seed=seed)
-        self.dataset = loader.dataset
-        # Without a batch size, each item of the loader is a batch and cannot become larger.
-        self._batch_size = loader.batch_size or 1
-        self._full_size = num_replicas if loader.batch_size is None else full_size
-        self._drops_last = loader.drop_last
-        self._shares = shares if num_replicas == len(shares or ()) else None
+    def __init__(self, source: ShardedLoader, seed: int) -> None:
+        shard, self._given = source.shard, source.order_sampler
+        shuffle = is_plain_shuffle(self._given)
+        super().__init__(self._given, shard.world_size, shard.rank, shuffle=shuffle, seed=seed)
+        self.source = source
+        self.dataset = source.loader.dataset
 
     @property
     def epoch(self) -> int:
@@ -176,57 +164,20 @@ class _SharedSampler(DistributedSampler[Any]):
         if hasattr(self._given, "set_epoch"):
             self._given.set_epoch(epoch)
 
-    @property
-    def _partition(self) -> EpochPartition:
-        return EpochPartition(
-            len(self._given),
-            self._batch_size,
-            self.num_replicas,
-            self.rank,
-            drop_last=self._drops_last,
-            full_size=self._full_size,
-            shares=self._shares,
-        )
-
-    def shares(self) -> Iterator[float]:
-        """Yield the weight of each batch's mean in the mean over the workers."""
-        for size in self._partition.sizes(0):
-            first, stop = part_of(size, self.num_replicas, self.rank, self._shares)
-            counts = self.rank < size  # other workers repeat a sample
-            yield (stop - first) * counts * self.num_replicas / size
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of this worker in a full step."""
-        first, stop = part_of(self._partition.stride, self.num_replicas, self.rank, self._shares)
-        return stop - first
-
     def __len__(self) -> int:
-        return sum(stop - start for start, stop in self._partition.batches())
+        return sum(stop - start for start, stop in self.source.shard.batches())
 
     def __iter__(self) -> Iterator[Any]:
-        return itertools.chain.from_iterable(self.batches())
+        return self._next_pass(self.source.indices)
 
-    def batches(self) -> Iterator[list[Any]]:
+    def batches(self) -> Iterator[Any]:
+        return self._next_pass(functools.partial(self.source.batches, offset=0))
+
+    def _next_pass(self, read: Callable[[int], Iterator[Any]]) -> Iterator[Any]:
         epoch = self.epoch
-        order = drawn_order(self._given, self.seed + epoch)
+        items = read(epoch)
         self.set_epoch(epoch + 1)  # holds unless the user sets another
-        return (picked(order, *span) for span in self._partition.batches())
-
-    def num_batches(self) -> int:
-        return self._partition.num_steps()
-
-
-class _SharedBatches(BatchSampler):
-    """This worker's batches. With shares, the last one may be the largest."""
-
-    sampler: _SharedSampler
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return self.sampler.batches()
-
-    def __len__(self) -> int:
-        return self.sampler.num_batches()
+        return items
 
 
 def _can_share(loader: DataLoader[Any]) -> bool:
