@@ -56,11 +56,7 @@ _END_S = 1.0
 
 
 class LostError(Exception):
-    """A worker process has ended: the kernel of its host closed the connection."""
-
-
-class HostLostError(LostError):
-    """The host of a worker does not respond."""
+    """A worker's host closed the connection, or does not respond."""
 
 
 def _end_if_silent(connection: socket.socket) -> None:
@@ -127,13 +123,12 @@ class HostWatch:
             may_return = not is_silent and waited_s < _RECONNECT_S
             is_over = waited_s >= self._monitor.driver_grace_s
             if is_over or (not may_return and self._monitor.is_any_reached()):
-                lost = LostError("its host closed the connection to the driver")
+                cause = "its host closed the connection to the driver"
                 if is_silent:
                     seconds = _SILENCE_S + waited_s
                     cause = f"its host {self.host} has not answered the driver for {seconds:.1f} s"
-                    lost = HostLostError(cause)
                 self.close()
-                self._lose(lost)
+                self._lose(LostError(cause))
                 return
             await asyncio.sleep(_TICK_S)
 

@@ -13,7 +13,6 @@ import pytest
 from raysgd.cluster import host_monitor as module
 from raysgd.cluster.host_monitor import (
     DriverWatch,
-    HostLostError,
     HostMonitor,
     HostWatch,
     LostError,
@@ -111,14 +110,13 @@ def test_a_worker_on_a_silent_host_is_lost_if_another_is_reached(watched):
     assert not watched.lost.done()
     watched.is_any_reached = True
     error = watched.lost.result(20)
-    assert isinstance(error, HostLostError)
     assert "its host 10.0.0.7 has not answered the driver for 4." in str(error)
 
 
 def test_if_no_worker_is_reached_the_driver_waits_for_the_grace(listener):
     watched, began = Watched(listener, driver_grace_s=0.5), time.monotonic()
     follow_silent(watched.watch)
-    assert isinstance(watched.lost.result(20), HostLostError)
+    assert "has not answered the driver" in str(watched.lost.result(20))
     assert time.monotonic() - began >= 0.5
 
 
@@ -139,7 +137,7 @@ def test_worker_that_does_not_reconnect_is_lost(watched):
     closed = time.monotonic()
     error = watched.lost.result(20)
     assert isinstance(error, LostError)
-    assert not isinstance(error, HostLostError)
+    assert "closed the connection" in str(error)
     assert time.monotonic() - closed >= module._RECONNECT_S
     assert not watched.watch.is_silent
 
