@@ -17,11 +17,11 @@ from raysgd.torch.tensors import copy_all, version_of
 class Rollback(StepFeature):
     """Restores parameters and optimizer states if a step is discarded.
 
-    It takes copies only if steps make several updates. Otherwise the version counters of PyTorch
-    tell whether a discarded step changed parameters. If it did, the state is partial: an optimizer
-    raised within its update, or `train_batch` changed parameters itself. The counters do not detect
-    changes through ``parameter.data``. `updates_late` means that parameters change together after
-    the optimizer's step.
+    It takes copies only if steps make several updates, or if `train_batch` of an earlier step
+    changed parameters before the update, as sharpness-aware minimization does. Otherwise the
+    version counters of PyTorch tell whether a discarded step changed parameters. If it did, the
+    state is partial. The counters do not detect changes through ``parameter.data``. `updates_late`
+    means that parameters change together after the optimizer's step.
     """
 
     def __init__(
@@ -48,28 +48,34 @@ class Rollback(StepFeature):
             if parameter not in renormalized and not torch.nn.parameter.is_lazy(parameter)
         ]
         self._versions: list[int] | None = None
-        self._has_copies = False
+        self._has_copies = self._moves_parameters = False
 
     def begin_batch(self, place: MicroBatch) -> None:
         if place.position > 0:
             return
-        self._has_copies = self._step.has_several_updates
+        self._has_copies = self._step.has_several_updates or self._moves_parameters
         if self._has_copies:
             for image in self._images:
                 image.take()
         self._versions = [version_of(parameter) for parameter in self._parameters]
 
+    def before_update(self, optimizer: Any) -> None:
+        self._moves_parameters = self._moves_parameters or bool(self._changed())
+
     def commit(self) -> None:
         self._versions, self._has_copies = None, False
+
+    def _changed(self) -> set[torch.Tensor]:
+        """Return the parameters that have changed since the step began."""
+        if self._versions is None:
+            return set()
+        before = zip(self._parameters, self._versions, strict=True)
+        return {parameter for parameter, version in before if version_of(parameter) != version}
 
     def roll_back(self) -> None:
         if self._versions is None:
             return
-        changed = {
-            parameter
-            for parameter, version in zip(self._parameters, self._versions, strict=True)
-            if version_of(parameter) != version
-        }
+        changed = self._changed()
         if self._has_copies:
             for image in reversed(self._images):
                 image.restore()

@@ -143,3 +143,24 @@ def test_normalized_embedding_is_no_change():
     model(torch.tensor([0, 1]))
     steps.discard()
     assert not steps.step.is_partial
+
+
+def test_parameters_that_steps_move_before_the_update_are_restored():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    steps = Steps(torch.optim.SGD([parameter], lr=0.5))
+    steps.step._most_updates.clear()
+
+    def move():
+        steps.begin()
+        with torch.no_grad():
+            parameter.add_(1)
+
+    move()
+    steps.rollback.before_update(steps.optimizers[0])
+    with torch.no_grad():
+        parameter.sub_(1)
+    steps.commit()
+    move()
+    steps.discard()
+    assert parameter.tolist() == [1, 1]
+    assert not steps.step.is_partial
