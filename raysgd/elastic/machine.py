@@ -124,7 +124,7 @@ class ProgressKnown(Event):
 
     progress: Sequence[Progress]
     leaving: frozenset[int] = frozenset()
-    has_snapshot: bool = False
+    can_restart: bool = False
 
 
 class GroupFormed(Event):
@@ -353,7 +353,7 @@ def _after_survey(state: State, event: Surveyed, policy: Policy) -> Next:
 def _choose_members(state: Broken, event: ProgressKnown, policy: Policy) -> Next:
     progress = event.progress
     leader = choose_leader(progress)
-    if progress[leader].partial and event.has_snapshot:
+    if progress[leader].partial and event.can_restart and policy.keeps_snapshots:
         why = "a failed step has changed the parameters of all workers"
         return _after_state_loss(state, why, policy)
     ranks = range(len(progress))

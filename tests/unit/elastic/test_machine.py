@@ -42,7 +42,7 @@ progress_known = st.builds(
     machine.ProgressKnown,
     progress=st.lists(st.sampled_from(STEPS), min_size=2, max_size=4),
     leaving=st.frozensets(st.integers(0, 3)),
-    has_snapshot=booleans,
+    can_restart=booleans,
 )
 lost, formed = st.just(machine.WorkersLost()), st.just(machine.GroupFormed())
 ready = st.just(machine.WorkersReady())
@@ -85,7 +85,7 @@ SAMPLES = [
     *(machine.Surveyed(num_workers=0, can_restart=each) for each in (True, False)),
     *(machine.Surveyed(num_workers=2, num_joining=1, num_leaving=each) for each in (0, 1, 2)),
     *(machine.Surveyed(num_workers=2, must_save=each) for each in (True, False)),
-    *(machine.ProgressKnown(progress=[p], has_snapshot=True) for p in STEPS),
+    *(machine.ProgressKnown(progress=[p], can_restart=True) for p in STEPS),
     *(machine.FormingFailed(by_newcomer=each) for each in (True, False)),
     *(machine.GroupFormed(), machine.WorkersReady(), machine.WorkersLost()),
     *(machine.StateRescued(can_restart=each) for each in (True, False)),
