@@ -97,7 +97,7 @@ def test_creator_functions_train_and_validate(tmp_path):
         assert trainer.global_step == 20
         assert {"train_loss", "train_accuracy"} <= set(found)
         validated = trainer.validate()
-        assert {"validation_loss", "validation_accuracy"} <= set(validated)
+        assert {"validation_loss", "validation_accuracy", "loss"} <= set(validated)
         assert validated["num_samples"] == 128
         path = trainer.save(tmp_path / "state")
         trainer.train()
