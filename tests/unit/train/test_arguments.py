@@ -1,6 +1,7 @@
 """Arguments of trainers and executors."""
 
 import functools
+import re
 import threading
 from pathlib import Path
 
@@ -136,6 +137,10 @@ def test_what_cannot_be_pickled_is_named(locked_config, name):
 def test_relative_folders_are_below_the_results_of_ray(monkeypatch, tmp_path, given, expected):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert run_folder(given, "train") == tmp_path / expected
+
+
+def test_by_default_a_folder_has_the_date():
+    assert re.fullmatch(r"train_\d{4}(-\d\d){2}_\d\d(-\d\d){2}", run_folder(None, "train").name)
 
 
 @pytest.mark.parametrize("given", ["", "s3://bucket/runs", b"runs"])
