@@ -6,9 +6,8 @@ from torch.utils.data import DataLoader
 
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd.testing import run_operator
-from raysgd.torch import ddp
 from raysgd.torch.features.compilation import CompiledModel
-from tests.operators import make_data, make_model, on_gpu, parameters
+from tests.operators import make_data, make_model, on_gpu, parameters, register_all
 
 GRAPHS = []
 
@@ -53,12 +52,9 @@ class Deep(torch.nn.Module):
 class Compiled(TrainingOperator):
     def setup(self, config):
         model = config["make"]()
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model,
-            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
-            criterion=torch.nn.CrossEntropyLoss(),
-            compile=config.get("compile", False),
-        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        compile = config.get("compile", False)
+        register_all(self, models=model, optimizers=optimizer, compile=compile)
         data = make_data(64)
         self.register_data(
             train_loader=DataLoader(data, batch_size=config.get("batch_size", 16)),
@@ -110,14 +106,6 @@ def test_parts_of_a_script_are_compiled_with_what_the_script_has():
     assert len(GRAPHS) == 1
 
 
-def test_model_is_compiled_inside_its_wrapper(process_group):
-    operator = run_operator(Compiled, {"make": make_model, "compile": {"backend": count}})
-    wrapped = ddp.ReplicatedModel(operator.model)
-    wrapped(torch.ones(3, 8)).sum().backward()
-    assert len(GRAPHS) == 1
-    assert all(parameter.grad is not None for parameter in operator.model.parameters())
-
-
 class Noisy(Deep):
     """Has statistics and random numbers, which a rehearsal must not touch."""
 
@@ -162,14 +150,6 @@ def test_warm_up_compiles_and_changes_nothing_else(regional):
     assert torch.equal(*learnt)
 
 
-def test_eager_models_on_a_cpu_do_not_warm_up():
-    with TorchTrainer(
-        training_operator_cls=Remembering, config={"make": Deep}, use_local=True
-    ) as trainer:
-        features = trainer.get_local_operator()._train_state.features
-        assert not any(feature.needs_warm_up for feature in features)
-
-
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
@@ -181,12 +161,6 @@ def test_eager_models_on_a_cpu_do_not_warm_up():
 def test_invalid_compile_arguments_are_an_error(given, error, message):
     with pytest.raises(error, match=message):
         run_operator(Compiled, {"make": make_model, "compile": given})
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_scripted_model_is_an_error():
-    with pytest.raises(TypeError, match=r"torch\.jit has already compiled Sequential"):
-        run_operator(Compiled, {"make": lambda: torch.jit.script(make_model()), "compile": True})
 
 
 class Peeking(torch.nn.Module):
@@ -213,6 +187,12 @@ def test_fullgraph_raises_at_a_break_that_an_earlier_model_of_the_process_had():
         train(fullgraph=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripted_model_is_an_error():
+    with pytest.raises(TypeError, match=r"torch\.jit has already compiled Sequential"):
+        run_operator(Compiled, {"make": lambda: torch.jit.script(make_model()), "compile": True})
+
+
 @pytest.mark.parametrize("regional", [False, True])
 def test_model_can_be_registered_and_compiled_again(regional):
     model = Deep()
@@ -227,24 +207,15 @@ def test_model_can_be_registered_and_compiled_again(regional):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_on_a_gpu_a_compiled_model_equals_an_eager_one(dtype):
+def test_on_a_gpu_a_compiled_model_equals_an_eager_one(make_trainer, dtype):
     precision = {} if dtype is None else {"use_fp16": True, "amp_dtype": dtype}
 
-    def trainer(compiled):
+    def learnt(compiled):
         config = {"make": Deep, "compile": compiled, "batch_size": 24, "validates": True}
-        return TorchTrainer(
-            training_operator_cls=Compiled,
-            config=config,
-            use_local=True,
-            use_gpu=True,
-            **precision,
-        )
+        with make_trainer(Compiled, config, use_gpu=True, **precision) as trainer:
+            trainer.train()
+            trainer.validate()
+            return parameters(trainer.get_local_operator())
 
-    def learnt(trainer):
-        return trainer.train() and trainer.validate() and parameters(trainer.get_local_operator())
-
-    with trainer(False) as eager:
-        expected = learnt(eager)
-    with trainer(True) as first:
-        tolerance = 1e-5 if dtype is None else 1e-2
-        torch.testing.assert_close(learnt(first), expected, rtol=tolerance, atol=tolerance)
+    tolerance = 1e-5 if dtype is None else 1e-2
+    torch.testing.assert_close(learnt(True), learnt(False), rtol=tolerance, atol=tolerance)

@@ -13,34 +13,23 @@ from raysgd._internal.context import WorkerContext
 from raysgd.testing import run_operator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.train_state import OperatorSettings
-from tests.operators import Classifier, make_model, parameters
+from tests.operators import Classifier, make_model, parameters, register_all
 
 BATCH = (torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))
 
 
-def operator_with(*, criterion=None, keep=("model", "optimizer", "criterion")):
-    """An operator that sets only some of the attributes that the defaults need."""
-
-    class Custom(TrainingOperator):
-        def setup(self, config):
-            model = make_model()
-            given = self.register(
-                models=model,
-                optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
-                criterion=criterion or torch.nn.CrossEntropyLoss(),
-            )
-            for name, value in zip(("model", "optimizer", "criterion"), given, strict=True):
-                if name in keep:
-                    setattr(self, name, value)
-
-    return run_operator(Custom)
+class Small(TrainingOperator):
+    def setup(self, config):
+        register_all(self, **config)
 
 
 # ---- missing things
 
 
 def test_validation_needs_no_optimizer():
-    operator_with(keep={"model", "criterion"}).validate_batch(BATCH, {})
+    operator = run_operator(Small)
+    del operator.optimizer
+    operator.validate_batch(BATCH, {})
 
 
 def test_register_suggests_a_name_for_a_misspelled_argument():
@@ -52,21 +41,13 @@ def test_register_suggests_a_name_for_a_misspelled_argument():
         run_operator(Wrong)
 
 
-def test_several_models_need_an_own_train_batch():
-    operator = operator_with()
-    operator.model = [operator.model, operator.model]
-    for method in (operator.train_batch, operator.validate_batch):
-        with pytest.raises(RuntimeError, match=r"holds 2 objects.*Override them in Custom"):
-            method(BATCH, {})
-
-
 # ---- train
 
 
 def test_train_batch_equals_a_plain_step():
-    operator = operator_with()
+    operator = run_operator(Small)
     twin = make_model()
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
     for _ in range(3):
         expected = torch.nn.functional.cross_entropy(twin(BATCH[0]), BATCH[1])
         optimizer.zero_grad()
@@ -96,24 +77,7 @@ def test_train_epoch_passes_batches_with_their_info():
     assert result == {"num_samples": 4, "batch_count": 2, "k": 2.5, "last_k": 3.0}
 
 
-@pytest.mark.parametrize("method", ["train_batch", "validate_batch"])
-def test_batch_methods_must_return_a_dict(method):
-    operator_cls = type("Wrong", (Classifier,), {method: lambda self, batch, batch_info: None})
-    operator = run_operator(operator_cls)
-    run = operator.train_epoch if method == "train_batch" else operator.validate
-    with pytest.raises(TypeError, match="returned NoneType; it must return a dict"):
-        run(iter([BATCH]))
-
-
 # ---- validate
-
-
-def test_train_mode_reaches_every_layer():
-    operator = run_operator(Classifier, {"num_samples": 20, "batch_size": 8, "batch_norm": True})
-    for module in operator.model.children():
-        module.eval()
-    operator.train_epoch(iter([BATCH]))
-    assert all(module.training for module in operator.model.modules())
 
 
 class Distilled(TrainingOperator):
@@ -130,16 +94,13 @@ class Distilled(TrainingOperator):
 def test_frozen_model_keeps_its_modes_from_register(training):
     operator = run_operator(Distilled, {"training": training})
     for _ in range(2):
+        operator.student[0].eval()
         operator.train_mode(True)
-        modes = [module.training for module in operator.teacher.children()]
-        assert [operator.student.training, operator.teacher.training] == [True, training]
-        assert modes == [training, True]
+        assert all(module.training for module in operator.student.modules())
+        assert operator.teacher.training == training
+        assert [module.training for module in operator.teacher.children()] == [training, True]
         operator.train_mode(False)
         assert not any(module.training for module in operator.teacher.modules())
-
-
-def test_unfrozen_model_follows_the_mode():
-    operator = run_operator(Distilled, {"training": False})
     operator.teacher.requires_grad_(True)
     operator.train_mode(True)
     assert operator.teacher.training
@@ -167,7 +128,7 @@ def test_validation_is_in_eval_mode_without_gradients_and_sees_every_batch():
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=4))
 def test_accuracy_and_loss_do_not_depend_on_how_samples_are_batched(sizes):
-    operator = operator_with()
+    operator = run_operator(Small)
     features = torch.randn(sum(sizes), 8)
     target = (features[:, 0] > 0).long()
     whole = operator.validate(iter([(features, target)]))
@@ -198,7 +159,7 @@ def test_accuracy_and_loss_do_not_depend_on_how_samples_are_batched(sizes):
     ],
 )
 def test_accuracy_needs_class_indices_of_a_fitting_shape(output, target, accuracy):
-    operator = operator_with(criterion=lambda output, target: torch.tensor(0.0))
+    operator = run_operator(Small, {"criterion": lambda output, target: torch.tensor(0.0)})
     operator.model = lambda features: output
     result = operator.validate_batch((torch.zeros(1), target), {})
     if accuracy is None:
@@ -209,21 +170,6 @@ def test_accuracy_needs_class_indices_of_a_fitting_shape(output, target, accurac
 
 
 # ---- items
-
-
-def test_only_an_overridden_num_items_communicates():
-    def asked(count):
-        raise AssertionError
-
-    for overridden in (False, True):
-        methods = {"num_items": lambda self, batch: None} if overridden else {}
-        operator = run_operator(type("Counting", (Classifier,), methods))
-        operator._train_state.optimization.mean_over_workers = asked
-        if overridden:  # also if it has no number for this batch, since others may have one
-            with pytest.raises(AssertionError):
-                operator.train_batch(BATCH, {})
-        else:
-            operator.train_batch(BATCH, {})
 
 
 def test_batch_of_no_items_is_ignored():
@@ -260,7 +206,7 @@ def test_invalid_num_items_is_an_error(found, error):
 
 def test_error_of_the_criterion_names_its_arguments():
     with pytest.raises(RuntimeError) as caught:
-        operator_with().train_batch((BATCH[0], BATCH[1][:, None]), {})
+        run_operator(Small).train_batch((BATCH[0], BATCH[1][:, None]), {})
     assert caught.value.__notes__ == [
         "The criterion CrossEntropyLoss raised this for the output float32 (4, 2) "
         "and the target int64 (4, 1)."
@@ -269,13 +215,18 @@ def test_error_of_the_criterion_names_its_arguments():
 
 def test_properties_of_an_operator():
     context = WorkerContext(world_rank=3, world_size=4, local_rank=1)
-    options = TorchOptions(scheduler_step_freq="batch", use_tqdm=True)
+    options = TorchOptions(scheduler_step_freq="batch", use_tqdm=True, use_fp16=True)
     settings = OperatorSettings(options=options, context=context)
     operator = Classifier({"a": 1}, settings)
     assert (operator.world_rank, operator.world_size, operator.local_rank) == (3, 4, 1)
     assert operator.config == {"a": 1}
     assert operator.scheduler_step_freq == "batch"
     assert operator.use_tqdm
+    assert (operator.use_fp16, operator.use_fp16_native, operator.use_fp16_apex) == (
+        True,
+        True,
+        False,
+    )
     assert operator.global_step == 0
     assert not operator.use_gpu
     assert operator.device_ids is None
@@ -287,43 +238,24 @@ class Sample:
     features: torch.Tensor
 
 
-def test_nested_tensors_move_to_the_device():
-    pair = collections.namedtuple("pair", "left right")
-    operator = Classifier({}, OperatorSettings(device=torch.device("meta")))
-    tensor = torch.ones(1)
-    moved = operator.to_device([tensor, (tensor, "text"), {"k": [tensor]}, pair(tensor, 1), None])
-    assert moved[0].is_meta
-    assert moved[1][0].is_meta
-    assert moved[1][1] == "text"
-    assert moved[2]["k"][0].is_meta
-    assert isinstance(moved[3], pair)
-    assert moved[3].left.is_meta
-    assert moved[3].right == 1
-    assert moved[4] is None
-    assert operator.to_device(Sample(tensor)).features.is_meta
-    edge = collections.namedtuple("edge", "frm to")
-    assert operator.to_device(edge(tensor, tensor)).to.is_meta
-    assert not tensor.is_meta
-
-
-def test_objects_with_to_move_themselves():
-    """The sizes of a packed sequence have to stay on the CPU."""
-    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
-    moved, *_ = Classifier({}, OperatorSettings(device=torch.device("meta"))).to_device([packed])
-    assert isinstance(moved, torch.nn.utils.rnn.PackedSequence)
-    assert moved.data.is_meta
-    assert not moved.batch_sizes.is_meta
+Pair = collections.namedtuple("Pair", "frm to")
 
 
 @pytest.mark.parametrize(
-    ("use_fp16", "kinds"),
+    ("make", "tensor_of"),
     [
-        (False, (False, False, False)),
-        (True, (True, True, False)),
-        ("apex", (True, False, True)),
+        (lambda tensor: (tensor, "text"), lambda moved: moved[0]),
+        (lambda tensor: {"k": [tensor, None]}, lambda moved: moved["k"][0]),
+        (lambda tensor: Pair(1, tensor), lambda moved: moved.to),
+        (Sample, lambda moved: moved.features),
+        # the sizes of a packed sequence stay on the CPU
+        (lambda tensor: [torch.nn.utils.rnn.pack_sequence([tensor])], lambda moved: moved[0].data),
     ],
 )
-def test_properties_of_the_precision(use_fp16, kinds, monkeypatch):
-    monkeypatch.setattr("raysgd.torch.train_state.create_precision", lambda *arguments: None)
-    operator = Classifier({}, OperatorSettings(options=TorchOptions(use_fp16=use_fp16)))
-    assert (operator.use_fp16, operator.use_fp16_native, operator.use_fp16_apex) == kinds
+def test_nested_tensors_move_to_the_device(make, tensor_of):
+    operator = Classifier({}, OperatorSettings(device=torch.device("meta")))
+    batch = make(torch.ones(1))
+    moved = operator.to_device(batch)
+    assert type(moved) is type(batch)
+    assert tensor_of(moved).is_meta
+    assert not tensor_of(batch).is_meta
