@@ -5,6 +5,7 @@ import logging
 import weakref
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -253,6 +254,13 @@ def test_a_callback_that_cannot_start_keeps_training_from_beginning(make_trainer
     assert spies[1].hooks.count("on_train_start") == 1
 
 
+def test_errors_of_further_callbacks_are_notes_of_the_first(make_trainer):
+    spies = [Spy(name, fail_in=["on_epoch_end"]) for name in ("one", "two")]
+    with pytest.raises(CallbackError, match="one fails") as caught:
+        make_trainer(callbacks=spies).train()
+    assert "two fails" in caught.value.__notes__[0]
+
+
 def test_an_error_of_training_comes_first(make_trainer):
     spy = Spy(fail_in=["on_exception", "on_event"])
     trainer = make_trainer(Recorder, callbacks=[spy])
@@ -369,6 +377,14 @@ def test_state_of_a_missing_callback_waits_for_a_later_fit(make_trainer):
     assert "callbacks" not in trainer.state_dict()
 
 
+def test_a_state_is_a_copy(make_trainer):
+    spy = Spy(state={"seen": [1], "mean": torch.ones(1)})
+    state = make_trainer(callbacks=[spy]).state_dict()
+    spy.state["seen"].append(2)
+    spy.state["mean"] += 1
+    assert state["callbacks"] == {"Spy": {"seen": [1], "mean": torch.ones(1)}}
+
+
 def test_one_that_cannot_load_keeps_all_from_loading(make_trainer):
     good, bad = Spy(state={"best": 9}), Unloadable()
     saved = {"Spy": {"best": 2}, "Unloadable": {"best": 1}}
@@ -389,6 +405,22 @@ def test_callbacks_take_nothing_of_a_state_that_the_workers_refuse(make_trainer)
     with pytest.raises(CheckpointError, match="epoch must be a count"):
         trainer.load_state_dict(state)
     assert spy.loaded == [{"best": 2}, {"best": 9}]
+
+
+def test_states_continue_to_wait_if_one_cannot_load(make_trainer):
+    """Whether it is the same callbacks that come again, or others."""
+    saved = {"Unloadable": {"best": 1}, "Spy": {"best": 2}}
+    trainer = make_trainer()
+    trainer.load_state_dict({**trainer.state_dict(), "callbacks": saved})
+    bad, good = Unloadable(state={"best": 9}), Spy(state={"best": 9})
+    for _ in range(2):
+        with pytest.raises(CallbackError, match="Unloadable failed in load_state_dict"):
+            trainer.fit(1, callbacks=[bad, good])
+        assert trainer.epoch == 0
+        assert trainer.state_dict()["callbacks"] == saved
+    bad.mended, other = True, Spy(state={"best": 9})
+    trainer.fit(1, callbacks=[bad, other])
+    assert (bad.loaded, other.loaded) == ([{"best": 1}], [{"best": 2}])
 
 
 def test_callbacks_do_not_keep_a_trainer_alive(make_trainer):

@@ -22,3 +22,9 @@ def fork(function):
         traceback.print_exc()
         sys.stderr.flush()
     os._exit(code)  # without what the test's process does at its end
+
+
+def in_child(function):
+    """Run a function in a child and wait for it; fails if it fails there."""
+    _, status = os.waitpid(fork(function), 0)
+    assert status == 0

@@ -2,14 +2,21 @@
 
 import os
 import stat
+import tempfile
 
 import pytest
+import torch
 
 from raysgd.checkpoint import read_file, write_file
+from raysgd.checkpoint.location import UnreachableError
 from raysgd.errors import CheckpointError
+from tests.unit.checkpoint.processes import in_child
 from tests.unit.checkpoint.states import STATE
 
 # ---- writing
+
+
+BIG = {**STATE, "epoch": 9, "models": [{"w": torch.zeros(400_000)}]}
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])
@@ -66,3 +73,25 @@ def test_a_link_stays_one_and_its_target_is_replaced(tmp_path):
     assert link.is_symlink()
     assert read_file(link)["epoch"] == 2
     assert os.listdir(tmp_path / "far") == ["state.pt"]
+
+
+def test_missing_permission_is_named():
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    # pytest's own folders are closed to others
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_file(STATE, f"{folder}/state.pt")
+        os.chmod(folder, 0o755)
+        os.chmod(path, 0o600)
+
+        def as_nobody():
+            os.chdir("/")
+            os.setuid(65534)
+            with pytest.raises(CheckpointError, match=f"no permission to write into {folder}"):
+                write_file(BIG, path)
+            with pytest.raises(UnreachableError, match="Permission denied"):
+                read_file(path)
+
+        in_child(as_nobody)
+        assert read_file(path)["epoch"] == 2
+        assert os.listdir(folder) == ["state.pt"]

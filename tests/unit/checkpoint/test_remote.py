@@ -111,6 +111,14 @@ def test_elsewhere_a_file_is_moved_to_its_name_when_it_is_whole(failing):
 # ---- what goes wrong
 
 
+def test_a_folder_is_no_file():
+    write_file(STATE, URL)
+    with pytest.raises(CheckpointError, match="memory://run: it is a folder"):
+        write_file(STATE, "memory://run")
+    with pytest.raises(CheckpointError, match="Cannot load memory://run"):
+        read_file("memory://run")
+
+
 def test_unknown_protocol_is_an_error_with_examples():
     for act in (check_writable, read_file, lambda url: write_file(STATE, url)):
         with pytest.raises(CheckpointError, match=r"nowhere://a.*does not know its protocol.*s3fs"):
@@ -187,3 +195,9 @@ def test_damage_is_not_reported_as_a_network_error():
         with pytest.raises(CheckpointError, match="damaged") as caught:
             read(URL)
         assert not isinstance(caught.value, UnreachableError)
+
+
+def test_a_state_that_cannot_be_pickled_reaches_no_server(failing):
+    failing("put_file", raising(AssertionError("uploaded")))
+    with pytest.raises(CheckpointError, match="Cannot save to"):
+        write_file({**STATE, "models": [{"hook": lambda: None}]}, "failing://run/state.pt")

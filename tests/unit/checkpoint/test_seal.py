@@ -126,6 +126,13 @@ def test_damage_to_the_content_is_found_where_all_of_it_is_checked(path):
     assert manifest_of(path, whole=False).operator == "Digits"
 
 
+def test_damage_to_the_manifest_is_found_either_way(path):
+    flip(path, path.read_bytes().find(b'"operator"') + 1)
+    for whole in (True, False):
+        with pytest.raises(CheckpointError, match=r"Cannot load .*state\.pt: the file .*damaged"):
+            manifest_of(path, whole)
+
+
 def test_a_disk_that_fails_is_an_error_that_names_the_file(tmp_path):
     class Failing(io.BytesIO):
         def read(self, *arguments):

@@ -9,14 +9,19 @@ import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
+import cloudpickle
 import pytest
 
+import raysgd
 from raysgd._internal.context import Progress, WorkerContext
+from raysgd._internal.tracebacks import is_the_users
 from raysgd.backends import Backend
 from raysgd.cluster.serialization import Packed, pack
 from raysgd.cluster.worker import CarriedError, Worker
 from raysgd.errors import RemoteError, RemoteTraceback
 from tests.unit.cluster.calls import request_of
+
+PACKAGE = raysgd.__path__[0]
 
 
 class FakeRunner:
@@ -162,6 +167,24 @@ def test_user_exception_keeps_its_type_and_has_the_traceback_of_the_worker(worke
     assert "PlainError: bad batch" in text
     (note,) = error.__notes__
     assert re.fullmatch(r"Raised on worker 3, in fail, .*test_worker\.py:\d+; .* above\.", note)
+
+
+@pytest.mark.parametrize(
+    ("filename", "expected"),
+    [
+        ("/home/me/train.py", True),
+        ("/home/me/raysgd_demo.py", True),
+        (f"{PACKAGE}_demo.py", True),
+        ("<ipython-input-3-abc>", True),
+        (f"{PACKAGE}/torch/runner.py", False),
+        (threading.__file__, False),
+        (cloudpickle.__file__, False),
+        ("/usr/lib/python3/dist-packages/torch/nn/modules/module.py", False),
+        ("<frozen importlib._bootstrap>", False),
+    ],
+)
+def test_user_code_is_neither_raysgd_nor_installed(filename, expected):
+    assert is_the_users(filename) == expected
 
 
 @pytest.mark.parametrize(
@@ -379,6 +402,14 @@ def test_replacement_sets_up_alone_and_knows_its_rank(worker):
 
 
 # ---- members in the driver's process
+
+
+def test_teardown_lets_go_of_runner_and_group(worker):
+    runner, backend = worker.runner, worker._backend
+    worker.teardown()
+    assert runner.calls[-1] == ("teardown",)
+    assert backend.calls[-1] == "teardown"
+    assert worker.runner is None
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt("mine"), asyncio.CancelledError()])

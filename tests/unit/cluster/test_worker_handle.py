@@ -124,6 +124,14 @@ def test_a_signal_says_whether_the_process_is_there(member, monkeypatch):
         assert member.signal(0) is there
 
 
+def test_worker_without_a_known_place_can_be_killed(member, monkeypatch):
+    killed = []
+    monkeypatch.setattr(ray, "kill", killed.append)
+    del member.info
+    member.kill_process()
+    assert killed == [member.actor]
+
+
 def test_killing_a_remote_worker_does_not_wait_for_the_ray_head(member, monkeypatch):
     killed, answers = [], threading.Event()
     monkeypatch.setattr(ray, "kill", killed.append)

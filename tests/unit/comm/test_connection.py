@@ -1,6 +1,7 @@
 """Connections: who may come in, what holds nobody up, and what is left when one ends."""
 
 import contextlib
+import gc
 import os
 import socket
 import threading
@@ -154,6 +155,13 @@ def test_oldest_of_too_many_strangers_is_closed(listener, monkeypatch):
         assert len(listener._service._strangers) == 3
 
 
+def test_a_client_of_another_protocol_is_sent_away_at_once(shared):
+    for said in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\0\0"):
+        with socket.create_connection(shared[1][:2], WAIT_S) as stranger:
+            stranger.sendall(said)
+            assert closed_at_once(stranger)
+
+
 def test_forgotten_address_is_refused(listener):
     first, second = listener.expect(echo), listener.expect(echo, key=derived_key("a", "b"))
     listener.forget(first)
@@ -200,6 +208,18 @@ def test_closing_ends_what_forked_processes_have_too(listener):
         connect(address, WAIT_S)
     for descriptor in held:
         os.close(descriptor)
+
+
+def test_one_that_nobody_closes_ends_with_its_owner():
+    listener = Listener(HOST, "test")
+    thread = listener._service.thread
+    assert thread.daemon
+    with connect(listener.expect(echo), WAIT_S) as connection:
+        del listener
+        gc.collect()
+        assert closed_at_once(connection)
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
 
 
 def test_it_leaves_no_thread_and_no_descriptor():

@@ -174,6 +174,16 @@ def test_closed_rank_ends_waits_of_others():
         assert errors[0].startswith("gloo/ The connection to rank 2 broke")
 
 
+def test_a_wait_may_be_longer_than_the_system_counts(pair):
+    first, second = pair
+    started = first.start(torch.ones(3), torch.add, lambda: None)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(first.finish, started, 1e9)
+        wait_until(lambda: first._reads, PATIENCE_S)
+        second.finish(second.start(torch.ones(3), torch.add, lambda: None), 1e9)
+        waiting.result(PATIENCE_S)
+
+
 def test_waits_are_bounded():
     with meshes(2) as made:
         started = made[0].start(torch.ones(3), torch.add, lambda: None)

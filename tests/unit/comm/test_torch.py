@@ -1,12 +1,14 @@
 """The process group of torch.distributed, in this process alone."""
 
+import contextlib
 import datetime
 import pickle
+import signal
 import socket
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from raysgd._internal.context import WorkerContext
@@ -14,7 +16,7 @@ from raysgd.backends import create_backend
 from raysgd.comm import torch as torch_backend
 from raysgd.comm.sockets import listeners
 from raysgd.comm.torch_store import TorchStore
-from tests.conftest import run_ranks, wait_until
+from tests.conftest import Script, run_ranks, wait_until
 
 
 @pytest.fixture
@@ -82,18 +84,6 @@ def test_a_worker_that_waits_for_the_others_can_be_woken(backend, wake):
         with pytest.raises(dist.DistNetworkError, match="has ended") as caught:
             joins.result(10)
     assert backend.is_communication_error(caught.value)
-
-
-def test_a_peer_that_dies_before_it_connects_holds_no_worker_up(backend):
-    rendezvous = backend.prepare(["127.0.0.1"] * 2)
-    peer = TorchStore(rendezvous.store, datetime.timedelta(seconds=30))
-    with ThreadPoolExecutor(1) as pool:
-        joins = pool.submit(backend.setup, WorkerContext(world_size=2), rendezvous)
-        peer.set("here/1", "null")
-        wait_until(lambda: "raysgd-gloo-connect" in {t.name for t in threading.enumerate()})
-        backend.interrupt()
-        error = joins.exception(7)  # gloo alone takes 10 s
-    assert backend.is_communication_error(error)
 
 
 def test_the_interface_that_the_user_chose_is_kept(monkeypatch):
@@ -176,3 +166,65 @@ def test_stale_process_group_error_names_the_hook():
 def test_the_environment_bounds_the_collectives_of_nccl_alone(monkeypatch, name, expected):
     monkeypatch.setenv("NCCL_TIMEOUT_S", "7")
     assert create_backend(name, 30)._timeout == datetime.timedelta(seconds=expected)
+
+
+PEER = """
+import datetime, os, pickle, signal, sys
+import torch, torch.distributed as dist
+from raysgd.comm.gloo import GlooGroup
+from raysgd.comm.torch_store import TorchStore
+
+class Dying(TorchStore):
+    # dies as it gives its address to the others: they get it when nobody is there any more
+    def set(self, key, value):
+        if key.startswith("here/"):
+            return super().set(key, value)
+        print(pickle.dumps((key, value)).hex(), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+dies, rendezvous = sys.argv[1] == "dies", pickle.loads(bytes.fromhex(sys.argv[2]))
+timeout = datetime.timedelta(seconds=20)
+store = (Dying if dies else TorchStore)(rendezvous.store, timeout)
+store.set("here/1", "null")
+store.get("here/0")
+GlooGroup.init(store, 1, 2, timeout)
+store.set("listening/1", "[]")
+store.get("listening/0")
+dist.all_reduce(torch.ones(1))
+os._exit(0)  # or the end of Python breaks in on gloo's threads
+"""
+
+
+def peer_of(rendezvous, conduct):
+    return contextlib.closing(Script(PEER, conduct, pickle.dumps(rendezvous).hex()))
+
+
+def test_a_peer_that_dies_before_it_connects_holds_nobody_up(backend, monkeypatch):
+    monkeypatch.setattr(torch_backend, "_CONNECT", datetime.timedelta(seconds=2))
+    fetched = []
+    get = TorchStore.get
+    monkeypatch.setattr(
+        TorchStore, "get", lambda self, key: (get(self, key), fetched.append(key))[0]
+    )
+    context = WorkerContext(distributed=True, world_rank=0, world_size=2)
+    rendezvous = backend.prepare(["127.0.0.1"] * 2)
+    with ThreadPoolExecutor(1) as pool, peer_of(rendezvous, "dies") as peer:
+        entered = pool.submit(backend.setup, context, rendezvous)
+        key, value = pickle.loads(bytes.fromhex(peer.stdout.readline()))
+        assert peer.wait(60) == -signal.SIGKILL
+        TorchStore(rendezvous.store, datetime.timedelta(seconds=20)).set(key, value)
+        wait_until(lambda: key in fetched)
+        backend.interrupt()
+        error = entered.exception(7)  # gloo alone takes 10 s
+        assert backend.is_communication_error(error)
+
+    # another one is met, though torch has counted the group that failed
+    backend.teardown()
+    rendezvous = backend.prepare(["127.0.0.1"] * 2)
+    monkeypatch.setattr(torch_backend, "_CONNECT", datetime.timedelta(seconds=20))
+    with peer_of(rendezvous, "lives") as peer:
+        backend.setup(context, rendezvous)
+        both = torch.ones(1)
+        dist.all_reduce(both)
+        assert both == 2
+        assert peer.wait(60) == 0

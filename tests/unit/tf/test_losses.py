@@ -40,6 +40,36 @@ def test_a_loss_may_be_a_name_a_class_a_function_or_have_another_reduction(keras
 
 @both
 @pytest.mark.parametrize("kind", ["loss", "name", "function"])
+def test_a_loss_takes_sample_weights(keras, kind):
+    module = keras_of({"keras": keras})
+    criterion = {
+        "loss": module.losses.MeanSquaredError(),
+        "name": "mse",
+        "function": lambda target, output: (target - output) ** 2,
+    }[kind]
+    weights = np.arange(len(BITS), dtype="float32")
+    found = MeanLoss(module, criterion)(BITS, CHANCES, sample_weight=weights)
+    expected = np.mean((BITS - CHANCES)[:, 0] ** 2 * weights)
+    assert float(found) == pytest.approx(expected, rel=1e-5)
+
+
+@both
+@pytest.mark.parametrize("kind", ["loss", "name", "function"])
+def test_a_loss_can_be_called_for_one_of_several_outputs(keras, kind):
+    module = keras_of({"keras": keras})
+    inputs = module.Input((1,))
+    model = module.Model(inputs, [module.layers.Dense(1, name=name)(inputs) for name in "ab"])
+    criterion = {
+        "loss": module.losses.MeanSquaredError(),
+        "name": "mse",
+        "function": lambda target, output: (target - output) ** 2,
+    }[kind]
+    found = MeanLoss(module, criterion, model)(BITS, CHANCES)
+    assert float(found) == pytest.approx(np.mean((BITS - CHANCES) ** 2), rel=1e-5)
+
+
+@both
+@pytest.mark.parametrize("kind", ["loss", "name", "function"])
 def test_a_loss_of_a_narrow_output_is_computed_in_float32(keras, kind):
     module = keras_of({"keras": keras})
     criterion = {
@@ -50,6 +80,24 @@ def test_a_loss_of_a_narrow_output_is_computed_in_float32(keras, kind):
     found = MeanLoss(module, criterion)
     assert float(found(np.zeros((2, 1), "float32"), tf.constant([[300.0]] * 2, tf.float16))) == 9e4
     assert float(found(np.ones((2, 1), "float32"), tf.constant([[3.0]] * 2, tf.bfloat16))) == 4
+
+
+@both
+@pytest.mark.parametrize("kind", ["loss", "name", "function"])
+def test_a_loss_leaves_out_what_the_output_masks(keras, kind):
+    module = keras_of({"keras": keras})
+    layers = [module.layers.Embedding(5, 2, mask_zero=True), module.layers.Dense(1)]
+    model = module.Sequential([module.Input((4,)), *layers])
+    steps = tf.constant([[1, 2, 0, 0], [3, 0, 0, 0]])
+    target, output = tf.ones((2, 4, 1)), model(steps)
+    criterion = {
+        "loss": module.losses.MeanSquaredError(),
+        "name": "mse",
+        "function": module.losses.mean_squared_error,
+    }[kind]
+    found = MeanLoss(module, criterion)(target, output)
+    expected = np.mean((1 - output.numpy()[steps.numpy() > 0]) ** 2)
+    assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
 @given(st.integers(1, 6), st.integers(2, 4), st.sampled_from([(), (1,)]), st.randoms())
@@ -130,6 +178,18 @@ def test_a_metric_may_build_its_variables_late_and_give_several_numbers(keras, n
 def measured(keras, given, target=BITS, output=CHANCES):
     """What metrics say about one batch, by name."""
     return BatchMetrics(keras_of({"keras": keras}), None, given).measure(target, output, None)
+
+
+@both
+def test_metrics_may_be_objects_names_and_functions(keras):
+    mine = keras_of({"keras": keras}).metrics.AUC(num_thresholds=7, name="mine")
+
+    def share(target, output):
+        return tf.reduce_mean(output)
+
+    found = measured(keras, [mine, "mae", share])
+    assert list(found) == ["mine", "mae", "share"]
+    assert found["share"].compute() == pytest.approx(CHANCES.mean())
 
 
 @both
