@@ -96,15 +96,15 @@ class PreparedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         sampler = self._loader.sampler
-        is_shared = isinstance(sampler, _SharedSampler)
-        batches: Iterator[Any] = sampler.batches() if is_shared else iter(self._loader)
+        shared = sampler if isinstance(sampler, _SharedSampler) else None
+        batches: Iterator[Any] = iter(self._loader) if shared is None else shared.batches()
         if (device := self._device) is not None and self._ahead:
             batches = _moved_ahead(batches, device)
         elif device is not None:
             whole = batches
             batches = (move_to_device(batch, device) for batch in whole)
-        if is_shared and self._weigh is not None:
-            batches = _weighed(batches, sampler.source, self._weigh)
+        if shared is not None and self._weigh is not None:
+            batches = _weighed(batches, shared.source, self._weigh)
         return batches
 
 
