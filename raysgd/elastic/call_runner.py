@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd._internal.context import Progress
-from raysgd._internal.paths import without_secrets
 from raysgd.cluster.serialization import sendable
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_handle import WorkerHandle
@@ -178,7 +177,6 @@ class CallRunner:
         for member in stuck or ():
             cause = "no batch finished within hang_timeout_s"
             self._journal.record("hung", [member], cause=cause)
-            logger.warning("Worker %d hangs. Killing it.", self._journal.ranks[member])
             member.kill_process()
         why = monitor.blocked(progress) if stuck is None else None
         if stuck == []:
@@ -220,12 +218,4 @@ class CallRunner:
         member, outcome = attempt.first_error
         said = repr(outcome.value())
         self._journal.record("split", [member], cause=said, factor=outcome.split)
-        logger.warning(
-            "Worker %d ran out of memory after step %d. From now on, each batch is split into %d "
-            "micro-batches that make one update: %s",
-            self._journal.ranks[member],
-            self._journal.progress.global_step,
-            outcome.split,
-            without_secrets(said),
-        )
         return outcome.split

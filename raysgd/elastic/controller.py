@@ -274,7 +274,6 @@ class Controller:
             step = max(self.progress.global_step, self.journal.seen_step)
             self.journal.record("lost", [member], cause=said, step=step)
             self._context.call.causes.append(f"worker {rank} on {member.name}: {said}")
-            logger.warning("Lost worker %d on %s: %s", rank, member.name, said)
             self._commands.busy.pop(member, None)
             self._scale_up.lost(member)
             self._group.discard(member)

@@ -117,15 +117,9 @@ class GroupForming:
         self, joining: Sequence[WorkerHandle], departed: Sequence[WorkerHandle], seconds: float
     ) -> None:
         left = "; ".join(f"a worker has left {member.name}" for member in departed)
-        size, full_size = len(self._group.members), self._group.options.num_workers
         kind: EventKind = ("moved" if left else "grown") if joining else "resumed"
         concerned = joining or self._group.members
         self._journal.record(kind, concerned, cause=left, seconds=seconds)
-        if joining:
-            who = f"Worker{'s' * (len(joining) > 1)} {self._journal.listed(joining)}"
-            logger.info("%s joined. Continuing with %d of %d.", who, size, full_size)
-        elif left:
-            logger.warning("Continuing with %d of %d workers.", size, full_size)
 
     def _forming_failed(
         self, attempt: Attempt, joining: Mapping[WorkerHandle, Replacement]

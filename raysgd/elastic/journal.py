@@ -14,8 +14,15 @@ from raysgd.errors import WorkerLostError
 
 logger = logging.getLogger(__name__)
 
-_LOGGED_ELSEWHERE = ("lost", "hung", "grown", "restarted", "waiting", "newcomer_failed")
-"""Kinds of events that other code logs."""
+_WARNINGS = {
+    "lost": "Lost %(places)s: %(cause)s",
+    "hung": "Worker %(rank)d hangs. Killing it.",
+    "newcomer_failed": "A replacement worker failed before it joined: %(cause)s",
+    "split": "Worker %(rank)d ran out of memory after step %(step)d. From now on, each batch is "
+    "split into %(factor)d micro-batches that make one update: %(cause)s",
+    "draining": "Workers will be preempted%(within)s (%(cause)s): %(places)s.",
+}
+"""Messages of the events that are logged as warnings."""
 
 
 class Journal:
@@ -54,7 +61,7 @@ class Journal:
         old_shares: tuple[float, ...] = (),
         step: int | None = None,
     ) -> None:
-        """Record an event, and log it unless the caller does."""
+        """Record an event and log it. The caller logs waits, because it knows the resources."""
         num_workers = len(self._group.members)
         if kind == "lost":  # the lost worker is still a member
             num_workers = num_workers - 1 if self._survivors_stay else 0
@@ -72,12 +79,23 @@ class Journal:
             num_workers=num_workers,
         )
         self.events.append(event)
-        if kind not in _LOGGED_ELSEWHERE:
+        if kind in _WARNINGS:
+            places = [f"worker {self.ranks.get(member, -1)} on {member.name}" for member in members]
+            values = {
+                **vars(event),
+                "rank": next(iter(event.ranks), -1),
+                "places": ", ".join(places),
+                "within": f" within {seconds:.0f} s" if seconds else "",
+            }
+            logger.warning(_WARNINGS[kind], values)
+        elif kind != "waiting":
             logger.info(
-                "%s: workers %s, generation %d%s%s.%s",
+                "%s: workers %s, generation %d with %d of %d workers%s%s.%s",
                 kind.capitalize(),
                 self.listed(members) or "none",
                 event.generation,
+                num_workers,
+                self._group.options.num_workers,
                 # A state may be loaded later, so omit the step.
                 "" if kind == "started" else f", step {event.step}",
                 f", {seconds:.2f} s" if seconds else "",

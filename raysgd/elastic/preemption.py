@@ -81,12 +81,6 @@ class PreemptionWatch:
             concerned = [m for m, notice in news.items() if notice[:2] == (cause, deadline)]
             left_s = 0.0 if deadline is None else max(0.0, deadline - self._clock.time())
             self._journal.record("draining", concerned, cause=cause, seconds=left_s)
-            logger.warning(
-                "Workers will be preempted%s (%s): %s.",
-                "" if deadline is None else f" within {left_s:.0f} s",
-                cause,
-                ", ".join(f"worker {self._journal.ranks[m]} on {m.name}" for m in concerned),
-            )
 
     def _preemption(self, leaving: Mapping[WorkerHandle, Notice]) -> Preemption:
         ranks: dict[str, list[int]] = {}

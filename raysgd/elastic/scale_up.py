@@ -178,7 +178,6 @@ class ScaleUp:
         member, slot, step = replacement.member, replacement.slot, replacement.step
         said = cause_of(member, error)
         self.journal.record("newcomer_failed", [] if member is None else [member], cause=said)
-        logger.warning("A replacement worker failed before it joined: %s", said)
         if is_loss(error):
             self._lost_slots.append(slot)
             before, count = self._crashes.get(slot, (step, 0))

@@ -160,7 +160,6 @@ class Starts:
             self._has_started = True
             self._journal.record("started", self._group.members)
             return
-        step = self._journal.progress.global_step
         has_grown = 0 < self._num_before < len(self._group.members)
         joining = self._group.members[self._num_before :] if has_grown else self._group.members
         kind: EventKind = "grown" if has_grown else "restarted"
@@ -168,4 +167,3 @@ class Starts:
             kind = "moved"
         seconds = self._group.clock.monotonic() - self._since
         self._journal.record(kind, joining, cause=self._left, seconds=seconds)
-        logger.info("Restarted %d workers from step %d.", len(self._group.members), step)

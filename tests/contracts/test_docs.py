@@ -205,7 +205,7 @@ def test_a_link_to_a_file_leads_somewhere(name):
 # ---- messages
 
 HOLE = "\0"
-CONVERSION = re.compile(r"%(?:r|s|d|g|\.\d+f)")
+CONVERSION = re.compile(r"%(?:\(\w+\))?(?:r|s|d|g|\.\d+f)")
 
 
 @cache

@@ -94,7 +94,10 @@ def test_a_lost_worker_is_replaced_while_the_others_train(world, caplog):
     said = [(r.levelname, r.message) for r in caplog.records if re.search("orkers? 1", r.message)]
     assert [(level, message.partition(" on ")[0]) for level, message in said] == [
         ("WARNING", "Lost worker 1"),  # once
-        ("INFO", "Worker 1 joined. Continuing with 3 of 3."),
+        (
+            "INFO",
+            f"Grown: workers 1, generation {first + 2} with 3 of 3 workers, step {grown.step}.",
+        ),
     ]
     assert "Continuing with 2 of 3 workers." in caplog.messages
 
