@@ -366,7 +366,7 @@ def _is_mean(name: str, value: Any) -> bool:
 
 
 def _mean(value: Any, weight: float) -> Sums:
-    # A mean over no samples can be NaN, and NaN times 0 too.
+    # Ignore means over no samples, because they can be NaN, and NaN times 0 is NaN.
     return Sums(ratio, total=_plain(value) * weight if weight else 0.0, weight=weight)
 
 

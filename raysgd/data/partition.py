@@ -135,9 +135,9 @@ class MicroBatch:
     """Weight within its batch. 0 for repeated samples."""
 
     def parts(self, number: int, rows: int, planned: int, repeats: int = 0) -> Sequence[MicroBatch]:
-        """Return the roles of `number` parts of a batch with `rows` rows.
+        """Return the roles of the `number` parts of this batch, which has `rows` samples.
 
-        A batch of the group has at most `planned` parts. `repeats` parts of weight 0 follow.
+        `planned` is the largest number of parts in the group. Adds `repeats` parts of weight 0.
         """
         sizes = [high - low for low, high in (part_of(rows, number, i) for i in range(number))]
         weights = [size / rows if i < rows else 0.0 for i, size in enumerate(sizes)]

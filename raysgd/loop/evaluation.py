@@ -105,7 +105,7 @@ class Evaluation:
         sources = self._sources_of(loader)
         if [*sources] != [""]:
             raise TypeError(
-                f"predict() takes one loader, not {len(sources)}. Call it for each loader."
+                f"predict() takes one loader, not {len(sources)}. Call it once per loader."
             )
         source = sources[""]
         if source.shuffles:
@@ -133,8 +133,8 @@ class Evaluation:
         train_state.end_segment()
         if isinstance(source, PartitionedSource) and next(places, None) is not None:
             raise RuntimeError(
-                f"predict(): {type(source.loader).__name__} gave {len(found)} batches, fewer than "
-                "its sampler has, so results have no order. It must give each batch of its sampler."
+                f"predict(): {type(source.loader).__name__} yielded {len(found)} batches, and its "
+                "sampler has more, so results have no order. Yield each batch of the sampler."
             )
         return found
 
@@ -205,10 +205,10 @@ def no_batch(name: str, source: BatchSource, rank: int | None = None) -> Runtime
         name += f" of worker {rank}"
     if isinstance(source.loader, Iterator):
         return RuntimeError(
-            f"The {name} gives no more batch: {source.describe()}. An iterator can be read only "
+            f"The {name} has no more batches: {source.describe()}. An iterator can be read only "
             "once. Register a DataLoader, a list, or another object that iter() can start again."
         )
     return RuntimeError(
-        f"The {name} gives no batch: {source.describe()}. Use more data, a smaller batch size, or "
+        f"The {name} has no batches: {source.describe()}. Use more data, a smaller batch size, or "
         "drop_last=False."
     )

@@ -120,7 +120,7 @@ class StepFeature:
         """Raise CheckpointError if this feature cannot load its part of a training state."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load its part of a training state, after the models and optimizers."""
+        """Load this feature's part of a training state, after the models and optimizers."""
 
 
 class ShardedFeature(StepFeature):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class IndivisibleError(BaseException):
-    """Raised in a part of a batch that must not be split, to train the step again.
+    """Raised when a part of a batch must not be split. The step is then repeated unsplit.
 
     It does not derive from Exception, so that user code does not catch it.
     """
@@ -36,7 +36,7 @@ class MicroBatches(StepFeature):
         """Parts of each batch; more than 1 after memory ran out."""
 
     def refuse(self, why: str, place: MicroBatch) -> None:
-        """Record why batches must not come in parts. If this one does, train it again whole."""
+        """Record why batches must not be split. If this one is, raise, to train it again whole."""
         self.why_not = self.why_not or why
         if place.is_part:
             raise IndivisibleError(why)

@@ -88,8 +88,8 @@ class Options(ABC):
         num_cpus = self.num_cpus_per_worker
         if not is_number(num_cpus) or not num_cpus > 0:
             raise ValueError(
-                f"{self.trainer}(num_cpus_per_worker={num_cpus!r}): must be above 0; 0.001 "
-                "reserves next to nothing."
+                f"{self.trainer}(num_cpus_per_worker={num_cpus!r}): must be above 0. To "
+                "reserve almost no CPU, pass 0.001."
             )
         found = checked_dict(self.trainer, "resources_per_worker", self.resources_per_worker)
         for name, amount in found.items():

@@ -116,7 +116,7 @@ class OperatorRunner(ABC):
         train_state = self._train_state
         train_state.settings.batch_share = self._set_share(train_state.context)
         if train_state.context.world_size > 1:
-            # Each process may have drawn its own seed.
+            # Use the seed of rank 0, because each process may have drawn its own.
             sources = train_state.data
             seed, data = train_state.from_rank(
                 lambda: (train_state.seed, sources.fingerprint(with_batches=True)), 0

@@ -86,12 +86,12 @@ class Generators:
         return {"python": random.getstate(), "numpy": numpy_state}
 
     def set(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state`. Its tuples and arrays may have become other sequences."""
+        """Load the result of `state`. Accept other sequences in place of tuples and arrays."""
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal), gauss))
         kind, keys, place, *rest = state["numpy"]
         if not 0 <= place <= len(keys):  # NumPy would read beyond the keys
-            raise ValueError(f"The position {place} is not in 0..{len(keys)}.")
+            raise ValueError(f"NumPy's position is {place}, and not between 0 and {len(keys)}.")
         np.random.set_state((kind, np.asarray(keys, np.uint32), place, *rest))
 
     def checked(self, states: Any, num_workers: int) -> Sequence[Mapping[str, Any]]:
@@ -146,8 +146,8 @@ def warn_of_other_steps(state: TrainState, position: Mapping[str, Any]) -> None:
         return
     if state.context.world_rank == 0:
         logger.warning(
-            "The state was made with steps of %d samples, and steps have %d samples now. Epochs "
-            "and schedulers have another length. To keep the size, register loaders with "
+            "A step had %d samples when the state was saved, and has %d now. This "
+            "changes the length of epochs and schedules. To keep the size, register loaders with "
             "config[BATCH_SIZE] and pass config={BATCH_SIZE: %d}.",
             then,
             now,

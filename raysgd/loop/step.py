@@ -71,10 +71,9 @@ class Step:
         """Raise RuntimeError if a failed step left an inconsistent state that was not replaced."""
         if self.is_partial:
             raise RuntimeError(
-                f"The step after step {global_step} failed when it had changed some "
-                "parameters: an optimizer raised within its step, or train_batch moved them "
-                "itself. They cannot be restored. Load a checkpoint to continue: "
-                "trainer.load(path)."
+                f"The step after step {global_step} failed after it had changed some parameters: "
+                "an optimizer raised within its step, or train_batch changed them itself. They "
+                "cannot be restored. Load a checkpoint to continue: trainer.load(path)."
             )
 
     def commit(self) -> None:

@@ -55,7 +55,7 @@ class Settings:
 
 
 class TrainState(ABC):
-    """Models, optimizers, and the position in the data. Features add what else a step does."""
+    """Models, optimizers, and the position in the data. Features do the rest of a step."""
 
     data: DataSources
     sharding: str | None = None

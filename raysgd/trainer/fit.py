@@ -63,7 +63,8 @@ class FitLoop:
         self.calls.check_open(moves=True)
         if callback_list.inside:
             raise RuntimeError(
-                f"fit() cannot be called in {callback_list.inside[-1]} of a callback."
+                f"A callback cannot call fit() in {callback_list.inside[-1]}. "
+                "Call it outside of hooks."
             )
         self.stop_reason = None
         if options.fast_dev_run:
@@ -184,7 +185,9 @@ def _merge_few(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         raise
     except Exception as error:  # a few batches may not suffice, for example if all are of one class
         notes = " ".join(getattr(error, "__notes__", ()))
-        logger.warning("A metric cannot be computed on the first batches: %r %s", error, notes)
+        logger.warning(
+            "fit() tried a metric on the first batches, and it failed: %r %s", error, notes
+        )
         return {}
 
 
@@ -196,8 +199,8 @@ def _check_monitored(monitored: Mapping[str, str], metrics: Sequence[str]) -> No
         if not name.startswith(_OF_VALIDATION):
             if f"val_{name}" in metrics:
                 logger.warning(
-                    "%s: a validation has 'val_%s', but no such metric. If training has none "
-                    "either, fit() fails after the first epoch.",
+                    "%s: validation has 'val_%s', but not this metric. If training does not have "
+                    "it either, fit() fails after the first epoch.",
                     given,
                     name,
                 )

@@ -127,4 +127,6 @@ class Validations:
         try:
             self.update_schedulers(value)
         except WorkerLostError as error:
-            logger.warning("A scheduler may lack this value of %s: %s", self.monitor, error)
+            logger.warning(
+                "A worker was lost before its scheduler received %s: %s", self.monitor, error
+            )

@@ -1289,7 +1289,7 @@ def test_arguments_and_attributes_of_the_trainer(caplog):
     assert trainer.train(num_steps=np.int32(2))["batch_count"] == 2
     with pytest.raises(TypeError, match=r"num_steps=2\.5\): must be an int"):
         trainer.train(num_steps=2.5)
-    with pytest.raises(ValueError, match=r"above 0; 0\.001 reserves next to nothing"):
+    with pytest.raises(ValueError, match=r"above 0. To reserve almost no CPU, pass 0\.001"):
         TorchTrainer(training_operator_cls=HabitOperator, num_cpus_per_worker=0)
 
 

@@ -458,7 +458,7 @@ def test_a_state_of_steps_of_another_size_is_loaded_with_a_warning(make_trainer,
     assert (state["data"]["global_batch"], state["data"]["num_workers"]) == (8, 1)
     other = make_trainer(Recorder, {"batch_size": 4})
     other.load_state_dict(state)
-    assert "steps of 8 samples, and steps have 4 samples now" in caplog.text
+    assert "A step had 8 samples when the state was saved, and has 4 now" in caplog.text
     other.train()
     assert other.global_step == 10
 

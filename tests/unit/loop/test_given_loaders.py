@@ -91,14 +91,14 @@ def test_places_put_what_workers_read_in_the_loaders_order(world_size, total, si
     ("loader", "error", "text"),
     [
         (numbers(0, 40, shuffle=True), ValueError, "the loader shuffles.*shuffle=False"),
-        (numbers(0, 0), RuntimeError, "The given loader gives no batch: 0 samples"),
+        (numbers(0, 0), RuntimeError, "The given loader has no batches: 0 samples"),
         ({"a": numbers(0, 9), "b": numbers(0, 9)}, TypeError, "one loader, not 2"),
         ({1: numbers(0, 9)}, TypeError, "a dict by name"),
         (3, TypeError, "The loader must be iterable, but it is 3"),
         (
             Skipping(numbers(0, 40).dataset, batch_size=8),
             RuntimeError,
-            "gave 4 batches, fewer than",
+            "yielded 4 batches, and its sampler has more",
         ),
     ],
     ids=["shuffled", "empty", "several", "nameless", "none", "short"],

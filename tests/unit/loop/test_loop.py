@@ -79,14 +79,14 @@ def test_info_reaches_every_batch(start):
 @pytest.mark.parametrize("num_steps", [None, 3])
 def test_an_empty_train_loader_is_an_error_that_says_so(start, config, num_steps):
     trainer, _ = start(Streaming if "wrap" in config else Recorder, config)
-    with pytest.raises(RuntimeError, match="train loader gives no batch"):
+    with pytest.raises(RuntimeError, match="train loader has no batches"):
         trainer.train(num_steps=num_steps)
 
 
 def test_an_exhausted_iterator_has_its_own_error(start):
     trainer, _ = start(Streaming, {"wrap": iter})
     assert trainer.train()["epoch"] == 1
-    with pytest.raises(RuntimeError, match=r"no more batch.*can be read only once"):
+    with pytest.raises(RuntimeError, match=r"no more batches.*can be read only once"):
         trainer.train()
 
 
@@ -107,7 +107,7 @@ def test_error_names_the_worker_with_an_empty_loader(start, wrap, method, name):
         train_state.context, world_rank=1, world_size=2
     )
     train_state.minimum = lambda value: value
-    with pytest.raises(RuntimeError, match=f"{name} loader of worker 1 gives no batch"):
+    with pytest.raises(RuntimeError, match=f"{name} loader of worker 1 has no batches"):
         getattr(trainer, method)()
 
 
@@ -116,7 +116,7 @@ def test_error_on_other_workers_names_it_too(start):
     train_state = operator._train_state
     train_state.settings.context = dataclasses.replace(train_state.context, world_size=2)
     train_state.minimum = lambda value: min(value, 1)  # worker 1 of 2 has no batch
-    with pytest.raises(RuntimeError, match="train loader of worker 1 gives no batch"):
+    with pytest.raises(RuntimeError, match="train loader of worker 1 has no batches"):
         trainer.train()
 
 

@@ -213,7 +213,7 @@ def test_parameters_that_train_batch_changed_are_restored_or_found(start, update
         trainer.train()
     if updates == 1:
         for call in (trainer.train, trainer.state_dict, trainer.get_model):
-            with pytest.raises(RuntimeError, match="train_batch moved them"):
+            with pytest.raises(RuntimeError, match="train_batch changed them"):
                 call()
         trainer.load_state_dict(state)
     trainer.train()
