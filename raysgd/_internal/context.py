@@ -101,7 +101,7 @@ class Request:
 
     def with_split(self, split: int) -> Request:
         """Return the same request with at least `split` micro-batches per batch."""
-        raise NotImplementedError(f"{self.name} does not train.")
+        raise NotImplementedError(f"{self.name} does not train in micro-batches.")
 
 
 class PausedError(Exception):

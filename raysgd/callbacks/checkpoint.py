@@ -119,8 +119,8 @@ class CheckpointCallback(Callback):
             trainer.load_state_dict(restored.state)
         except CheckpointError as error:
             raise CheckpointError(
-                f"Cannot resume from {restored.shown}: another training wrote it. Use the same "
-                "config, another folder (or logdir), or an empty folder to start from scratch. "
+                f"Cannot resume from {restored.shown}: it does not fit this trainer. Use the same "
+                "config, or another folder (or logdir) to start from scratch. "
                 f"{error}"
             ) from error
         self.restored_from, self.passed_over = restored.path, restored.passed_over

@@ -79,7 +79,7 @@ def scalars(metrics: Mapping[str, Any]) -> dict[str, float | int | str]:
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float | int]:
-    """Return the numbers, as `scalars` does."""
+    """Return the numbers without strings; those of nested dicts as ``outer/inner``."""
     return {name: v for name, v in scalars(metrics).items() if not isinstance(v, str)}
 
 

@@ -187,8 +187,8 @@ def read_pickle(path: str | os.PathLike[str]) -> tuple[bytes, Manifest | None]:
         blob = file.read(size)
     if not blob.endswith(b"."):  # the last byte of every pickle
         raise CheckpointError(
-            f"Cannot load {source.shown}: the file is damaged or is not a checkpoint. It does not "
-            "end like a pickle."
+            f"Cannot load {source.shown}: the file is damaged or is not a checkpoint: it "
+            "does not end like a pickle."
         )
     return blob, manifest
 

@@ -108,7 +108,7 @@ def verify(file: IO[bytes], shown: str, whole: bool = True) -> Manifest | None:
                 return Manifest.from_json(archive.read(records[0]))
             # An archive that starts later is a tensor in a truncated file.
             if archive.comment or records or archive.infolist()[0].header_offset > 0:
-                raise CheckpointError("the file is damaged: its seal has changed.")
+                raise CheckpointError("the file is damaged: its end has changed.")
             return None
     except CheckpointError as error:
         raise CheckpointError(f"Cannot load {shown}: {error}") from error

@@ -193,7 +193,7 @@ class CheckpointStore(CheckpointFolder):
             )
 
     def _pointed_to(self) -> tuple[str | None, str | None]:
-        """Return the name in ``latest``, or what is wrong with the file. None if it is missing."""
+        """Return the name in ``latest``, or the error of the file. None if the file is missing."""
         if _LATEST not in self._folder.file_names():
             return None, None
         try:

@@ -138,7 +138,7 @@ class WorkerGroup:
                 member.locate(place.result())
             except Exception as error:
                 if is_loss(error):
-                    raise WorkerLostError(f"A worker died as it started: {error}", -1) from error
+                    raise WorkerLostError(f"A worker died during its start: {error}", -1) from error
                 raise
 
     def new_member(self, slot: Any) -> WorkerHandle:

@@ -157,7 +157,7 @@ class ActorHandle(WorkerHandle):
     def may_live(self, error: BaseException) -> bool:
         import ray.exceptions
 
-        # The monitor is still connected. Calls of training functions cannot be repeated.
+        # If a monitor watches the host, the error can be temporary. Functions cannot repeat calls.
         stops = self.watch is not None and self._monitor is not None and self._monitor.stops_calls
         return stops and isinstance(error, ray.exceptions.ActorUnavailableError)
 

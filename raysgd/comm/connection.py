@@ -295,5 +295,5 @@ class _Service:
         if not hmac.compare_digest(await exactly(connection, _PROOF_BYTES), expected):
             raise ConnectionAbortedError("the peer does not know the key")
         if name not in self.expected:
-            raise ConnectionAbortedError("the peer came after forget()")
+            raise ConnectionAbortedError("the peer connected after forget()")
         return talk

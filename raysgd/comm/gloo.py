@@ -156,7 +156,7 @@ class GlooGroup(ProcessGroup):
         largest, smallest = bounds[0].item(), -bounds[1].item()
         if largest != smallest:
             raise ValueError(
-                f"all_gather: rank {self.rank()} gave {size} bytes, but the ranks gave {smallest} "
+                f"all_gather: rank {self.rank()} passed {size} bytes, and other ranks {smallest} "
                 f"to {largest}. Batches differ in the last step of an epoch and while workers are "
                 "missing. Pad the tensors, or register a DataLoader with drop_last=True and pass "
                 'ElasticConfig(global_batch="scale").'
@@ -194,7 +194,7 @@ class GlooGroup(ProcessGroup):
     def allgather_into_tensor_coalesced(
         self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], options: Any = None
     ) -> Work:
-        """Start all-gathers. DTensor in PyTorch 2.13 would call gloo with the GIL: a deadlock."""
+        """Start all-gathers, because DTensor in PyTorch 2.13 holds the GIL when it calls gloo."""
         chunks = [output.chunk(self.size()) for output in outputs]
         by_rank = [list(parts) for parts in zip(*chunks, strict=True)]
         return _Operation(

@@ -128,7 +128,7 @@ class StoreClient:
             ) from error
         except (OSError, EOFError) as error:
             raise ConnectionError(
-                f"{self._name} is closed. This generation of workers has ended."
+                f"{self._name} is closed, because this generation of workers has ended."
             ) from error
 
 

@@ -98,7 +98,7 @@ class TensorflowBackend(Backend):
         from tensorflow.python.eager.context import context
         from tensorflow.python.framework import errors_impl
 
-        # Without a strategy of several workers, aborting would wait for an executor.
+        # Without collectives between workers, aborting would wait for an executor.
         if context()._collective_ops_server_def is not None:
             context().abort_collective_ops(
                 errors_impl.UNAVAILABLE, "Collective interrupted by the driver."

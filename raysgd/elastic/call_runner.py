@@ -115,7 +115,7 @@ class CallRunner:
         self._watch(call, attempt)
         if attempt.failed:
             self._commands.stop(attempt)
-        # In the order of ranks, because rank 0 has more of a snapshot than its shard.
+        # Sort by rank, because rank 0 has more of a snapshot than its shard.
         returned = [member for member in self._group.members if member in attempt.outcomes]
         progress = {member: attempt.outcomes[member].progress for member in returned}
         if progress:

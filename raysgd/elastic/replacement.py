@@ -103,7 +103,7 @@ class Replacement:
             self.context = replace(alone, world_rank=self.rank, world_size=self.size)
         # A process cannot change which GPUs it sees.
         context = self.context = replace(self.context, generation=self.generation)
-        # Combine both in one step, because a process that dies in the second may lose both answers.
+        # Send both together, because a process that dies in the second may lose both answers.
         return [
             ("set up", self.member.work("prepare", context)),
             ("set up", self.member.work("enter", context, None, None, True)),

@@ -138,7 +138,7 @@ class Starts:
 
     def _abort(self, joining: Mapping[WorkerHandle, Replacement], error: Exception) -> None:
         """Discard the lost workers. The other workers stay if possible."""
-        # `on_start` may have changed the processes, and some processes can join only one group.
+        # Replace processes that `on_start` may have changed, or that can join only one group.
         are_used = bool(self._group.members) or not self._context.recovery.rejoins
         self._group.members.clear()
         _, lost = self._context.commands.reach(joining)

@@ -86,7 +86,7 @@ def test_a_file_that_lost_its_seal_does_not_pass_for_an_older_one():
     with zipfile.ZipFile(file, "a") as archive:
         archive.comment = b""
     assert b"raysgd-checkpoint" not in file.getvalue()
-    assert "its seal has changed" in check(file.getvalue())
+    assert "its end has changed" in check(file.getvalue())
 
 
 def test_an_archive_within_a_truncated_file_does_not_pass():

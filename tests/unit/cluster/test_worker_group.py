@@ -249,7 +249,7 @@ def test_further_workers_that_do_not_come_up_leave_none_behind(start, monkeypatc
 
     monkeypatch.setattr(group_module, "ActorHandle", Dying)
     group._reserve = lambda *wanted: FakeReservation(2)
-    with pytest.raises(WorkerLostError, match="died as it started"):
+    with pytest.raises(WorkerLostError, match="died during its start"):
         group.add(2)
     assert group.members == before
     assert [member.killed for member in made] == [1, 1]
