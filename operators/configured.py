@@ -100,7 +100,7 @@ class ConfiguredOperator(TrainingOperator):
             )
         if self.options["seed"] is not None:
             torch.manual_seed(self.options["seed"])
-        # Before the models, because schedulers can ask for the steps of an epoch.
+        # Register data first, because schedulers can ask for the steps of an epoch.
         self.register_data(
             train_loader=self.make_loader(self.build_train_data(config), shuffle=True),
             validation_loader=self.make_loader(self.build_validation_data(config), shuffle=False),

@@ -166,7 +166,7 @@ class TokenWindows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __init__(self, tokens: torch.Tensor, length: int, ignore_index: int = -100) -> None:
         if tokens.is_floating_point() or len(tokens) < 2:
             raise ValueError(
-                f"TokenWindows needs at least two tokens, as ints, but got {len(tokens)} of "
+                f"TokenWindows needs at least two tokens, as ints, but got {len(tokens)} tokens of "
                 f"{tokens.dtype}."
             )
         self.tokens = tokens

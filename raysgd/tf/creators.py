@@ -31,7 +31,7 @@ def fit_plan(config: Mapping[str, Any]) -> FitPlan:
         if unknown := [key for key in given if key not in known]:
             raise ValueError(
                 f"config[{name!r}] has unknown keys: {', '.join(map(repr, unknown))}. It can have "
-                f"{', '.join(map(repr, known))}. data_creator creates the batches."
+                f"{', '.join(map(repr, known))}. Set the batch size in data_creator."
             )
 
     def count(where: str, name: str) -> Any:

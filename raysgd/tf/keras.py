@@ -60,7 +60,7 @@ def portable(model: Any) -> dict[str, Any]:
     except (NotImplementedError, TypeError, ValueError) as error:
         raise TypeError(
             f"get_model() cannot send {type(model).__name__} to the driver: {error}. Give it a "
-            "get_config(), or create it there and set the weights of state_dict()['models']."
+            "get_config(), or create it on the driver, with the weights of state_dict()['models']."
         ) from error
     return {
         "keras": keras.__name__,

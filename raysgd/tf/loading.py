@@ -108,7 +108,7 @@ class ArraySource(PartitionedSource):
         lengths = {len(leaf) for leaf in tf.nest.flatten(self._arrays)}
         if len(lengths) != 1:
             raise ValueError(
-                f"Arrays of a data set must have the same length, but have {sorted(lengths)}."
+                f"Arrays of a data set must have the same length, but they have {sorted(lengths)}."
             )
         if follows_share and full_size is not None and global_batch is not None:
             batch_size = global_batch // full_size

@@ -86,8 +86,9 @@ class ShardedLoader(PartitionedSource):
     """A map-style DataLoader, partitioned across the workers.
 
     The loader's sampler, the seed and the epoch determine the order of an epoch. Workers need no
-    communication to know it. With `full_size`, the number of workers of the full group, the global
-    batch size is constant. It is `global_batch` if the loader's batch size is `batch_share`.
+    communication to know it. If `full_size`, the number of workers of the full group, is set, the
+    global batch size is constant. If the loader's batch size is `batch_share`, the global batch
+    size is `global_batch`.
     """
 
     def __init__(
@@ -377,8 +378,8 @@ def wrap_loader(
     is_collection = isinstance(loader, Mapping | list | tuple)
     if is_collection and any(isinstance(each, DataLoader) for each in members):
         raise TypeError(
-            f"A {type(loader).__name__} of {len(loader)} loaders is no training data. Pass one "
-            "loader, and join data sets with torch.utils.data.ConcatDataset. Only validation "
+            f"A {type(loader).__name__} of {len(loader)} loaders cannot be trained on. Pass "
+            "one loader, and join data sets with torch.utils.data.ConcatDataset. Only validation "
             "takes several loaders, as a dict by name."
         )
     if isinstance(loader, ItemDataset):
@@ -500,7 +501,7 @@ def drawn_order(sampler: Any, seed: int) -> Order:
     with seeded(seed, getattr(sampler, "generator", None)):
         if is_plain_shuffle(sampler):
             return torch.randperm(len(sampler.data_source))
-        # An endless sampler ends at its length.
+        # Stop an endless sampler at its length.
         return list(itertools.islice(sampler, len(sampler)))
 
 

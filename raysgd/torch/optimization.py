@@ -265,8 +265,8 @@ class Optimization(StepFeature):
             if self.sums_each_batch and count is None:
                 self._refuse_parts("a batch has another number of samples than was planned")
                 raise RuntimeError(
-                    "The batches of an accumulation group have other numbers of samples than "
-                    'expected. With register(sharding="full"), raysgd cannot correct that. Use a '
+                    "The batches of an accumulation group differ from the expected numbers of "
+                    'samples. With register(sharding="full"), raysgd cannot correct that. Use a '
                     "loader that raysgd partitions, override num_items(batch), call "
                     "backward(loss, num_samples=...), or do not accumulate."
                 )

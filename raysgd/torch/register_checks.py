@@ -291,8 +291,8 @@ def warn_of_unregistered(operator: Any, registered: Sequence[Any]) -> None:
     ]
     if found:
         logger.warning(
-            "%s.setup did not register %s. The workers do not keep what is not registered equal, "
-            "and checkpoints do not contain it. Pass modules and optimizers to self.register(...). "
+            "%s.setup did not register %s. Workers do not synchronize unregistered objects, and "
+            "checkpoints do not contain them. Pass modules and optimizers to self.register(...). "
             "If a module is not trained, call requires_grad_(False) on it.",
             type(operator).__name__,
             ", ".join(found),

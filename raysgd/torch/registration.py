@@ -204,7 +204,7 @@ def _shard_fully(
 
 
 def adopt_wrappers(state: TorchTrainState, attributes: Iterable[Any]) -> None:
-    """Replace registered models by their DistributedDataParallel wrappers among attributes."""
+    """Use DistributedDataParallel wrappers in the attributes instead of registered models."""
     wrapped = {
         id(value.module): value
         for attribute in attributes

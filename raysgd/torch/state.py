@@ -167,8 +167,8 @@ def _optimizer_problem(held: torch.optim.Optimizer, state: Mapping[str, Any]) ->
     defaults = getattr(held, "defaults", {}).items()
     options = {name for name, value in defaults if not isinstance(value, bool | None)}
     for own, group in zip(held.param_groups, groups, strict=True):
-        # A wrapper, such as Lookahead, fills in its own options. Missing options are fine if none
-        # are unknown.
+        # Accept missing options if none are unknown, because wrappers such as Lookahead fill in
+        # theirs.
         missing, unknown = (own.keys() & options) - group.keys(), group.keys() - own.keys()
         if (missing and unknown) or "lr" in missing:
             return _differing("a group", missing, unknown)

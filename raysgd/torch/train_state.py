@@ -143,7 +143,7 @@ class TorchTrainState(TrainState):
         return copy_leaf(leaf)
 
     def to_cpu(self, state: Any) -> Any:
-        # The state of a worker in another process is pickled, and so copied.
+        # No copy is needed for another process, because pickling copies the state.
         return to_cpu(state, shares=not self.context.in_driver)
 
     def settable(self) -> Any:

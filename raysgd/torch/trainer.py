@@ -232,7 +232,7 @@ class TorchTrainer(OperatorTrainer):
         if not 0 < lowest < highest < math.inf or num_steps < 3:
             raise ValueError(
                 f"find_learning_rate(lowest={lowest!r}, highest={highest!r}, num_steps="
-                f"{num_steps!r}): rates must be positive and grow, and num_steps be at least 3."
+                f"{num_steps!r}): must have 0 < lowest < highest and num_steps >= 3."
             )
         rates: list[float] = np.geomspace(lowest, highest, num_steps).tolist()
         losses: list[float] = []

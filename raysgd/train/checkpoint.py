@@ -284,8 +284,8 @@ class ReportOptions:
         path = getattr(checkpoint, "path", None)
         if path is None or not Path(path).is_dir():
             raise ValueError(
-                f"report(checkpoint={checkpoint!r}): must be a folder that this node can read, "
-                "with NO_UPLOAD and as the result of checkpoint_upload_fn."
+                f"report(checkpoint={checkpoint!r}): with NO_UPLOAD or checkpoint_upload_fn, "
+                "it must be a folder that this node can read."
             )
         return Checkpoint.linked(path, metadata)
 

@@ -72,7 +72,7 @@ class Datasets:
         num_unused = num_rows % num_workers
         if num_unused:
             logger.warning(
-                "%d of %d rows of data set %r are not used, because %d workers get equally many.",
+                "%d of %d rows of data set %r are not used, so that %d workers get equal shards.",
                 num_unused,
                 num_rows,
                 name,

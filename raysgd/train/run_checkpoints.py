@@ -99,8 +99,8 @@ class RunCheckpoints(CheckpointFolder):
             return
         self._unwarned_score = None
         logger.warning(
-            "checkpoint_score_attribute=%r: a checkpoint has no number of that name, and counts as "
-            "the worst. Its numbers are %s.",
+            "checkpoint_score_attribute=%r: a checkpoint has no number of that name, and ranks "
+            "last. Its numbers are %s.",
             name,
             ", ".join(turn.numbers),
         )

@@ -257,8 +257,8 @@ class TrainingIterator:
         """Wait for the next reports. Raise the exception of the function if it fails."""
         if self._replaced:
             raise RuntimeError(
-                "Another run of the trainer has ended the run of this iterator. Finish an iterator "
-                "first, or call get_final_results(force=True)."
+                "Another run of the trainer has ended this iterator. Finish an iterator before the "
+                "next run, or call get_final_results(force=True)."
             )
         return next(self._reports)
 

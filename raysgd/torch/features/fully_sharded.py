@@ -1,7 +1,8 @@
 """Shard parameters, gradients, and optimizer state over the workers: ``sharding="full"``.
 
 PyTorch's ``fully_shard`` gathers parameters before a module needs them, and reduces the gradients
-to each worker's rows. The rest is a `ShardedOptimizer` that also holds the elements of its shares.
+to each worker's rows. A `ShardedOptimizer` does the rest, and also holds the parameters of its
+shares.
 """
 
 from __future__ import annotations
@@ -285,7 +286,7 @@ class FullyShardedModel(ShardedOptimizer):
         return self._rows[which, start, stop]
 
     def _message(self, piece: Piece, start: int, stop: int, version: int) -> tuple[Any, ...]:
-        # A rank that is behind has computed the update, like all ranks, but has not applied it.
+        # A rank that is behind has computed the update, but has not applied it.
         if self._version < version and piece.value is not None:
             piece = replace(piece, base=piece.value)
         return super()._message(piece, start, stop, version)

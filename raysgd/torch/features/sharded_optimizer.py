@@ -92,8 +92,7 @@ class ShardedOptimizer(ShardedFeature):
         self._rooms: dict[int, Room] = {}
         # Number of updates of the parameters, now and at the last commit.
         self._version = self._committed = 0
-        # Identifies the run and the states that it loaded. Workers with another token have other
-        # shards.
+        # Identifies the shards: the run, and how many states it loaded. Equal on workers that fit.
         self._token: tuple[bytes, int] = os.urandom(16), 0
         # Register this hook first, so that other hooks see the updated parameters.
         optimizer.register_step_post_hook(self._end_step)

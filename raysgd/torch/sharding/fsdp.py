@@ -266,7 +266,7 @@ class ShardedModels:
     def _say_next(self, number: int | None) -> int | None:
         """Return the unit that all ranks gather next, given the one that this rank needs.
 
-        None means that a rank needs no unit anymore, or that none does.
+        As an argument, None means that this rank needs no more units; as a result, that none does.
         """
         bounds = [-1, -len(self._units)] if number is None else [number, -number]
         reduced = torch.tensor(bounds, device=self.device)

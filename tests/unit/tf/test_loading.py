@@ -192,7 +192,7 @@ def test_arrays_are_shared_out_sample_by_sample(workers, samples, size, training
 
 
 def test_arrays_of_different_lengths_are_refused():
-    with pytest.raises(ValueError, match=r"must have the same length, but have \[3, 4\]"):
+    with pytest.raises(ValueError, match=r"must have the same length, but they have \[3, 4\]"):
         source((np.ones(3), {"x": np.ones(4)}))
 
 
