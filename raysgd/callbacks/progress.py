@@ -173,8 +173,6 @@ class _Bar:
 
 
 class _Lines:
-    """Prints lines."""
-
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
         self._next = time.monotonic() + every_s

@@ -115,7 +115,6 @@ def time_spent(log: RunLog) -> dict[str, float]:
 
 
 def _num_repeated(log: RunLog) -> int:
-    """Return the number of steps that resumed runs and restarts repeated."""
     repeated = last_step = 0
     for before, run in pairwise(log.runs):
         calls = (c for c in log.of("train") if before["time"] <= c["time"] < run["time"])

@@ -330,7 +330,6 @@ class DatasetSource(BatchSource):
             yield tf.nest.map_structure(lambda leaf, a=first, b=stop: leaf[a:b], own)
 
     def _own_part(self, group: list[Any]) -> Any:
-        """Return this worker's part of a step, or None."""
         is_even = len(group) == self._world_size and len(set(map(_num_rows, group))) == 1
         if is_even and self._shares is None:
             return group[self._rank]

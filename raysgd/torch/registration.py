@@ -148,7 +148,6 @@ def register(
 def _shard(
     state: TorchTrainState, arguments: dict[str, Any], init: Init | None, **others: bool
 ) -> list[Any]:
-    """Check models and optimizers, and shard them if there are several workers."""
     precision, sharding = state.optimization.precision, str(state.sharding)
     distributed = state.context.distributed
     check_shardable(sharding, state.models, state.optimizers)

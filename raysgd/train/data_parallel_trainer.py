@@ -89,7 +89,6 @@ class DataParallelTrainer:
         self._check()
 
     def _check(self) -> None:
-        """Check the arguments before starting anything."""
         if not isinstance(self.backend_config, BackendConfig):
             raise TypeError(f"backend_config={self.backend_config!r}: must be a BackendConfig.")
         for name in ("train_loop_config", "datasets", "metadata"):

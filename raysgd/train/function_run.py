@@ -115,7 +115,6 @@ class FunctionRun:
         self.controller.grow()
 
     def _send(self, request: Request) -> list[Any]:
-        """Send a request to all runners, and return their answers."""
         self.call.request = request
         return [outcome.value() for outcome in self.controller.run(self.call)]
 

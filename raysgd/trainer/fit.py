@@ -178,7 +178,6 @@ class FitLoop:
 
 
 def _merge_few(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Merge the metrics of a validation of some batches."""
     try:
         return merge_workers(parts)
     except (AttributeError, NameError, TypeError):

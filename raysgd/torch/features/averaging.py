@@ -54,7 +54,6 @@ class Averaging(StepFeature):
         self._decay, self._start_epoch = decay, start_epoch
 
     def _parameters(self) -> list[dict[str, torch.nn.Parameter]]:
-        """Return the parameters of each model, by name."""
         return [dict(ddp.plain(model).named_parameters()) for model in self._state.models]
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -132,7 +132,6 @@ class NativeAmp(Precision):
         return before, after
 
     def _rescale(self) -> None:
-        """Update the scale, and rescale accumulated gradients."""
         held = [
             parameter.grad
             for optimizer in self._optimizers
