@@ -133,6 +133,14 @@ def test_samplers_keep_what_they_select():
     assert parts_of(lambda: loader(sampler=[])) == [[], []]
 
 
+def test_the_samplers_of_a_prepared_loader_yield_the_indices_of_the_worker():
+    worker = prepared(loader())
+    part = rows(worker)
+    assert list(worker.sampler) == list(itertools.chain(*worker.batch_sampler)) == part
+    assert len(worker.sampler) == len(part)
+    assert len(worker.batch_sampler) == len(worker)
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter([(torch.tensor(n),) for n in range(4)])
