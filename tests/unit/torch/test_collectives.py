@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from raysgd.torch import collectives
 from raysgd.torch.collectives import broadcast_state, broadcast_tensors, fingerprint
-from tests.conftest import import_horovod, run_ranks
+from tests.conftest import import_horovod
 
 CPU = torch.device("cpu")
 
@@ -64,29 +64,6 @@ def test_broadcast_object(group):
     found = collectives.broadcast_object(thing, 0)
     assert found["names"] == ("a", None)
     assert found["tensor"].tolist() == [1, 1]
-
-
-RANK_OF_THREE = """
-import sys
-import torch, torch.distributed as dist
-from raysgd.torch import collectives
-from raysgd.torch.collectives import broadcast_state
-
-join()
-cpu = torch.device("cpu")
-assert collectives.mean(rank + 0.5, cpu) == 1.5
-if rank != 1:  # who neither has nor wants it need not know of it
-    state = {"a": [torch.arange(5) if rank == 0 else None, "text"]}
-    state = broadcast_state(lambda: state, 0, cpu, [2])
-    assert state["a"][0].tolist() == [0, 1, 2, 3, 4] and state["a"][1] == "text"
-dist.barrier()
-dist.destroy_process_group()
-print("good")
-"""
-
-
-def test_broadcast_state_to_some_ranks():
-    run_ranks(RANK_OF_THREE, 3)
 
 
 # ---- states, with two ranks in one thread

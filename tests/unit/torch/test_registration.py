@@ -42,17 +42,6 @@ def register(train_state, models=None, optimizers=None, criterion=None, schedule
     return registration.register(train_state, models, optimizers, criterion, schedulers)
 
 
-def test_register_returns_what_was_passed():
-    model = torch.nn.Sequential(linear(), linear())  # an iterable, but one model
-    optimizer = sgd(model)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    train_state = make_registration(scheduler_step_freq="batch")
-    given = model, optimizer, scheduler
-    assert register(train_state, model, optimizer, schedulers=scheduler) == given
-    assert train_state.models == [model]
-    assert len(register(make_registration())) == 2
-
-
 def test_models_and_criterion_move_to_the_device():
     train_state = make_registration(device=torch.device("meta"))
     model, _, criterion = register(train_state, criterion=torch.nn.CrossEntropyLoss(torch.ones(2)))
@@ -86,18 +75,6 @@ def test_class_as_criterion_is_an_error():
 
 
 # ---- the place in the data
-
-
-def test_positions_of_old_states_load():
-    train_state = make_registration()
-    seed = train_state.seed
-    train_state.move_to({"epoch": 1, "offset": 4}, global_step=3)
-    assert (
-        train_state.epoch,
-        train_state.offset,
-        train_state.validation_offset,
-        train_state.seed,
-    ) == (1, 4, 0, seed)
 
 
 def test_data_set_of_a_call_keeps_its_batch_size():
