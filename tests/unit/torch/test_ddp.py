@@ -11,14 +11,6 @@ from raysgd import TrainingOperator
 from raysgd.torch import ddp
 
 
-def test_without_buffers_keeps_the_parameters(process_group):
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-    names = {name for name, _ in model.named_parameters()}
-    wrapped = ddp.ReplicatedModel(model)
-    for held in (model, wrapped):
-        assert set(ddp.without_buffers(held, model.state_dict())) == names
-
-
 def test_forward_pass_without_gradients_does_not_communicate(process_group, monkeypatch):
     wrapped = ddp.ReplicatedModel(torch.nn.BatchNorm1d(2))
     calls = []
@@ -94,21 +86,14 @@ def test_rebuild_averages_parameters_that_were_frozen_meanwhile(process_group, w
 def test_rebuild_keeps_hooks(process_group):
     wrapped = ddp.ReplicatedModel(torch.nn.Linear(2, 2))
     seen = []
-    handles = [
-        wrapped.register_forward_pre_hook(lambda *_: seen.append("before")),
-        wrapped.register_forward_hook(lambda *_, **__: seen.append("after"), with_kwargs=True),
-        wrapped.register_full_backward_hook(lambda *_: seen.append("backward")),
-        wrapped.register_state_dict_pre_hook(lambda *_: seen.append("saved")),
-    ]
+    wrapped.register_forward_pre_hook(lambda *_: seen.append("before"))
+    wrapped.register_forward_hook(lambda *_, **__: seen.append("after"), with_kwargs=True)
+    wrapped.register_full_backward_hook(lambda *_: seen.append("backward"))
+    wrapped.register_state_dict_pre_hook(lambda *_: seen.append("saved"))
     ddp.rebuild(wrapped, ddp.averaged_parameters(wrapped))
     wrapped(torch.ones(1, 2, requires_grad=True)).sum().backward()
     wrapped.state_dict()
     assert seen == ["before", "after", "backward", "saved"]
-    for handle in handles:
-        handle.remove()
-    wrapped(torch.ones(1, 2, requires_grad=True)).sum().backward()
-    wrapped.state_dict()
-    assert len(seen) == 4
 
 
 def test_rebuilt_wrapper_equals_that_of_a_new_worker(process_group):
@@ -234,25 +219,20 @@ def test_wrapper_has_the_names_of_its_module(process_group, names):
     assert names(ddp.ReplicatedModel(model)) == names(model)
 
 
+class Outer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.module = Nested()
+
+
+@pytest.mark.parametrize("make", [Nested, Outer])
 @pytest.mark.parametrize("place", [lambda m: m, lambda m: torch.nn.ModuleDict({"a": m})])
-def test_wrapper_loads_the_state_of_its_module(process_group, place):
-    source, target = Nested(), Nested()
+def test_wrapper_loads_the_state_of_its_module(process_group, place, make):
+    source, target = make(), make()
     state = place(source).state_dict()
     result = place(ddp.ReplicatedModel(target)).load_state_dict(state, strict=False)
     assert result == ([], [])
-    for name, value in source.state_dict().items():
-        assert torch.equal(target.state_dict()[name], value)
-
-
-def test_submodule_named_module_keeps_its_name(process_group):
-    class Outer(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module = torch.nn.Linear(2, 2)
-
-    source, target = Outer(), Outer()
-    ddp.ReplicatedModel(target).load_state_dict(source.state_dict())
-    assert torch.equal(target.module.weight, source.module.weight)
+    torch.testing.assert_close(target.state_dict(), source.state_dict(), rtol=0, atol=0)
 
 
 def test_wrapper_has_the_mode_and_dtype_of_its_module(process_group):
@@ -313,18 +293,3 @@ def test_step_with_gradients_that_are_not_averaged_is_an_error(process_group, by
     with pytest.raises(RuntimeError, match=r"gradients of Encoder that the workers have not"):
         optimizers[0].step()
     assert torch.equal(model.weight, before)
-
-
-def test_closure_may_call_the_model_in_the_step(process_group):
-    model = ddp.ReplicatedModel(Encoder())
-    optimizer = torch.optim.LBFGS(model.parameters())
-    ddp.check_exchanged([optimizer], [model])
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(torch.eye(2)).square().sum()
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        optimizer.step(closure)
