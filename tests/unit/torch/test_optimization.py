@@ -109,23 +109,6 @@ def no_gradients(trainer):
     return all(p.grad is None for p in trainer.get_local_operator().model.parameters())
 
 
-def test_batch_scheduler_steps_with_the_update():
-    class Scheduled(Accumulating):
-        def register(self, *, optimizers, **given):
-            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizers, 0.5)
-            *rest, self.scheduler = super().register(
-                optimizers=optimizers, schedulers=scheduler, **given
-            )
-            return rest
-
-    config = {"num_samples": 7, "batch_size": 1, "steps": 3}
-    with local(Scheduled, config, scheduler_step_freq="batch") as trainer:
-        trainer.train()
-        assert trainer.get_local_operator().scheduler.last_epoch == 3
-        trainer.train(num_steps=2)
-        assert trainer.get_local_operator().scheduler.last_epoch == 4
-
-
 def test_each_batch_is_a_group_without_a_trainer():
     operator = run_operator(Accumulating, {"steps": 4})
     plain = run_operator(Accumulating)
