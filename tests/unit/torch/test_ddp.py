@@ -293,3 +293,17 @@ def test_step_with_gradients_that_are_not_averaged_is_an_error(process_group, by
     with pytest.raises(RuntimeError, match=r"gradients of Encoder that the workers have not"):
         optimizers[0].step()
     assert torch.equal(model.weight, before)
+
+
+def test_closure_may_call_the_model_in_the_step(process_group):
+    model = ddp.ReplicatedModel(Encoder())
+    optimizer = torch.optim.LBFGS(model.parameters())
+    ddp.check_exchanged([optimizer], [model])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.eye(2)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)

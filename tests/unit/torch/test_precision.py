@@ -300,6 +300,7 @@ def test_apex_leaves_gradients_scaled_until_the_last_batch_of_a_group(monkeypatc
     trainer = make_trainer(Accumulating, {"shuffle": False}, use_fp16="apex")
     trainer.train()
     assert amp.models == [trainer.get_local_operator().model]
+    assert trainer.get_local_operator().use_fp16_apex
     assert amp.calls[0] == ("initialize", {"opt_level": "O1"})
     assert amp.calls[1:] == [("scale_loss", delay) for delay in (True, False) * 2 + (False,)]
     plain = make_trainer(Accumulating, {"shuffle": False})
