@@ -43,21 +43,17 @@ def test_invalid_random_state_is_an_error(place):
 
 
 def test_copy_does_not_change():
-    tensor = torch.ones(2)
-    tree = {"a": [tensor, (tensor, "text")], "n": 1}
+    tensor, lock = torch.ones(2, requires_grad=True), threading.Lock()
+    tree = {"a": [tensor, (tensor, "text")], "n": {1}, "lock": lock}
     copied = to_cpu(tree)
-    tensor.zero_()
-    assert copied["a"][0].tolist() == copied["a"][1][0].tolist() == [1, 1]
-    assert isinstance(copied["a"][1], tuple)
-    assert (copied["a"][1][1], copied["n"]) == ("text", 1)
-
-
-def test_other_objects_are_copied():
-    tree = {"set": {1}, "lock": threading.Lock()}
-    copied = to_cpu(tree)
-    tree["set"].add(2)
-    assert copied["set"] == {1}
-    assert copied["lock"] is tree["lock"]  # there is no copying it, nor saving it
+    with torch.no_grad():
+        tensor.zero_()
+    tree["n"].add(2)
+    first, (second, text) = copied["a"]
+    assert first.tolist() == second.tolist() == [1, 1]
+    assert not first.requires_grad
+    assert (text, copied["n"]) == ("text", {1})
+    assert copied["lock"] is lock  # it cannot be copied, nor saved
 
 
 def test_a_copy_keeps_the_versions_of_modules():

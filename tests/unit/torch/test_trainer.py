@@ -11,8 +11,7 @@ from raysgd import TorchTrainer
 from raysgd._internal.config import BATCH_SIZE
 from raysgd.tf.options import TFOptions
 from raysgd.torch.options import TorchOptions
-from tests.operators import Classifier, make_data
-from tests.unit.recorder import Recorder
+from tests.operators import Adversaries, Classifier, make_data
 
 
 def make(**arguments):
@@ -102,17 +101,8 @@ def test_get_model_returns_a_copy(make_trainer):
     with torch.no_grad():
         model[0].weight.zero_()
     assert trainer.get_model(to_cpu=True)[0].weight.abs().sum() > 0
-
-
-def test_get_model_returns_several_models_as_a_list(make_trainer):
-    class Two(Recorder):
-        def setup(self, config):
-            models = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 2)]
-            parameters = [p for m in models for p in m.parameters()]
-            self.register(models=models, optimizers=torch.optim.SGD(parameters, lr=0.1))
-
-    models = make_trainer(Two).get_model()
-    assert [m.in_features for m in models] == [1, 2]
+    several = make_trainer(Adversaries, {"batch_size": 5}).get_model()
+    assert [model.in_features for model in several] == [2, 3]
 
 
 class LastOfOne(Classifier):
