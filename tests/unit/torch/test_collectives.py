@@ -59,13 +59,6 @@ def test_broadcast_supports_all_dtypes(group, dtype):
         assert tensor.tolist() == torch.ones(shape).tolist()
 
 
-def test_broadcast_object(group):
-    thing = {"names": ("a", None), "tensor": torch.ones(2)}
-    found = collectives.broadcast_object(thing, 0)
-    assert found["names"] == ("a", None)
-    assert found["tensor"].tolist() == [1, 1]
-
-
 # ---- states, with two ranks in one thread
 
 

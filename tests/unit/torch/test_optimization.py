@@ -4,14 +4,13 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer
-from raysgd.data.partition import MicroBatch, micro_batches_of
+from raysgd.data.partition import MicroBatch
 from raysgd.testing import run_operator
-from raysgd.torch.optimization import Group
 from tests.conftest import examples
 from tests.operators import Adversaries, Classifier, parameters
 from tests.unit.recorder import Recorder, Unsized, batches_of
@@ -442,26 +441,3 @@ def test_loop_may_accumulate_by_itself(helpers):
     config = {"num_samples": 16, "batch_size": 4}
     found, _ = trained(config, [1] * 4, operator_cls=with_train_batch(accumulating_by_hand))
     torch.testing.assert_close(found, trained({**config, "steps": 2})[0])
-
-
-@given(
-    st.integers(2, 99), st.integers(1, 3), st.sampled_from([2, 4, 8]), st.booleans(), st.booleans()
-)
-@example(55, 1, 4, True, True)  # whose fractions do not add up to all of it
-@example(5, 1, 2, False, True)
-def test_gradients_of_parts_are_weighted_once(rows, accumulated, number, is_known, says):
-    """Where models are divided, gradients are with others by the time that the next part comes."""
-    places = micro_batches_of((rows,) * accumulated, 1, 0, rows, in_parts=True)
-    if not is_known:
-        places = [
-            MicroBatch(n, accumulated, n == accumulated - 1, step=n) for n in range(accumulated)
-        ]
-    group, total = Group(), 0.0
-    for place in places:
-        for part in place.parts(number, rows, number):
-            group.begin(part)
-            size = round(part.weight * rows) or 1
-            correction, weight = group.weigh(size if says else None)
-            assert correction == 1.0
-            total += weight
-    assert total == pytest.approx(1.0)

@@ -5,18 +5,15 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.data import Dataset
-from raysgd.loop.train_state import shaped_like
 from raysgd.testing import run_operator
 from raysgd.torch import collectives, registration
 from raysgd.torch.options import TorchOptions
-from raysgd.torch.register_checks import check_step_freq, checked
+from raysgd.torch.register_checks import check_step_freq
 from raysgd.torch.train_state import OperatorSettings, TorchTrainState
 
 
@@ -206,18 +203,6 @@ def test_unshuffled_training_data_cause_one_warning(
 
 
 # ---- checks of what is registered
-
-
-MEMBERS = st.lists(st.integers(), min_size=1, max_size=4)
-
-
-@given(st.one_of(MEMBERS, MEMBERS.map(tuple), st.integers()))
-def test_registered_objects_keep_their_shape(given):
-    members = checked("models", given, int)
-    assert members == (list(given) if isinstance(given, list | tuple) else [given])
-    assert members is not given
-    back = shaped_like(given, members)
-    assert (back, type(back)) == (given, type(given))
 
 
 def test_reduce_lr_on_plateau_needs_a_metric():

@@ -49,10 +49,3 @@ def test_a_warm_up_counts_though_it_is_rolled_back(clock):
         model(torch.ones(1, 2)).sum().backward()
         speed.roll_back()
     assert speed.samples_per_s == pytest.approx(16.0)
-
-
-def test_batches_of_unknown_size_have_no_speed(clock):
-    model, speed = make()
-    for _ in range(3):
-        step(clock, model, speed, size=None, seconds=1.0)
-    assert speed.samples_per_s == 0.0
