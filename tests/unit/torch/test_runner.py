@@ -361,14 +361,6 @@ def test_worker_of_a_group_gets_its_batch_share():
     assert config == {BATCH_SIZE: 16}
 
 
-def test_iterable_continues_after_a_new_generation():
-    runner = make_runner(Streaming)
-    runner.handle(TrainRequest(call=0, until_step=2))
-    runner.rejoin(WorkerContext(generation=2, in_driver=True), leader=0)
-    runner.handle(TrainRequest(call=0, until_epoch=1))
-    assert runner.operator.trained == EPOCH
-
-
 def test_error_names_data_that_differ_between_workers():
     data = make_runner()._train_state.data
     found = data.fingerprint(with_batches=True)
@@ -399,13 +391,10 @@ def test_on_world_change_runs_after_setup_and_in_each_generation():
     runner.handle(TrainRequest(call=0, until_step=2))
     runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader=0)
     assert runner.operator.worlds == [(0, 1, 0), (1, 2, 2)]
-
-
-def test_on_world_change_does_not_run_in_a_lone_replacement():
-    runner = make_runner(Following, context=WorkerContext(alone=True, in_driver=True))
-    assert runner.operator.worlds == []
-    runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader=1)
-    assert runner.operator.worlds == [(1, 2, 0)]
+    replacement = make_runner(Following, context=WorkerContext(alone=True, in_driver=True))
+    assert replacement.operator.worlds == []
+    replacement.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader=1)
+    assert replacement.operator.worlds == [(1, 2, 0)]
 
 
 @pytest.mark.parametrize("kind", ["list", "loader"])

@@ -1,7 +1,6 @@
 """The modules that ``fully_shard`` gathers separately, in a group of one."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -14,11 +13,9 @@ CPU = torch.device("cpu")
 
 
 class Block(torch.nn.Module):
-    def __init__(self, weight=None):
+    def __init__(self):
         super().__init__()
         self.inner = torch.nn.Linear(4, 4)
-        if weight is not None:
-            self.inner.weight = weight
 
     def forward(self, inputs):
         return inputs + self.inner(inputs)
@@ -27,10 +24,6 @@ class Block(torch.nn.Module):
 def whole_parts(model):
     """Return whether each part of a model has whole parameters."""
     return [not isinstance(next(each.parameters()), DTensor) for each in model]
-
-
-def note_whole_parts(model, noted, *_):
-    noted.append(whole_parts(model))
 
 
 def sharded_modules(model):
@@ -57,7 +50,9 @@ def test_blocks_are_gathered_separately_and_the_same_modules_become_plain_again(
         with pytest.raises(RuntimeError, match=r"Sequential is sharded and cannot be copied"):
             copy.deepcopy(model)
         there = []
-        hook = model[2].inner.register_forward_hook(partial(note_whole_parts, model, there))
+        hook = model[2].inner.register_forward_hook(
+            lambda *_, there=there: there.append(whole_parts(model))
+        )
         with models.on_demand(), torch.no_grad():
             assert torch.equal(model(inputs), before(inputs))
             assert whole_parts(model) == [False, False, False]
@@ -121,13 +116,10 @@ def test_workers_that_evaluate_different_blocks_raise(process_group, monkeypatch
 def test_a_block_that_shares_a_parameter_is_gathered_with_the_rest_or_refused(process_group):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), Block(), Block())
     model[1].inner.weight = model[0].weight
-    ShardedModels([model], None, None, None, CPU).shard()
-    assert sharded_modules(model) == [True, False, False, False, True, False]
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Block(), Block())
-    model[1].inner.weight = model[0].weight
     with pytest.raises(ValueError, match=r"Block shares its parameter inner\.weight"):
         ShardedModels([model], Block, None, None, CPU)
-    with pytest.raises(
-        ValueError, match=r"have no module of this class\. They have Block, Linear, Sequential"
-    ):
+    said = r"have no module of this class\. They have Block, Linear, Sequential"
+    with pytest.raises(ValueError, match=said):
         ShardedModels([model], torch.nn.Conv2d, None, None, CPU)
+    ShardedModels([model], None, None, None, CPU).shard()
+    assert sharded_modules(model) == [True, False, False, False, True, False]

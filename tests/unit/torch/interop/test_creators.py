@@ -1,11 +1,14 @@
 """Operators from creator functions."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import CreatorOperator, TrainingOperator
 from raysgd.testing import run_operator
+from raysgd.torch.interop import creators
 
 
 def model_creator(config):
@@ -82,40 +85,33 @@ def test_data_creator_may_return_one_loader_but_not_three(number):
 
 
 @pytest.mark.parametrize("serialize", [True, False])
-def test_data_is_created_under_a_lock_of_the_node(serialize, monkeypatch, tmp_path):
-    from raysgd.torch.interop import creators as creator_operator
-
+def test_data_is_created_under_a_lock_of_the_node(serialize, monkeypatch):
     held = []
 
-    class Lock:
-        def __init__(self, path):
-            held.append(path)
-
-        def __enter__(self):
-            held.append("locked")
-
-        def __exit__(self, *exception):
-            held.append("free")
-
-    monkeypatch.setattr(creator_operator, "FileLock", Lock)
+    @contextlib.contextmanager
+    def lock(path):
+        held.append("locked")
+        yield
+        held.append("free")
 
     def create(config):
         held.append("created")
         return make_loader()
 
+    monkeypatch.setattr(creators, "FileLock", lock)
     run_operator(
         TrainingOperator.from_creators(
             model_creator, optimizer_creator, create, serialize_data_creation=serialize
         )
     )
-    assert held[-3:] == ["locked", "created", "free"] if serialize else held == ["created"]
+    assert held == (["locked", "created", "free"] if serialize else ["created"])
 
 
 @pytest.mark.parametrize("name", ["model_creator", "data_creator"])
 def test_creator_that_is_not_callable_is_an_error(name):
-    creators = {"model_creator": model_creator, "optimizer_creator": optimizer_creator, name: 7}
+    given = {"model_creator": model_creator, "optimizer_creator": optimizer_creator, name: 7}
     with pytest.raises(TypeError, match=rf"from_creators\({name}=...\) must be a function"):
-        TrainingOperator.from_creators(**creators)
+        TrainingOperator.from_creators(**given)
 
 
 def test_a_subclass_keeps_what_it_overrides():
