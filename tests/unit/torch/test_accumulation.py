@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,12 +36,6 @@ def test_items_count_by_the_mean_of_the_workers(sizes, others, sums_each_batch):
     assert weights == pytest.approx([size / mean if size else 0 for size in sizes], rel=1e-12)
 
 
-@given(st.integers(1, 8), st.integers(1, 8))
-def test_without_sizes_all_batches_count_the_same(count, planned):
-    weights = effective_weights([None] * count, max(count, planned))
-    assert weights == pytest.approx([1 / count] * count)
-
-
 def test_batch_without_a_loss_does_not_count():
     group = Group()
     group.begin(MicroBatch(0, 3, is_last=False))
@@ -73,7 +66,3 @@ def test_number_of_samples_must_be_a_finite_number(count):
     said = "finite and at least 0" if is_number else "a number"
     with pytest.raises(ValueError if is_number else TypeError, match=f"num_samples=.*be {said}"):
         as_count(count)
-
-
-def test_number_of_samples_may_be_0_or_a_tensor():
-    assert [as_count(count) for count in (0, 0.5, torch.tensor([1.5]))] == [0, 0.5, 1.5]

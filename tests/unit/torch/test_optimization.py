@@ -4,16 +4,13 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer
 from raysgd.data.partition import MicroBatch
 from raysgd.testing import run_operator
-from tests.conftest import examples
 from tests.operators import Adversaries, Classifier, parameters
-from tests.unit.recorder import Recorder, Unsized, batches_of
+from tests.unit.recorder import Recorder
 
 PRECISIONS = [{}, {"use_fp16": True, "amp_dtype": torch.float16}, {"use_fp16": True}]
 BATCH = (torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))
@@ -47,61 +44,6 @@ def trained(config, calls=(None,), operator_cls=Accumulating, **arguments):
         for num_steps in calls:
             trainer.train(num_steps=num_steps)
         return parameters(trainer.get_local_operator()).clone(), trainer.global_step
-
-
-# ---- accumulation
-
-
-@examples(15)
-@given(
-    steps=st.integers(2, 4),
-    num_samples=st.integers(1, 40),
-    calls=st.lists(st.integers(1, 7), min_size=1, max_size=4),
-    plain=st.booleans(),
-)
-def test_calls_train_on_each_sample_once_per_epoch(steps, num_samples, calls, plain):
-    """A call that stops within an epoch leaves nothing pending: its remainder is a small group."""
-
-    class Grouped(Recorder):
-        def register(self, **given):
-            return super().register(**given, gradient_accumulation_steps=steps)
-
-        def make_loaders(self, config):
-            if plain:
-                return {"train_loader": Unsized(batches_of(config["num_samples"], 3))}
-            return super().make_loaders(config)
-
-    config = {"num_samples": num_samples, "batch_size": 3}
-    with local(Grouped, config) as trainer:
-        optimization = counting_updates(trainer)
-        num_batches = -(-num_samples // 3)
-        for num_steps in calls:
-            step = trainer.global_step
-            metrics = trainer.train(num_steps=num_steps)
-            assert metrics["batch_count"] == num_steps
-            assert trainer.global_step == step + num_steps
-            assert no_gradients(trainer)
-        operator = trainer.get_local_operator()
-        epoch = list(range(num_samples))
-        done = operator.trained
-        assert done == (epoch * (1 + sum(calls)))[: len(done)]
-        assert len(done) >= sum(calls) // num_batches * num_samples
-        assert operator._train_state.global_step == sum(calls)
-        assert [info["global_step"] for info in operator.infos] == list(range(sum(calls)))
-        assert sum(optimization) == sum(calls)
-
-
-def counting_updates(trainer):
-    """A list that gets the number of batches of each update."""
-    operator, sizes, before = trainer.get_local_operator(), [], [0]
-
-    def note(*arguments):
-        now = len(operator.infos)
-        sizes.append(now - before[0])
-        before[0] = now
-
-    operator.optimizer.register_step_post_hook(note)
-    return sizes
 
 
 def no_gradients(trainer):
@@ -152,31 +94,6 @@ def test_group_with_an_error_is_repeated(when, at):
         found = parameters(operator).clone()
     # groups after the failure begin where the last update was, which is where they began before
     assert torch.equal(found, trained(config, operator_cls=Failing)[0])
-
-
-# ---- clipping
-
-
-@pytest.mark.parametrize("precision", PRECISIONS[:2])
-@pytest.mark.parametrize("steps", [1, 3])
-def test_gradients_are_clipped_by_their_real_norm(precision, steps):
-    norms = []
-
-    class Noting(Accumulating):
-        def optimizer_step(self, optimizer):
-            super().optimizer_step(optimizer)
-
-        def setup(self, config):
-            super().setup(config)
-            self.optimizer.register_step_pre_hook(self.note)
-
-        def note(self, *arguments):
-            gradients = [p.grad for p in self.model.parameters()]
-            norms.append(torch.nn.utils.get_total_norm(gradients).item())
-
-    config = {"num_samples": 24, "batch_size": 4, "steps": steps, "clip": 0.01}
-    trained(config, operator_cls=Noting, **precision)
-    assert norms == pytest.approx([0.01] * (6 // steps), rel=1e-3)
 
 
 # ---- several optimizers

@@ -157,28 +157,6 @@ def test_discarded_step_keeps_scale_and_count():
     assert models[0].weight.item() == before - 1
 
 
-def test_training_continues_after_an_error_between_unscaling_and_update(make_trainer):
-    class Failing(Classifier):
-        def register(self, *, optimizers, **given):
-            optimizers.register_step_pre_hook(self.fail)
-            return super().register(optimizers=optimizers, max_grad_norm=1.0, **given)
-
-        def fail(self, *arguments):
-            if self.global_step == 2 and not self.failed:
-                self.failed = True
-                raise KeyError("in the step")
-
-        failed = False
-
-    trainer = make_trainer(Failing, **HALF)
-    with pytest.raises(KeyError):
-        trainer.train()
-    assert trainer.global_step == 2
-    trainer.train()
-    assert trainer.global_step == 5
-    assert scaler_of(trainer).get_scale() == START
-
-
 # ---- overflows
 
 
