@@ -326,26 +326,6 @@ def test_validation_keeps_the_order_and_repeats_no_sample(make_data, world_size)
         assert [indices([batch]) for batch in batches] == single[rank::world_size]
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_drop_last_is_kept(training):
-    loader = DataLoader(tensors(23), batch_size=3, drop_last=True)
-    ranks = group_batches(loader, 2, training=training)
-    assert all(len(batch[0]) == 3 for batches in ranks for batch in batches)
-    assert sum(map(len, ranks)) == (6 if training else 7)
-
-
-def test_resize_within_an_epoch_continues_with_the_unseen_samples():
-    loader = DataLoader(tensors(20), batch_size=3, shuffle=True)
-    sources = [wrap(loader, world_size=2, rank=rank) for rank in range(2)]
-    seen = [i for source in sources for i in indices(source.batches(1, 0, 2))]
-    offset = sources[0].offset_after(0, 2)
-    survivor = sources[1]
-    survivor.reshard(1, 0, None)
-    assert survivor.steps_left(offset) == 3
-    seen += indices(survivor.batches(1, offset))
-    assert sorted(seen) == list(range(20))
-
-
 def test_loader_with_the_batch_share_follows_it():
     follows = wrap(DataLoader(tensors(), batch_size=4), world_size=2, batch_share=4)
     other = wrap(DataLoader(tensors(), batch_size=5), world_size=2, batch_share=4)

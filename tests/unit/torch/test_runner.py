@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.context import PausedError, Progress, WorkerContext
-from raysgd.data import Dataset as ItemDataset
 from raysgd.loop.requests import (
     TrainRequest,
     ValidateRequest,
@@ -230,38 +229,6 @@ def test_stop_request_ends_a_validation_at_the_next_batch():
     assert runner.handle(ValidateRequest(call=1))["num_samples"] == 40
     assert runner.operator.validated == EPOCH
     assert len(seen) > 1, "the driver would take a long validation for a hang"
-
-
-def test_joining_worker_continues_in_a_given_data_set():
-    runner, other = make_runner(), make_runner()
-    dataset = ItemDataset(batches_of(40, 1), batch_size=8)
-    runner.handle(TrainRequest(call=0, until_step=2, dataset=dataset))
-    other.load_state_dict(full_state(runner))
-    other.handle(TrainRequest(call=0, until_epoch=1, dataset=dataset))
-    assert other.operator.trained == EPOCH[16:]
-    other.handle(TrainRequest(call=1, until_step=6))
-    other.load_state_dict(full_state(make_runner()))  # of one that trained on the loader
-    other.handle(TrainRequest(call=2, until_step=1))
-    assert other.operator.trained == EPOCH[16:] + EPOCH[:8] * 2
-
-
-def test_stop_request_in_the_last_step_of_an_epoch():
-    """Every sample has had its turn; the repeated call has nothing left to do."""
-    runner = make_runner()
-
-    def stop(batch_info, when):
-        if batch_info["global_step"] == 4:
-            runner.request_stop(True)
-
-    runner.operator.fail = stop
-    with pytest.raises(Exception, match="asked this worker to stop"):
-        runner.handle(TrainRequest(call=0, until_epoch=1))
-    assert runner.progress().global_step == 5
-    runner.request_stop(False)
-    result = runner.handle(TrainRequest(call=0, until_epoch=1))
-    assert runner.operator.trained == EPOCH
-    assert (runner.progress().epoch, runner.progress().in_epoch) == (1, False)
-    assert (result["num_samples"], result["batch_count"]) == (40, 5)
 
 
 # ---- state
