@@ -81,16 +81,3 @@ def test_restore_undoes_every_change_of_a_failed_step(steps, failing, again):
             change(model)
         copies.roll_back()
         torch.testing.assert_close(values(model), expected, rtol=0, atol=0)
-
-
-def test_set_copies_the_values_of_another_worker():
-    model, other = Model(), Model()
-    copies = BufferCopies([model])
-    for change in (batch_norm, in_place, grown):
-        change(other)
-    copies.set(BufferCopies([other]).tensors())
-    expected = values(other)
-    torch.testing.assert_close(values(model), expected)
-    in_place(model)
-    copies.roll_back()
-    torch.testing.assert_close(values(model), expected)

@@ -133,12 +133,6 @@ def test_broadcast_overwrites_tensors_in_place(link):
     assert all(torch.equal(a, b) for a, b in zip(mine, tensors(7.0), strict=True))
 
 
-def test_broadcast_messages_have_a_maximum_size(link):
-    tensors = [torch.empty(2**23) for _ in range(5)]  # 32 MiB each
-    broadcast_tensors(tensors, source=0)
-    assert [message.nbytes for message in link["messages"]] == [2**26, 2**26, 2**25]
-
-
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int16, torch.uint8]
 
 
@@ -177,11 +171,3 @@ def test_fingerprint_covers_names_shapes_types_and_numbers(other):
     state = {"w": torch.zeros(4), "lr": 0.1}
     assert fingerprint(state) == fingerprint(copy.deepcopy(state))
     assert fingerprint(state) != fingerprint(other)
-
-
-def test_fingerprint_of_a_state_that_cannot_be_pickled_is_random():
-    """It still travels: plain pickle knows cycles."""
-    cycle = collections.deque()
-    cycle.append(cycle)
-    for part in (cycle, lambda: None):
-        assert fingerprint([part]) != fingerprint([part])

@@ -37,17 +37,6 @@ class Steps:
         self.step.discard()
 
 
-def test_parameter_of_two_optimizers_is_restored():
-    shared = torch.nn.Parameter(torch.ones(2))
-    steps = Steps(*(torch.optim.SGD([shared], lr=0.1) for _ in range(2)))
-    steps.begin()
-    for optimizer in steps.optimizers * 2:
-        stepped(optimizer)
-    steps.discard()
-    assert shared.tolist() == [1, 1]
-    assert not steps.step.is_partial
-
-
 def test_parameters_frozen_as_the_step_begins_are_restored():
     parameter = torch.nn.Parameter(torch.ones(2))
     steps = Steps(torch.optim.SGD([parameter], lr=0.5, momentum=0.9))

@@ -22,7 +22,7 @@ from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import build_operator
 from raysgd.torch.sharding.layout import Layout, transfers
-from raysgd.torch.sharding.pieces import gather_state, is_dense
+from raysgd.torch.sharding.pieces import gather_state
 from raysgd.torch.train_state import OperatorSettings
 from tests.conftest import IN_SOAK, running_ranks
 from tests.operators import on_gpu, register_all
@@ -93,16 +93,6 @@ def test_one_copy_survives_one_loss_at_a_time(history, by_rows):
 
 def elements(share):
     return {(which, n) for which, part in share.items() for n in range(*part)}
-
-
-def test_transfers_send_the_newest_version_and_ignore_outdated_ones():
-    halves = [{0: (0, 1)}, {0: (1, 2)}]
-    (one, other) = transfers(halves, 0, 5, [[(0, 0, 2, 5)], [(0, 0, 1, 6), (0, 1, 2, 4)]])
-    assert one == (0, 0, 1, 6, 1, (0,))
-    assert other == (0, 1, 2, 5, 0, (1,))
-    whole = [{0: (0, 2)}]
-    assert transfers(whole, 0, 5, [[(0, 0, 2, 4)]]) is None
-    assert transfers(whole, 0, 5, [[(0, 0, 2, 6), (0, 0, 2, 5)]]) == [(0, 0, 2, 6, 0, (0,))]
 
 
 # ---- workers that leave and join
@@ -275,15 +265,6 @@ def test_a_closure_and_added_parameters_are_refused(process_group):
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     with pytest.raises(RuntimeError, match="Call add_param_group before register"):
         optimizer.step()
-
-
-def test_a_tensor_is_dense_in_any_memory_format():
-    image = torch.ones(2, 3, 4, 5)
-    assert is_dense(image.to(memory_format=torch.channels_last))
-    assert is_dense(image.transpose(0, 3))
-    assert is_dense(torch.ones(()))
-    assert not is_dense(image[:, :, ::2])
-    assert not is_dense(torch.ones(3).expand(2, 3))
 
 
 @contextlib.contextmanager
