@@ -60,23 +60,6 @@ def test_train_batch_equals_a_plain_step():
         assert torch.equal(mine, its)
 
 
-def test_train_epoch_passes_batches_with_their_info():
-    class Noting(Classifier):
-        def train_batch(self, batch, batch_info):
-            self.seen.append(batch_info)
-            assert self.model.training
-            return {"num_samples": batch, "k": float(batch)}
-
-    operator = run_operator(Noting)
-    operator.seen = []
-    operator.model.eval()
-    result = operator.train_epoch(iter([1, 3]), info={"a": 1}, epoch_idx=4)
-    assert [seen["batch_idx"] for seen in operator.seen] == [0, 1]
-    assert all(seen["info"] == {"a": 1} and seen["epoch_idx"] == 4 for seen in operator.seen)
-    assert all("global_step" in seen for seen in operator.seen)
-    assert result == {"num_samples": 4, "batch_count": 2, "k": 2.5, "last_k": 3.0}
-
-
 # ---- validate
 
 

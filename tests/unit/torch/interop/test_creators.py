@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd import CreatorOperator, TrainingOperator
+from raysgd import TrainingOperator
 from raysgd.testing import run_operator
 from raysgd.torch.interop import creators
 
@@ -112,18 +112,3 @@ def test_creator_that_is_not_callable_is_an_error(name):
     given = {"model_creator": model_creator, "optimizer_creator": optimizer_creator, name: 7}
     with pytest.raises(TypeError, match=rf"from_creators\({name}=...\) must be a function"):
         TrainingOperator.from_creators(**given)
-
-
-def test_a_subclass_keeps_what_it_overrides():
-    class Counting(TrainingOperator):
-        def train_batch(self, batch, batch_info):
-            return {"mine": 1.0}
-
-    class CountingCreator(CreatorOperator):
-        def train_batch(self, batch, batch_info):
-            return {"mine": 1.0}
-
-    for base in (Counting, CountingCreator):
-        operator = run_operator(base.from_creators(model_creator, optimizer_creator, data_creator))
-        assert isinstance(operator, base)
-        assert operator.train_epoch(iter(operator.train_loader))["mine"] == 1.0
