@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from raysgd.comm.gloo import GlooGroup
+from raysgd.comm.gloo import Entry, GlooGroup
 from tests.conftest import Script, run_ranks, wait_until
 
 TIMEOUT = datetime.timedelta(seconds=30)
@@ -53,6 +53,27 @@ def test_collectives_do_what_they_do_in_gloo(group):
     dist.all_gather_object(objects, {"a": 1})
     dist.broadcast_object_list(objects, 0)
     assert objects == [{"a": 1}]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_connecting_to_a_dead_peer_can_be_interrupted(ahead, monkeypatch):
+    """The peer gave its address, and died before it connected."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    entry, store = Entry(), HashStore()
+    if ahead:
+        entry.interrupt()
+    else:
+        # gloo sets its own address, and waits for the one of the other rank
+
+        def interrupt():
+            wait_until(lambda: store.num_keys() > 0)
+            entry.interrupt()
+
+        threading.Thread(target=interrupt).start()
+    with pytest.raises(RuntimeError, match="interrupted"):
+        entry.connect(store, 0, 2, datetime.timedelta(seconds=2))
+    wait_until(lambda: "raysgd-gloo-connect" not in {t.name for t in threading.enumerate()})
+    assert (store.num_keys() == 0) == ahead  # who need not try does not
 
 
 def test_an_all_gather_of_different_sizes_is_refused_on_all_ranks(monkeypatch):
