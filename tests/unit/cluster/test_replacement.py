@@ -87,6 +87,32 @@ def answer_all(replacement, *methods):
         replacement.advance()
 
 
+def test_no_worker_is_started_before_there_is_room(replacement, group, clock):
+    replacement.slot.ready = False
+    for _ in range(5):
+        replacement.advance()
+        clock.now += 1
+    assert (group.made, replacement.member, replacement.is_ready) == ([], None, False)
+    replacement.slot.ready = True
+    replacement.advance()
+    assert group.made == [(replacement.slot, replacement.member)]
+
+
+def test_it_is_ready_when_it_has_set_up_and_not_before(replacement):
+    replacement.advance()
+    for method in ("info", "create", "prepare"):
+        replacement.member.answer(method)
+        replacement.advance()
+        replacement.advance()
+        assert not replacement.is_ready
+    replacement.member.answer("enter")
+    assert not replacement.is_ready
+    replacement.advance()
+    assert replacement.is_ready
+    assert replacement.error is None
+    assert replacement.replaces_lost
+
+
 def test_it_is_told_where_it_will_be_and_sets_up_alone(replacement):
     answer_all(replacement, "info")
     (prepared,) = replacement.member.arguments["prepare"]
@@ -98,6 +124,36 @@ def test_it_is_told_where_it_will_be_and_sets_up_alone(replacement):
     assert (context.node_ip, context.visible_gpus, context.gpu_index) == ("10.0.0.9", ("3",), 0)
     assert context.distributed
     assert context.num_cpus == 2
+
+
+@pytest.mark.parametrize("error", [ValueError("no such file"), KeyboardInterrupt()])
+@pytest.mark.parametrize("failing", ["create", "prepare", "enter"])
+def test_an_error_of_the_user_is_kept_as_the_reason(replacement, failing, error):
+    methods = ["info", "create", "prepare", "enter"]
+    answer_all(replacement, *methods[: methods.index(failing)])
+    outcome = Outcome("user", error, Progress(), "Traceback of the worker")
+    replacement.member.asked[failing].set_result(outcome)
+    for _ in range(3):
+        replacement.advance()
+    assert replacement.error is error
+    assert not replacement.is_ready
+
+
+@pytest.mark.parametrize(
+    ("method", "step"),
+    [("info", "come up"), ("create", "start"), ("prepare", "set up"), ("enter", "set up")],
+)
+def test_a_worker_that_dies_on_its_way_is_an_error(replacement, method, step):
+    """One that dies at once in its setup may take the answer of `prepare` along."""
+    answer_all(replacement, *{"info": [], "create": ["info"]}.get(method, ["info", "create"]))
+    replacement.member.asked[method].set_exception(ConnectionError("the actor died"))
+    if method == "enter":
+        replacement.member.answer("prepare")
+    replacement.advance()
+    replacement.advance()
+    assert isinstance(replacement.error, ConnectionError)
+    assert replacement.step == step
+    assert not replacement.is_ready
 
 
 def test_a_worker_that_cannot_be_started_is_an_error(replacement, group):
