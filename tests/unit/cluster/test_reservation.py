@@ -25,10 +25,18 @@ def room(monkeypatch):
 
 
 def test_replacing_room_has_the_same_labels(room):
+    assert [slot.labels for slot in room.slots] == [A, B, A]
     first, second, _ = room.slots
     assert room.request_slot({"CPU": 1}, [second]).labels == B
     assert room.request_slot({"CPU": 1}, [first, second]).labels == A
     assert room.request_slot({"CPU": 1}).labels == {}
+
+
+def test_workers_start_in_the_bundle_of_their_slot(room):
+    further = room.request_slot({"CPU": 1})
+    bundles = [slot.strategy.placement_group_bundle_index for slot in room.slots]
+    assert bundles == [0, 1, 2, 0]
+    assert (room.slots[-1], further.strategy.placement_group) == (further, room.groups[-1])
 
 
 def test_a_slot_keeps_its_node_while_ray_replaces_another(room):
