@@ -132,6 +132,14 @@ def test_worker_without_a_known_place_can_be_killed(member, monkeypatch):
     assert killed == [member.actor]
 
 
+def test_killing_a_worker_ends_its_process_and_the_watch_on_its_host(member, monkeypatch):
+    ended = []
+    monkeypatch.setattr(ray, "kill", ended.append)
+    member.watch = SimpleNamespace(close=lambda: ended.append("watch"))
+    member.kill()
+    assert ended == ["watch", member.actor]
+
+
 def test_killing_a_remote_worker_does_not_wait_for_the_ray_head(member, monkeypatch):
     killed, answers = [], threading.Event()
     monkeypatch.setattr(ray, "kill", killed.append)

@@ -56,3 +56,10 @@ def test_a_kept_checkpoint_is_for_restarts_and_workers_learn_of_it_once(tmp_path
     news = [request.reported for request in controller.requests]
     assert news == [None, plan.reported, None]
     assert [each.path.name for each in plan.reported] == ["checkpoint_000001"]
+
+
+def test_an_aborted_run_is_stopped_on_its_workers():
+    controller = Controller()
+    controller.stop = controller.requests.append
+    run_on(controller).abort()
+    assert [request.name for request in controller.requests] == ["end_run"]

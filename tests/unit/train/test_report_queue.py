@@ -73,6 +73,18 @@ def test_a_checkpoint_is_handled_when_the_driver_comes_for_the_next_turn(report_
     assert saved.is_set()
 
 
+@pytest.mark.parametrize("has_returned", [False, True])
+def test_a_stop_ends_the_wait_of_a_function(report_queue, has_returned):
+    report_queue.put(turn(0))
+    waits = report_queue.end if has_returned else report_queue.put
+    thread, raised = in_thread(lambda: waits(turn(1)))
+    wait_until(lambda: report_queue.blocked_on_driver)
+    report_queue.stop()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert [type(error) for error in raised] == [RunStoppedError] * (not has_returned)
+
+
 @pytest.mark.parametrize(
     ("raised", "expected"),
     [
