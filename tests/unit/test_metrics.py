@@ -97,6 +97,11 @@ def test_nan_in_one_batch_makes_the_mean_nan(batches, index):
     assert result["num_samples"] == sum(n for _, n in batches)
 
 
+def test_numbers_of_samples_may_be_fractions():
+    merged = merge_workers([{"num_samples": 1.5, "loss": 1.0}, {"num_samples": 0.5, "loss": 5.0}])
+    assert merged == {"num_samples": 2.0, "loss": 2.0}
+
+
 def test_texts_come_from_the_lowest_rank():
     merged = merge_workers([{"loss": 1.0}, {"note": "one"}, {"note": "two"}])
     assert merged == {"loss": 1.0, "note": "one"}
