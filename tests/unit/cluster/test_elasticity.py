@@ -188,6 +188,24 @@ def test_a_pause_that_a_worker_misses_discards_the_step(world, monkeypatch):
     assert missed
 
 
+def test_user_error_in_a_discarded_step_is_raised(world, monkeypatch):
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=0.0).controller
+    first = controller.members[0]
+    control = first.control
+
+    def fail_at_pause(method, *arguments):
+        if method != "pause_at" or arguments[1] is None:
+            return control(method, *arguments)
+        first.error = BadBatchError("bad")
+        return Future()  # so the step is discarded
+
+    monkeypatch.setattr(first, "control", fail_at_pause)
+    world.at_step(2, lambda: setattr(world, "room", 3))
+    with pytest.raises(BadBatchError):
+        run_until(controller, 400)
+
+
 # ---- shares of the global batch
 
 
