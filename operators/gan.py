@@ -234,7 +234,7 @@ def frechet_distance(
 
 
 def moments(real: torch.Tensor, fake: torch.Tensor) -> Sums:
-    """Return the moments of two batches of features, (batch, ...) each, as a metric."""
+    """Return a metric with the moments of two batches of features, each of shape (batch, ...)."""
     sums = {}
     for name, given in (("real", real), ("fake", fake)):
         features = given.double().reshape(len(given), -1)

@@ -122,7 +122,7 @@ class MergeableMetric(ABC):
 
     @abstractmethod
     def compute(self) -> Any:
-        """Return the value: a number, an array of any shape, or a dict of several by name suffix.
+        """Return a number, an array of any shape, or a dict from name suffixes to such values.
 
         If a metric named ``val_f1`` computes ``{"_cat": 0.9, "_dog": 0.8}``, the result contains
         ``val_f1_cat`` and ``val_f1_dog``.

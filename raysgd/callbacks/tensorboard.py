@@ -110,7 +110,7 @@ class TensorBoardWriter:
         self.summary_writer.flush()
 
     def add_histograms(self, metrics: Mapping[str, Any], step: int | None) -> None:
-        """Write the lists and arrays of numbers, except arrays of one number."""
+        """Write a histogram of each list or array with more than one number."""
         numbers = numbers_in(metrics)
         for name, values in plain_values(metrics).items():
             if name in numbers or not isinstance(values, list):

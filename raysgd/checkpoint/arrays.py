@@ -66,7 +66,7 @@ def _encode(tree: Any, arrays: list[Any]) -> Any:
         return {"bytes": base64.b64encode(tree).decode()}
     if isinstance(tree, np.ndarray):
         if tree.dtype.hasobject or tree.dtype.names:
-            raise TypeError(f"it has an array of {tree.dtype}")
+            raise TypeError(f"it has an array with the unsupported dtype {tree.dtype}")
         arrays.append(tree)
         # bfloat16 has the kind V, and only its name identifies it
         dtype = tree.dtype.name if tree.dtype.kind == "V" else tree.dtype.str

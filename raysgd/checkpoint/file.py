@@ -33,8 +33,8 @@ def check_writable(path: str | os.PathLike[str]) -> str:
     For a URL, this only checks that a package for its file system is installed.
 
     Raises:
-        CheckpointError: if it is a folder, its folder is missing or not writable, or no installed
-            package can open the URL.
+        CheckpointError: if the path is a folder, the parent folder is missing or not writable,
+            or no installed package can open the URL.
     """
     return locate(path).check_writable()
 

@@ -41,7 +41,7 @@ class Restored(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """The location as messages show it: a URL has no password."""
+        """The location for messages, without the password of a URL."""
         return locate(self.path).shown
 
 
@@ -113,8 +113,8 @@ class CheckpointStore(CheckpointFolder):
         numbers = _numbers(metrics or {})
         if self._monitor is not None and self._monitor not in numbers:
             raise ValueError(
-                f"CheckpointStore(monitor={self._monitor!r}): the metrics have no such number. "
-                f"Their numbers are: {', '.join(numbers) or 'none'}."
+                f"CheckpointStore(monitor={self._monitor!r}): must name a metric with one "
+                f"number. These are {', '.join(numbers) or 'none'}."
             )
         self._folder.make_folder()
         self._learn(self._names())

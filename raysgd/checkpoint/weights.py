@@ -52,9 +52,10 @@ def save_rows(
     other_names: Mapping[str, str],
     path: str | os.PathLike[str],
 ) -> str:
-    """Write weights as `save_model` does: those of a ``.safetensors`` file, and the `rest`.
+    """Write the weights of the file `written` and of `rest` in the format of `save_model`.
 
-    They need not fit in memory. `other_names` maps further names of tensors to those in the file.
+    The weights in `written` need not fit in memory. `other_names` maps each further name of a tied
+    tensor to its name in the file.
     """
     from safetensors import safe_open
     from safetensors.torch import save_file

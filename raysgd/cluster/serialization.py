@@ -106,7 +106,7 @@ def pack(value: Any, portable: bool = False, shares_tensors: bool = True) -> Pac
 class Portable:
     """A mixin of picklers whose output loads without a GPU or a process group.
 
-    Device tensors arrive on the CPU, and DistributedDataParallel as the model in it.
+    Device tensors load on the CPU. A DistributedDataParallel loads as the model that it wraps.
     """
 
     def reducer_override(self, obj: Any) -> Any:

@@ -63,7 +63,7 @@ class WorkerHandle(ABC):
     def kill(self) -> None: ...
 
     def leave(self, timeout_s: float) -> Future[bool]:
-        """Let the process exit. The future is whether it exited within `timeout_s`."""
+        """Ask the process to exit. The result is True if it exits within `timeout_s`."""
         ended: Future[bool] = Future()
         ended.set_result(True)
         return ended

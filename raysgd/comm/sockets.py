@@ -41,7 +41,7 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket]:
 
 
 def endpoints() -> list[Endpoint]:
-    """Return the TCP sockets among the descriptors. The system's table can miss some."""
+    """Return the TCP sockets of this process, because the table of the kernel can miss some."""
     found = []
     for name in os.listdir("/dev/fd"):
         # Some descriptors are not sockets, and other threads close theirs meanwhile.

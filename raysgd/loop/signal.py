@@ -50,7 +50,7 @@ class Signal:
 
     @contextlib.contextmanager
     def deferring_ctrl_c(self) -> Iterator[None]:
-        """Defer the first Ctrl-C to `raise_stop`, or to the end of the context."""
+        """Defer the first Ctrl-C until `raise_stop` is called or the context ends."""
         deliver = signal.getsignal(signal.SIGINT)
         if not callable(deliver) or threading.current_thread() is not threading.main_thread():
             yield

@@ -139,8 +139,8 @@ class DataSources(ABC):
             if size != context.world_size or rank not in (None, context.world_rank):
                 logger.warning(
                     "The %s loader selects its part by rank %s of %d workers, but this worker is "
-                    "rank %d of %d now. Samples are repeated and left out. Register the loader in "
-                    "on_world_change(self) of the operator.",
+                    "rank %d of %d now. Some samples are repeated, and others are skipped. "
+                    "Register the loader in on_world_change(self) of the operator.",
                     name,
                     rank,
                     size,

@@ -101,7 +101,10 @@ def _named(value: Any) -> Mapping[str, Any] | None:
 
 
 def _by_name(value: Any, model: torch.nn.Module, num_others: int) -> Mapping[str, Any] | None:
-    """Like `_named`, but also accept named tuples with few fields that ``forward`` lacks."""
+    """Like `_named`, but also accept a named tuple with every required argument of ``forward``.
+
+    At most `num_others` of its fields may be other names.
+    """
     fields = set(getattr(value, "_fields", ())) if isinstance(value, tuple) else set()
     if not fields:
         return _named(value)

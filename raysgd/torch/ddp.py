@@ -251,7 +251,7 @@ def required_gradients(module: torch.nn.Module) -> dict[str, bool]:
 def averaged_parameters(
     model: DistributedDataParallel, required: dict[str, bool] | None = None
 ) -> dict[str, bool]:
-    """Return whether a wrapper averages the gradients of each parameter, by name.
+    """Return a dict from each parameter name to whether the wrapper averages its gradient.
 
     `required` is the result of `required_gradients` before the model was wrapped.
     """

@@ -40,7 +40,7 @@ def checked_init(
     """Return the function that initializes a module; None if no model is on the meta device."""
     if init is not None and not callable(init):
         raise TypeError(
-            f"register(sharding_args={{'init_fn': {init!r}}}): must be a function of a module."
+            f"register(sharding_args={{'init_fn': {init!r}}}): must be a function of one module."
         )
     empty = [model for model in models if on_meta(model)]
     if not empty:

@@ -48,10 +48,10 @@ def write_state(train_state: TorchTrainState, state: dict[str, Any], folder: str
 def write_weights(
     train_state: TorchTrainState, folder: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Write the parameters of the sharded models to a file.
+    """Write the parameters of the sharded models to a file in `folder`.
 
-    Return the rest of the models' states, and the other names of tied parameters with those in the
-    file.
+    Return the other tensors of the models, and a dict from each further name of a tied parameter
+    to its name in the file.
     """
     full, count = train_state.feature("FullyShardedModel"), len(train_state.given_models)
     prefixes = [""] if count == 1 else [f"{index}." for index in range(count)]

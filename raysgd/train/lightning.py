@@ -58,7 +58,7 @@ class RayDDPStrategy(_OnWorkers, DDPStrategy):
 
 
 class RayFSDPStrategy(_OnWorkers, FSDPStrategy):
-    """The ``FSDPStrategy`` of Lightning, with its arguments, over all workers. They need GPUs.
+    """The ``FSDPStrategy`` of Lightning, with its arguments. Every worker needs a GPU.
 
     :class:`raysgd.train.torch.TorchConfig` sets the backend and the timeout.
     """

@@ -111,12 +111,13 @@ class FitLoop:
             self._validate(trainer, options)
         if (done := self._num_completed) >= num_epochs:
             logger.warning(
-                "fit(%d) trains nothing, because the run has %d epochs. num_epochs counts from the "
-                "first epoch of the run, so fit(%d) trains %d more.",
+                "fit(%d) trains nothing, because the run has already completed %d epochs. "
+                "num_epochs counts from the first epoch of the run. To train %d more, call "
+                "fit(%d).",
                 num_epochs,
                 done,
-                done + num_epochs,
                 num_epochs,
+                done + num_epochs,
             )
         while end() is None and self._num_completed < num_epochs:
             epoch = self._num_completed

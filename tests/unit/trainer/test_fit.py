@@ -334,7 +334,7 @@ def test_a_complete_run_is_logged_even_if_its_validation_is_missing(make_trainer
     spy = Spy()
     assert make_trainer(callbacks=[CheckpointCallback(folder), spy]).fit(2) == []
     assert told(spy) == ["on_validation_end"]
-    assert caplog.text.count("trains nothing, because the run has 2 epochs") == 1
+    assert caplog.text.count("trains nothing, because the run has already completed 2") == 1
 
 
 def test_validate_makes_up_for_a_missing_validation(broken_off):
