@@ -8,6 +8,7 @@ import torch
 from raysgd.callbacks import Callback, CheckpointCallback, EarlyStopping, LearningRateLogger
 from raysgd.checkpoint import read_manifest
 from raysgd.errors import CallbackError, CheckpointError
+from tests.operators import Classifier
 from tests.unit.callbacks.spy import Scripted
 from tests.unit.recorder import Recorder
 
@@ -233,6 +234,17 @@ def test_plain_calls_are_saved_within_an_epoch(make_trainer, tmp_path, num_calls
     assert steps(tmp_path) == [2, 4]
 
 
+def test_background_writes_are_complete_when_training_ends(make_trainer, tmp_path):
+    saving = CheckpointCallback(tmp_path, every=2, keep=None, blocking=False)
+    trainer = make_trainer(callbacks=[saving])
+    trainer.fit(2)
+    assert steps(tmp_path) == [2, 4, 6, 8, 10]
+    for step in (4, 8):
+        other = make_trainer()
+        other.load(next(tmp_path.glob(f"*{step:08d}.ckpt")))
+        assert other.global_step == step
+
+
 @pytest.mark.parametrize("blocking", [True, False])
 def test_failing_save_raises_and_training_can_continue(make_trainer, tmp_path, blocking):
     folder = tmp_path / "checkpoints"
@@ -245,6 +257,27 @@ def test_failing_save_raises_and_training_can_continue(make_trainer, tmp_path, b
     trainer.fit(3)
     assert trainer.global_step == 15
     assert steps(folder)[-1] == 15
+
+
+class Wider(Classifier):
+    """Another model than the one that its folder's checkpoints are of."""
+
+    def setup(self, config):
+        model = torch.nn.Linear(8, 3)
+        self.register(models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1))
+        self.register_data(train_loader=[], validation_loader=[])
+
+
+def test_checkpoint_of_another_model_is_an_error_with_advice(make_trainer, tmp_path):
+    make_trainer(callbacks=[CheckpointCallback(tmp_path)]).fit(1)
+    trainer = make_trainer(Wider, callbacks=[CheckpointCallback(tmp_path, job="Classifier")])
+    with pytest.raises(CallbackError, match="on_train_start") as caught:
+        trainer.fit(1)
+    assert "No training is lost" not in str(caught.value), "it has not begun"
+    said = str(caught.value.__cause__)
+    assert names(tmp_path)[0] in said
+    assert "another folder (or logdir), or an empty folder" in said
+    assert "0.weight" in said
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,24 @@ def test_of_a_metric_that_both_have_it_watches_that_of_validation(make_trainer, 
     assert (stopping.best, stopping.num_waited) == (2, 3)
 
 
+def test_what_it_has_seen_survives_a_file(make_trainer, tmp_path):
+    values = [3, 2, 2.5, 2.5, 2.5, 1]
+    trainer = make_trainer(callbacks=[Scripted(values), EarlyStopping("score")])
+    trainer.fit(4)
+    path = trainer.save(tmp_path / "state.pt")
+    stopping = EarlyStopping("score")
+    other = make_trainer(callbacks=[Scripted(values), stopping])
+    other.load(path)
+    assert (stopping.best, stopping.num_waited) == (2, 2)
+    assert [entry["epoch"] for entry in other.fit(9)] == [5]
+    path = other.save(tmp_path / "stopped.pt")
+    third = make_trainer(callbacks=[Scripted(values), EarlyStopping("score")])
+    third.load(path)
+    history = third.fit(9)
+    assert history == []
+    assert "not improved for 3 values" in history.stop_reason
+
+
 def test_a_metric_that_is_not_there_is_an_error_that_names_those_that_are(make_trainer):
     with pytest.raises(CallbackError, match="EarlyStopping") as caught:
         make_trainer(callbacks=[EarlyStopping("los")]).fit(2)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from raysgd.callbacks import JsonlLogger, LearningRateLogger
+from raysgd.errors import WorkerLostError
 from tests.unit.recorder import Recorder
 
 
@@ -47,6 +48,17 @@ def test_every_optimizer_and_every_group_has_a_rate(make_trainer):
     result = make_trainer(TwoOptimizers, callbacks=[LearningRateLogger()]).train()
     rates = {name: value for name, value in result.items() if name.startswith("lr")}
     assert rates == {"lr-0": 0.5, "lr-1/group0": 0.25, "lr-1/group1": 2.0}
+
+
+def test_worker_lost_in_the_hook_does_not_end_the_run(make_trainer, monkeypatch, caplog):
+    trainer = make_trainer(callbacks=[LearningRateLogger()])
+
+    def lose(function):
+        raise WorkerLostError("gone", rank=0)
+
+    monkeypatch.setattr(trainer, "apply_all_operators", lose)
+    assert "lr" not in trainer.train()
+    assert "LearningRateLogger has no metrics for epoch 1" in caplog.text
 
 
 @pytest.mark.parametrize("flavor", ["keras", "tf_keras"])

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from raysgd.callbacks import TorchProfiler
+from raysgd.callbacks import Callback, TorchProfiler
 from raysgd.callbacks import profiler as module
 from tests.unit.recorder import Recorder
 
@@ -33,6 +33,22 @@ def test_a_run_that_ends_first_has_the_trace_so_far(make_trainer, tmp_path):
     assert profiler.trace.name == "trace-step-00000005.json.gz"
     assert num_updates(profiler.trace) == 3
     assert not module._running
+
+
+def test_a_worker_that_is_lost_takes_its_trace_along(make_trainer, tmp_path, caplog):
+    profiler = TorchProfiler(2, 0, tmp_path)
+    trainer = make_trainer(Recorder)
+
+    class Losing(Callback):
+        def next_pause(self, global_step):
+            return 1 if global_step == 0 else None
+
+        def on_pause(self, trainer):
+            module._running.pop().stop()
+
+    trainer.fit(2, callbacks=[Losing(), profiler])
+    assert profiler.trace is None
+    assert "worker 0 was lost" in caplog.text
 
 
 @pytest.mark.parametrize("arguments", [{"num_steps": 0}, {"skip_steps": -1}])

@@ -2,6 +2,8 @@
 
 import html
 import re
+import shutil
+import subprocess
 import sys
 
 import pytest
@@ -11,6 +13,20 @@ from raysgd.callbacks.report import make_report
 from raysgd.callbacks.run_log import RunLog, goodput, time_spent
 from tests.operators import Classifier
 from tests.unit.callbacks.test_run_log import call, event, run, write
+
+CHROMIUM = shutil.which("chromium")
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+    "--virtual-time-budget=10000",
+]
 
 
 @pytest.fixture
@@ -63,8 +79,8 @@ def test_the_page_needs_nothing_from_elsewhere(folder):
     assert "<i>OOM" not in outside_scripts
 
 
-def test_the_page_shows_the_numbers_of_the_run(folder):
-    text, log = make_report(folder).read_text(), RunLog.read(folder)
+def check_numbers(text, folder):
+    log = RunLog.read(folder)
     assert tile(text, "goodput") == f"{100 * goodput(log):.1f} %"
     assert tile(text, "lost-workers") == "1"
     assert tile(text, "duration") == "0:01:02"
@@ -72,7 +88,6 @@ def test_the_page_shows_the_numbers_of_the_run(folder):
     assert tile(text, "train_loss") == "0.3333"
     assert tile(text, "shares") == "1.50, 0.50"
     assert tile(text, "val_accuracy") == "0.9"
-    assert text.count("Plotly.newPlot(") >= 5  # loss, accuracy, the odd metric, speed, workers
 
 
 def test_report_has_config_versions_and_best_values(tmp_path):
@@ -139,3 +154,22 @@ def test_run_without_plotly_succeeds_with_a_warning(tmp_path, monkeypatch, caplo
     assert not (tmp_path / "report.html").exists()
     assert caplog.text.count('pip install "raysgd[callbacks]"') == 1
     assert f"raysgd report {tmp_path}" in caplog.text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium")
+def test_a_browser_shows_it_without_a_network_or_an_error(folder, tmp_path_factory):
+    path = make_report(folder)
+    profile = tmp_path_factory.mktemp("browser")
+    done = subprocess.run(
+        [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", "--dump-dom", f"file://{path}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    check_numbers(done.stdout, folder)
+    drawn = re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL)
+    # loss, accuracy, the odd metric, speed, workers
+    assert drawn.count('class="main-svg"') >= 5
+    assert drawn.count('class="trace scatter') >= 6
+    assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]

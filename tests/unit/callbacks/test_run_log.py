@@ -42,6 +42,20 @@ def write(folder, records, events=()):
     (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
 
 
+def test_a_log_is_read_into_runs_calls_and_events(tmp_path):
+    write(
+        tmp_path,
+        [run(), call(120, 10, 5), call(125, 5, 5, kind="validate")],
+        [event("started", 101)],
+    )
+    log = RunLog.read(tmp_path)
+    assert len(log.runs) == 1
+    assert [c["kind"] for c in log.calls] == ["train", "validate"]
+    assert [c["time"] for c in log.of("validate")] == [125]
+    assert (log.began, log.ended) == (100, 125)
+    assert log.events[0]["kind"] == "started"
+
+
 def test_incomplete_lines_are_skipped(tmp_path, caplog):
     """Of a driver that was killed, and of one that went on after it."""
     write(tmp_path, [run(), call(120, 10, 5)])
@@ -84,6 +98,18 @@ def test_steps_repeated_after_a_restart_do_not_count_as_goodput():
     log = RunLog([run(100)], [call(120, 20, 12)], events)
     # 16 s of training for 12 steps and 4 that were done twice
     assert goodput(log) == pytest.approx(16 * 12 / 16 / 20)
+
+
+def test_stop_ends_with_its_run():
+    """The next one on the folder stands still for its own losses alone."""
+    events = [
+        event("started", 101),
+        event("user_error", 115, 3),
+        event("started", 205),
+        event("grown", 230, 8, seconds=0.5),
+    ]
+    log = RunLog([run(100), run(200, 3)], [call(112, 10, 3), call(250, 40, 20)], events)
+    assert goodput(log) == pytest.approx((10 + 40 - 0.5) / 150)
 
 
 def test_calls_that_a_later_run_repeated_are_not_kept():
