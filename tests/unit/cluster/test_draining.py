@@ -155,6 +155,16 @@ def test_driver_saves_if_a_successor_would_be_too_late(start, left_s, saves):
     assert call.at_once == saves
 
 
+def test_leaving_worker_that_dies_early_is_a_loss(start):
+    world, controller = start(room=4)
+    world.at_step(20, lambda: controller.drain(None, 1, 60.0))
+    world.at_step(21, lambda: world.lose(1))
+    call = train(controller, 200, max_losses=3)
+    assert kinds(controller)[:2] in (["draining", "lost"], ["lost", "resumed"])
+    assert call.num_losses == 1
+    assert len(controller.members) == 3
+
+
 def test_a_node_counts_as_going_for_a_while_after_its_time():
     clock = ManualClock()
     drains = Drains(clock)

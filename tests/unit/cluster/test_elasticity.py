@@ -153,6 +153,26 @@ def test_a_worker_that_is_stopped_while_a_generation_forms_is_lost(world):
     assert controller.events[-2].cause == "no answer within 10 s"
 
 
+def break_with_an_error(world, controller):
+    controller.members[0].error = BadBatchError("bad")
+    with pytest.raises(BadBatchError):
+        run_until(controller, 10)
+
+
+def test_losses_without_end_before_a_call_are_given_up(world):
+    world.room = 30
+    controller = world.drive(30, grow=False, max_attempts=3).controller
+    break_with_an_error(world, controller)
+
+    def lose_again():
+        world.lose(0)
+        world.on_meeting.append(lose_again)
+
+    world.on_meeting.append(lose_again)
+    with pytest.raises(WorkerLostError, match="times before the call began"):
+        run_until(controller, 20, max_losses=0)
+
+
 # ---- errors of the user
 
 
@@ -247,6 +267,15 @@ def test_a_replacement_joins_with_a_share_by_its_speed(world, mixed):
     assert mixed.events[-1].step == mixed.events[-2].step
 
 
+def test_a_restart_of_all_workers_returns_to_even_shares(world, mixed):
+    run_until(mixed, 200)
+    world.at_step(220, lambda: lose_all(world))
+    run_until(mixed, 400, max_losses=1)
+    assert kinds(mixed)[-2:] == ["restarted", "rebalanced"]
+    assert mixed.events[-1].old_shares == (1.8, 0.6, 0.6)
+    assert mixed.events[-1].shares == (1.0, 1.0, 1.0)
+
+
 def test_snapshots_are_fetched_in_the_order_of_ranks(world, monkeypatch):
     controller, polled = world.drive(3).controller, []
     world.workers.reverse()  # the last rank returns first
@@ -310,6 +339,23 @@ def test_without_snapshots_that_ends_the_call(world):
         run_until(controller, 60, max_losses=1)
 
 
+def test_a_restart_waits_for_room_longer_each_time(world):
+    controller = world.drive(3, min_workers=2, initial_s=1.0, factor=2.0).controller
+    began = []
+
+    def lose_room():
+        world.room = 0
+        began.append(world.now)
+        lose_all(world)
+        world.plan(12.0, lambda: setattr(world, "room", 2))
+
+    world.at_step(15, lose_room)
+    assert steps_of(run_until(controller, 60, max_losses=1)) == [60] * 2
+    waits = [event.seconds for event in controller.events if event.kind == "waiting"]
+    assert waits == [1, 2, 4, 8]
+    assert kinds(controller)[-1] == "restarted"
+
+
 def test_a_restart_without_room_is_given_up_and_the_state_kept(world):
     controller = world.drive(3, min_workers=2, initial_s=0.5, max_attempts=3).controller
     run_until(controller, 15)
@@ -371,6 +417,17 @@ def test_call_fails_without_replacements_and_the_state_can_be_read(world):
     assert kinds(controller).count("waiting") == 3
     assert len(controller.members) == 2
     assert len(run(controller, "work", any_size=True)) == 2
+
+
+def test_a_later_call_tries_replacements_again_that_were_given_up(world):
+    """The user may have mended what `setup` complained of."""
+    controller = world.drive(3, min_workers=3, initial_s=0.5, max_attempts=2).controller
+    every_new(world, setup_error=ValueError("no such file"))
+    world.at_step(20, lambda: world.lose(1))
+    with pytest.raises(WorkerLostError, match="min_workers=3"):
+        run_until(controller, 100, max_losses=1)
+    every_new(world, setup_error=None)
+    assert steps_of(run_until(controller, 100, max_losses=1)) == [100] * 3
 
 
 # ---- hangs
@@ -470,6 +527,20 @@ def test_worker_lost_during_a_start_is_replaced_alone(slow_world, when):
     assert set(controller.members) == {world.workers[n] for n in (0, 2, 3)}
     assert [member.num_joins for member in controller.members] == [1] * 3
     assert steps_of(run_until(controller, 20)) == [20] * 3
+
+
+def test_replacements_form_the_group_if_the_last_member_is_lost(slow_world):
+    world = slow_world
+    controller = world.drive(3).controller
+    every_new(world, start_s=3.0)
+    world.at_step(25, lambda: (world.lose(1), world.lose(2)))
+    world.at_step(75, lambda: lose_all(world))
+    assert steps_of(run_until(controller, 200, max_losses=2)) == [200] * 3
+    restarted = next(e for e in controller.events if e.kind == "restarted")
+    assert restarted.step in (60, 70)  # the snapshot, not their setup
+    assert restarted.seconds < 2.0
+    assert {world.workers[3], world.workers[4]} <= set(controller.members)
+    assert "waiting" not in kinds(controller)
 
 
 def die_in_setup(world, workers, cause, at="enter"):

@@ -401,6 +401,12 @@ def test_replacement_sets_up_alone_and_knows_its_rank(worker):
     assert worker._backend.context == context
 
 
+def test_the_stacks_of_all_threads_can_be_asked_for(worker):
+    text = worker.stacks()
+    assert "MainThread" in text
+    assert "test_the_stacks_of_all_threads_can_be_asked_for" in text
+
+
 # ---- members in the driver's process
 
 

@@ -41,6 +41,19 @@ def test_ray_client_takes_the_actor(monkeypatch):
     group_module._actor_class.__wrapped__()
 
 
+def test_an_inline_group_starts_and_ends_without_anything():
+    group = WorkerGroup(GroupOptions(num_workers=1, use_local=True))
+    group.reserve(timeout_s=5)
+    (slot,) = group.vacant_slots()
+    assert slot.is_ready
+    group.members = [group.new_member(slot)]
+    assert group.members[0].info.in_driver
+    assert group.vacant_slots() == []
+    assert "driver's process" in group.room()
+    group.shutdown()
+    assert group.members == group.vacant_slots() == []
+
+
 # ---- workers and their room
 
 

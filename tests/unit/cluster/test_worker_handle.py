@@ -62,6 +62,19 @@ def member(monkeypatch):
     return member
 
 
+def test_an_inline_member_works_in_the_calling_thread():
+    member = InlineHandle()
+    member.work("create", None, FakeRunner(), None, [])
+    future = member.work("call", request_of("run", function=threading.get_ident))
+    assert future.done()
+    assert future.result().value() == threading.get_ident()
+    assert isinstance(member.worker.runner, FakeRunner)
+    assert member.info.in_driver
+    assert not member.remote
+    member.kill()
+    assert "127.0.0.1" in member.name
+
+
 def test_a_thread_member_works_beside_the_calling_thread():
     member = ThreadHandle()
     member.work("create", None, FakeRunner(), None, []).result(20)
