@@ -179,6 +179,18 @@ def test_events_come_as_they_happen_and_before_the_call_raises(make_trainer):
     assert spy.calls[4:] == [("spy", "on_event", "resumed"), ("spy", "on_epoch_end", 1)]
 
 
+def test_a_callback_of_fit_sees_the_events_of_that_fit(make_trainer):
+    trainer = make_trainer(Recorder)
+    trainer.get_local_operator().fail = failing_at(2)
+    with pytest.raises(ValueError, match="bad batch"):
+        trainer.train()
+    trainer.get_local_operator().fail = lambda *arguments: None
+    spy = Spy()
+    trainer.fit(1, callbacks=[spy])
+    trainer.fit(2)
+    assert [detail for _, hook, detail in spy.calls if hook == "on_event"] == ["resumed"]
+
+
 def test_events_between_two_runs_arrive_once(make_trainer, tmp_path):
     spy = Spy()
     trainer = make_trainer(callbacks=[spy], logdir=tmp_path)
@@ -304,6 +316,21 @@ def test_passwords_in_errors_of_services_are_hidden(make_trainer, caplog):
         trainer.train()
     assert "403" in caplog.text
     assert "secret" not in str(caught.value) + caplog.text
+
+
+def test_progress_that_fails_is_told_once_a_call(make_trainer):
+    class Failing(Callback):
+        num_calls = 0
+
+        def on_progress(self, trainer, kind, progress):
+            self.num_calls += 1
+            raise ValueError("no terminal")
+
+    callback = Failing()
+    trainer = make_trainer(callbacks=[callback])
+    with pytest.raises(CallbackError, match="on_progress"):
+        trainer.train()
+    assert callback.num_calls == 1
 
 
 # ---- what is refused

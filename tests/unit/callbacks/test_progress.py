@@ -70,6 +70,14 @@ def test_a_bar_shows_batches_loss_rate_and_live_workers(terminal):
     assert terminal.getvalue().count("\n") == 1, "one line for the whole call"
 
 
+def test_bar_shows_shares_and_the_mean_of_unlike_numbers_of_batches(terminal):
+    bar, trainer = ProgressBar(), FakeTrainer()
+    trainer.events = [SimpleNamespace(shares=shares) for shares in [(1.5, 0.5), ()]]
+    bar.on_progress(trainer, "validate", [progress(30, total=20), progress(9, total=20)])
+    assert "20/20" in terminal.getvalue()
+    assert "shares=1.5/0.5" in terminal.getvalue()
+
+
 def test_what_is_logged_comes_above_a_bar(terminal, monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal)
     bar, trainer = ProgressBar(), FakeTrainer()
@@ -233,3 +241,14 @@ def test_line_of_the_epoch_replaces_the_bar_in_fit(make_trainer, terminal):
     assert "epoch 2/2, validation" in text
     lines = [line.rpartition("\r")[2] for line in text.split("\n")]
     assert [line.split("  ")[0] for line in lines if line] == ["epoch 1/2", "epoch 2/2"]
+
+
+def test_a_bar_of_fit_names_epoch_and_metrics_of_any_name(terminal):
+    bar, trainer = ProgressBar(), FakeTrainer()
+    trainer.num_epochs = 8
+    bar.on_progress(trainer, "train", [])
+    told = Progress(epoch=1, num_batches=2, total_batches=5, latest={"loss_g": 0.5, "loss_d": 1.5})
+    bar.on_progress(trainer, "train", [told])
+    text = terminal.getvalue()
+    assert "epoch 2/8" in text
+    assert "loss_g=0.5, loss_d=1.5" in text

@@ -128,12 +128,29 @@ def test_a_run_without_a_finished_call_has_a_page_too(tmp_path):
     assert tile(make_report(tmp_path).read_text(), "lost-workers") == "0"
 
 
+def test_the_entries_of_a_vector_share_a_drawing(tmp_path):
+    values = {f"val_f1_{n}": n / 10 for n in range(10)}
+    values |= {"profile/mean_fwd_s": 1.0, "profile/mean_grad_s": 2.0, "lr-0": 0.1, "lr-1": 0.2}
+    write(tmp_path, [run(), call(120, 10, 5, **values)])
+    text = make_report(tmp_path).read_text()
+    titles = re.findall(r"<section><h2>(.*?)</h2>", text)
+    assert titles == ["Where the time went", "f1", "profile", "lr"]
+
+
 @pytest.mark.parametrize(("value", "low", "high"), [(1.0, 0.95, 1.05), (0.0, -0.05, 0.05)])
 def test_a_constant_metric_has_a_narrow_axis(tmp_path, value, low, high):
     calls = [call(110 + n, 1, 10 * n, kind="validate", epoch=n, val_accuracy=value) for n in (1, 2)]
     write(tmp_path, [run(), *calls])
     (axis,) = re.findall(r'"yaxis":\{[^}]*"range":\[(.*?)\]', make_report(tmp_path).read_text())
     assert [float(end) for end in axis.split(",")] == [low, high]
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing_behind(folder):
+    (folder / "report.html").mkdir()
+    before = sorted(folder.iterdir())
+    with pytest.raises(OSError, match="directory"):
+        make_report(folder)
+    assert sorted(folder.iterdir()) == before
 
 
 def test_a_run_with_a_folder_ends_with_a_page_about_it(tmp_path):

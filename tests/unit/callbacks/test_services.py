@@ -114,6 +114,25 @@ def test_tensorboard_shows_metrics_workers_events_and_config(make_trainer, tmp_p
     assert metadata.plugin_data.plugin_name == "hparams"
 
 
+def test_hyperparameters_have_the_metrics_as_results(make_trainer, tmp_path, board):
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    make_trainer(Recorder, CONFIG, callbacks=[TensorBoardLogger(tmp_path)]).fit(1, log_every=1)
+    read = board(tmp_path)
+    content = read.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    given = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert {name: value.WhichOneof("kind") for name, value in given.items()} == {
+        "lr": "number_value",
+        "name": "string_value",
+        "num_samples": "number_value",
+        "batch_size": "number_value",
+    }
+    content = read.SummaryMetadata("_hparams_/experiment").plugin_data.content
+    metrics = HParamsPluginData.FromString(content).experiment.metric_infos
+    tags = {metric.name.tag for metric in metrics}
+    assert {"train/train_loss", "validate/val_loss"} <= tags <= set(read.Tags()["scalars"])
+
+
 def test_steps_after_the_checkpoint_are_hidden_when_a_run_is_resumed(make_trainer, tmp_path, board):
     callbacks = [CheckpointCallback(), TensorBoardLogger()]
     trainer = make_trainer(Recorder, callbacks=callbacks, logdir=tmp_path)
