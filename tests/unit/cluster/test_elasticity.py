@@ -102,6 +102,43 @@ def test_a_lost_worker_is_replaced_while_the_others_train(world, caplog):
     assert "Continuing with 2 of 3 workers." in caplog.messages
 
 
+def test_growing_costs_no_retry_and_redoes_no_step(world):
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=1.0).controller
+    first_two = list(controller.members)
+    world.at_step(20, lambda: setattr(world, "room", 3))
+    assert steps_of(run_until(controller, 200, max_losses=0)) == [200] * 3
+    assert kinds(controller) == ["started", "grown"]
+    assert run.call.num_losses == 0
+    assert world.trained == list(range(1, 201))
+    assert [member.interruptions for member in first_two] == [0, 0]
+
+
+def test_a_replacement_that_is_ready_between_two_calls_joins_at_the_next(world):
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=0.0).controller
+    run_until(controller, 3)
+    assert len(controller.members) == 2
+    world.room = 3
+    run_until(controller, 6)
+    for _ in range(5):
+        run(controller, "validate")
+        world.sleep(1.0)
+    assert all(member.interruptions == 0 for member in world.workers)
+    assert len(controller.members) == 3
+    assert steps_of(run_until(controller, 9)) == [9] * 3
+
+
+def test_a_straggler_that_does_not_come_back_is_lost_too(world):
+    controller = world.drive(3).controller
+    controller.members[2].deaf = True
+    world.at_step(20, lambda: world.lose(1))
+    assert steps_of(run_until(controller, 100, max_losses=2)) == [100] * 3
+    causes = [event.cause for event in controller.events if event.kind == "lost"]
+    assert len(causes) == 2
+    assert "still busy 60 s after" in causes[1]
+
+
 def test_a_pause_ends_with_the_call(world):
     """A replacement worker may become ready when the call is nearly over."""
     world.room = 2
@@ -144,6 +181,60 @@ def test_one_long_step_among_short_ones_is_waited_for_too(world):
 # ---- replacement workers that fail
 
 
+@pytest.mark.parametrize("failing", ["setup_error", "join_error"])
+def test_replacement_that_raises_is_retried_later(world, failing):
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=0.0, initial_s=2.0).controller
+    every_new(world, **{failing: ValueError("no such file")})
+    world.room = 3
+    world.plan(4.0, world.on_new_worker.clear)
+    assert steps_of(run_until(controller, 400, max_losses=0)) == [400] * 3
+    failed = [event for event in controller.events if event.kind == "newcomer_failed"]
+    assert {event.cause for event in failed} == {"no such file"}
+    assert run.call.num_losses == 0
+    assert world.trained == list(range(1, 401))
+
+
+def test_a_replacement_that_dies_as_it_joins_is_no_loss(world):
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=0.0).controller
+    world.room = 3
+    world.on_meeting.append(lambda: world.workers[2].die("OOM while joining"))
+    assert steps_of(run_until(controller, 400, max_losses=0)) == [400] * 3
+    assert kinds(controller).count("newcomer_failed") == 1
+    assert run.call.num_losses == 0
+    assert world.trained == list(range(1, 401))
+
+
+def test_loss_during_a_join_counts_once_and_replacements_join_later(world):
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=0.0).controller
+    world.room = 3
+    doomed = controller.members[1]
+    world.on_meeting.append(lambda: doomed.die("OOM"))
+    assert steps_of(run_until(controller, 400, max_losses=1)) == [400] * 3
+    assert doomed not in controller.members
+    assert run.call.num_losses == 1
+    assert "newcomer_failed" not in kinds(controller)
+
+
+def test_a_replacement_that_is_stopped_as_it_joins_is_given_up(world):
+    world.room = 2
+    controller = world.drive(3, resize_cooldown_s=0.0).controller
+
+    def stop_the_replacement():
+        world.workers[2].silent = True
+
+    every_new(world, setup_s=0.5)
+    world.plan(0.0, lambda: setattr(world, "room", 3))
+    world.at_step(2, lambda: hold_when_ready(world, stop_the_replacement))
+    assert steps_of(run_until(controller, 4000, max_losses=0)) == [4000] * 3
+    failed = [event for event in controller.events if event.kind == "newcomer_failed"]
+    assert [event.cause for event in failed] == ["no answer within 10 s"]
+    assert world.workers[2] not in controller.members
+    assert world.trained == list(range(1, 4001))
+
+
 def test_a_worker_that_is_stopped_while_a_generation_forms_is_lost(world):
     controller = world.drive(3, grow=False).controller
     stopped = controller.members[2]
@@ -171,6 +262,18 @@ def test_losses_without_end_before_a_call_are_given_up(world):
     world.on_meeting.append(lose_again)
     with pytest.raises(WorkerLostError, match="times before the call began"):
         run_until(controller, 20, max_losses=0)
+
+
+def hold_when_ready(world, action):
+    """Do something as soon as the replacement worker has set up."""
+
+    def look():
+        if len(world.workers) > 2 and world.workers[2].is_set_up:
+            action()
+        else:
+            world.plan(0.0, look)
+
+    look()
 
 
 # ---- errors of the user
@@ -305,6 +408,25 @@ def test_when_all_are_lost_the_group_restarts_from_the_newest_snapshot(world):
     assert len(world.reservations) == 1  # their room was kept
 
 
+def test_all_lost_before_the_first_snapshot_restart_from_setup(world):
+    controller = world.drive(3).controller
+    for member in controller.members:
+        member.die("OOM")
+    outcomes = run_until(controller, 30, max_losses=1)
+    assert steps_of(outcomes) == [30] * 3
+    assert controller.events[-1].step == 0
+
+
+def test_a_state_that_was_loaded_is_what_a_restart_goes_on_from(world):
+    controller = world.drive(3).controller
+    run(controller, "load", state={"step": 7})
+    controller.snapshots.set({"step": 7})
+    world.kept_by_driver = 7
+    lose_all(world)
+    run_until(controller, 30, max_losses=1)
+    assert next(e for e in controller.events if e.kind == "restarted").step == 7
+
+
 def test_without_snapshots_losing_all_ends_the_call(world):
     controller = world.drive(3, snapshot_every=None).controller
     run_until(controller, 10)
@@ -339,6 +461,43 @@ def test_without_snapshots_that_ends_the_call(world):
         run_until(controller, 60, max_losses=1)
 
 
+def raise_in_update(members):
+    for member in members:
+        member.partial = True
+        member.error = ValueError("within the step of an optimizer")
+
+
+def test_another_worker_replaces_a_partial_state(world):
+    controller = world.drive(3).controller
+    before = list(controller.members)
+    world.at_step(25, lambda: raise_in_update(before[:1]))
+    with pytest.raises(ValueError, match="within the step"):
+        run_until(controller, 60)
+    run_until(controller, 60)
+    assert controller.members == before
+    assert not before[0].partial
+
+
+def test_all_workers_restart_from_the_snapshot_if_every_state_is_partial(world):
+    controller = world.drive(3).controller
+    before = list(controller.members)
+    world.at_step(25, lambda: raise_in_update(before))
+    with pytest.raises(ValueError, match="within the step"):
+        run_until(controller, 60)
+    assert steps_of(run_until(controller, 60)) == [60] * 3
+    assert not set(before) & set(controller.members)
+
+
+def test_losing_all_more_often_than_allowed_ends_the_call(world):
+    controller = world.drive(3).controller
+    world.at_step(45, lambda: lose_all(world))
+    with pytest.raises(WorkerLostError, match="more often than max_retries=0"):
+        run_until(controller, 60, max_losses=0)
+    # the state is kept, and the next call goes on from it
+    assert controller.snapshots.state() is not None
+    assert steps_of(run_until(controller, 60)) == [60] * 3
+
+
 def test_a_restart_waits_for_room_longer_each_time(world):
     controller = world.drive(3, min_workers=2, initial_s=1.0, factor=2.0).controller
     began = []
@@ -367,6 +526,16 @@ def test_a_restart_without_room_is_given_up_and_the_state_kept(world):
     assert controller.snapshots.state() == {"step": 10}
     world.room = 3
     assert steps_of(run_until(controller, 60, max_losses=1)) == [60] * 3
+
+
+def test_loss_at_the_begin_of_a_restart_replaces_one_worker(world):
+    controller = world.drive(3).controller
+    run_until(controller, 15)
+    lose_all(world)
+    world.on_meeting.append(lambda: world.workers[4].die("again"))
+    assert steps_of(run_until(controller, 60, max_losses=1)) == [60] * 3
+    assert kinds(controller)[-2:] == ["newcomer_failed", "restarted"]
+    assert {world.workers[3], world.workers[5]} < set(controller.members)  # they stayed
 
 
 def test_error_in_setup_during_a_restart_reaches_the_caller(world):
@@ -428,6 +597,15 @@ def test_a_later_call_tries_replacements_again_that_were_given_up(world):
         run_until(controller, 100, max_losses=1)
     every_new(world, setup_error=None)
     assert steps_of(run_until(controller, 100, max_losses=1)) == [100] * 3
+
+
+def test_replacements_that_never_manage_to_join_end_the_call(world):
+    controller = world.drive(3, min_workers=3, initial_s=0.5, max_attempts=3).controller
+    every_new(world, join_error=ValueError("no way in"))
+    world.at_step(20, lambda: world.lose(1))
+    with pytest.raises(WorkerLostError, match="min_workers=3"):
+        run_until(controller, 100, max_losses=1)
+    assert kinds(controller).count("newcomer_failed") == 3
 
 
 # ---- hangs
@@ -507,6 +685,16 @@ def test_worker_that_does_not_stop_is_replaced(world):
 # ---- losses while workers start
 
 
+def as_soon_as(world, condition, action):
+    def look():
+        if condition():
+            action()
+        else:
+            world.plan(0.0, look)
+
+    look()
+
+
 @pytest.fixture
 def slow_world():
     """Room for three workers, whose processes need a second to come up."""
@@ -578,3 +766,19 @@ def test_crashes_of_a_slot_in_user_code_end_the_start(world, rejoins, at, said):
         world.drive(3, rejoins=rejoins)
     assert all(worker.dead for worker in world.workers)
     assert world.now < 1000.0 + 10.0
+
+
+def test_three_crashes_in_setup_of_one_slot_alone_end_the_start(world):
+    """The others are set up by then, and would be enough."""
+
+    def die():
+        for member in world.workers:
+            if member.slot.index == 1 and member.is_at("enter"):
+                member.die("fault")
+        world.plan(0.0, die)
+        world.on_meeting[:] = [lambda: world.workers[1].die("fault")]
+
+    die()
+    every_new(world, setup_s=0.1)
+    with pytest.raises(WorkerLostError, match="Worker 1 died 3 times in a row in setup"):
+        world.drive(3)

@@ -1,5 +1,7 @@
 """Functions of the user on workers, with Ray's own errors and no Ray behind them."""
 
+import threading
+
 import pytest
 import ray
 import ray.exceptions
@@ -76,6 +78,13 @@ def test_exception_of_a_function_keeps_its_type():
     assert isinstance(cause, RemoteTraceback)
     assert "Raised on worker 1 on node 01234567 (10.0.0.7):" in cause.text
     assert "in line 5" in cause.text
+
+
+def test_what_cannot_be_pickled_is_told_all_the_same():
+    """Ray puts an error of its own in its place, which names it."""
+    error = ValueError("bad batch", threading.Lock())
+    with pytest.raises(ray.exceptions.RayError, match="in line 5"):
+        outcome(Remote(failure(error)))
 
 
 def test_a_worker_that_died_is_lost_with_all_that_is_known():

@@ -142,6 +142,14 @@ def test_worker_that_does_not_reconnect_is_lost(watched):
     assert not watched.watch.is_silent
 
 
+def test_a_host_counts_as_reached_only_after_a_while(watched):
+    assert not watched.watch.is_reached
+    with connect(watched.watch.address, 5.0):
+        wait_until(lambda: watched.watch._connection is not None)
+        assert not watched.watch.is_reached
+        wait_until(lambda: watched.watch.is_reached)
+
+
 def test_workers_on_the_drivers_host_are_not_watched(watched):
     info = WorkerInfo(node_id="a", node_ip="127.0.0.1", pid=77)
     assert watched.monitor.watch(info, watched.lost.set_result) is None
@@ -193,6 +201,20 @@ def test_worker_without_driver_stops_and_exits_after_the_grace(monkeypatch, caps
     assert 0.3 < time.monotonic() - began < 20
     assert worker.stopped.is_set()
     assert "this worker exits because the driver was unreachable" in capsys.readouterr().err
+
+
+def test_a_worker_that_reaches_the_driver_in_time_stays(monkeypatch):
+    tries = iter([TimeoutError, OSError, ConnectionRefusedError])
+
+    def connect(*arguments):
+        for error in tries:
+            raise error
+        return "connection"
+
+    monkeypatch.setattr(module, "connect", connect)
+    worker = Worker()
+    assert worker.watch._reconnect() == "connection"
+    assert worker.stopped.is_set()
 
 
 def test_a_worker_that_cannot_connect_returns_why(watched, listener):

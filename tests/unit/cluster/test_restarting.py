@@ -33,6 +33,26 @@ def test_a_start_that_failed_uses_no_process_again(world):
     assert not set(controller.members) & set(world.workers[:3])
 
 
+def test_the_furthest_state_counts(world):
+    controller = world.drive(3, rejoins=False).controller
+    world.at_step(17, lambda: world.lose(0, ahead=[2]))
+    run_until(controller, 40, max_losses=1)
+    assert controller.events[-1].step == 18
+
+
+def test_where_nobody_is_left_the_snapshot_counts(world):
+    controller = world.drive(2, rejoins=False).controller
+
+    def lose_all():
+        world.lose(0)
+        world.lose(1)
+
+    world.at_step(17, lose_all)
+    run_until(controller, 40, max_losses=2)
+    assert controller.events[-1].step in (0, 10)
+    assert controller.progress.global_step == 40
+
+
 def test_a_users_error_costs_no_step_and_no_retry(world):
     controller = world.drive(2, rejoins=False).controller
 

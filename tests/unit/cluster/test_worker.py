@@ -169,6 +169,13 @@ def test_user_exception_keeps_its_type_and_has_the_traceback_of_the_worker(worke
     assert re.fullmatch(r"Raised on worker 3, in fail, .*test_worker\.py:\d+; .* above\.", note)
 
 
+def test_an_error_that_is_raised_again_says_the_place_once(worker):
+    kept = PlainError("kept")
+    for _ in range(2):
+        error = call(worker, fail_with(kept)).exception()
+    assert len(error.__notes__) == 1
+
+
 @pytest.mark.parametrize(
     ("filename", "expected"),
     [
@@ -342,6 +349,34 @@ def test_next_generation_waits_for_messages_to_the_last(worker):
     assert call(worker, fail_with(PlainError())).kind == "user"
 
 
+def test_a_worker_that_hosts_nothing_says_so():
+    worker = Worker()
+    assert worker.progress() == Progress()
+    worker.interrupt()
+    worker.teardown()
+    error = call(worker, int).exception()
+    assert "no runner" in str(error)
+    assert not hasattr(error, "__notes__")  # no user code raised it
+
+
+# ---- pauses and snapshots
+
+
+def test_a_pause_is_neither_a_result_nor_a_failure(worker):
+    worker.runner.step = 4
+    outcome = call(worker, fail_with(PausedError()))
+    assert (outcome.kind, outcome.payload, outcome.progress.global_step) == ("paused", None, 4)
+    worker.interrupt()
+    assert call(worker, fail_with(PausedError())).kind == "paused"
+
+
+def test_a_snapshot_comes_pickled_where_there_is_one(worker):
+    assert worker.snapshot() is None
+    worker.runner.step = 4
+    assert pickle.loads(worker.snapshot()) == {"step": 4}
+    assert Worker().snapshot() is None
+
+
 # ---- life
 
 
@@ -378,6 +413,13 @@ def test_what_the_driver_can_import_the_worker_can(worker, monkeypatch, tmp_path
     monkeypatch.delitem(sys.modules, "module_of_the_user")
 
 
+def test_a_failing_hook_is_an_error_and_nothing_is_hosted():
+    worker = Worker()
+    outcome = worker.create(fail_with(PlainError("no network here")), FakeRunner(), None, [])
+    assert outcome.kind == "user"
+    assert worker.runner is None
+
+
 def test_entering_makes_the_group_before_the_operator(worker):
     order = []
     worker._backend.setup = lambda context, rendezvous: order.append(("group", rendezvous))
@@ -399,6 +441,14 @@ def test_replacement_sets_up_alone_and_knows_its_rank(worker):
     assert seen == [replace(context, alone=True)]
     worker.enter(context, "there", 0)
     assert worker._backend.context == context
+
+
+def test_teardown_lets_go_of_runner_and_group(worker):
+    runner, backend = worker.runner, worker._backend
+    worker.teardown()
+    assert runner.calls[-1] == ("teardown",)
+    assert backend.calls[-1] == "teardown"
+    assert worker.runner is None
 
 
 def test_the_stacks_of_all_threads_can_be_asked_for(worker):

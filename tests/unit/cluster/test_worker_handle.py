@@ -19,6 +19,7 @@ from raysgd.cluster.worker_handle import (
     InlineHandle,
     ThreadHandle,
     is_loss,
+    loss_cause,
 )
 from raysgd.cluster.worker_info import WorkerInfo
 from tests.unit.cluster.calls import request_of
@@ -97,6 +98,17 @@ def test_a_worker_in_this_process_has_none_of_its_own():
     assert member.alive
 
 
+def test_work_and_control_are_calls_of_the_actor(member):
+    assert member.work("call", "train") == "future of call"
+    member.control("progress")
+    member.execute(print, 1, end="")
+    assert member.actor.calls == [
+        ("call", ("train",), {}),
+        ("progress", (), {}),
+        ("execute", (print, 1), {"end": ""}),
+    ]
+
+
 def test_calls_of_a_worker_fail_when_its_host_is_lost(member, monkeypatch):
     answers = [Future() for _ in range(3)]
     monkeypatch.setattr(Method, "future", lambda method: answers[len(member.actor.calls) - 1])
@@ -172,6 +184,21 @@ def test_killing_a_remote_worker_does_not_wait_for_the_ray_head(member, monkeypa
         assert killed == [member.actor]
     finally:
         answers.set()
+
+
+def test_what_ray_says_about_a_death_comes_in_one_line():
+    said = (
+        "The actor died unexpectedly before finishing this task.\n\tpid: 77\n"
+        "The actor is dead because its worker process has died. Worker exit detail: Worker exits "
+        "with code 2. Some common causes include: (1) the process is killed"
+    )
+    unknown = WorkerInfo(node_id="", node_ip="")
+    assert loss_cause(RuntimeError(said), unknown) == "Worker exits with code 2."
+    assert loss_cause(RuntimeError(said), PLACE) == "process 77: Worker exits with code 2."
+    assert loss_cause(RuntimeError("gone\n"), unknown) == "gone"
+    died = RuntimeError("It died.\n\tclass_name: W\n\tactor_id: 6\n")
+    assert loss_cause(died, unknown) == "It died."
+    assert loss_cause(RuntimeError(), unknown) == "RuntimeError"
 
 
 @pytest.mark.parametrize(
