@@ -13,7 +13,7 @@ import cloudpickle
 import pytest
 
 import raysgd
-from raysgd._internal.context import Progress, WorkerContext
+from raysgd._internal.context import PausedError, Progress, WorkerContext
 from raysgd._internal.tracebacks import is_the_users
 from raysgd.backends import Backend
 from raysgd.cluster.serialization import Packed, pack
@@ -458,14 +458,6 @@ def test_the_stacks_of_all_threads_can_be_asked_for(worker):
 
 
 # ---- members in the driver's process
-
-
-def test_teardown_lets_go_of_runner_and_group(worker):
-    runner, backend = worker.runner, worker._backend
-    worker.teardown()
-    assert runner.calls[-1] == ("teardown",)
-    assert backend.calls[-1] == "teardown"
-    assert worker.runner is None
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt("mine"), asyncio.CancelledError()])
