@@ -781,3 +781,26 @@ def test_stateful_loader_of_torchdata_is_partitioned(num_workers):
         read = [torch.cat(list(rank.batches(epoch, 0))).tolist() for rank in ranks]
         assert sorted(read[0] + read[1]) == list(range(20))
     assert torch.cat(list(ranks[0].batches(1, 8))).tolist() == read[0][4:]
+
+
+class Stopping(Numbers):
+    def __getitem__(self, index):
+        if index == 5:
+            raise StopIteration
+        return super().__getitem__(index)
+
+
+def test_stop_iteration_in_a_data_set_does_not_block_the_other_workers():
+    source = wrap(DataLoader(Stopping(), batch_size=2), world_size=2)
+    batches = source.batches(0, 0)
+    assert next(batches).tolist() == [0, 1]
+    with pytest.raises(RuntimeError, match=r"DataLoader ended after 1 of 5 batches"):
+        next(batches)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_drop_last_is_kept(training):
+    loader = DataLoader(tensors(23), batch_size=3, drop_last=True)
+    ranks = group_batches(loader, 2, training=training)
+    assert all(len(batch[0]) == 3 for batches in ranks for batch in batches)
+    assert sum(map(len, ranks)) == (6 if training else 7)

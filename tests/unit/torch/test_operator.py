@@ -242,3 +242,18 @@ def test_nested_tensors_move_to_the_device(make, tensor_of):
     assert type(moved) is type(batch)
     assert tensor_of(moved).is_meta
     assert not tensor_of(batch).is_meta
+
+
+def test_only_an_overridden_num_items_communicates():
+    def asked(count):
+        raise AssertionError
+
+    for overridden in (False, True):
+        methods = {"num_items": lambda self, batch: None} if overridden else {}
+        operator = run_operator(type("Counting", (Classifier,), methods))
+        operator._train_state.optimization.mean_over_workers = asked
+        if overridden:  # also if it has no number for this batch, since others may have one
+            with pytest.raises(AssertionError):
+                operator.train_batch(BATCH, {})
+        else:
+            operator.train_batch(BATCH, {})

@@ -132,3 +132,14 @@ def test_parameters_that_steps_move_before_the_update_are_restored():
     steps.discard()
     assert parameter.tolist() == [1, 1]
     assert not steps.step.is_partial
+
+
+def test_parameter_of_two_optimizers_is_restored():
+    shared = torch.nn.Parameter(torch.ones(2))
+    steps = Steps(*(torch.optim.SGD([shared], lr=0.1) for _ in range(2)))
+    steps.begin()
+    for optimizer in steps.optimizers * 2:
+        stepped(optimizer)
+    steps.discard()
+    assert shared.tolist() == [1, 1]
+    assert not steps.step.is_partial

@@ -80,7 +80,7 @@ def test_num_epochs_counts_from_the_very_first_epoch(make_trainer, caplog):
     with caplog.at_level(logging.WARNING):
         assert trainer.fit(3) == []
     assert "fit(3) trains nothing" in caplog.text
-    assert "fit(6) trains 3 more" in caplog.text
+    assert "To train 3 more, call fit(6)" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_a_complete_run_is_logged_even_if_its_validation_is_missing(make_trainer
     spy = Spy()
     assert make_trainer(callbacks=[CheckpointCallback(folder), spy]).fit(2) == []
     assert told(spy) == ["on_validation_end"]
-    assert caplog.text.count("trains nothing, because the run has already completed 2") == 1
+    assert caplog.text.count("trains nothing, because the run has already completed 2 epochs") == 1
 
 
 def test_validate_makes_up_for_a_missing_validation(broken_off):
