@@ -286,3 +286,11 @@ def test_checkpoint_of_another_model_is_an_error_with_advice(make_trainer, tmp_p
 def test_wrong_arguments_raise(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         CheckpointCallback(**arguments)
+
+
+def test_the_last_background_write_raises_its_error(make_trainer, tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.write_text("in the way")
+    saving = CheckpointCallback(folder, every=5, blocking=False, resume=False)
+    with pytest.raises(CallbackError, match="CheckpointCallback"):
+        make_trainer(callbacks=[saving]).fit(1)
