@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.data import Dataset
+from raysgd.data.partition import MicroBatch
 from raysgd.testing import run_operator
 from raysgd.torch import collectives, registration
 from raysgd.torch.options import TorchOptions
@@ -131,6 +132,18 @@ def test_model_frozen_after_register_is_averaged_later(process_group):
     assert wrapped._get_ddp_logging_data()["num_parameter_tensors"] == 2
     model.requires_grad_(True)
     train_state.check_trained()
+
+
+def test_gradients_are_averaged_again_after_an_interrupted_group(process_group):
+    model, train_state = linear(), distributed()
+    wrapped = registration.register(train_state, model, sgd(model), accumulation_steps=2)[0]
+    registration.adopt_wrappers(train_state, [])
+    for feature in train_state.features:
+        feature.begin_batch(MicroBatch(planned=2, is_last=False))
+    assert not wrapped.require_backward_grad_sync
+    for feature in train_state.features:
+        feature.end_segment()
+    assert wrapped.require_backward_grad_sync
 
 
 def test_buffers_of_frozen_models_may_differ_in_size(process_group):
