@@ -296,18 +296,24 @@ def test_whatever_happens_each_sample_counts_once(run, seed):
     run.await_nobody_else()
 
 
-def test_announced_worker_leaves_early_at_no_cost(run):
-    """It is sent SIGTERM. The soak drains nodes too."""
+def test_announced_workers_leave_early_at_no_cost(run):
+    """A node is drained, with room elsewhere; then one is sent SIGTERM, and there is none."""
     began = time.time()
-    worker = run.alone()[1]
+    drained = 1  # it has one CPU, as many as are left
+    run.hosts.drain(drained, 30)
+    wait_until(lambda: not run.hosts.processes(drained, "ray::Worker"), 30)
+    moved = run.await_size(NUM_WORKERS, time.time())
+    (worker, _) = run.hosts.processes(2, "ray::Worker")
     worker.send_signal(signal.SIGTERM)
     wait_until(lambda: not worker.is_running(), 30)
-    run.await_size(NUM_WORKERS, time.time())
+    run.await_size(NUM_WORKERS - 1, moved)
     events = run.end()
-    assert kinds(events) == ["draining", "resumed", "grown"]
-    assert events[0][1] == "its process was sent SIGTERM"
+    assert kinds(events) == ["draining", "moved", "draining", "resumed", "grown"]
+    causes = [cause for kind, cause in events if kind == "draining"]
+    assert causes == ["Ray drains its node", "its process was sent SIGTERM"]
     assert run.pause(began) < 3.0  # the figure is a benchmark's: a successor starts on busy cores
     assert run.redone(began) == 0
+    assert run.call("workers").keys() == {run.hosts.address(2)}
 
 
 def test_workers_wait_for_a_driver_that_is_cut_off_and_exit_without_it(run):

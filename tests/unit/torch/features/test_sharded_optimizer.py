@@ -429,7 +429,7 @@ HALF = {"use_fp16": True, "amp_dtype": torch.float16}
             "does not work with torch.compile",
         ),
         (wrapped, {}, ValueError, "does not work with DistributedDataParallel"),
-        ({**FULL, "sharding_args": {"init_fn": 1}}, {}, TypeError, "must be a function of a mod"),
+        ({**FULL, "sharding_args": {"init_fn": 1}}, {}, TypeError, "must be a function of one"),
         ({**FULL, "sharding_args": {"init_fn": id}}, {}, ValueError, "but these have content"),
         (
             lambda: on_meta(sharding=None),
