@@ -1,9 +1,9 @@
 """Exact metrics over batches and workers: means, and other values that can be merged.
 
-A worker adds what batches return to meters. Each number in its result is a :class:`Computed`, which
-remembers its :class:`MergeableMetric`: for a mean, the weighted sum and the weight. `merge_workers`
-merges the metrics of all workers, and computes one dict of numbers. The idea to merge first and
-divide last comes from ``clu.metrics`` and TorchMetrics.
+A worker adds the metrics of its batches to meters. Each number in the result is a
+:class:`Computed`, which remembers its :class:`MergeableMetric`: for a mean, the weighted sum and
+the weight. `merge_workers` merges the metrics of all workers, and computes one dict of numbers. The
+idea to merge first and divide last comes from ``clu.metrics`` and TorchMetrics.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class MergeableMetric(ABC):
 
     @abstractmethod
     def merge(self, other: Self) -> Self:
-        """Return a metric of the data of both."""
+        """Return a metric over the data of both metrics."""
 
     @abstractmethod
     def compute(self) -> Any:
@@ -139,8 +139,8 @@ class Sums(MergeableMetric):
     2.0
 
     Args:
-        function: Called with the sums by name. Returns the same types as `MergeableMetric.compute`.
-            Must be picklable, for example a function of a module.
+        function: Called with the sums as keyword arguments. Returns the same types as
+            `MergeableMetric.compute`. Must be picklable, so define it at the top of a module.
         sums: Numbers, or tensors or arrays of numbers. Tensors on an accelerator stay there.
     """
 
@@ -154,7 +154,7 @@ class Sums(MergeableMetric):
         return {name: _plain(value) for name, value in self._sums.items()}
 
     def merge(self, other: Self) -> Self:
-        """Add the sums of both."""
+        """Return a metric with the added sums of both metrics."""
         added = {name: value + other._sums[name] for name, value in self._sums.items()}
         return type(self)(self.function, **added)
 
@@ -183,7 +183,7 @@ def ratio(total: Any, weight: Any) -> Any:
 class Computed(float):
     """A number that remembers its metric, so that it can be merged.
 
-    `end` is the suffix of its name, if the metric computes several numbers.
+    `end` is the suffix of the number's name, if the metric computes several numbers.
     """
 
     metric: MergeableMetric
@@ -299,9 +299,9 @@ class AverageMeterCollection:
     def update(self, metrics: Mapping[str, Any], n: float = 1, is_batch: bool = True) -> None:
         """Add the metrics of one batch of `n` samples.
 
-        Numbers are averaged, and numbers in nested dicts too, as ``outer/inner``. Mergeable metrics
-        are merged. Of texts and other values, the newest is kept. Pass ``is_batch=False`` for all
-        parts of a batch but the last, so that it counts once.
+        Numbers are averaged. Numbers in nested dicts are averaged too, with names such as
+        ``outer/inner``. Mergeable metrics are merged. For texts and other values, the newest is
+        kept. If a batch has several parts, pass ``is_batch=True`` only for the last one.
 
         Raises:
             TypeError: If a metric is a list, tuple, or set, whose meaning is ambiguous.
@@ -346,7 +346,8 @@ class AverageMeterCollection:
     def summary(self) -> dict[str, Any]:
         """Return ``num_samples``, ``batch_count``, and the mean and last value of each metric.
 
-        A mergeable metric has its value instead of a mean. Both are a :class:`Computed`.
+        For mergeable metrics, return the value instead of a mean. Means and these values are
+        :class:`Computed`.
         """
         values: dict[str, Any] = {NUM_SAMPLES: self.num_samples, BATCH_COUNT: self.batch_count}
         for name, meter in self._meters.items():
@@ -438,10 +439,10 @@ def rename_metrics(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the results of all workers, in the order of their ranks.
 
-    ``num_samples`` is summed. ``batch_count`` and ``last_k`` are plain means. For
+    ``num_samples`` is summed. ``batch_count`` and ``last_k`` are averaged without weights. For
     ``num_skipped_steps``, the maximum is kept, because workers skip together. Mergeable metrics are
-    merged and computed. Other numbers are averaged, weighted by each worker's samples. For other
-    values, the lowest rank wins. The keys are the union over the workers.
+    merged and computed. Other numbers are averaged, weighted by each worker's samples. For texts
+    and other values, the value of the lowest rank is kept. The keys are the union over the workers.
 
     >>> merge_workers([{"num_samples": 3, "loss": 1.0}, {"num_samples": 1, "loss": 5.0}])
     {'num_samples': 4, 'loss': 2.0}
@@ -462,7 +463,7 @@ def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         try:
             value = metric.compute()
         except Exception as error:
-            error.add_note(f"This was in the metric {name!r}, a {type(metric).__name__}.")
+            error.add_note(f"The metric {name!r}, a {type(metric).__name__}, raised this error.")
             raise
         for key, _, each in _values(name, value):
             merged.setdefault(key, each)

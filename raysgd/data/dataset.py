@@ -19,8 +19,8 @@ class Dataset:
     [0, 30]
 
     Args:
-        data: The items. They travel to the workers, so prefer the names of large files. Iterables
-            that are not sequences, such as those of ``ray.util.iter``, must end.
+        data: The items. raysgd sends them to the workers, so prefer names of files to their
+            content. Iterators, such as those of ``ray.util.iter``, must end.
         batch_size: Items per worker and step.
         download_func: Converts an item into a sample, on the worker. None uses items as samples.
         max_concurrency: Number of threads that download the items of a batch.

@@ -1,4 +1,4 @@
-"""The samples of each worker: pure arithmetic over the order of one epoch.
+"""Computes which samples of an epoch each worker uses.
 
 At each step, the workers together take the next global batch of the epoch: rank 0 the first part,
 rank 1 the next, and so on. The rest of an epoch is a plain offset, from which any number of workers
@@ -115,11 +115,11 @@ class MicroBatch:
     planned: int = 1
     """Number of batches and parts in the group, or the maximum if the number is unknown."""
     is_last: bool = True
-    """Whether the update follows."""
+    """Whether the update follows directly."""
     step: int = 0
     """Number of earlier steps in the group."""
     ends_step: bool = True
-    """Whether this completes the worker's batch of the step."""
+    """Whether this is the last part of the worker's batch in the step."""
     is_part: bool = False
     """Whether the batches of the group are split into parts."""
     is_large: bool = False
@@ -128,16 +128,16 @@ class MicroBatch:
     """Number of samples, without repeated ones. None: unknown. In a split batch of unknown size,
     the sizes of the parts add up to 1."""
     total: int = 0
-    """Sum of the sizes of this worker in the group. 0: unknown, or none."""
+    """Number of samples of this worker in the group. 0: unknown, or none."""
     share: float = 1.0
     """Weight of this worker's mean in the mean over the workers."""
     weight: float = 1
-    """Weight within its batch. 0 for repeated samples."""
+    """Weight of a part within its batch. 0 for repeated samples."""
 
     def parts(self, number: int, rows: int, planned: int, repeats: int = 0) -> Sequence[MicroBatch]:
         """Return the roles of the `number` parts of this batch, which has `rows` samples.
 
-        `planned` is the largest number of parts in the group. Adds `repeats` parts of weight 0.
+        `planned` is the largest number of parts in the group. `repeats` parts of weight 0 follow.
         """
         sizes = [high - low for low, high in (part_of(rows, number, i) for i in range(number))]
         weights = [size / rows if i < rows else 0.0 for i, size in enumerate(sizes)]
@@ -170,7 +170,7 @@ def micro_batches_of(
 ) -> tuple[MicroBatch, ...]:
     """Return the roles of a worker's batches in a group, whose steps have `sizes` samples.
 
-    With their weights, means over batches add up to the mean over all samples of the group.
+    With these weights, means over batches add up to the mean over all samples of the group.
     `in_parts` splits batches of more than `at_once` samples, equally often on all workers.
     """
     found: list[tuple[int, int, bool, float]] = []

@@ -93,7 +93,7 @@ class BatchSource:
         return iterator if num_steps is None else itertools.islice(iterator, num_steps)
 
     def limit(self, limit: float | None) -> bool:
-        """Limit an epoch to a number (int) or fraction (float) of its steps, or None.
+        """Limit an epoch to a number (int) or fraction (float) of its steps. None: no limit.
 
         Return whether the limit has changed.
         """
@@ -125,7 +125,7 @@ class BatchSource:
         return None
 
     def places_of_batches(self) -> Iterator[int]:
-        """Yield numbers for this worker's batches that sort the batches of all workers."""
+        """Yield a sort key for each batch of this worker. The keys order those of all workers."""
         return itertools.count()
 
     def steps_left(self, offset: int) -> int | None:
@@ -165,7 +165,7 @@ class BatchSource:
         return False
 
     def batching(self) -> tuple[int, bool] | None:
-        """Return a worker's samples per step, and whether they follow ``config[BATCH_SIZE]``.
+        """Return a worker's batch size, and whether it follows ``config[BATCH_SIZE]``.
 
         None if the loader creates its batches itself.
         """
@@ -177,8 +177,8 @@ class BatchSource:
     def reseed(self, seed: int, own_seed: int | None = None) -> None:
         """Derive the order of the epochs from `seed`.
 
-        A loader with a generator uses its seed instead, or the `own_seed` of another worker or of
-        a saved state.
+        If the loader has a generator, use the `own_seed` of another worker or of a saved state
+        instead. Without `own_seed`, use the seed of the generator.
         """
 
     def fingerprint(self) -> str:
@@ -218,7 +218,7 @@ class PartitionedSource(BatchSource):
 
     @property
     def shard(self) -> EpochPartition:
-        """This worker's part."""
+        """This worker's part of an epoch."""
         return self._shard
 
     @property

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Evaluation:
-    """Evaluates for a `Loop`, and adds to the results of that loop."""
+    """Runs ``validate`` and ``predict`` for a `Loop`, and adds metrics to its results."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self.batches: _Counted | None = None
         self.total: int | None = None
         self.start: tuple[int, int] | None = None
-        """The newest call of ``validate``, and the offset at which it began."""
+        """Number of the newest call of ``validate``, and the offset at which the call began."""
 
     def validate(self, request: ValidateRequest) -> Mapping[str, Any]:
         """Evaluate the rest of the validation loader, or a number of steps.
@@ -58,7 +58,7 @@ class Evaluation:
     def _evaluate(
         self, name: str, source: BatchSource, offset: int, left: int | None, info: Any
     ) -> int:
-        """Evaluate up to `left` steps of a loader, or its rest. Return the offset after them."""
+        """Evaluate up to `left` steps of a loader, or all if None. Return the next offset."""
         operator, train_state = self._loop.operator, self._loop.train_state
         source.agree_on_order(0, offset, train_state)
         while left is None or left > 0:
@@ -97,7 +97,7 @@ class Evaluation:
         return self._loop.train_state.data.sources_of(loader)
 
     def predict(self, loader: Any) -> list[tuple[int, Any]]:
-        """Return this worker's predictions on the CPU, batch by batch, with sort keys.
+        """Return a sort key and the predictions, on the CPU, for each batch of this worker.
 
         The keys sort the batches of all workers into the order of the loader.
         """
@@ -192,14 +192,14 @@ class _Counted:
 
 
 def weighted(metrics: Mapping[str, Any], num_batches: float) -> Mapping[str, Any]:
-    """Weight metrics by their number of batches if they have no number of samples."""
+    """Return metrics with the weight `num_batches`, unless they have a number of samples."""
     if NUM_SAMPLES in metrics:
         return metrics
     return Summary(metrics, dict.fromkeys(metrics, num_batches))
 
 
 def no_batch(name: str, source: BatchSource, rank: int | None = None) -> RuntimeError:
-    """Return the error for an empty loader. If workers have their own, `rank` has the empty one."""
+    """Return the error for an empty loader. `rank` is the worker that registered it."""
     name = f"{name} loader"
     if rank is not None and not source.sharded:
         name += f" of worker {rank}"

@@ -10,13 +10,13 @@ from raysgd.data.partition import MicroBatch
 
 
 class StepFeature:
-    """A feature of training in one file. By default, each hook does nothing.
+    """The base class of training features. By default, each hook does nothing.
 
     A `TrainState` calls its features in order. `raysgd.loop.loop` shows the hooks of a step.
     """
 
     needs_helper: str = ""
-    """Why optimizers must be stepped by ``optimizer_step``. Empty if that is not necessary."""
+    """What requires ``optimizer_step`` instead of ``optimizer.step``. Empty if nothing does."""
 
     @property
     def needs_warm_up(self) -> bool:
@@ -35,26 +35,26 @@ class StepFeature:
 
     @property
     def samples_per_s(self) -> float:
-        """Samples that this worker computes per second, or 0 if this does not measure it."""
+        """Samples that this worker computes per second, or 0 if not measured."""
         return 0.0
 
     @property
     def replicates(self) -> bool:
-        """Whether it keeps the models equal on all workers."""
+        """Whether this feature keeps the models equal on all workers."""
         return False
 
     # ---- the group of workers
 
     def start_together(self) -> None:
-        """Copy the registered objects of rank 0. Every rank calls it."""
+        """Copy the registered objects of rank 0 to all ranks. Every rank must call this."""
 
     def enter(self) -> None:
         """Prepare for a new generation and its process group."""
 
     def receive(self, leader: int) -> Callable[[], None]:
-        """Receive state of rank `leader` that the training state lacks. Every rank calls it.
+        """Receive state of rank `leader` that the training state lacks. Every rank must call this.
 
-        Return a function that applies it, for the ranks that follow the leader.
+        Return a function that loads the received state. Only ranks that follow the leader call it.
         """
         return lambda: None
 
@@ -80,10 +80,10 @@ class StepFeature:
         """Raise an error if user code trains parameters that the workers do not keep equal."""
 
     def begin_batch(self, place: MicroBatch) -> None:
-        """Prepare for a batch or a part of one. The first of a step has position 0."""
+        """Prepare for a batch, or a part of a batch. A step begins at `place.position` 0."""
 
     def before_update(self, optimizer: Any) -> None:
-        """Use the gradients of an optimizer before the update."""
+        """Read or change the gradients of an optimizer before its update."""
 
     def after_update(self, optimizer: Any) -> None:
         """Handle the end of an update, or an update that was skipped because of an overflow."""
@@ -95,17 +95,17 @@ class StepFeature:
         """Keep the changes of a step. The step counts even if this raises."""
 
     def roll_back(self) -> None:
-        """Restore what a discarded step changed. Also called without an open step."""
+        """Restore what a discarded step changed. The loop also calls this if no step is open."""
 
     def evaluating(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context for evaluating the models."""
         return contextlib.nullcontext()
 
     def end_segment(self) -> None:
-        """Report findings at the end of a segment or a validation."""
+        """Clean up at the end of a segment or a validation."""
 
     def end_epoch(self, epoch: int) -> None:
-        """Do the work that is due after `epoch` completed epochs."""
+        """Handle the end of an epoch, after which `epoch` epochs are complete."""
 
     # ---- state
 

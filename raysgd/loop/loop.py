@@ -1,4 +1,4 @@
-"""The calls ``train`` and ``validate`` on one worker: segments of epochs up to a goal.
+"""Runs the calls of ``train`` on one worker, in segments of epochs up to a goal.
 
 The life of a step, whose state `raysgd.loop.step.Step` holds::
 
@@ -18,15 +18,16 @@ The life of a step, whose state `raysgd.loop.step.Step` holds::
 
     if train_batch raises:
         if step is UPDATED:
-            step.commit()                     # its updates are made; the error is raised
+            step.commit()                     # keeps the updates; the error is raised
         else:
             for feature in features:
                 feature.roll_back()           # restores what it copied
             step.discard()                    # DISCARDED: the batch is trained again
 
-With gradient accumulation a step has several batches, and the last one updates. If something
-changed that no feature can restore, ``step.is_partial`` is set. The state then comes from another
-worker, else from the snapshot, else training raises until a checkpoint is loaded.
+With gradient accumulation, a step has several batches, and optimizers update after the last one. If
+a failed step changed something that no feature can restore, ``step.is_partial`` is set. The worker
+then needs the state of another worker or of a snapshot. Without either, training raises an error
+until a checkpoint is loaded.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ from raysgd.metrics import NUM_SKIPPED_STEPS, merge_segments
 class Loop:
     """Runs an operator's ``train_epoch``, and merges the metrics of its segments.
 
-    A segment is what one call of ``train_epoch`` trains: an epoch, its rest, or a number of steps.
-    A repeated request does only what is left up to its goal. The number of the call distinguishes a
-    repetition from a new call.
+    A segment is what one call of ``train_epoch`` trains: an epoch, the rest of an epoch, or a
+    number of steps. A repeated request trains only the steps that are left to its goal. It has the
+    same call number as the first request.
     """
 
     def __init__(self, operator: Any, signal: Signal) -> None:
@@ -76,10 +77,10 @@ class Loop:
         self._shortest: int | None = None
         self._call = -1
         self.scheduled = -1
-        """The newest call whose metric the schedulers have got."""
+        """Number of the newest call that stepped the schedulers with a metric."""
         # Start step and metrics of each segment.
         self.results: list[tuple[int, Mapping[str, Any]]] = []
-        # Epochs to end in addition to the goal, because the call began exactly before an end.
+        # Epochs to complete in addition to the goal, because the call began at the end of one.
         self._more_epochs = 0
         self._began_at = 0
         self._skipped_before = 0
@@ -95,7 +96,7 @@ class Loop:
         self.train_state.segment = self._batches = None
 
     def keep_iteration(self, moved: bool) -> None:
-        """After a rejoin, continue in a loader that cannot rewind, unless the position `moved`."""
+        """After a rejoin, keep reading an unpartitioned loader, unless the position `moved`."""
         if moved or self._source is None or self._source.sharded:
             self.forget_iteration()
 
@@ -105,8 +106,8 @@ class Loop:
         """Return the state to save, with tensors on their device.
 
         If the state is sharded, ``shares`` has this worker's shards, and only rank 0 adds the rest.
-        A key that is added here must be added to `OperatorRunner._shared_state`, from which
-        replacement workers take it, and to `OperatorRunner.load_state_dict`.
+        If you add a key here, add it to `OperatorRunner._shared_state`, which replacement workers
+        receive, and to `OperatorRunner.load_state_dict`.
         """
         train_state = self.train_state
         state: dict[str, Any] = {"global_step": train_state.global_step}
@@ -138,7 +139,7 @@ class Loop:
         }
 
     def join_call(self, state: Mapping[str, Any]) -> None:
-        """Join a call of other workers, without their metrics."""
+        """Join a call that other workers have begun, without their metrics."""
         if self._call != state["call"]:
             self.results = []
         self._call = state["call"]
@@ -151,7 +152,7 @@ class Loop:
     # ---- train
 
     def train(self, request: TrainRequest) -> Mapping[str, Any] | None:
-        """Train up to the goal of a request, and return metrics, or None at its `callback_pause`.
+        """Train up to the goal of a request and return metrics. Return None at `callback_pause`.
 
         Raise PausedError if the driver asked for a pause.
         """
@@ -180,7 +181,7 @@ class Loop:
                 left = logged - train_state.global_step  # replayed steps have their own segment
             self._train_segment(source, left, request)
         if source.sharded and train_state.offset and source.steps_left(train_state.offset) == 0:
-            # A failure came between the last step and the end of the epoch.
+            # A failure occurred after the last step of the epoch, before the epoch was counted.
             self._train_segment(source, None, request)
         train_state.check_trained()  # user code can unfreeze parameters during the call
         if train_state.context.distributed:
@@ -202,9 +203,10 @@ class Loop:
         return source
 
     def measured(self, call: int, since: int | None = None) -> Mapping[str, Any] | None:
-        """Return the metrics of a call so far, or None without any.
+        """Return the metrics of a call so far, or None if it has none.
 
-        With `since`, only segments from that step on count. Learning rates and norms are added.
+        With `since`, merge only the segments from that step on, and add learning rates and the
+        metrics of features.
         """
         if self._call != call or not self.results:
             return None
@@ -261,7 +263,7 @@ class Loop:
         if train_state.global_step == started_at and not segment.paused:
             self._check_empty_segment(segment, source, limit, request.until_epoch or 0)
         train_state.segment = None
-        # A loop that ends before its iterator does ends the epoch.
+        # If the loop returns before its iterator ends, the epoch is over too.
         if segment.epoch_is_over or (limit is None and not segment.paused):
             train_state.offset = 0
             train_state.epoch += 1
@@ -275,7 +277,7 @@ class Loop:
         go_on: Callable[[bool], bool] | None = None
         self._shortest = None
         if not source.sharded and train_state.context.world_size > 1:
-            # The workers' own loaders can differ in length. The first end is the end for all.
+            # The workers' own loaders can differ in length. The shortest one ends the epoch.
             if left is not None:
                 left = self._least(left)
             else:
@@ -304,7 +306,7 @@ class Loop:
         return bool(self._least(int(has_batch)))
 
     def _least(self, number: int) -> int:
-        """Return the minimum over all workers, and store the rank that has it."""
+        """Return the minimum of `number` over all workers, and store the rank of that worker."""
         context = self.train_state.context
         found = self.train_state.minimum(number * context.world_size + context.world_rank)
         least, self._shortest = divmod(int(found), context.world_size)

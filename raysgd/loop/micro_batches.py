@@ -13,30 +13,30 @@ if TYPE_CHECKING:
 
 
 class IndivisibleError(BaseException):
-    """Raised when a part of a batch must not be split. The step is then repeated unsplit.
+    """Raised in a part of a batch that must not be split. The loop repeats the step unsplit.
 
     It does not derive from Exception, so that user code does not catch it.
     """
 
 
 class MicroBatches(StepFeature):
-    """Decides whether batches can come in parts, and splits them if memory ran out.
+    """Decides whether batches may be split into parts, and splits them if memory ran out.
 
-    Parts are equivalent to the whole batch if all gradients come before the update, and if both
-    use the helpers of raysgd.
+    Parts are equivalent to the whole batch if user code computes all gradients before the update,
+    and uses the helpers of raysgd for gradients and updates.
     """
 
     def __init__(self, train_state: TrainState) -> None:
         self._train_state = train_state
         self.why_not: str | None = None
-        """Why batches must not come in parts. None if they may."""
+        """Why batches must not be split. None if splitting is allowed."""
         self.in_use = False
         """Whether the loop takes large batches in parts."""
         self.split = 1
         """Parts of each batch; more than 1 after memory ran out."""
 
     def refuse(self, why: str, place: MicroBatch) -> None:
-        """Record why batches must not be split. If this one is, raise, to train it again whole."""
+        """Record why batches must not be split. Raise IndivisibleError if this batch is split."""
         self.why_not = self.why_not or why
         if place.is_part:
             raise IndivisibleError(why)
@@ -54,11 +54,11 @@ class MicroBatches(StepFeature):
             )
 
     def split_batch(self, batch: Any, place: MicroBatch) -> Sequence[tuple[Any, MicroBatch]]:
-        """Return the parts of a batch with their roles. By default, the batch is the only part."""
+        """Return the parts of a batch with their roles. By default, this is the whole batch."""
         return [(batch, place)]
 
     def split_after(self, error: BaseException, batch: Any) -> int:
-        """Return the number of parts to use after an error in a step. 0 raises the error."""
+        """Return the number of parts to use after an error in a step, or 0 to raise the error."""
         return 0
 
     def raise_split(self, factor: int) -> None:
@@ -68,5 +68,5 @@ class MicroBatches(StepFeature):
         """Add advice to an error of a step."""
 
     def is_tolerable(self, error: BaseException) -> bool:
-        """Return whether training can continue without an object that did not fit into memory."""
+        """Return whether training can continue without the copy that raised this error."""
         return False

@@ -33,12 +33,12 @@ class OperatorBase:
 
     @property
     def world_rank(self) -> int:
-        """Rank of this worker among all."""
+        """Rank of this worker among all workers."""
         return self._train_state.context.world_rank
 
     @property
     def local_rank(self) -> int:
-        """Rank of this worker among those of its node."""
+        """Rank of this worker among the workers of its node."""
         return self._train_state.context.local_rank
 
     @property
@@ -50,8 +50,8 @@ class OperatorBase:
     def preemption(self) -> float | None:
         """Time at which workers of the group will be preempted, in seconds since the Unix epoch.
 
-        None without an announcement, ``math.inf`` if its time is unknown. Use this only to save
-        your own state: the trainer replaces the workers, or continues with fewer.
+        None if no preemption is announced, ``math.inf`` if its time is unknown. Use this only to
+        save your own state: the trainer replaces the workers, or continues with fewer.
         """
         preemption = self._train_state.preemption
         if preemption is None:
@@ -121,11 +121,11 @@ class OperatorBase:
         self._train_state.logged[name] = value
 
     def on_world_change(self) -> None:
-        """Create what depends on the group of workers. Override it if you need it.
+        """Create objects that depend on the group of workers. Override this method if you need it.
 
         All workers call it together after `setup` and after each change of the group, before the
-        next step. Create your own process groups here (``torch.distributed.new_group``), or loaders
-        that select a part by rank, and register those with ``register_data``. It may call
+        next step. Create your own process groups here (``torch.distributed.new_group``). Register
+        loaders that select a part by rank here, with ``register_data``. This method may call
         collectives. (`setup` of a replacement worker runs alone, in a group of one.)
         """
 
@@ -144,7 +144,7 @@ class OperatorBase:
         return self._train_state.meters
 
     def _epoch_is_over(self) -> bool:
-        # A loop that drew nothing from its iterator has its own batches, which are an epoch.
+        # A loop that drew nothing from its iterator has its own batches. They count as an epoch.
         segment = self._train_state.segment
         return segment is None or not segment.drawn_from or segment.loop_ends_epoch
 
@@ -176,7 +176,7 @@ class OperatorBase:
         }
 
     def _measure(self, meters: AverageMeterCollection, returned: Any) -> None:
-        """Add the metrics of a batch or a part of one. They count after the update."""
+        """Add the metrics of a batch, or of a part of a batch. They count after its update."""
         place = self._train_state.step.place
         metrics, weight = checked_metrics(self.train_batch, returned, place.weight)
         if not place.weight:  # the samples are repeated
@@ -186,7 +186,7 @@ class OperatorBase:
             meters.settle()
 
     def _check_single(self) -> None:
-        """Refuse several models or optimizers, for the default `train_batch`."""
+        """Raise an error if the default `train_batch` gets several models or optimizers."""
         state, kind = self._train_state, type(self).__name__
         for what, held in (("models", state.given_models), ("optimizers", state.optimizers)):
             if len(held) > 1:
@@ -214,7 +214,7 @@ class OperatorBase:
 
 
 def with_logged(logged: Mapping[str, Any], metrics: Any) -> Any:
-    """Return the metrics that a batch returned, merged over those that it logged."""
+    """Return the logged and the returned metrics of a batch. Returned ones take precedence."""
     return {**logged, **metrics} if logged and isinstance(metrics, Mapping) else metrics
 
 
@@ -273,7 +273,7 @@ def check_registered(operator: Any) -> None:
 def check_operator(trainer: str, operator_cls: Any, base: type[Any], shown: str) -> None:
     """Check a trainer's operator class, and warn about misspelled methods.
 
-    Users know its base class as `shown`.
+    `shown` is the public name of its base class.
     """
     fits = isinstance(operator_cls, type) and issubclass(operator_cls, base)
     if not fits:
@@ -304,7 +304,7 @@ def warn_of_misspelling(operator_cls: type[Any], base: type[Any]) -> None:
 def class_from_creators(
     caller: str, bases: tuple[type, ...], creators: Mapping[str, Any], required: Collection[str]
 ) -> Any:
-    """Return an operator class that holds functions as ``_model_creator`` and the like."""
+    """Return an operator class that holds the creators as ``_model_creator`` and so on."""
     for name, function in creators.items():
         if not callable(function) and (function is not None or name in required):
             raise TypeError(f"{caller}({name}=...) must be a function, but it is {function!r}.")

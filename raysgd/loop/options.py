@@ -125,7 +125,7 @@ class Options(ABC):
     # ---- transfer to workers
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pack the operator and its config. `setup` unpacks them, which may import TensorFlow."""
+        """Pack the operator and its config, because only `setup` may import TensorFlow."""
         state = dict(vars(self))
         given = state.pop("training_operator_cls"), state.pop("config")
         return {**state, "packed": pack(given, shares_tensors=False)}
@@ -153,7 +153,7 @@ class Options(ABC):
         return self.backend == "horovod"
 
     def decided(self) -> Self:
-        """Replace "auto" depending on whether the cluster, or this process, has GPUs."""
+        """Return options without "auto", by whether the cluster, or this process, has GPUs."""
         asks_for_gpus = "GPU" in self.resources_per_worker
         if asks_for_gpus and self.use_gpu is False:
             raise ValueError(

@@ -30,10 +30,10 @@ class _EpochRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest(_EpochRequest):
-    """Train up to a goal, which is absolute so that a repeated request does only what is left.
+    """Train up to a goal. It is absolute, so a repeated request trains only what is left.
 
-    The answer is the metrics, or None if training paused at `callback_pause`. The same request
-    made again then continues, and its metrics cover the whole call.
+    The answer is the metrics, or None if training paused at `callback_pause`. A repeated request
+    then continues, and its metrics cover the whole call.
     """
 
     until_epoch: int | None = None
@@ -45,11 +45,11 @@ class TrainRequest(_EpochRequest):
     callback_pause: int | None = None
     """Step at which to pause; None to train up to the goal."""
     repeats: bool = False
-    """Whether each epoch has the batches of the first one."""
+    """Whether each epoch has the batches of the first epoch."""
     split: int | None = None
     """Minimum number of micro-batches per batch, after memory ran out."""
     logged: int | None = None
-    """Step up to which metrics are logged per step. None if they are not."""
+    """Last step whose metrics are logged already. None if the call logs no single steps."""
     dataset: Dataset | None = None
     """Data set to train on instead of the registered loader."""
 
@@ -64,7 +64,7 @@ class ValidateRequest(_EpochRequest):
     num_steps: int | None = None
     """Batches on each worker; None for the rest of the loader."""
     from_start: bool = False
-    """Whether to start at the first batch instead of after the last call."""
+    """Whether to start at the first batch instead of where the last call ended."""
     loader: Any = None
     """Loader to evaluate instead of the registered one, or a function that returns it."""
 

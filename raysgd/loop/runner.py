@@ -44,11 +44,11 @@ from raysgd.metrics import AverageMeterCollection
 logger = logging.getLogger(__name__)
 
 _LOSS_WAIT_S = 0.02
-"""Seconds that an answer waits to read a loss from a GPU."""
+"""Seconds to wait for a loss from a GPU before reporting the previous loss."""
 
 
 class OperatorRunner(ABC):
-    """Runs one operator. `Runner` says which method runs in which thread."""
+    """Runs one operator. `Runner` documents which thread calls each method."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -77,7 +77,7 @@ class OperatorRunner(ABC):
         train_state.data.warn_of_stale_ranks()
 
     def _given(self, context: WorkerContext) -> tuple[Any, dict[str, Any], int | None]:
-        """Return the operator's class, the config of this worker, and the global batch."""
+        """Return the operator's class, the config of this worker, and the global batch size."""
         options = self._options
         keeps = options.elastic.global_batch == "keep"
         with contextlib.nullcontext() if context.in_driver else frozen_imports():
@@ -111,7 +111,7 @@ class OperatorRunner(ABC):
             self._running.join_call(state["call"])
 
     def host(self, operator: Any) -> None:
-        """Run an operator that is set up. Use the data order and the state of rank 0."""
+        """Start an operator that is set up. Use the data order and the state of rank 0."""
         self._loop = Loop(operator, self.signal)
         train_state = self._train_state
         train_state.settings.batch_share = self._set_share(train_state.context)
@@ -247,7 +247,7 @@ class OperatorRunner(ABC):
         raise NotImplementedError(f"Operators of this framework do not support {request.name}.")
 
     def warm_up(self) -> None:
-        """Compute the gradients of one batch, so that the group need not wait for a compiler."""
+        """Compute the gradients of a batch, so that compilation does not delay the group later."""
         if not any(feature.needs_warm_up for feature in self._train_state.features):
             return
         with self.generators.unchanged():
@@ -289,7 +289,7 @@ class OperatorRunner(ABC):
             self._train_state.say(
                 "ahead",
                 "Workers were lost within a step, and some optimizers of this state have already "
-                "made its update. A trainer that loads the state repeats that update.",
+                "made their update. A trainer that loads the state repeats the update.",
             )
         state: dict[str, Any] = self._train_state.to_cpu(self._running.state())
         return state
@@ -323,7 +323,7 @@ class OperatorRunner(ABC):
     def restart_state(self, num_workers: int = 1) -> dict[str, Any] | None:
         """Return the state from which new workers can continue, or None.
 
-        A sharded state needs all workers of the group: `num_workers` of them are asked.
+        A sharded state needs the shards of all workers. `num_workers` is how many can send theirs.
         """
         if self._loop is None:
             return None
@@ -349,7 +349,7 @@ class OperatorRunner(ABC):
 
 
 class LossReader:
-    """Reads the newest metrics in another thread. Until that ends, the previous values count.
+    """Reads the newest metrics in another thread. `read` returns the previous ones until it ends.
 
     Reading from a GPU waits for its earlier work, which may be a collective with a lost worker.
     """

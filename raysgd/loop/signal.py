@@ -20,9 +20,9 @@ class Signal:
         self.stop = False
         """Whether the call must raise before its next batch."""
         self.driver_pause: int | None = None
-        """Committed steps at which the driver wants all workers to pause."""
+        """Number of committed steps at which the driver wants all workers to pause."""
         self.callback_pause: int | None = None
-        """Committed steps at which a callback wants a pause. Each call of train sets it."""
+        """Number of committed steps at which a callback wants a pause in this call."""
         self._interrupted = False
         self._is_waiting = False
 

@@ -30,10 +30,10 @@ class DataSources(ABC):
 
     @abstractmethod
     def wrap(self, loader: Any, training: bool) -> BatchSource:
-        """Return the source for a loader, or for a `Dataset` given with a call."""
+        """Return the source for a loader, or for a `Dataset` that was passed to a call."""
 
     def by_name(self, loader: Any) -> Mapping[str, Any]:
-        """Return several loaders by name. A single loader has the empty name."""
+        """Return a dict of loaders by name. A single loader has the empty name."""
         return {"": loader}
 
     def register(self, train_loader: Any, validation_loader: Any) -> None:
@@ -81,17 +81,17 @@ class DataSources(ABC):
         return self._sources[name] if name in self._sources else self.validation_sources()
 
     def readable(self, name: str) -> BatchSource:
-        """Return the source, or one that raises when a loop reads it."""
+        """Return the source of a loader. If there is none, reading the source raises an error."""
         return self._sources[name] if name in self._sources else BatchSource(_Missing(name))
 
     def validation_sources(self) -> dict[str, BatchSource]:
-        """Return the validation sources by name. A single one has the empty name."""
+        """Return the validation sources by name. A single source has the empty name."""
         keys = [key for key in self._sources if key.partition("/")[0] == "validation"]
         found = {key.partition("/")[2]: self._sources[key] for key in keys}
         return found or {"": self.readable("validation")}
 
     def sources_of(self, loader: Any) -> dict[str, BatchSource]:
-        """Return the sources of one or several loaders that are given with a call."""
+        """Return the sources of one or several loaders that were passed to a call."""
         found = {}
         for name, each in self.by_name(loader).items():
             source = found[name] = self._wrapped("The loader", each, training=False)
@@ -153,7 +153,7 @@ class DataSources(ABC):
     def fingerprint(self, with_batches: bool = False) -> dict[str, str]:
         """Return a text for each partitioned loader that must be equal on all workers.
 
-        Replacement workers leave out batch sizes, which may differ in setup.
+        Replacement workers do not compare batch sizes, which may differ in their setup.
         """
         found = {name: source.fingerprint() for name, source in self._sources.items()}
         if with_batches:
@@ -216,7 +216,7 @@ def _key_of(validation_name: str) -> str:
 
 
 class _Missing:
-    """A placeholder for an unregistered loader, because loops may have batches of their own."""
+    """A placeholder for an unregistered loader. A loop with its own batches never reads it."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 class Snapshots:
     """Holds the newest copy of one worker's state, in case all workers are lost.
 
-    The training thread copies the state on the device. Another thread moves the copy to the CPU and
-    the driver while training continues.
+    The training thread copies the state on the device. Another thread sends the copy to the driver
+    while training continues.
     """
 
     def __init__(self, state: TrainState) -> None:
@@ -91,11 +91,11 @@ class Generators:
         random.setstate((version, tuple(internal), gauss))
         kind, keys, place, *rest = state["numpy"]
         if not 0 <= place <= len(keys):  # NumPy would read beyond the keys
-            raise ValueError(f"NumPy's position is {place}, and not between 0 and {len(keys)}.")
+            raise ValueError(f"NumPy's position is {place}, but must be at most {len(keys)}.")
         np.random.set_state((kind, np.asarray(keys, np.uint32), place, *rest))
 
     def checked(self, states: Any, num_workers: int) -> Sequence[Mapping[str, Any]]:
-        """Check the states of all workers. Return nothing if their number differs."""
+        """Check the states of all workers. Return () if the number of workers has changed."""
         try:
             with self.unchanged():
                 for state in states:

@@ -1,4 +1,4 @@
-"""The state of one training step: whether it counts, and whether it left the state clean."""
+"""The progress of one training step, and whether a failed step left an inconsistent state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Step:
         """Role of the current batch, or part of one, in the step."""
         self.updating: Any = None
         self.is_warm_up = False
-        """Whether it ends before an optimizer steps."""
+        """Whether the step ends before an optimizer updates."""
         self.is_partial = False
         """Whether a discarded step left changes that no feature could restore."""
         self._updates: Counter[int] = Counter()

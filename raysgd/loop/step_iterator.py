@@ -1,4 +1,4 @@
-"""A segment of training: the iterator from which a loop draws batches, and which counts steps."""
+"""The iterator over the batches of a segment of training. It also counts the steps."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class StepIterator:
     """Yields the batches of a segment, and commits each step when the next one begins.
 
     The request for the next batch shows that the previous step is done. Therefore loops of users
-    count like the default one. With gradient accumulation, the batches of a group are committed
-    together. A batch can come in parts, which make one update.
+    need not count steps. With gradient accumulation, the batches of a group are committed together.
+    A batch can be split into parts that share one update.
 
     Args:
         train_state: Counts the steps.
         source: Source of the batches.
-        batches: Its batches from ``train_state.offset`` on.
+        batches: Batches of the source from ``train_state.offset`` on.
         limit: Maximum number of batches. None for the rest of the epoch.
         steps_left: Steps from ``train_state.offset`` to the end of the epoch. None if unknown.
         go_on: Returns whether all ranks have a batch. None if that is certain.
@@ -69,7 +69,7 @@ class StepIterator:
         self.num_batches = 0
         self.drawn_from = False
         self.loader_failed = False
-        """Whether the loader raised. It cannot continue then."""
+        """Whether the loader raised an error. Its iterator cannot continue then."""
 
     @property
     def step_s(self) -> float:
@@ -79,12 +79,12 @@ class StepIterator:
 
     @property
     def num_finished(self) -> int:
-        """Number of finished batches, including those that wait for their update."""
+        """Number of finished batches, including batches that wait for their update."""
         return self.num_batches + self._step.place.step
 
     @property
     def in_step(self) -> bool:
-        """Whether a step is in progress that the loader did not interrupt."""
+        """Whether a step is in progress, and the loader has not failed."""
         return bool(self._step.batches) and not self.loader_failed
 
     @property

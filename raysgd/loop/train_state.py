@@ -38,7 +38,7 @@ class Settings:
 
     @property
     def full_size(self) -> int | None:
-        """Number of workers in the full group if smaller groups keep its step size, else None."""
+        """Number of workers in the full group if smaller groups keep its batch size, else None."""
         keeps = self.options.elastic.global_batch == "keep"
         return self.options.num_workers if keeps else None
 
@@ -55,7 +55,7 @@ class Settings:
 
 
 class TrainState(ABC):
-    """Models, optimizers, and the position in the data. Features do the rest of a step."""
+    """Models, optimizers, and the position in the data. Features add the rest of a step."""
 
     data: DataSources
     sharding: str | None = None
@@ -72,7 +72,7 @@ class TrainState(ABC):
         self.registered = False
         self.epoch = self.offset = self.validation_offset = self.global_step = 0
         self.counted: dict[int, int] = {}
-        """The global step that user code set, by the committed step at that time."""
+        """Global steps that user code set. Each key is the number of committed steps then."""
         self.seed = seed
         self.step = Step()
         self.parts = MicroBatches(self)
@@ -94,7 +94,7 @@ class TrainState(ABC):
         return self.models[: len(self.models) - self.num_criteria]
 
     def feature(self, name: str) -> Any:
-        """Return the feature whose class has a name; None if there is none."""
+        """Return the feature whose class has this name, or None."""
         found = (each for each in self.features if type(each).__name__ == name)
         return next(found, None)
 
@@ -189,7 +189,7 @@ class TrainState(ABC):
 
     @abstractmethod
     def from_rank(self, make: Callable[[], Any], rank: int) -> Any:
-        """Return the result of `make` on `rank`, on all ranks. Every rank must call it."""
+        """Call `make` on `rank`, and return its result on all ranks. Every rank must call this."""
 
     def enter(self, context: WorkerContext, batch_share: int | None) -> None:
         self.settings.context = context
@@ -245,7 +245,7 @@ class TrainState(ABC):
 
     @abstractmethod
     def to_cpu(self, state: Any) -> Any:
-        """Return a copy of a state on the CPU, unchanged until the driver has received it."""
+        """Return a state on the CPU. It is a copy, unless pickling copies it anyway."""
 
 
 def listed(given: Any) -> list[Any]:

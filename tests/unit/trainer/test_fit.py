@@ -128,12 +128,12 @@ def test_a_metric_that_cannot_be_computed_is_found_before_any_training(make_trai
     trainer = make_trainer(Measuring, {"function": lambda sum: sum})
     with pytest.raises(TypeError, match="unexpected keyword argument 'total'") as caught:
         trainer.fit(2)
-    assert caught.value.__notes__[0] == "This was in the metric 'val_odd', a Sums."
+    assert caught.value.__notes__[0] == "The metric 'val_odd', a Sums, raised this error."
     assert trainer.global_step == 0
     trainer = make_trainer(Measuring, {"function": lambda total: math.exp(1000 * total)})
     with pytest.raises(OverflowError) as caught:
         trainer.fit(1)
-    assert caught.value.__notes__[0] == "This was in the metric 'val_odd', a Sums."
+    assert caught.value.__notes__[0] == "The metric 'val_odd', a Sums, raised this error."
     assert trainer.global_step == 5, "all data may suffice if a few batches do not"
     assert "first batches, and it failed: OverflowError" in caplog.text
 
