@@ -14,7 +14,7 @@ class Call:
     """One request to the runners.
 
     The controller repeats it after each loss of workers, so the request must state its goal in
-    absolute terms. `Controller.run` may run it in several parts, which are one call to the workers.
+    absolute terms. The workers treat the parts that `Controller.run` makes of it as one call.
     """
 
     request: Request = field(default_factory=Request)
@@ -30,7 +30,7 @@ class Call:
     on_wait: Callable[[Sequence[Progress]], None] | None = None
     """Receives the progress of all workers while the call runs."""
     catch_up: Callable[[Progress], Call | None] | None = None
-    """Returns the call that repeats steps lost with all workers, if there is one."""
+    """Returns the call that repeats steps lost with all workers, or None."""
     farewell: Request | None = None
     """Request for the metrics of a worker that leaves during the call."""
     at_once: bool = False
@@ -58,20 +58,20 @@ class LoadRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class RestartStateRequest(Request):
-    """Return the state for a restart; None without one.
+    """Return the worker's state for a restart, or None if the worker has no state.
 
-    A sharded state is complete only if all `num_workers` workers are asked.
+    A sharded state is complete only if all `num_workers` workers receive this request.
     """
 
     num_workers: int = 1
 
 
 class ExportReplicaRequest(Request):
-    """Return the shards that a worker holds, before it leaves."""
+    """Return the shards of a worker that is about to leave."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportReplicaRequest(Request):
-    """Store the shards of a worker that leaves."""
+    """Store the shards of a worker that is about to leave."""
 
     held: Sequence[Any]

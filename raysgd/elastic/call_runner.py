@@ -28,11 +28,11 @@ _UNEVEN_TICK_S = 0.25
 _NOTICE_S = 0.1
 """Seconds between the request of a pause and the pause."""
 _LONG_NOTICE_S = 1.0
-"""The same for new shares. They are not urgent, and a late request costs a new generation."""
+"""The same delay for new shares, which are not urgent. A late request costs a new generation."""
 
 
 class CallRunner:
-    """Makes attempts at the call of a context."""
+    """Runs the current call of a `DriverContext`, one attempt at a time."""
 
     def __init__(self, context: DriverContext) -> None:
         self._context = context
@@ -89,7 +89,7 @@ class CallRunner:
     def run(self, action: RunCall) -> Event:
         """Make one attempt at the call. The attempt ends shortly after a failure."""
         self._sent, self._attempt, self._context.has_state = None, None, False
-        if self._context.pause_step is not None:  # the last attempt ended before it
+        if self._context.pause_step is not None:  # the last attempt ended early
             self._commands.pause_at(None)
             self._context.pause_step = None
         call, group = self._context.call, self._group
@@ -115,7 +115,7 @@ class CallRunner:
         self._watch(call, attempt)
         if attempt.failed:
             self._commands.stop(attempt)
-        # Sort by rank, because rank 0 has more of a snapshot than its shard.
+        # Sort by rank, because only the snapshot of rank 0 has more than a shard.
         returned = [member for member in self._group.members if member in attempt.outcomes]
         progress = {member: attempt.outcomes[member].progress for member in returned}
         if progress:
@@ -155,7 +155,7 @@ class CallRunner:
             if attempt.settle(_BUSY_TICK_S if is_busy else idle_s):
                 continue
             if self._group.is_cut_off():
-                continue  # the workers also wait
+                continue  # the workers wait for the network too
             progress = self._commands.ask_progress()
             if call.on_wait is not None:
                 call.on_wait(list(progress.values()))
@@ -212,7 +212,7 @@ class CallRunner:
             self._journal.progress = furthest(reached)
 
     def _new_split(self, attempt: Attempt) -> int:
-        """Return the number of micro-batches per batch after memory ran out; 0 otherwise."""
+        """Return the number of micro-batches per batch if memory ran out, otherwise 0."""
         if attempt.first_error is None or not attempt.first_error[1].split:
             return 0
         member, outcome = attempt.first_error

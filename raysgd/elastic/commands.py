@@ -108,7 +108,7 @@ class Commands:
             self._check_open()
         lost = {member: error for member, f in asked.items() if (error := _error_of(f))}
         for member, error in lost.items():
-            if not is_loss(error):  # the process may be stopped
+            if not is_loss(error):  # the process may still exist, but be stopped
                 member.kill_process()
         return {m: f.result() for m, f in asked.items() if m not in lost}, lost
 

@@ -39,8 +39,8 @@ class ElasticConfig:
     jitter: float = 0.1
     """Fraction of a wait that is randomly added or subtracted."""
     resize_cooldown_s: float = 10.0
-    """Seconds between two changes of the group size when resources become free. The replacement of
-    a lost worker does not wait."""
+    """Seconds between two changes of the group size when resources become free. Replacements of
+    lost workers join without this wait."""
     hang_timeout_s: float | None = None
     """Seconds without a finished batch after which stuck workers are killed; None for never."""
     driver_grace_s: float = 60.0
@@ -53,7 +53,8 @@ class ElasticConfig:
     """How often the driver copies the state, in case all workers are lost: at the start of each
     epoch, after a number of steps, or never (None)."""
     global_batch: Literal["keep", "scale"] = "keep"
-    """"keep" for steps of the size of the full group; "scale" for one batch per present worker."""
+    """``"keep"``: steps have the global batch size of the full group. ``"scale"``: steps have one
+    batch for each present worker."""
 
     shares: Literal["even", "measured"] | Mapping[str, float] = "even"
     """How the workers share the global batch. ``"even"``: equally. ``"measured"``: in proportion to
@@ -87,7 +88,7 @@ def _check_shares(shares: Any) -> None:
     if isinstance(shares, Mapping) and shares:
         for name, share in shares.items():
             if not isinstance(name, str):
-                raise TypeError(f"ElasticConfig(shares={{{name!r}: ...}}): names are strings.")
+                raise TypeError(f"ElasticConfig(shares={{{name!r}: ...}}): names must be strings.")
             where = f"ElasticConfig(shares={{{name!r}: ...}})"
             check_number(where, name, share)
             if share == 0 or math.isinf(share):

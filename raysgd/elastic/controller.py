@@ -45,7 +45,7 @@ class Controller:
 
     `backend` is None with one worker. Each worker calls `hook` first. `timeout_s` limits the setup
     and the joining of a generation. With `can_join`, replacement workers join during a call, as
-    with operators. Otherwise the group grows by `grow`, a restart.
+    with operators. Otherwise the group grows only in `grow`, which restarts all workers.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class Event:
     parts. ``resumed``: a new generation of the same or fewer workers, after a loss, an error, an
     interruption, or a preemption. ``grown``: a new generation with replacement workers.
     ``restarted``: all workers restarted from the snapshot. ``newcomer_failed``: a worker died or
-    raised before it joined, in a start too. ``waiting``: there are too few workers, and no
+    raised before it joined, or during a start. ``waiting``: there are too few workers, and no
     resources for more. ``user_error``: user code raised. ``draining``: workers will be preempted,
     within ``seconds`` if a deadline is known. ``moved``: replacement workers have taken over from
     preempted workers. ``rebalanced``: the workers have new shares of the global batch."""
@@ -55,7 +55,7 @@ class Event:
     shares: tuple[float, ...] = ()
     """For ``rebalanced``: the new shares by rank. Their mean is 1."""
     old_shares: tuple[float, ...] = ()
-    """For ``rebalanced``: the shares before it, by the ranks of that time."""
+    """For ``rebalanced``: the earlier shares, by the ranks that the workers had then."""
     num_workers: int = 0
     """Size of the group after the event."""
     seconds: float = 0.0

@@ -151,7 +151,7 @@ class GroupForming:
 
     def next_generation(self) -> int:
         self._journal.generation += 1
-        self._context.pause_step = None  # workers that enter a generation also reset it
+        self._context.pause_step = None  # entering workers reset their pause step too
         return self._journal.generation
 
     def next_contexts(self, members: Sequence[WorkerHandle]) -> list[WorkerContext]:

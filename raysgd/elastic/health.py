@@ -1,6 +1,6 @@
 """Supervises a call: detects workers that hang and collectives that cannot end.
 
-Dead workers are not detected here: Ray's error reaches `attempt.py`, and `machine.py` decides.
+This module does not detect dead workers: `attempt.py` receives the Ray error of a dead worker.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class CallFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Aborted(Event):
-    """An exception ended an action, such as Ctrl-C."""
+    """An exception, such as Ctrl-C, ended an action."""
 
     reached_workers: bool = True
 
@@ -201,21 +201,21 @@ class Do(Enum):
     SURVEY = "count the members, those that join, and those that leave"
     AWAIT_WORKERS = "wait until enough workers are ready"
     ASK_PROGRESS = "wait for workers that are still busy, and ask each for its progress"
-    START_GROUP = "form a group of the workers that have come up, from the snapshot"
+    START_GROUP = "form a group of the started workers, and load the snapshot"
     SAVE_STATE = "take a snapshot, and let callbacks save at the next step"
     RAISE_ERROR = "end the call with the error of the workers"
-    ABANDON_CALL = "interrupt the call that an exception ended on the driver"
-    REMOVE_LOST = "take lost workers out of the group"
-    COLLECT_DEPARTING = "collect the metrics of all workers before they end"
-    RESCUE_STATE = "take the state of the workers over as the snapshot"
-    RESTART = "end the members, and begin a restart from the snapshot"
-    DISCARD_WORKERS = "end all members"
-    STOP_REPLACEMENTS = "end all replacement workers"
+    ABANDON_CALL = "interrupt the workers after an exception on the driver"
+    REMOVE_LOST = "remove lost workers from the group"
+    COLLECT_DEPARTING = "collect the metrics of all workers before they stop"
+    RESCUE_STATE = "replace the snapshot with the state of the workers"
+    RESTART = "stop the members, and begin a restart from the snapshot"
+    DISCARD_WORKERS = "stop all members"
+    STOP_REPLACEMENTS = "stop all replacement workers"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormGroup:
-    """Form the next generation. `admits` is whether replacement workers join."""
+    """Form the next generation. With `admits`, replacement workers join."""
 
     leader: int
     staying: Sequence[int]

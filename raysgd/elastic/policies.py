@@ -78,7 +78,7 @@ def assign_contexts(
 
 
 def choose_leader(progress: Sequence[Progress]) -> int:
-    """Return the rank whose state counts: the lowest of those with most committed steps.
+    """Return the lowest rank among the workers with the most committed steps.
 
     A survivor may have finished the step in which another worker failed. A partly updated state
     counts only if there is no other.
@@ -98,7 +98,7 @@ def furthest(progress: Sequence[Progress]) -> Progress:
 
 
 def backoff_s(attempt: int, config: ElasticConfig, draw: float) -> float:
-    """Return the seconds to wait after failed try `attempt`, from 0. `draw` is random in 0..1.
+    """Return the seconds to wait after a failure. `attempt` counts from 0; `draw` is from 0 to 1.
 
     >>> [backoff_s(n, ElasticConfig(max_s=5.0), draw=0.5) for n in range(4)]
     [1.0, 2.0, 4.0, 5.0]
@@ -121,7 +121,8 @@ def who_leaves(
     """Return the ranks of the workers under preemption that leave at the next step.
 
     A worker with a replacement leaves immediately. A worker without one leaves `margin_s` before
-    its deadline. ``min_workers`` stay. In a group of several, one worker with the state stays.
+    its deadline. At least ``min_workers`` stay. Unless the group has only one worker, at least
+    one of its members stays, because it has the state.
     `left_s` has the seconds to each deadline, by rank.
 
     >>> who_leaves({0: 20, 2: 10}, num_workers=3, num_ready=1, min_workers=1, margin_s=3)

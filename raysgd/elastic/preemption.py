@@ -15,7 +15,7 @@ from raysgd.elastic.policies import who_leaves
 logger = logging.getLogger(__name__)
 
 _LEAVE_S = 3.0
-"""Maximum duration of leaving in seconds, in addition to some steps."""
+"""Seconds that workers may take to leave the group, in addition to a few steps."""
 
 
 class PreemptionWatch:

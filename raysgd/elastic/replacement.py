@@ -1,4 +1,4 @@
-"""A worker that starts, until it can join the group."""
+"""A replacement worker, from its start until it can join the group."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Replacement:
     """Timeout in seconds for each step from ``create`` on."""
     replaces_lost: bool
     goal: Goal = "setup"
-    """Step after which the worker is ready. "process" if all workers set up together; "room" if all
-    workers will restart."""
+    """Step after which the replacement is ready: "process" if all workers set up together; "room"
+    (free resources, but no process) if all workers will restart."""
     context: WorkerContext | None = None
     member: WorkerHandle | None = None
     step: Step = "come up"
@@ -78,7 +78,7 @@ class Replacement:
         if self.goal == "room":
             return
         self.member = member = self.group.new_member(self.slot)
-        if not member.info.node_ip:  # the driver's own worker has it already
+        if not member.info.node_ip:  # the driver's own worker knows its location
             place = member.control("info")
             limit_s = max(self.group.options.start_timeout_s, COME_UP_S)
             yield from self._until(place, "come up", limit_s)
@@ -103,7 +103,7 @@ class Replacement:
             self.context = replace(alone, world_rank=self.rank, world_size=self.size)
         # A process cannot change which GPUs it sees.
         context = self.context = replace(self.context, generation=self.generation)
-        # Send both together, because a process that dies in the second may lose both answers.
+        # Send both calls together: a process that dies in the second may lose both answers.
         return [
             ("set up", self.member.work("prepare", context)),
             ("set up", self.member.work("enter", context, None, None, True)),

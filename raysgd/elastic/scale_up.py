@@ -42,8 +42,8 @@ class ScaleUp:
     created: Sequence[Any]
     timeout_s: float
     together: bool = True
-    """Whether the workers set up in one process group, as in the first start until one is lost.
-    Otherwise each sets up alone."""
+    """Whether the workers set up together in one process group. True in the first start, until a
+    worker is lost. Later, each worker sets up alone."""
     error: BaseException | None = None
     """Error of the newest worker, if another worker would fail in the same way."""
 
@@ -115,7 +115,7 @@ class ScaleUp:
         if missing <= 0:
             in_order = sorted(self._replacements, key=lambda r: r.member is None)
             for replacement in in_order[self._num_places() :]:
-                self.drop(replacement)  # other workers were first, or all members stay
+                self.drop(replacement)  # other workers took the place, or all members stay
             if not self._replacements:
                 self.group.give_back()
         if missing > 0 and self._failures < self.config.max_attempts:
@@ -132,7 +132,7 @@ class ScaleUp:
     def _advance(self, replacements: Sequence[Replacement]) -> None:
         for replacement in list(replacements):
             if replacement.member is None and self._num_missing() <= 0:
-                continue  # another replacement was first
+                continue  # another replacement took the last place
             replacement.advance()
             if replacement.error is not None:
                 self.fail(replacement)
@@ -231,7 +231,7 @@ class ScaleUp:
     def are_enough(self, min_workers: int) -> bool:
         """Return whether there are enough members and workers that may join.
 
-        A start waits for late workers, and always for the worker in the driver's process.
+        A start waits a while for late workers, and always for a worker in the driver's process.
         """
         num_members, now = len(self.group.members), self.group.clock.monotonic()
         if num_members + len(self.ready()) < min_workers:

@@ -30,7 +30,7 @@ class Shares:
         self._members: list[WorkerHandle] = []
         """The workers for which shares were last chosen."""
         self._shares: tuple[float, ...] = ()
-        """Their shares, with mean 1."""
+        """The shares last chosen, with mean 1."""
         self._traits: dict[str, set[str]] = {}
         self._wrong_since: float | None = None
         self._changed_at = -math.inf
@@ -38,7 +38,7 @@ class Shares:
         """Whether the call should pause at a step, because shares have been wrong for long."""
 
     def check(self) -> None:
-        """Warn about names of a mapping that no node has. Later nodes may have them."""
+        """Warn about names in the user's mapping that match no node. Nodes may still be added."""
         if not isinstance(self._config.shares, Mapping) or self._group.options.inline:
             return
         known = {name for traits in self._group.node_traits().values() for name in traits}
@@ -64,7 +64,7 @@ class Shares:
         return shares if _are_uneven(shares) else None
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
-        """Note the speeds of workers, and whether the shares of the members are wrong."""
+        """Record the speeds of workers, and whether the shares of the members are wrong."""
         self._speeds |= {m: p.samples_per_s for m, p in progress.items() if p.samples_per_s}
         members, now = self._group.members, self._group.clock.monotonic()
         is_known = self._members == members and all(m in self._speeds for m in members)
@@ -102,7 +102,7 @@ class Shares:
     def _by_node(
         self, members: Sequence[WorkerHandle], shares: Mapping[str, float]
     ) -> tuple[float, ...]:
-        """Return the shares of a mapping. A node without any of its names has 1."""
+        """Return the shares of members. A node that matches no name in `shares` has share 1."""
         if not self._traits.keys() >= {member.node_id for member in members}:
             self._traits = self._group.node_traits()
         found = []

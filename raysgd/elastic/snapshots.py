@@ -18,7 +18,7 @@ class SnapshotKeeper:
     """Fetches snapshots during training, and keeps the newest one.
 
     The driver keeps the snapshot, because a worker's objects in the Ray store die with the worker.
-    With `of_driver`, it fetches from a worker in the driver's process too.
+    With `of_driver`, it also fetches from a worker in the driver's process.
     """
 
     def __init__(self, group: WorkerGroup, of_driver: bool = False) -> None:
@@ -30,7 +30,7 @@ class SnapshotKeeper:
         self._coming: tuple[int, list[Future[bytes | None]]] | None = None
 
     def set(self, state: Mapping[str, Any], step: int = -1) -> None:
-        """Store a state. Only snapshots of more than `step` steps replace it."""
+        """Store a state. Only snapshots with more than `step` committed steps replace it."""
         self._state, self._pickled, self._coming = state, [], None
         self._step = step
 
@@ -48,7 +48,7 @@ class SnapshotKeeper:
             return
         member, newest = next(iter(progress.items()))
         step = newest.snapshot
-        if step is None:  # its last snapshot is outdated
+        if step is None:  # the last snapshot of the member is outdated
             self._step = -1
         elif self._coming is None and step > self._step:
             if not newest.divided:

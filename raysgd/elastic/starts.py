@@ -1,4 +1,4 @@
-"""Starts and restarts of all workers, from the wait for enough workers to their group."""
+"""Starts and restarts of all workers, until they form a group."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Starts:
         self._context.has_state |= bool(self._context.leaving)
         self._context.discard_members()
         if not self._context.recovery.joins:
-            self._scale_up.stop()  # they only waited for resources
+            self._scale_up.stop()  # these replacements only waited for resources
         self._scale_up.begin()
 
     def await_workers(self, min_workers: int) -> Event:
