@@ -38,7 +38,7 @@ def suggests(method: _Method) -> _Method:
             if name not in own and not takes_any:
                 if not is_init:
                     raise unknown_argument(f"{type(self).__name__}.{method.__name__}", name, own)
-                # A subclass may pass on its own arguments.
+                # The constructor of a subclass may pass its own arguments to this method.
                 known = {**own, **inspect.signature(type(self)).parameters}
                 raise unknown_argument(type(self).__name__, name, known)
         try:

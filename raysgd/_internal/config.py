@@ -11,7 +11,7 @@ from typing import Any
 from raysgd._internal.nested import deep_copied
 
 BATCH_SIZE = "*batch_size"
-"""Key of the global batch size in a config. In the config of a worker, it is the share."""
+"""Key of the global batch size in a config. A worker's config has the worker's share instead."""
 
 
 def env_seconds(name: str, default: float) -> float:
@@ -61,9 +61,9 @@ def warn_of_rounding(config: Mapping[str, Any], world_size: int) -> None:
 def worker_config(
     config: Mapping[str, Any], world_size: int, copies: bool = True
 ) -> dict[str, Any]:
-    """Return a new dict for a worker, with its share as ``BATCH_SIZE``.
+    """Return the config for one worker, with the worker's share of the global batch.
 
-    `copies` keeps a worker in the driver's process from changing the user's values.
+    With `copies`, copy the values, so that a worker in the driver's process cannot change them.
     """
     own = {key: deep_copied(value) if copies else value for key, value in config.items()}
     if own.get(BATCH_SIZE) is not None:

@@ -47,11 +47,11 @@ class Progress:
     num_batches: int = 0
     """Batches finished in the current call or epoch, whichever began last."""
     total_batches: int | None = None
-    """Total number of batches in that call or epoch. None if unknown."""
+    """Total number of batches in the current call or epoch. None if unknown."""
     num_samples: int = 0
-    """Samples finished in that call or epoch."""
+    """Samples finished in the current call or epoch."""
     step_s: float = 0.0
-    """Mean seconds per step in that call or epoch. 0 if unknown."""
+    """Mean seconds per step in the current call or epoch. 0 if unknown."""
     samples_per_s: float = 0.0
     """Samples that this worker computes per second, or 0 if unknown."""
     snapshot: int | None = None
@@ -87,7 +87,7 @@ class Preemption:
 
 
 class Request:
-    """A request of the driver to a runner. Subclasses are frozen dataclasses of the arguments."""
+    """A request from the driver to a runner. Subclasses are frozen dataclasses of arguments."""
 
     @property
     def name(self) -> str:

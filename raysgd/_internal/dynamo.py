@@ -81,7 +81,7 @@ def _is_postponed() -> bool:
 def _load() -> ModuleType:
     import torch
 
-    with _swapping:  # do not hold this lock while loading: the import locks protect that
+    with _swapping:  # do not hold this lock during the import, which has its own locks
         if _is_postponed():
             del sys.modules[_NAME]
             vars(torch).pop("_dynamo", None)

@@ -44,7 +44,7 @@ def without_secrets(text: str) -> str:
 
 
 def checked_path(argument: str, given: Any, advice: str = "Mount the storage.") -> Path:
-    """Return a local path, with ``~`` expanded. `advice` is what to do instead of using a URL."""
+    """Return a local path, with ``~`` expanded. The error for a URL ends with `advice`."""
     text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
     if not isinstance(text, str):
         raise TypeError(f"{argument} must be a path, but it is {given!r}.")

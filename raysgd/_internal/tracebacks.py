@@ -67,7 +67,7 @@ def _with_source(frame: re.Match[str]) -> str:
 
 
 def shortened_stacks(text: str) -> str:
-    """Return the stacks of threads from the first frame of user code on, if a thread has one."""
+    """Return the stacks of threads, each from its first frame of user code on, if it has one."""
     found = []
     for thread in re.split(r"^(?=Thread )", text, flags=re.MULTILINE):
         own = [frame for frame in _FRAME.finditer(thread) if is_the_users(frame[1])]

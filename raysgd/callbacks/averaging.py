@@ -28,8 +28,8 @@ class _WeightAveraging(Callback):
 class EMA(_WeightAveraging):
     """Keeps an exponential moving average of the weights.
 
-    After each update the average becomes ``decay * average + (1 - decay) * weights``. It starts
-    with the weights. Buffers, such as running statistics, are not averaged.
+    After each update the average becomes ``decay * average + (1 - decay) * weights``. The first
+    average is a copy of the weights. Buffers, such as running statistics, are not averaged.
 
     Args:
         decay: between 0 and 1; 0.999 averages over about the last 1,000 updates.

@@ -54,8 +54,8 @@ class Callback:
     monitor: str | None = None
     """Name of a required metric. ``fit()`` raises early if validation does not return it."""
     saves_state: bool = False
-    """Whether `on_pause` saves the state. It is then also called before workers that cannot be
-    replaced are taken away."""
+    """Whether `on_pause` saves the state. If True, `on_pause` is also called before the preemption
+    of workers that cannot be replaced."""
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Handle the start of ``fit()``, or else of the first ``train()`` or ``validate()``."""
@@ -66,7 +66,7 @@ class Callback:
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """Handle the result of a ``train()`` that completed an epoch.
 
-        Metrics that you add reach the callbacks that follow, and the caller.
+        Later callbacks and the caller see metrics that you add to `metrics`.
         """
 
     def on_steps_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
@@ -84,7 +84,7 @@ class Callback:
         Args:
             trainer: the trainer, whose workers are paused as in `on_pause`.
             call: of kind ``step``, with the duration of these steps.
-            metrics: as of ``train()``, for these steps.
+            metrics: the same metrics as from ``train()``, for these steps.
         """
 
     def on_event(self, trainer: Trainer, event: Event) -> None:
@@ -118,11 +118,11 @@ class Callback:
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what to save with the trainer's state: numbers, strings, lists, dicts."""
+        """Return a state of numbers, strings, lists, and dicts. The trainer saves it."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, possibly before `on_train_start`.
+        """Load the output of `state_dict`, possibly before `on_train_start`.
 
         If this raises, the trainer loads nothing and calls this method again with the earlier
         state.
@@ -132,11 +132,11 @@ class Callback:
 class History(list[dict[str, Any]]):
     """The result of ``fit()``: one dict per epoch, with the metrics of training and validation.
 
-    If both have a metric of the same name (``num_samples``), the dict has that of training.
+    If both have a metric of the same name (``num_samples``), the dict has the metric of training.
     """
 
     stop_reason: str | None = None
-    """Why ``fit()`` ended before its last epoch. None if it reached the last one."""
+    """Why ``fit()`` ended before its last epoch. None if ``fit()`` completed all epochs."""
 
 
 def adds_metrics(callback: Callback) -> bool:

@@ -261,7 +261,7 @@ class CallbackList:
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the callbacks' states, and of loaded states that no callback took."""
+        """Return copies of the callbacks' states, and of loaded states without a callback."""
         states: dict[str, Any] = map_leaves({**self._loaded, **self._detached}, deep_copied)
         states |= {entry.key: _state_of(entry) for entry in self._entries}
         return {key: state for key, state in states.items() if state}

@@ -32,16 +32,16 @@ class CheckpointCallback(Callback):
     Args:
         folder: a path, or a URL for fsspec; None for ``checkpoints`` in the trainer's ``logdir``.
         every: "epoch", or a number of steps. Training pauses for the save at multiples of it.
-        keep: number of checkpoints to keep; None for all. With `monitor`, the best ones, and in
-            addition the newest.
-        monitor: name of the metric that selects the best, of training or validation; of validation
-            if both have it. (With ``validate_every`` above 1, give them different names.) Without
-            it, the newest are kept.
+        keep: number of checkpoints to keep; None for all. With `monitor`, these are the best, and
+            the newest is kept in addition.
+        monitor: name of the metric that selects the best checkpoints. If training and validation
+            have a metric of this name, the one of validation counts. (With ``validate_every``
+            above 1, use different names.) None keeps the newest checkpoints.
         mode: "min" if smaller values of the metric are better, or "max".
         blocking: False copies the state, and writes it while training continues. A sharded state
             is always written before training continues.
         resume: whether a trainer that has not trained yet starts from the newest intact checkpoint
-            in the folder. A warning names the damaged ones.
+            in the folder. A warning names damaged checkpoints.
         job: name of the job, one per folder; None for the operator's name.
         sharded: whether each worker writes its shards of models with ``register(sharding="full")``,
             as ``trainer.save(folder, sharded=True)`` does. A checkpoint is then a folder. False:
@@ -92,7 +92,7 @@ class CheckpointCallback(Callback):
         self._newest: str | None = None
         self._saved_at = 0
         self._of_validation = False
-        """Whether validations have the metric."""
+        """Whether validations return the monitored metric."""
         self.restored_from: str | None = None
         """The checkpoint from which training resumed."""
         self.passed_over: list[tuple[str, str]] = []
@@ -212,7 +212,7 @@ class CheckpointCallback(Callback):
     ) -> Iterator[dict[str, Any] | None]:
         """Yield the state to save, or None if `unless_nan` and it has NaN.
 
-        Its tensors may be in a temporary folder.
+        The state's tensors may be in a temporary folder.
         """
         automatic = self._sharded is None
         if trainer._state.is_fully_sharded and store.is_local if automatic else self._sharded:

@@ -20,7 +20,7 @@ class CsvLogger(LoggerCallback):
     """Writes a row for each ``train()``, each ``validate()``, and each logged step.
 
     The columns are ``kind``, ``time``, ``seconds``, ``epoch``, ``global_step``, ``num_workers`` and
-    the metrics. For a new metric, the file is rewritten with another column. Rows are added to an
+    the metrics. A new metric adds a column, and the file is rewritten. Rows are added to an
     existing file.
 
     Args:

@@ -15,7 +15,7 @@ from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES, NUM_SKIPPED_STEPS
 _MOST = 8
 """Maximum number of metrics in a line."""
 _WITHOUT_END = sys.maxsize
-"""`num_epochs` of a `fit` that a number of steps or a duration limits."""
+"""Value of `num_epochs` in a `fit` that only a number of steps or a duration limits."""
 
 
 class EpochLines(Callback):
@@ -25,8 +25,8 @@ class EpochLines(Callback):
 
         epoch 2/8  train_loss 0.3123  val_loss 0.2911  val_accuracy 0.9115  3.1 s
 
-    The time is that of training and validation. In a terminal, ``…`` stands for metrics that do not
-    fit. It prints to standard error, and in a notebook to standard output.
+    The time covers training and validation. In a terminal, ``…`` stands for metrics that do not
+    fit. The callback prints to standard error, and in a notebook to standard output.
     """
 
     def __init__(self) -> None:

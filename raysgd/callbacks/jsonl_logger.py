@@ -20,7 +20,7 @@ from raysgd.elastic.events import Event
 
 
 class JsonlLogger(LoggerCallback):
-    """Writes ``metrics.jsonl`` and ``events.jsonl``; ``TorchTrainer(logdir=...)`` adds one.
+    """Writes ``metrics.jsonl`` and ``events.jsonl``. ``TorchTrainer(logdir=...)`` adds one logger.
 
     In ``metrics.jsonl``, a line of kind "run" describes each start: a ``fit()``, or else the first
     call::
@@ -32,7 +32,7 @@ class JsonlLogger(LoggerCallback):
          "num_workers": 2, "metrics": {"train_loss": 0.5, ...}}
 
     ``fit(log_every=...)`` adds lines of kind "step". ``time`` is the end of the call in seconds
-    since the epoch. Numbers that are not finite are the strings "nan", "inf" and "-inf".
+    since the Unix epoch. Numbers that are not finite are the strings "nan", "inf" and "-inf".
     ``events.jsonl`` has the fields of :class:`raysgd.elastic.events.Event`.
 
     Args:
@@ -41,7 +41,7 @@ class JsonlLogger(LoggerCallback):
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self.folder = None if folder is None else checked_path("folder", folder).absolute()
-        """The folder that the user gave."""
+        """The `folder` argument."""
         self.needs_logdir = folder is None
 
     def on_train_start(self, trainer: Trainer) -> None:
@@ -70,7 +70,7 @@ class JsonlLogger(LoggerCallback):
         self._write(trainer, "metrics.jsonl", line)
 
     def on_event(self, trainer: Trainer, event: Event) -> None:
-        # This file can also get events between two runs, because it does not stay open.
+        # Events between two runs are written too, because the file does not stay open.
         self._write(trainer, "events.jsonl", dataclasses.asdict(event))
 
     def _write(self, trainer: Trainer, name: str, line: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ class LoggerCallback(Callback):
     """Writes the result of each call and each event. Override `log`, `log_event` and `close`."""
 
     is_running = False
-    """Whether the logger has started and not ended. Otherwise it ignores events."""
+    """Whether the logger is between its start and its end. Otherwise it ignores events."""
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         """Write the result of ``train()``, ``validate()``, or some steps: see ``call.kind``."""
@@ -90,7 +90,7 @@ class ServiceLogger(LoggerCallback):
 
 
 def record_of(trainer: Trainer, call: LastCall) -> dict[str, Any]:
-    """Return the fields of a call that a log contains in addition to its metrics."""
+    """Return the fields that a log has for each call, in addition to the metrics."""
     record = {
         "kind": call.kind,
         "time": call.time,

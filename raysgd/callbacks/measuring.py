@@ -64,7 +64,7 @@ def _resource_use(operator: Any) -> dict[str, float]:
 
 @functools.cache
 def _process() -> psutil.Process:
-    return psutil.Process()  # it remembers the time of its last `cpu_percent`
+    return psutil.Process()  # `cpu_percent` needs the time of its last call
 
 
 class LearningRateLogger(_Measuring):

@@ -24,12 +24,12 @@ class TorchProfiler(Callback):
     """Profiles some training steps on worker 0, once, and writes a trace.
 
     The trace, such as ``trace-step-00000010.json.gz``, opens in https://ui.perfetto.dev and in
-    ``chrome://tracing``. Training pauses before and after the steps. If worker 0 is lost in these
-    steps, its trace is lost too.
+    ``chrome://tracing``. Training pauses before and after the steps. If worker 0 is lost during
+    these steps, the trace is lost too.
 
     Args:
         num_steps: number of steps to profile. Each adds about 100 kB to the trace.
-        skip_steps: number of steps before them. The first steps are not typical.
+        skip_steps: number of steps before the profiled ones. The first steps are not typical.
         folder: where to write; None for ``profile`` in the trainer's ``logdir``.
         arguments: further arguments of ``torch.profiler.profile``, such as ``record_shapes``.
 
@@ -53,7 +53,7 @@ class TorchProfiler(Callback):
         self._begin_at: int | None = None
         self._end_at: int | None = None
         self.trace: Path | None = None
-        """Path of the trace, when it is written."""
+        """Path of the trace; None before the trace is written."""
 
     def on_train_start(self, trainer: Trainer) -> None:
         self._folder = folder_for(trainer, self._given, "profile")
@@ -64,7 +64,7 @@ class TorchProfiler(Callback):
 
     def next_pause(self, global_step: int) -> int | None:
         due = self._begin_at if self._end_at is None else self._end_at
-        # The step may have passed already if all workers were lost.
+        # After the loss of all workers, the due step can be in the past.
         return None if due is None else max(due, global_step + 1)
 
     def on_pause(self, trainer: Trainer) -> None:

@@ -95,7 +95,7 @@ class ProgressBar(EpochLines):
         self._kind = self._label = kind
         if trainer.num_epochs is not None:
             is_validation = kind == "validate"
-            # Guess the epoch of training, because workers report it with their first batch.
+            # Guess the epoch, because workers report it only with their first batch.
             self._label = place_of(trainer, trainer.epoch + (not is_validation))
             self._label += ", validation" * is_validation
         if is_interactive():

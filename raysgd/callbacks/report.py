@@ -39,9 +39,9 @@ p { margin: .5rem 0 0; color: #5b6472; font-size: .86rem; }
 
 
 class RunReport(Callback):
-    """Writes ``report.html`` into the trainer's ``logdir``; ``TorchTrainer(logdir=...)`` adds one.
+    """Writes ``report.html`` into the trainer's ``logdir``. ``TorchTrainer(logdir=...)`` adds this.
 
-    ``raysgd report RUNDIR`` writes it at any other time.
+    ``raysgd report RUNDIR`` writes the report at any other time.
     """
 
     stage = 2  # run after the loggers
@@ -62,7 +62,7 @@ class RunReport(Callback):
 def make_report(folder: str | Path) -> Path:
     """Write ``report.html`` into a run folder, and return its path.
 
-    The page needs ``plotly.min.js`` from the same folder, so copy both.
+    The page needs ``plotly.min.js`` from the same folder. If you copy the page, copy this file too.
 
     Raises:
         FileNotFoundError: if the folder has no ``metrics.jsonl``.
@@ -142,7 +142,7 @@ def _sections(log: RunLog, run: Record) -> Iterator[str]:
             (name, f"{seconds:.1f} s", f"{100 * seconds / duration:.1f} %")
             for name, seconds in time_spent(log).items()
         ]
-        note = "<p>Goodput is the share of training: steps that count, of the whole duration.</p>"
+        note = "<p>Goodput is the share of the whole duration that went into steps that count.</p>"
         yield _section("Where the time went", _table(rows) + note)
     yield from _metric_charts(log)
     speeds = [

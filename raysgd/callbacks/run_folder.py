@@ -15,10 +15,10 @@ from raysgd.callbacks.report import RunReport
 
 
 def checked_logdir(logdir: str | os.PathLike[str] | None) -> Path | None:
-    """Return the run folder as an absolute path, which must not be a URL or a file."""
+    """Return the run folder as an absolute path. Raise ValueError for a URL or a file."""
     if logdir is None:
         return None
-    advice = "Checkpoints can go to one: CheckpointCallback('s3://...')."
+    advice = "Only checkpoints can go to a URL: CheckpointCallback('s3://...')."
     path = checked_path("logdir", logdir, advice).absolute()
     if path.exists() and not path.is_dir():
         raise ValueError(f"logdir={str(logdir)!r}: must be a folder, but it is a file.")

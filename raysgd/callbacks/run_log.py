@@ -32,7 +32,7 @@ class RunLog:
     """Finished calls of ``train`` and ``validate``, in order."""
     events: list[Record] = field(default_factory=list)
     points: list[Record] = field(default_factory=list)
-    """Metrics by step."""
+    """Metrics of single steps, from ``fit(log_every=...)``."""
 
     @classmethod
     def read(cls, folder: str | Path) -> RunLog:
@@ -52,7 +52,7 @@ class RunLog:
         return log
 
     def of(self, kind: str) -> list[Record]:
-        """Return the finished calls ("train", "validate"), or the points ("step")."""
+        """Return the finished calls ("train" or "validate"), or the logged steps ("step")."""
         return [call for call in (*self.calls, *self.points) if call["kind"] == kind]
 
     def kept(self, kind: str) -> list[Record]:
@@ -86,7 +86,7 @@ def goodput(log: RunLog) -> float:
 
 
 def time_spent(log: RunLog) -> dict[str, float]:
-    """Return the seconds of the run's wall time by what they were spent on.
+    """Return the seconds of the run's wall time, by activity.
 
     ``training`` is the time in ``train`` calls, without stops (from a failure to the next
     generation, and pauses in which replacements joined) and without repeated steps (after a restart

@@ -13,11 +13,12 @@ from raysgd.callbacks.values import missing_metric, numbers_in
 class EarlyStopping(Callback):
     """Stops ``fit()`` when a metric has not improved for `patience` values in a row.
 
-    Its state is saved with the trainer's. A resumed run stops when the whole run would have
-    stopped, and a run that was stopped does not train again.
+    The trainer's state includes the state of this callback. A resumed run stops when the whole run
+    would have stopped, and a run that was stopped does not train again.
 
     Args:
-        monitor: name of a metric of training or validation; of validation if both have it.
+        monitor: name of a metric of training or validation. If both have it, the one of validation
+            counts.
         mode: "min" if smaller values are better, or "max".
         patience: number of values without improvement.
         min_delta: smallest change that counts as an improvement.
@@ -44,7 +45,7 @@ class EarlyStopping(Callback):
         self.best: float | None = None
         """The best value so far; None before the first."""
         self.num_waited = 0
-        """Number of values since then."""
+        """Number of values since the best one."""
         self._of_validation = False
 
     def on_train_start(self, trainer: Trainer) -> None:

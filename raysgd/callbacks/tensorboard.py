@@ -83,7 +83,7 @@ class TensorBoardLogger(LoggerCallback):
 
 
 class TensorBoardWriter:
-    """Writes files for TensorBoard. Messages name the callback, `owner`."""
+    """Writes files for TensorBoard. `owner` is the callback that errors name."""
 
     def __init__(self, owner: str) -> None:
         import_extra(owner, "tensorboard", "callbacks")

@@ -33,7 +33,7 @@ def suggest_metric(name: str, metrics: Iterable[str]) -> str:
 
 
 def missing_metric(callback: str, name: str, metrics: Iterable[str]) -> str:
-    """Return the message that a monitored metric does not exist."""
+    """Return the error message for a monitored metric that does not exist."""
     known = list(metrics)
     return (
         f"{callback}(monitor={name!r}): there is no such metric. There are: {', '.join(known)}."
@@ -70,7 +70,7 @@ def _without_secrets(value: Any, name: str) -> Any:
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float | int | str]:
-    """Return the numbers and strings; those of nested dicts as ``outer/inner``.
+    """Return the numbers and strings in metrics. Names of nested values are ``outer/inner``.
 
     >>> scalars({"loss": 0.5, "profile": {"mean_fwd_s": 1.0}, "note": "x", "other": [1]})
     {'loss': 0.5, 'profile/mean_fwd_s': 1.0, 'note': 'x'}
@@ -79,12 +79,12 @@ def scalars(metrics: Mapping[str, Any]) -> dict[str, float | int | str]:
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float | int]:
-    """Return the numbers without strings; those of nested dicts as ``outer/inner``."""
+    """Return the numbers in metrics. Names of nested numbers are ``outer/inner``."""
     return {name: v for name, v in scalars(metrics).items() if not isinstance(v, str)}
 
 
 def plain_values(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the same as `scalars`, and lists, arrays, and tensors as lists.
+    """Return the same as `scalars`, and also lists, arrays, and tensors, as lists.
 
     >>> plain_values({"f1": {"cat": 0.5}, "matrix": [(1, 0), (0, float("nan"))], "odd": {1}})
     {'f1/cat': 0.5, 'matrix': [[1, 0], [0, 'nan']]}

@@ -142,7 +142,7 @@ def doctor(
                 _show(list(_node_rows(address)))
         except Exception as error:  # Ray raises errors of many types
             advice = " Timing needs one free CPU or GPU on each node." * shares
-            typer.echo(f"No answer of a Ray cluster at {address!r}: {error}{advice}", err=True)
+            typer.echo(f"No answer from a Ray cluster at {address!r}: {error}{advice}", err=True)
             raise typer.Exit(1) from error
 
 

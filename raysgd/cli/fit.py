@@ -69,7 +69,7 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict
     >>> found["config"], found["fit"]
     ({'lr': 0.001, 'net': {'depth': 2}}, {'max_steps': 5})
 
-    The YAML or JSON file has the same keys. Values that are not valid YAML are strings.
+    The YAML or JSON file has a dict for each section. Values that are not valid YAML are strings.
     """
     import yaml
 

@@ -39,8 +39,8 @@ def kill(trainer: OperatorTrainer, rank: int) -> int:
     world rank of the worker.
 
     Raises:
-        ValueError: If no worker has that rank, or it runs in the driver's process.
-        ProcessLookupError: If its process has already ended.
+        ValueError: If no worker has that rank, or the worker runs in the driver's process.
+        ProcessLookupError: If the process of the worker has already ended.
     """
     return _signal(trainer, rank, signal.SIGKILL)
 
@@ -76,7 +76,7 @@ def _send(member: WorkerHandle, rank: int, number: signal.Signals) -> bool:
     if not member.remote:
         raise ValueError(
             f"Worker {rank} is in the driver's process, because of use_local=True. Use another "
-            "rank, or leave use_local out."
+            "rank, or remove use_local=True."
         )
     return member.signal(number)
 
@@ -88,9 +88,9 @@ class Fault:
     rank: int
     """World rank of the worker at the time of the fault."""
     step: int | None = None
-    """Number of steps after which it happens."""
+    """Number of steps after which the fault happens."""
     after_s: float | None = None
-    """Seconds after the start of the injections when it happens."""
+    """Seconds from the start of the injections to the fault."""
     kind: Literal["kill", "hang"] = "kill"
 
     def __post_init__(self) -> None:
@@ -172,8 +172,8 @@ class Chaos:
         with Chaos(trainer, schedule(1, num_kills=3, num_workers=4, num_steps=500)) as chaos:
             trainer.train()
 
-    When a fault is due, it waits for a worker of its rank that was not hit before, and for `spare`
-    further workers. At the end of the block, remaining faults are dropped, and stopped workers
+    A due fault waits for a worker with its rank that was not hit before, and for `spare` further
+    workers. At the end of the block, remaining faults are dropped, and stopped workers
     continue.
 
     Args:

@@ -29,8 +29,8 @@ def run_operator(
 
     Each batch is its own accumulation group, unlike in ``trainer.train()``.
 
-    The arguments are those of the trainer. `scheduler_step_freq` is required if ``setup`` registers
-    schedulers.
+    The arguments are the same as those of the trainer. `scheduler_step_freq` is required if
+    ``setup`` registers schedulers.
     """
     from raysgd.tf.operator import TrainingOperator as KerasOperator
 

@@ -56,7 +56,7 @@ class FunctionTrainable(Trainable):
         return PlacementGroupFactory(bundles, strategy="PACK", bundle_label_selector=labels)
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Start the workers. The first `step` starts the function, after a possible load."""
+        """Start the workers. The first `step` starts the function, because Tune may load first."""
         self._own = self.trial_trainer(config)
         self._own.setup()
         self._start: Any = None
@@ -171,6 +171,6 @@ def function_trainable(
         run_config=RunConfig(failure_config=failure),
         dataset_config=dict.fromkeys(named, True),
     )
-    trainer.datasets = dataset  # also a single dataset without a name
+    trainer.datasets = dataset  # it may be a single dataset, without a name
     name = getattr(train_func, "__name__", "train_func")
     return type(name, (_OldStyleTrainable,), {"trainer": trainer})

@@ -86,12 +86,12 @@ class BaseTrainable(Trainable):
         if "callbacks" in arguments:  # the next trial needs new callbacks
             arguments["callbacks"] = copy.deepcopy(arguments["callbacks"])
         if arguments["use_gpu"] == "auto" and self.trial_resources is not None:
-            # The cluster may have gained GPUs since then.
+            # The cluster may have gained GPUs since Tune reserved the resources.
             arguments["use_gpu"] = any("GPU" in b for b in self.trial_resources.bundles)
         return type(self).trainer_cls(**arguments)
 
     def step(self) -> dict[str, Any]:
-        """Call ``override_tune_step``, or train for one epoch and validate if there is a loader.
+        """Call ``override_tune_step``. Without one, train for an epoch and validate if possible.
 
         ``num_samples`` and ``batch_count`` are those of the validation.
         """

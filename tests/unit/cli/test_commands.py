@@ -42,7 +42,7 @@ def test_the_doctor_names_a_cluster_that_is_not_there(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     result = invoke("doctor")
     assert result.exit_code == 1
-    assert "No answer of a Ray cluster at '127.0.0.1:1'" in result.stderr
+    assert "No answer from a Ray cluster at '127.0.0.1:1'" in result.stderr
     assert "gloo" in result.stdout
 
 
