@@ -19,11 +19,11 @@ class Communication:
         self.size, self.rank = size, rank
 
     def mean(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return the means over the workers."""
+        """Return the mean of each tensor over the workers."""
         return list(tensors)
 
     def completed(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Add zeros for variables that only other workers have gradients of.
+        """Replace missing gradients with zeros if other workers have gradients of the variables.
 
         Batches of one step may take different branches. Every worker must call this.
         """
@@ -34,21 +34,21 @@ class Communication:
         ]
 
     def largest(self, values: Sequence[int]) -> list[int]:
-        """Return the maximum by element. Every worker must call this."""
+        """Return the maximum of each element over the workers. Every worker must call this."""
         return list(values)
 
     def minimum(self, value: int) -> int:
         return -self.largest([-value])[0]
 
     def share(self, make: Callable[[], Any], leader: int) -> Any:
-        """Return the leader's result of `make` on every worker."""
+        """Call `make` on the leader, and return its result on every worker."""
         return make()
 
 
 class GlooWorkers(Communication):
     """Workers that use the process group of PyTorch.
 
-    TensorFlow's own needs a server without authentication, and a process can join only one.
+    A group of TensorFlow needs a server without authentication, and a process can join only one.
     """
 
     def mean(self, tensors: Sequence[Any]) -> list[Any]:
@@ -106,7 +106,7 @@ def _kind(gradient: Any) -> int:
 
 
 def _of_kind(kind: int, gradient: Any, variable: Any) -> Any:
-    """Convert a gradient to a kind: dense, or rows. Replace a missing gradient by zeros."""
+    """Convert a gradient to a kind: dense, or rows. Replace a missing gradient with zeros."""
     if kind == _DENSE:
         return tf.zeros_like(variable) if gradient is None else tf.convert_to_tensor(gradient)
     if kind == _ROWS and gradient is None:
@@ -163,5 +163,5 @@ def communication_of(context: WorkerContext, use_horovod: bool = False) -> Commu
         return HorovodGroup(context.world_size, context.world_rank)
     import torch.distributed as dist
 
-    # During setup, a replacement is alone in its group, unlike its context.
+    # During setup, a replacement worker has its own process group, of a size unlike the context's.
     return GlooWorkers(dist.get_world_size(), dist.get_rank())

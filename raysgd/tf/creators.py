@@ -81,7 +81,7 @@ class CreatorOperator(TrainingOperator):
             self._callbacks.on_epoch_begin(epoch)
         result = super().train_epoch(iterator, info, num_steps, epoch_idx)
         if steps and self.global_step // steps == epoch:
-            return result  # a loss or the end of the data interrupted it
+            return result  # a lost worker or the end of the data interrupted the epoch
         logs = {
             name.removeprefix("train_"): float(value)
             for name, value in result.items()

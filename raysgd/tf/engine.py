@@ -1,8 +1,8 @@
 """Training steps in graphs: local gradients, their means over the workers, then one update.
 
 A step has two graphs. The first computes a worker's gradients, and the second applies their means.
-Workers communicate between them, outside of any graph, so a step that loses a worker changes no
-variable. Each worker traces its own graphs.
+Between the two graphs, workers communicate outside of any graph, so a step that loses a worker
+changes no variable. Each worker traces its own graphs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Engine:
 
     def __init__(self) -> None:
         self._compiled: dict[Any, tuple[Any, Any]] = {}
-        """Compiled steps by the IDs of their objects, and the objects, which must stay alive."""
+        """Compiled steps by the IDs of their objects. Holding the objects keeps the IDs valid."""
 
     def call(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """Run a function of tensors in a graph."""

@@ -50,7 +50,8 @@ class Replication(StepFeature):
 class Optimization(StepFeature):
     """Accumulates the gradients of a batch's parts, averages them over the workers, and updates.
 
-    If a later optimizer of the step may fail, it copies the variables first.
+    With several optimizers, it copies the variables before an update, because a later update of the
+    step may fail.
     """
 
     def __init__(self, state: KerasTrainState) -> None:
@@ -130,7 +131,7 @@ def _added(left: Any, right: Any) -> Any:
 
 
 class Averages(StepFeature):
-    """Evaluates models with the averages of optimizers with ``use_ema``, as after ``fit()``."""
+    """Evaluates models with the averaged weights of ``use_ema`` in optimizers, like ``fit()``."""
 
     def __init__(self, state: KerasTrainState) -> None:
         self._state = state

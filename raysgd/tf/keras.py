@@ -33,7 +33,7 @@ def tf_variable(variable: Any) -> Any:
 
 
 def named_arrays(variables: Iterable[Any]) -> dict[str, np.ndarray[Any, Any]]:
-    """Return copies of variables as arrays, in order, by number and name."""
+    """Return copies of variables as arrays, in order. The keys are ``number/name``."""
     return {
         f"{number}/{getattr(variable, 'path', None) or variable.name}": np.array(
             tf_variable(variable).numpy()

@@ -1,8 +1,8 @@
-"""Data sources of Keras operators: arrays and items by sample, ``tf.data`` pipelines by batch.
+"""Data sources of Keras operators. Arrays are partitioned by sample, pipelines by batch.
 
-Every worker reads the whole pipeline, as with ``AutoShardPolicy.DATA``. In each step, the workers
-together take its next batches: rank 0 the first, rank 1 the second. A step of two workers thus has
-the same samples as two steps of one.
+Every worker reads the whole ``tf.data`` pipeline, as with ``AutoShardPolicy.DATA``. In each step,
+the workers together take its next batches: rank 0 the first, rank 1 the second. A step of two
+workers thus has the same samples as two steps of one worker.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def _is_arrays(data: Any) -> bool:
 class ArraySource(PartitionedSource):
     """An array or a nest of arrays, partitioned across the workers by sample.
 
-    In training, every worker gets a batch in every step. `full_size` and `global_batch` are given
-    if the global batch size is constant.
+    In training, every worker gets a batch in every step. `full_size` and `global_batch` are set if
+    the global batch size is constant.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class ItemSource(ArraySource):
             tf.nest.map_structure(tf.convert_to_tensor, sample)
             for sample in self._dataset.fetch(rows.tolist())
         ]
-        # A sample with a dimension is a small batch itself.
+        # A sample with dimensions is a small batch.
         return tf.nest.map_structure(
             lambda *rows: tf.concat(rows, 0) if rows[0].shape.rank else tf.stack(rows), *samples
         )
@@ -178,7 +178,7 @@ class DatasetSource(BatchSource):
     """A ``tf.data.Dataset`` of batches, partitioned across the workers.
 
     In training, every worker gets a batch in every step. If `splits`, the workers share each batch.
-    `full_size` is given if the global batch size is constant.
+    `full_size` is set if the global batch size is constant.
     """
 
     sharded = True
@@ -266,7 +266,7 @@ class DatasetSource(BatchSource):
     ) -> Iterator[Any]:
         """Iterate over this worker's batches of `epoch` from `offset` on.
 
-        A data set may shuffle differently in each iteration, so the current one continues if
+        A data set may shuffle differently in each iteration, so the current iteration continues if
         possible. A new process also starts the iterations of earlier epochs, to get the same order.
         """
         if num_steps is None and not self._training:
@@ -356,7 +356,7 @@ class _Iteration:
     def __init__(self, loader: Any, epoch: int) -> None:
         self._epoch: int | None = epoch
         self._batches = iter(loader)
-        # The last batches, and the offset of the first.
+        # The batches to repeat, and the offset of the first of these.
         self._kept = collections.deque[Any]()
         self._first = 0
 
@@ -387,7 +387,7 @@ def _num_rows(batch: Any) -> int:
 
 
 def spec_of(source: BatchSource) -> Any:
-    """Return the structure of a source's batches; for an iterable, that of its first batch."""
+    """Return the tensor specs of a source's batches. For an iterable, read the first batch."""
     if source.sharded:
         return source.reads()
     for batch in source.loader:

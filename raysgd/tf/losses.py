@@ -103,12 +103,12 @@ def accuracy(target: Any, output: Any) -> float | None:
 
 
 class BatchMetrics:
-    """Metrics in every form that ``compile()`` takes, with the names of Keras, batch by batch.
+    """Computes the metrics of each batch, with the names that Keras gives them.
 
     Args:
         keras: ``keras`` or ``tf_keras``.
         model: The model.
-        given: The metrics. None for those of the compiled model.
+        given: Metrics in any form that ``compile()`` takes. None for metrics of the compiled model.
     """
 
     def __init__(self, keras: Any, model: Any, given: Any = None) -> None:
@@ -190,9 +190,9 @@ def _begin(metric: Any) -> None:
 
 
 def _adds_up(metric: Any, update: Callable[[], Any]) -> bool:
-    """Return whether the state after two updates is known to be twice that after one.
+    """Check that the state of a metric after two updates is twice the state after one.
 
-    It is not known for variables that are still zero.
+    Return False if a variable is still zero, because the check then proves nothing.
 
     Raises:
         TypeError: If the state is not a sum.
@@ -222,7 +222,7 @@ class KerasMetric(MergeableMetric):
 
     Args:
         metric: A metric whose variables are sums over samples, such as AUC.
-        given: Arguments of its update: a tuple and a dict.
+        given: Arguments of ``update_state``: a tuple and a dict.
     """
 
     def __init__(self, metric: Any, given: Any) -> None:
@@ -237,7 +237,7 @@ class KerasMetric(MergeableMetric):
         return merged
 
     def compute(self) -> float | dict[str, float]:
-        """Return the result of Keras: a number, or one for each class, named ``_0``, ``_1``."""
+        """Return the result of Keras: a number, or a dict with ``_0``, ``_1`` for each class."""
         kind, config = self._config
         metric = kind.from_config(config)
         if len(metric.variables) != len(self._sums):  # the first batch creates some, as in F1Score

@@ -7,7 +7,7 @@ For each ``trainer.train()``, a worker runs::
             operator.train_batch(batch, batch_info)
                 self.minimize(loss_of, batch)       # averages gradients over the workers
 
-For each ``trainer.validate()``, it runs ``operator.validate`` with ``operator.validate_batch``.
+For ``trainer.validate()``, a worker runs ``operator.validate`` with ``operator.validate_batch``.
 Users can override any of these methods.
 """
 
@@ -87,15 +87,16 @@ class TrainingOperator(OperatorBase):
 
         Args:
             batch: ``(*features, target)`` or ``(features, target, sample_weight)``, tensors or
-                arrays. Three parts have sample weights, unless the model has two inputs.
-            batch_info: ``batch_idx``, ``global_step``, ``epoch_idx``, ``info``, and its keys.
+                arrays. The second format is not used if the model has two inputs.
+            batch_info: ``batch_idx``, ``global_step``, ``epoch_idx``, and ``info`` with its keys.
 
         Returns:
             ``train_loss``, the mean over the batch including losses of layers, ``num_samples``, and
             ``train_<name>`` for each registered metric.
 
         Raises:
-            RuntimeError: If something is missing, or there are several models or optimizers.
+            RuntimeError: If the model, optimizer, or criterion is missing, or there are several
+                models or optimizers.
         """
         self._check_single()
         self._check_own_steps("train_batch")
@@ -126,12 +127,12 @@ class TrainingOperator(OperatorBase):
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate one batch, with the arguments of `train_batch`.
 
-        It stores the model's output in ``batch_info["output"]``, for overrides that add metrics.
+        Store the model's output in ``batch_info["output"]``, for overrides that add metrics.
 
         Returns:
             ``val_loss``, ``num_samples``, ``val_<name>`` for each registered metric, and
-            ``val_accuracy`` if the output is (batch, ..., classes) and the target has ints (batch,
-            ...).
+            ``val_accuracy`` if the output has shape (batch, ..., classes) and the target has
+            integers of shape (batch, ...).
         """
         from raysgd.tf.losses import accuracy
 
@@ -151,7 +152,7 @@ class TrainingOperator(OperatorBase):
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         """Return a row of output for each sample, for ``trainer.predict``.
 
-        `batch` is as in `train_batch`, or has features alone: a tensor or ``(feature,)``.
+        `batch` has a format of `train_batch`, or is a tensor or ``(feature,)`` without a target.
         """
         self._check_own_steps("predict_batch")
         features, _, _ = self._train_state.unpacked(batch, training=False)
@@ -190,20 +191,21 @@ class TrainingOperator(OperatorBase):
         Args:
             models: A Keras model, or a list or tuple of them. A compiled model brings its
                 optimizer, loss, and metrics.
-            optimizers: An optimizer of the same Keras, or a list or tuple with one per model. If
-                the numbers differ, each optimizer is for the variables of all models, unless you
-                build it. A ``LearningRateSchedule`` counts updates.
+            optimizers: An optimizer of the same Keras, or a list or tuple with one per model. With
+                more or fewer optimizers than models, each optimizer is built for the variables of
+                all models, unless you build it. A ``LearningRateSchedule`` counts updates.
             criterion: Loss in any form that ``compile()`` takes, or a function of (target, output).
             metrics: Metrics in any form that ``compile()`` takes.
             class_weight: Weights of the classes in the training loss, as in ``fit()``.
 
         Returns:
-            (models, optimizers), then criterion and metrics if given, each in its given shape. In
-            float16, optimizers are wrapped. The criterion is a function of (target, output) that
-            returns the mean over the batch.
+            (models, optimizers), then criterion and metrics if you passed them. Each is a single
+            object, a list, or a tuple, like its argument. With float16, optimizers are wrapped to
+            scale the loss. The criterion is a function of (target, output) that returns the mean
+            over the batch.
 
         Raises:
-            TypeError: If an argument is of the wrong type, or the optimizer is one of Horovod.
+            TypeError: If an argument has the wrong type, or an optimizer comes from Horovod.
             ValueError: If an argument is missing and the model is not compiled.
             NotImplementedError: If the operator would not call a ``train_step``, ``test_step``, or
                 ``compute_metrics`` of the model.
@@ -230,15 +232,15 @@ class TrainingOperator(OperatorBase):
         """Register the data. A later call replaces it.
 
         At each step, each worker takes the next batch of a ``tf.data.Dataset``. The data set must
-        yield the same on every worker; shuffles without a seed do. Arrays are partitioned by
-        sample. From other iterables, every worker reads everything, so select a part by
-        ``self.world_rank``.
+        yield the same batches on every worker. Shuffles without a seed do, because raysgd sets the
+        seed. Arrays are partitioned by sample. Every worker reads all of any other iterable, so
+        select a part by ``self.world_rank``.
 
         Args:
             train_loader: Training data, with batches ``(*features, target)``.
             validation_loader: Validation data. No sample counts twice.
             batch_size: Samples of a worker's batch of arrays. None for ``config[BATCH_SIZE]``, or
-                32.
+                32 without that key.
             shuffle: Whether to shuffle arrays in each epoch of training.
         """
         data = self._train_state.data
@@ -254,15 +256,15 @@ class TrainingOperator(OperatorBase):
     ) -> Any:
         """Make one update that lowers a loss, in your own ``train_batch``.
 
-        It computes gradients in a graph, averages them over the workers, and applies them on all
-        workers or on none. If a batch comes in parts, the last part makes the update.
+        This method computes gradients in a graph, averages them over the workers, and applies them
+        on all workers or on none. If a batch comes in parts, the last part makes the update.
 
         Args:
             loss_of: Function of `tensors` that returns the mean loss of the batch, or a tuple that
                 begins with it. TensorFlow traces it, so pass the same method or function each time.
-            tensors: Its arguments, which are nests of tensors and arrays.
-            optimizer: A registered optimizer. None for the only one.
-            model: The model, or list of models, to train. None for the only one.
+            tensors: Arguments of `loss_of`, which are nests of tensors and arrays.
+            optimizer: A registered optimizer. None for the only registered one.
+            model: The model, or list of models, to train. None for the only registered one.
 
         Returns:
             The result of `loss_of`.
@@ -300,7 +302,7 @@ class TrainingOperator(OperatorBase):
         return held[0]
 
     def _check_own_steps(self, method: str) -> None:
-        """Refuse models that override a step, which the default `method` does not call."""
+        """Raise an error if a model overrides a step that the default `method` does not call."""
         from raysgd.tf.keras import overrides
 
         for model in self._train_state.models:
@@ -329,7 +331,7 @@ class TrainingOperator(OperatorBase):
         return self._forward(features, target, weights, training=False)
 
     def _forward(self, features: Any, target: Any, weights: Any, training: bool) -> Any:
-        """Return the loss, the output, and its masks, which graphs drop."""
+        """Return the loss, the output, and the masks of the output, which graphs drop."""
         model = self._the_only("model")
         output = model(features, training=training)
         given = (features, target, output, weights)

@@ -42,6 +42,6 @@ class TFOptions(Options):
         if importlib.util.find_spec("torch") is None:
             raise ImportError(
                 f"TFTrainer(num_workers={self.num_workers}) needs PyTorch, because several workers "
-                'communicate with its gloo. Run pip install "raysgd[torch]".'
+                'communicate through PyTorch. Run pip install "raysgd[torch]".'
             )
         return create_backend("gloo", self.timeout_s)

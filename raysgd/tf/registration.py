@@ -91,7 +91,7 @@ def _checked_optimizer(state: KerasTrainState, optimizer: Any) -> Any:
 
 
 def _complete(state: KerasTrainState) -> None:
-    """Build unbuilt models and optimizers, by the shapes of the data."""
+    """Build unbuilt models and optimizers, with the shapes of the data."""
     if any(not model.built for model in state.models) and len(state.models) == 1:
         sources = map(state.data.readable, filter(state.data.has, ("train", "validation")))
         source = next(sources, None)
@@ -126,7 +126,7 @@ def build_operator(
     policy = policy_name(settings.options.use_fp16)
     if policy is not None:
         set_policy(policy)
-    # Data sets without a seed shuffle equally on all workers.
+    # With this seed, data sets without a seed of their own shuffle equally on all workers.
     tf.random.set_seed(seed % 2**31)
     train_state = KerasTrainState(settings, communication, seed)
     operator: TrainingOperator = create_operator(operator_cls, config, train_state)

@@ -41,7 +41,7 @@ class KerasTrainerState(TrainerState):
 class TFTrainer(OperatorTrainer):
     """Trains a Keras model on one or several workers.
 
-    It runs on the driver, and takes a :class:`raysgd.tf.TrainingOperator`::
+    The trainer runs on the driver, and takes a :class:`raysgd.tf.TrainingOperator`::
 
         trainer = TFTrainer(training_operator_cls=Classifier, config={"lr": 0.1}, num_workers=4)
 
@@ -50,12 +50,12 @@ class TFTrainer(OperatorTrainer):
         trainer = TFTrainer(model_creator, data_creator, config=config, num_replicas=4)
 
     Methods, metrics, events, and other arguments are those of :class:`raysgd.TorchTrainer`. With
-    Horovod, all workers restart after a worker failure and to grow.
+    Horovod, all workers restart if a worker is lost or added.
 
     Args:
         model_creator: Function of the config that returns a compiled Keras model.
         data_creator: Function of the config that returns a training and a validation data set. All
-            workers share each of their batches.
+            workers share each batch of these data sets.
         config: Config of the operator or the functions. It can have ``BATCH_SIZE``, and for the
             functions ``fit_config`` and ``evaluate_config``.
         num_replicas: Older name of ``num_workers``.
@@ -152,10 +152,10 @@ class TFTrainer(OperatorTrainer):
         info: dict[str, Any] | None = None,
         dataset: Dataset | None = None,
     ) -> Any:
-        """Train for one epoch or its rest. See :meth:`raysgd.TorchTrainer.train`.
+        """Train for one epoch, or for the rest of it. See :meth:`raysgd.TorchTrainer.train`.
 
-        With creator functions, it trains ``fit_config["epochs"]`` epochs of
-        ``fit_config["steps_per_epoch"]`` steps, and returns the metrics of the last one.
+        With creator functions, train ``fit_config["epochs"]`` epochs of
+        ``fit_config["steps_per_epoch"]`` steps, and return the metrics of the last epoch.
         """
         arguments = (profile, reduce_results, max_retries, info, dataset)
         if self._plan is None or num_steps is not None:
@@ -174,7 +174,7 @@ class TFTrainer(OperatorTrainer):
     ) -> Any:
         """Evaluate on the validation data. See :meth:`raysgd.TorchTrainer.validate`.
 
-        With creator functions, it evaluates ``evaluate_config["steps"]`` steps, and names metrics
+        With creator functions, evaluate ``evaluate_config["steps"]`` steps, and name metrics
         ``validation_<name>``.
         """
         if self._plan is None:

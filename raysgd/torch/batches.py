@@ -19,7 +19,7 @@ _TARGETS = ("target", "targets", "label", "labels", "y")
 
 
 class Batch(NamedTuple):
-    """Arguments of a model, and the target of its output."""
+    """Arguments of ``forward`` in a batch, and the target."""
 
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any]
@@ -56,9 +56,9 @@ def _moves_itself(item: Any) -> bool:
 def read_batch(batch: Any, model: torch.nn.Module) -> Batch:
     """Return the arguments and the target in a batch.
 
-    ``(*features, target)`` are arguments by position. The keys of a dict or data class are
-    arguments if ``forward`` has them; one other key is the target. The same holds for a named tuple
-    if its fields are arguments of ``forward``, except for at most one.
+    In ``(*features, target)``, the features are positional arguments. In a dict or data class, keys
+    that ``forward`` takes are keyword arguments, and one other key is the target. This also holds
+    for a named tuple if ``forward`` takes all fields except at most one.
 
     Raises:
         TypeError: If the arguments and the target cannot be told apart.
@@ -92,7 +92,7 @@ def _read_named(named: Mapping[str, Any], batch: Any, model: torch.nn.Module) ->
 
 
 def _named(value: Any) -> Mapping[str, Any] | None:
-    """Return a dict or a data class by name, and None for other values."""
+    """Return the values of a dict or data class by name, and None for other values."""
     if isinstance(value, Mapping):
         return value
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
@@ -103,7 +103,7 @@ def _named(value: Any) -> Mapping[str, Any] | None:
 def _by_name(value: Any, model: torch.nn.Module, num_others: int) -> Mapping[str, Any] | None:
     """Like `_named`, but also accept a named tuple with every required argument of ``forward``.
 
-    At most `num_others` of its fields may be other names.
+    At most `num_others` fields of the named tuple may be no arguments of ``forward``.
     """
     fields = set(getattr(value, "_fields", ())) if isinstance(value, tuple) else set()
     if not fields:

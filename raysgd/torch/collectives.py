@@ -1,4 +1,4 @@
-"""Collectives other than gradient averaging, by torch.distributed or Horovod."""
+"""Collectives other than gradient averaging, with torch.distributed or Horovod."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MESSAGE_BYTES = 64 * 2**20
 
 
 def _horovod() -> Any:
-    """Return Horovod if workers communicate with it; None with torch.distributed."""
+    """Return the module of Horovod, or None if workers communicate with torch.distributed."""
     if dist.is_initialized():
         return None
     if "horovod" not in sys.modules:
@@ -80,7 +80,7 @@ def broadcast(tensor: torch.Tensor, source: int, to: Sequence[int] | None = None
 
 
 def broadcast_object(thing: Any, source: int, to: Sequence[int] | None = None) -> Any:
-    """Return the pickled `thing` of rank `source`, on every rank or only on those in `to`."""
+    """Send the pickled `thing` of rank `source` to every rank, or to the ranks `to`. Return it."""
     hvd = _horovod()
     if hvd is not None:
         return hvd.broadcast_object(thing, root_rank=source, name="raysgd.object")
@@ -136,8 +136,8 @@ def broadcast_state(
 ) -> Any:
     """Return rank `source`'s state on every rank: nested dicts, lists, and tuples with tensors.
 
-    Only rank `source` calls `make_state`. Tensors arrive on the same kind of device, `device` or
-    the CPU.
+    Only rank `source` calls `make_state`. Tensors from a CPU arrive on the CPU, and other tensors
+    on `device`.
     """
     tensors: list[torch.Tensor] = []
 
@@ -174,7 +174,7 @@ def fingerprint(state: Any) -> bytes:
 
     with io.BytesIO() as file:
         pickler = pickle.Pickler(file)
-        pickler.fast = True  # no memo: it would tell equal strings from shared ones
+        pickler.fast = True  # with a memo, equal strings and shared strings would differ
         try:
             pickler.dump(map_leaves(state, summary))
         except Exception:  # probably a reference cycle: a scheduler that holds its own method

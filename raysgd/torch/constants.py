@@ -28,4 +28,4 @@ VALID_SCHEDULER_STEP = {SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, SCHEDULER_ST
 
 NCCL_TIMEOUT_S = env_seconds("NCCL_TIMEOUT_S", 1800)
 SGD_PLACEMENT_GROUP_TIMEOUT_S = env_seconds("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100)
-"""Seconds from the environment at import. To change one, set its variable."""
+"""Timeouts in seconds. To change one, set the environment variable of its name before import."""

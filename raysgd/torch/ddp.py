@@ -53,7 +53,7 @@ class ReplicatedModel(DistributedDataParallel):
     _has_forward = False
     """Whether a forward pass with gradients has run since an optimizer last stepped."""
     _stepped: Collection[int] = ()
-    """IDs of the optimizers that have stepped since that forward pass."""
+    """IDs of the optimizers that have stepped since the last forward pass with gradients."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -154,15 +154,16 @@ def _check_no_gradient(optimizer: torch.optim.Optimizer, model: ReplicatedModel)
         kind = type(model.module).__name__
         raise RuntimeError(
             f"{type(optimizer).__name__}.step() has gradients of {kind} that the workers have not "
-            "averaged. They average only gradients of calls of the registered model. Compute the "
-            "loss from the output of self.model(...)."
+            "averaged. Workers average only gradients from calls of the registered model. Compute "
+            "the loss from the output of self.model(...)."
         )
 
 
 def only_running_statistics(model: torch.nn.Module) -> bool:
     """Return whether all buffers of `model` are running statistics of batch normalization.
 
-    Ranks may differ in these until a call ends, which saves a broadcast in each forward pass.
+    Ranks may differ in such buffers until a call ends, which saves a broadcast in each forward
+    pass.
     """
     return all(
         isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm)
@@ -210,8 +211,8 @@ def rebuild(model: DistributedDataParallel, required: dict[str, bool]) -> None:
     """Rebuild the reducer of a wrapper, in place, for the current process group.
 
     Every rank must rebuild. A survivor orders its buckets by the gradients of its first step, and a
-    replacement worker does not. With the old reducer, they would silently add up different
-    parameters. `required` is the result of `averaged_parameters`.
+    replacement worker does not. With the old reducer, these workers would silently add up gradients
+    of different parameters. `required` is the result of `averaged_parameters`.
     """
     group, comm_hooks = model.process_group, model._comm_hooks
     kept = {k: v for k, v in vars(model).items() if k not in ("process_group", "reducer", "logger")}
@@ -222,8 +223,8 @@ def rebuild(model: DistributedDataParallel, required: dict[str, bool]) -> None:
     finally:
         _require_gradients(model.module, held)
     model._lazy_init_ran = model._static_graph_delay_allreduce_enqueued = False
-    # Do this as on a replacement worker: a forward pass without gradients or synchronization
-    # changes the flags.
+    # Set these flags as on a replacement worker, because a forward pass without gradients or
+    # synchronization has changed them.
     model.require_forward_param_sync = model.require_backward_grad_sync = True
     model._comm_hooks = []
     for hook, state in comm_hooks:
@@ -232,8 +233,8 @@ def rebuild(model: DistributedDataParallel, required: dict[str, bool]) -> None:
         else:
             warnings.warn(
                 f"raysgd removed the communication hook {getattr(hook, '__name__', hook)!r}, "
-                f"because workers left or joined. Its state, a {type(state).__name__}, differs on "
-                "them. Register the hook again in on_world_change(self) of the operator.",
+                f"because workers left or joined. Its state, a {type(state).__name__}, differs "
+                "between workers. Register it again in on_world_change(self) of the operator.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -259,7 +260,7 @@ def averaged_parameters(
     averaged = [name for name, is_set in required.items() if is_set]
     num_averaged = model._get_ddp_logging_data()["num_parameter_tensors"]
     if len(set(averaged) - model.parameters_to_ignore) != num_averaged:
-        # User code wrapped the model and froze parameters since, so any parameter may be averaged.
+        # User code wrapped the model and froze parameters later, so any parameter may be averaged.
         return {
             name: parameter.is_floating_point() or parameter.is_complex()
             for name, parameter in model.module.named_parameters()
@@ -274,7 +275,7 @@ def begin_step(model: DistributedDataParallel) -> None:
 
 
 def prepare_for_backward(model: DistributedDataParallel, loss: torch.Tensor) -> None:
-    """Make the next backward pass average gradients after such a step's forward pass."""
+    """Make the next backward pass average gradients, after `begin_step` and a forward pass."""
     reducer: Any = model.reducer
     reducer._rebuild_buckets()
     reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])

@@ -31,7 +31,7 @@ def set_rate(operator: Any, rate: float) -> None:
 def suggested(rates: Sequence[float], losses: Sequence[float]) -> float | None:
     """Return the rate at which the smoothed loss falls fastest over the logarithm of the rate.
 
-    The first tenth does not count, because its mean covers few steps.
+    The first tenth of the rates does not count, because its smoothed losses cover few steps.
     """
     smooth: list[float] = []
     mean = 0.0

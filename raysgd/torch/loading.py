@@ -49,8 +49,8 @@ class TorchSources(DataSources):
         if options.elastic.shares != "even" and not has_shares:
             raise ValueError(
                 f"register_data(train_loader=...): ElasticConfig(shares=...) needs a DataLoader "
-                f"with a batch_size, whose batches raysgd partitions. It cannot change the size of "
-                f'the batches of {source.describe()}. Pass such a loader, or shares="even".'
+                "with a batch_size that raysgd partitions. raysgd cannot change the batch size of "
+                f'{source.describe()}. Pass such a loader, or shares="even".'
             )
         keeps_order = source.sharded and type(source.order_sampler) is SequentialSampler
         if keeps_order and self._state.context.generation <= 1:
@@ -85,8 +85,8 @@ class TorchSources(DataSources):
 class ShardedLoader(PartitionedSource):
     """A map-style DataLoader, partitioned across the workers.
 
-    The loader's sampler, the seed and the epoch determine the order of an epoch. Workers need no
-    communication to know it. If `full_size`, the number of workers of the full group, is set, the
+    The loader's sampler, the seed, and the epoch determine the order of an epoch, so workers know
+    it without communication. If `full_size`, the number of workers of the full group, is set, the
     global batch size is constant. If the loader's batch size is `batch_share`, the global batch
     size is `global_batch`.
     """
@@ -163,20 +163,20 @@ class ShardedLoader(PartitionedSource):
         loader = self._reader()
         indices = loader._index_sampler
         indices.begin(order, partial(shard.batches, offset, num_steps, in_parts))
-        # The seeds of loader processes come from here, and not from generators of the user.
+        # The seeds of loader processes come from this generator, not from generators of the user.
         seed = self._seed + (epoch + 1) * shard.world_size + shard.rank
         loader.generator = torch.Generator().manual_seed(seed)
         return self._checked(iter(loader), indices)
 
     def indices(self, epoch: int) -> Iterator[Any]:
-        """Iterate over what the sampler yields for this worker's batches of `epoch`."""
+        """Iterate over the indices, or other keys, of this worker's samples in `epoch`."""
         order = self._order_of(epoch)
         return itertools.chain.from_iterable(picked(order, *s) for s in self.shard.batches())
 
     def _reader(self) -> DataLoader[Any]:
         """Return a copy of the user's loader that draws from a sampler of raysgd.
 
-        It is the same object each time if it keeps processes, or may count its epochs.
+        Return the same copy each time if it keeps processes, or if its class may count epochs.
         """
         if (made := self._kept_loader) is None:
             name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
@@ -304,7 +304,7 @@ class ShardedLoader(PartitionedSource):
 class HuggingFaceSource(BatchSource):
     """A streamed Hugging Face data set, alone or in a DataLoader, split by node in each epoch.
 
-    After a loss, a worker keeps its part for the rest of the epoch.
+    If a worker is lost, the others keep their parts for the rest of the epoch.
     """
 
     partitioned_by = "Hugging Face datasets"
@@ -369,10 +369,10 @@ def wrap_loader(
     seed: int,
     **sizes: int | None,
 ) -> BatchSource:
-    """Return the batch source of a registered loader or a set of items.
+    """Return the batch source of a registered loader, or of a `raysgd.data.Dataset`.
 
     `shard` is ``add_dist_sampler`` of the trainer. Loaders with PyTorch's DistributedSampler are
-    partitioned without it too. `ShardedLoader` takes `sizes`.
+    partitioned even if `shard` is False. `sizes` are arguments of `ShardedLoader`.
     """
     members = loader.values() if isinstance(loader, Mapping) else loader
     is_collection = isinstance(loader, Mapping | list | tuple)
@@ -415,7 +415,7 @@ def _digest(content: Any) -> str:
 
 
 def _undivided(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a loader with its BatchSampler's sampler, or a DistributedSampler of one replica."""
+    """Return a loader of all samples, without its BatchSampler or with a single replica."""
     batches = loader.batch_sampler
     if type(batches) is BatchSampler and loader.batch_size is None:
         size, drop_last = batches.batch_size, batches.drop_last

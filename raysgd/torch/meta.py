@@ -40,15 +40,16 @@ def checked_init(
     """Return the function that initializes a module; None if no model is on the meta device."""
     if init is not None and not callable(init):
         raise TypeError(
-            f"register(sharding_args={{'init_fn': {init!r}}}): must be a function of one module."
+            f"register(sharding_args={{'init_fn': {init!r}}}): must be a function that takes a "
+            "module."
         )
     empty = [model for model in models if on_meta(model)]
     if not empty:
         if init is not None:
             raise ValueError(
                 "register(sharding_args={'init_fn': ...}) is for models on the meta device, but "
-                "these have content. Create them in `with torch.device('meta'):`, or leave out "
-                "init_fn."
+                "these models have content. Create them in `with torch.device('meta'):`, or leave "
+                "out init_fn."
             )
         return None
     if sharding != "full":
@@ -93,7 +94,8 @@ def materialize(
     """Initialize each parameter on the CPU, and yield it with its content.
 
     The parameters stay on the meta device. If the caller releases the contents, memory holds only
-    those of one module, and those that modules share. The buffers get their content on `device`.
+    the parameters of one module and parameters that modules share. The buffers get their content on
+    `device`.
 
     Raises:
         ValueError: if `init` does not fill a tensor.
@@ -157,7 +159,7 @@ def make_whole(models: Sequence[torch.nn.Module], init: Init, device: torch.devi
 
 
 def _own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters on the meta device, without those of submodules."""
+    """Return a module's parameters on the meta device, without parameters of submodules."""
     own = module.named_parameters(recurse=False, remove_duplicate=False)
     return {name: parameter for name, parameter in own if parameter.is_meta}
 

@@ -7,12 +7,12 @@ A worker runs, for each ``trainer.train()``::
             operator.train_batch(batch, batch_info)
                 forward and loss, under self.autocast()
                 self.backward(loss)                 # gradients of the mean over all workers
-                self.optimizer_step(optimizer)      # with accumulation, in the last of a group
+                self.optimizer_step(optimizer)      # updates in the last batch of a group
             schedulers step, if scheduler_step_freq == "batch" and an update was made
         schedulers step, if scheduler_step_freq == "epoch" and the epoch is over
 
-and for each ``trainer.validate()`` ``operator.validate`` with ``operator.validate_batch``.
-Override any of these, or none.
+For each ``trainer.validate()``, it runs ``operator.validate`` with ``operator.validate_batch``.
+Override any of these methods, or none.
 """
 
 from __future__ import annotations
@@ -125,8 +125,9 @@ class TrainingOperator(OperatorBase):
 
         Args:
             batch: ``(*features, target)``, tensors on any device; or a dict or data class with the
-                arguments of ``forward`` by name, and one more, the target. For losses of PyTorch,
-                the output may have ``logits``. Without a target or criterion, it has ``loss``.
+                arguments of ``forward`` by name, and one other key, the target. The model's output
+                may have ``logits`` for losses of PyTorch. Without a target or criterion, the output
+                must have ``loss``.
             batch_info: ``batch_idx``, ``global_step``, ``epoch_idx``, and ``info`` with its keys.
 
         Returns:
@@ -136,7 +137,7 @@ class TrainingOperator(OperatorBase):
         Raises:
             TypeError: If the batch has another format.
             RuntimeError: If ``self.model``, ``self.optimizer``, or ``self.criterion`` is missing,
-                or if there are several.
+                or if there are several models, optimizers, or criteria.
         """
         self._check_single()
         model, optimizer = self._default("model"), self._default("optimizer")
@@ -154,9 +155,9 @@ class TrainingOperator(OperatorBase):
         return {"train_loss": mean_of(loss, num_items), NUM_SAMPLES: given.num_samples}
 
     def num_items(self, batch: Any) -> float | torch.Tensor | None:
-        """Return the number of items that the loss of a batch is the mean of.
+        """Return the number of items over which the loss of a batch is a mean.
 
-        Override it if the items are not samples, but for example unmasked tokens::
+        Override this method if the items are not samples, but for example unmasked tokens::
 
             def num_items(self, batch):
                 return (batch["labels"] != -100).sum()
@@ -182,7 +183,7 @@ class TrainingOperator(OperatorBase):
     ) -> dict[str, Any]:
         """Evaluate on every batch of `val_iterator`, in eval mode without gradients.
 
-        Workers may have different numbers of batches, so do not call collectives in it.
+        Workers may have different numbers of batches, so do not call collectives in this method.
         """
         self.train_mode(False)
         meters = self._new_meters()
@@ -224,7 +225,7 @@ class TrainingOperator(OperatorBase):
 
         `batch` has a format of `train_batch`, or is a tensor or ``(tensor,)`` without a target.
         The default returns the output of the model, or its ``logits``. An override returns a
-        tensor, array, or list with one row per sample, or a dict or tuple of them.
+        tensor, array, or list with one row per sample, or a dict or tuple of such objects.
         """
         model, batch = self._default("model"), self.to_device(batch)
         if isinstance(batch, torch.Tensor):
@@ -244,13 +245,14 @@ class TrainingOperator(OperatorBase):
             yield output
 
     def state_dict(self) -> dict[str, Any]:
-        """Return your own state. raysgd saves it with the models and sends it to new workers."""
+        """Return state of your own, which raysgd saves with the models and sends to new workers."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `state_dict`.
 
-        If it raises, the trainer loads nothing, and calls this again with its former state.
+        If this raises, the trainer loads nothing, and calls this method again with the previous
+        state.
         """
 
     # ---- registration, in setup
@@ -280,8 +282,8 @@ class TrainingOperator(OperatorBase):
         Args:
             models: A module, or a list or tuple of modules.
             optimizers: An optimizer, or a list or tuple of optimizers.
-            criterion: The loss, called with (output, target), or a list or tuple of losses. If an
-                optimizer trains its parameters, it counts as the last model.
+            criterion: The loss, called with (output, target), or a list or tuple of losses. A loss
+                whose parameters an optimizer trains counts as one of the last models.
             schedulers: A scheduler, or a list or tuple. Needs ``scheduler_step_freq``.
             ddp_args: More arguments of DistributedDataParallel.
             apex_args: Arguments of ``apex.amp.initialize``, for ``use_fp16="apex"``.
@@ -290,8 +292,8 @@ class TrainingOperator(OperatorBase):
             horovod_args: More arguments of ``hvd.DistributedOptimizer``, such as ``compression``.
             compile: True, or a dict of arguments, to compile each model with ``torch.compile``.
                 ``"regional": True`` compiles repeated blocks one by one.
-            sharding: "optimizer" shards the optimizer's state over the workers, "full" also models
-                and gradients, with ``fully_shard``.
+            sharding: "optimizer" shards the optimizer's state over the workers. "full" also shards
+                models and gradients, with ``fully_shard``.
             sharding_args: ``copies``: number of other workers that hold a copy of each shard
                 (default: 1 with three or more workers, else 0). For "full" also ``wrap``,
                 ``reshard_after_forward``, ``offload``, and ``init_fn``: see the guide on sharding.
@@ -384,12 +386,12 @@ class TrainingOperator(OperatorBase):
             lightning_module_cls: A subclass of LightningModule, of Lightning 2.
             train_dataloader: The training loader.
             val_dataloader: The validation loader.
-            data_creator: Function of the config that returns both loaders, or the first.
+            data_creator: Function of the config that returns both loaders, or the training loader.
             datamodule: A LightningDataModule, or its class.
 
         Raises:
-            TypeError: If it is not a class of Lightning 2. Creating a trainer raises it if the
-                module overrides hooks that raysgd does not call.
+            TypeError: If `lightning_module_cls` is not a class of Lightning 2. Creating a trainer
+                raises it too, if the module overrides hooks that raysgd does not call.
         """
         from raysgd.torch.interop.lightning import lightning_operator
 
@@ -419,8 +421,9 @@ class TrainingOperator(OperatorBase):
 
         Args:
             loss: A tensor of one element, the mean over the samples of the batch.
-            num_samples: Number of items, such as tokens, if `loss` is a mean over these. A batch of
-                0 is ignored. Pass it on all workers or on none. None counts samples.
+            num_samples: Number of items, such as tokens, if `loss` is a mean over these items. A
+                batch of 0 items is ignored. Pass `num_samples` on all workers or on none. None
+                counts samples.
 
         Raises:
             TypeError: If `num_samples` is not a number or a tensor of one element.
@@ -432,16 +435,16 @@ class TrainingOperator(OperatorBase):
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Unscale and clip the gradients of a registered optimizer, update, and zero them.
 
-        If float16 overflows, all workers skip the update. With gradient accumulation, call it for
-        every batch. Only the last batch of a group makes an update.
+        If float16 overflows, all workers skip the update. With gradient accumulation, call this
+        method for every batch. Only the last batch of a group makes an update.
 
         Returns:
             Whether this batch was the last of its group.
 
         Raises:
             TypeError: If the optimizer needs a closure.
-            RuntimeError: If, with gradient accumulation, it steps twice in a batch, or the last
-                batch of a group has no `backward`.
+            RuntimeError: If, with gradient accumulation, the optimizer steps twice in a batch, or
+                the last batch of a group has no `backward`.
         """
         return self._train_state.optimization.step(optimizer)
 
@@ -455,12 +458,12 @@ class TrainingOperator(OperatorBase):
     def step_schedulers(self) -> None:
         """Step every scheduler, except those that the trainer's `monitor` steps.
 
-        Between the micro-batches of one batch, it does nothing.
+        Between the micro-batches of one batch, this does nothing.
         """
         self._train_state.schedules.step()
 
     def to_device(self, batch: Any) -> Any:
-        """Return `batch` with its tensors, and objects that have ``to``, on this device."""
+        """Return `batch` with tensors, and objects that have ``to``, on this worker's device."""
         return move_to_device(batch, self.device) if self.device.type != "cpu" else batch
 
     # ---- properties

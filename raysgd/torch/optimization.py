@@ -24,9 +24,9 @@ class Group:
     """Weights the losses of the batches of a group, so that the losses add up to one mean.
 
     The weight of a batch is ``samples of the batch / samples of the group``. `Group` expects all
-    batches to be like the first, unless the loader knows the samples of all workers. If the sum is
-    another one, the last batch corrects the accumulated gradients. If user code counts items, that
-    sum is the mean of the workers' counts.
+    batches to be as large as the first, unless the loader knows all sizes. If the group turns out
+    to have another number of samples, the last batch corrects the accumulated gradients. If user
+    code counts items, the number is the mean of the workers' counts.
 
     >>> group = Group()
     >>> group.begin(MicroBatch(0, 2, is_last=False))
@@ -77,11 +77,12 @@ class Group:
     ) -> tuple[float, float]:
         """Return the factors for the accumulated gradients and for the current loss.
 
-        `num_samples` are items that user code counted. If `sums_each_batch`, gradients are those of
-        all workers, so that all must correct them by the same factor.
+        `num_samples` is a number of items that user code counted. If `sums_each_batch`, gradients
+        are sums over all workers, so that all workers must correct them by the same factor.
 
         Raises:
-            ValueError: If other losses of the group have other counts.
+            ValueError: If another loss of the batch has another count, or if user code counts items
+                only for some batches of the group.
         """
         given, place = self._checked(num_samples), self.place
         if self._this is not None:
@@ -141,8 +142,8 @@ def as_count(given: Any, source: str = "backward(num_samples={})") -> float:
 class Optimization(StepFeature):
     """Computes the updates of one operator.
 
-    Batches come in groups of ``accumulation_steps``, and large ones in parts. The last batch of a
-    group makes the update. Without the iterator of the loop, each batch is a group.
+    Batches come in groups of ``accumulation_steps``, and large batches in parts. The last batch of
+    a group makes the update. If a loop does not use its iterator, each batch is a group.
     """
 
     def __init__(self, state: TorchTrainState, precision: Precision) -> None:
@@ -162,7 +163,7 @@ class Optimization(StepFeature):
         self.rows: Callable[[Any], Any] = lambda parameters: parameters
         """Returns the tensors that have this worker's gradients of some parameters."""
         self.whole_norm: Callable[[torch.Tensor], torch.Tensor] = lambda norm: norm
-        """Returns the norm of all workers' gradients from that of this worker's."""
+        """Returns the norm of all workers' gradients, given the norm of this worker's gradients."""
         self.sums_each_batch = False
         """Whether workers sum the gradients of each batch, also within a group."""
         self.mean_over_workers = state.mean_over_workers
@@ -294,7 +295,7 @@ class Optimization(StepFeature):
             self.precision.step(optimizer)
         finally:
             self.in_helper = False
-        if self._step.num_updates(optimizer) == before:  # an overflow made the precision skip it
+        if self._step.num_updates(optimizer) == before:  # an overflow, so the update was skipped
             self.end_update(optimizer)
         optimizer.zero_grad(set_to_none=True)
         for parameter in _parameters(optimizer):
@@ -304,7 +305,7 @@ class Optimization(StepFeature):
     def gradients(self, optimizer: torch.optim.Optimizer) -> tuple[Any, torch.Tensor]:
         """Unscale the gradients of an optimizer, and return their tensors and their norm.
 
-        The tensors are those of this worker. The norm is that of all workers.
+        The tensors have this worker's gradients. The norm covers all workers.
         """
         self.precision.unscale(optimizer)
         held = self.rows(self.precision.parameters(optimizer))
@@ -345,7 +346,7 @@ class Optimization(StepFeature):
     def _put_back(self) -> None:
         """Restore the gradients of earlier batches, also after a ``zero_grad`` between losses.
 
-        With several optimizers they are copies, because ``zero_grad`` must discard gradients that a
+        With several optimizers, restore copies, because ``zero_grad`` must discard gradients that a
         loss added to the parameters of another optimizer.
         """
         is_first, are_several = not self.group.has_backward, len(self._optimizers) > 1
@@ -369,7 +370,7 @@ class Optimization(StepFeature):
                 feature.after_update(optimizer)
 
     def _check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Reject a step by user code that skips what `step` does."""
+        """Reject ``optimizer.step()`` in user code that must call `step` instead."""
         if self._step.is_open:
             self._refuse_parts("train_batch calls optimizer.step(), not self.optimizer_step()")
         features = self._state.features
@@ -390,9 +391,9 @@ class Optimization(StepFeature):
 
 
 def _zero_gradients_of(loss: torch.Tensor) -> None:
-    """Make the backward pass of a loss that is not finite, such as a mean of no items, give zeros.
+    """Zero the gradients of a loss that is not finite, such as a mean over no items.
 
-    The pass must run, because the workers average gradients in it.
+    The backward pass must run, because the workers average gradients in it.
     """
 
     def zeros(gradients: Sequence[Any], _: Any) -> tuple[Any, ...]:

@@ -35,7 +35,7 @@ def with_options(
     """Change the state of a trainer, in place, from the initial options `then` to `now`.
 
     Changes by schedulers stay in proportion: a learning rate that is a tenth of its first value
-    becomes a tenth of the new one.
+    becomes a tenth of the new first value.
     """
     rates: list[_Rates] = []
     for optimizer, groups_then, groups_now in zip(state["optimizers"], then, now, strict=True):

@@ -37,7 +37,7 @@ def free_memory() -> None:
 
 
 def num_rows(batch: Any, samples: float = 0) -> int:
-    """Return the first dimension that all tensors of a batch share.
+    """Return the size of the first dimension that all tensors of a batch share.
 
     `samples` is the number of samples in the batch, or 0 if unknown.
 
@@ -50,7 +50,7 @@ def num_rows(batch: Any, samples: float = 0) -> int:
         if leaf is None:
             return
         if not isinstance(leaf, torch.Tensor | np.ndarray):
-            raise TypeError(f"it has a {type(leaf).__name__}, which is no tensor")
+            raise TypeError(f"it has a {type(leaf).__name__}, which is not a tensor")
         if not leaf.shape:
             raise TypeError("it has a tensor without dimensions")
         if (layout := getattr(leaf, "layout", torch.strided)) is not torch.strided:
@@ -108,7 +108,7 @@ def map_batch(
 ) -> Any:
     """Return a batch with new containers, and `convert` applied to everything else.
 
-    `is_leaf` says which containers are not to be looked into.
+    `is_leaf` selects containers that `convert` gets as a whole.
     """
     mapped = functools.partial(map_batch, convert=convert, is_leaf=is_leaf)
     if is_leaf(batch):

@@ -40,8 +40,8 @@ def check_criteria(criteria: Sequence[Any]) -> None:
     for each in criteria:
         if isinstance(each, type):
             raise TypeError(
-                f"register(criterion={each.__name__}): criterion must be an object, and not a "
-                f"class: {each.__name__}()."
+                f"register(criterion={each.__name__}): criterion must be an object, but this is a "
+                f"class. Pass {each.__name__}()."
             )
         if not callable(each):
             raise TypeError(
@@ -136,8 +136,9 @@ def checked_sharding(
         if type(optimizer) not in ELEMENTWISE:
             names = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
             raise ValueError(
-                f'register(sharding="{sharding}") cannot shard {type(optimizer).__name__}. Use one '
-                f"of these of torch.optim, which update each element by itself: {names}."
+                f'register(sharding="{sharding}") cannot shard {type(optimizer).__name__}. Use an '
+                "optimizer of torch.optim that updates each element independently of the others: "
+                f"{names}."
             )
     return given
 
@@ -197,7 +198,7 @@ def check_fully_shardable(
     ddp_args: bool,
     scales: bool,
 ) -> None:
-    """Reject what does not work with sharded models."""
+    """Reject arguments and models that do not work with ``sharding="full"``."""
     given = 'register(sharding="full")'
     if len(optimizers) != 1:
         raise ValueError(
@@ -233,8 +234,7 @@ def check_untrained(
 ) -> None:
     """Reject training of parameters that were frozen at `register`.
 
-    `unfrozen` has the ids of parameters that require gradients since then, with the index of their
-    model.
+    `unfrozen` maps the ID of each parameter that now requires gradients to the index of its model.
     """
     for identity in unfrozen.keys() & _stepped(optimizers):
         index = unfrozen[identity]

@@ -203,7 +203,7 @@ def _shard_fully(
 
 
 def adopt_wrappers(state: TorchTrainState, attributes: Iterable[Any]) -> None:
-    """Use DistributedDataParallel wrappers in the attributes instead of registered models."""
+    """Replace registered models with DistributedDataParallel wrappers from user code."""
     wrapped = {
         id(value.module): value
         for attribute in attributes

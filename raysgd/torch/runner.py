@@ -39,14 +39,14 @@ class SaveTensorsRequest(Request):
 class SaveWeightsRequest(Request):
     """Write this worker's parameters of sharded models into a file.
 
-    Rank 0 returns the rest of the models' states, and other names of parameters.
+    Rank 0 returns the rest of the models' states, and the further names of tied parameters.
     """
 
     folder: str
 
 
 class TorchRunner(OperatorRunner):
-    """Runs one operator. `Runner` says which method runs in which thread."""
+    """Runs one operator. `Runner` documents which thread calls each method."""
 
     _options: TorchOptions
 
@@ -112,7 +112,7 @@ class TorchRunner(OperatorRunner):
     def update_schedulers(self, call: int, metric: float) -> None:
         loop = self._running
         if loop.scheduled == call:
-            return  # the loaded state has the step already
+            return  # the schedulers have already stepped in the loaded state
         self._train_state.schedules.step_with(metric)
         loop.scheduled = call
         loop.snapshots.clear()
@@ -139,7 +139,7 @@ def build_operator(
     if settings.context.world_rank == 0:
         warn_of_own_schedulers(operator, state.schedulers, settings.options.scheduler_step_freq)
         warn_of_unregistered(operator, [*state.models, *state.criteria, *state.optimizers])
-    # Reseed after setup, so that torch.manual_seed there decides the order of the epochs.
+    # Reseed after setup, so that torch.manual_seed in setup decides the order of the epochs.
     state.reseed(torch.initial_seed() % 2**62)
     operator._seed_worker()
     return operator

@@ -136,7 +136,7 @@ def _reporting(folder: str) -> Iterator[None]:
 
 
 def with_tensors(state: Mapping[str, Any], copy: bool) -> dict[str, Any]:
-    """Return a state with its tensors from the file. Without `copy`, they are mapped from it."""
+    """Return a state with the tensors from its file, which are mapped from it without `copy`."""
     if "tensors" not in state:
         return dict(state)
     from safetensors import safe_open

@@ -20,7 +20,7 @@ from raysgd._internal.nested import deep_copied, map_leaves
 def to_cpu(tree: Any, shares: bool = False) -> Any:
     """Return a copy of nested dicts, lists, and tuples, with every tensor on the CPU.
 
-    If `shares`, it shares CPU tensors and other objects with `tree`.
+    If `shares`, the copy shares CPU tensors and other objects with `tree`.
     """
 
     def move(leaf: Any) -> Any:
@@ -167,8 +167,8 @@ def _optimizer_problem(held: torch.optim.Optimizer, state: Mapping[str, Any]) ->
     defaults = getattr(held, "defaults", {}).items()
     options = {name for name, value in defaults if not isinstance(value, bool | None)}
     for own, group in zip(held.param_groups, groups, strict=True):
-        # Accept missing options if none are unknown, because wrappers such as Lookahead fill in
-        # theirs.
+        # Accept missing options if no option is unknown, because wrappers such as Lookahead fill in
+        # their options.
         missing, unknown = (own.keys() & options) - group.keys(), group.keys() - own.keys()
         if (missing and unknown) or "lr" in missing:
             return _differing("a group", missing, unknown)
@@ -204,7 +204,7 @@ def _number_problem(held: Mapping[str, Any], state: Mapping[str, Any]) -> str:
         else:
             continue
         if not fits:
-            return f"its {name!r} is {given!r}, and that of the registered one is {own!r}"
+            return f"its {name!r} is {given!r}, but the registered {name!r} is {own!r}"
     return ""
 
 

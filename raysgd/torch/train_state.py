@@ -100,8 +100,8 @@ class TorchTrainState(TrainState):
     def share_training_state(self, leader: int, follows: bool) -> None:
         """Load the state of rank `leader` if this rank `follows`. Every rank must call it.
 
-        Parameters and optimizer states are sent only if they differ. Survivors of a loss usually
-        differ only in buffers.
+        Parameters and optimizer states are sent only if they differ. After a worker loss, the other
+        workers usually differ only in buffers.
         """
         device = self.settings.device
         state = self.training_state()

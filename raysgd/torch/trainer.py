@@ -64,7 +64,7 @@ class TorchTrainer(OperatorTrainer):
         initialization_hook: Function of no arguments that every worker runs before anything else.
         config: Passed to the operator. May hold the global batch size under ``BATCH_SIZE``.
         num_workers: Maximum number of workers. With 1, there is no process group.
-        min_workers: Minimum number, to start with and to continue with after losses.
+        min_workers: Minimum number of workers to start with, and to continue with after losses.
         num_cpus_per_worker: CPUs that each worker reserves, and threads that PyTorch gets there.
         resources_per_worker: Other Ray resources of each worker. ``GPU`` for several GPUs, or for a
             fraction of one.
@@ -170,7 +170,8 @@ class TorchTrainer(OperatorTrainer):
     def get_model(self, to_cpu: bool = False) -> Any:
         """Return a copy of the model, or of the list of models, without DistributedDataParallel.
 
-        It is on a GPU if the workers use GPUs and this process has one, unless `to_cpu` is set.
+        The copy is on a GPU if the workers use GPUs and this process has one, unless `to_cpu` is
+        set.
 
         Raises:
             TypeError: If a model cannot be pickled. ``state_dict()["models"]`` has its weights.
@@ -201,15 +202,15 @@ class TorchTrainer(OperatorTrainer):
             The absolute path, or the URL.
 
         Raises:
-            CheckpointError: If it cannot be written there, or the last write failed.
+            CheckpointError: If the state cannot be written to `path`, or the last write failed.
             ValueError: If `sharded` does not fit `blocking`, or the registered models.
         """
         if not sharded:
             return super().save(path, blocking)
         if not blocking:
             raise ValueError(
-                "save(sharded=True, blocking=False): a sharded save always waits until all is "
-                "written. Leave blocking out."
+                "save(sharded=True, blocking=False): a sharded save always waits until all workers "
+                "have written. Leave blocking out."
             )
         return self._state.save_sharded(path)
 
@@ -219,8 +220,8 @@ class TorchTrainer(OperatorTrainer):
         """Train with a growing learning rate, and suggest the rate at which the loss falls fastest.
 
         This is the range test of Smith (2015). All optimizers get the same rate. The search ends
-        early if the loss is NaN or four times the minimum. The state is restored at the end, and
-        callbacks are not called.
+        early if the loss is NaN or exceeds four times the minimum. The state is restored at the
+        end, and callbacks are not called.
 
         Returns:
             ``suggestion``, ``rates``, and ``losses``.

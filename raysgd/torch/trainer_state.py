@@ -1,4 +1,4 @@
-"""The state of a TorchTrainer, in which workers can write shards of optimizers and models."""
+"""The state of a TorchTrainer, including files to which each worker writes its shards."""
 
 from __future__ import annotations
 

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 class Averaging(StepFeature):
     """Averages the parameters, but not the buffers, if a callback requests it.
 
-    The averages are on the device. All workers update theirs alike.
+    Each worker has the averages on its device, and all workers make the same updates.
     """
 
     def __init__(self, state: TorchTrainState) -> None:
         self._state = state
         self.averages: list[dict[str, torch.Tensor]] | None = None
-        """For each model, by name. None before a callback asks for them."""
+        """Averages of each model, by parameter name. None before a callback requests averages."""
         self._decay: float | None = None
         self._start_epoch = self._count = 0
 
@@ -38,7 +38,7 @@ class Averaging(StepFeature):
         Args:
             decay: weight of the old average in each update, for an exponential moving average. None
                 for the mean of the parameters at the ends of epochs.
-            start_epoch: the first epoch of that mean, from 1.
+            start_epoch: the first epoch in the mean. Epochs count from 1.
         """
         if any(feature.is_fully_sharded for feature in self._state.sharded):
             raise ValueError(
@@ -86,7 +86,7 @@ class Averaging(StepFeature):
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Replace the weights by the averages within the context, if averages exist."""
+        """Replace the weights with the averages within the context, if averages exist."""
         pairs = self._pairs() if self.averages and self._count else []
         held = [parameter.clone() for parameter, _ in pairs]
         try:
@@ -127,7 +127,7 @@ class Averaging(StepFeature):
                 for own, given in zip(held, models, strict=True)
             )
         except (AttributeError, KeyError, TypeError):
-            return "they have another form"
+            return "they lack entries, or have entries of the wrong type"
         return "" if fits else "they are of other models, or not dense tensors"
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class BufferCopies(StepFeature):
-    """Copies all buffers at the end of a step, and restores them if the next one is discarded.
+    """Copies all buffers at the end of a step, and restores them if the next step is discarded.
 
-    It identifies a buffer by module and name, because a forward pass may assign another tensor.
+    A copy belongs to a module and a name, because a forward pass may assign another tensor.
     """
 
     def __init__(

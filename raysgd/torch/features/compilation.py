@@ -20,7 +20,7 @@ _REGIONAL = "regional"
 
 
 def checked_compile(given: Any) -> dict[str, Any] | None:
-    """Return the arguments of ``torch.compile``, and ``regional``. None compiles nothing."""
+    """Return ``regional`` and arguments of ``torch.compile``, or None for no compilation."""
     if given is None or given is False:
         return None
     if given is not True and not isinstance(given, dict):
@@ -41,7 +41,7 @@ class Compilation(StepFeature):
     def needs_warm_up(self) -> bool:
         state = self._state
         if any(feature.is_fully_sharded for feature in state.sharded):
-            return False  # a replacement has no compiled model before it joins
+            return False  # a replacement worker has no compiled model before it joins
         compiled = any(
             module._compiled_call_impl is not None or ddp.plain(module) is not ddp.unwrap(module)
             for model in state.models
@@ -107,7 +107,8 @@ def _compile(blocks: Sequence[torch.nn.Module], options: Mapping[str, Any]) -> N
 
     ``torch.compile`` skips modules whose code is in PyTorch, such as Sequential, so it gets a
     function that calls the block. The function has the globals of the user's module, because
-    ``torch.compile`` looks up names of a script in ``__main__``, which is another script here.
+    ``torch.compile`` looks up names of a script in ``__main__``, which is another module in a
+    worker.
     """
     # PyTorch keeps graphs and graph breaks per code object, so each model gets its own.
     code = _caller(blocks[0]).__code__.replace()

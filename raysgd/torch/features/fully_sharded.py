@@ -1,8 +1,8 @@
 """Shard parameters, gradients, and optimizer state over the workers: ``sharding="full"``.
 
 PyTorch's ``fully_shard`` gathers parameters before a module needs them, and reduces the gradients
-to each worker's rows. A `ShardedOptimizer` does the rest, and also holds the parameters of its
-shares.
+to each worker's rows. `FullyShardedModel` extends `ShardedOptimizer`, and also shards the
+parameters.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FullyShardedModel(ShardedOptimizer):
 
     Args:
         optimizer: an elementwise optimizer. It gets the new parameters of each generation.
-        state: has the user's models, which remain the same modules.
+        state: the training state, with the user's models. The module objects stay the same.
         arguments: ``sharding_args`` of ``register``, without ``init_fn``.
         dtype: see `ShardedModels`.
         init: initializes a module of a model on the meta device.
@@ -71,7 +71,7 @@ class FullyShardedModel(ShardedOptimizer):
         self._rows: dict[tuple[int, int, int], torch.Tensor] = {}
         """Elements for `take_state`, by parameter, first element, and end."""
         self._received: dict[int, Room] = {}
-        """Gradients for the copies, by share."""
+        """Received gradients of the shares that this worker holds as copies, by share."""
         if dist.get_world_size() > 1:
             with_content = [p.detach() for p in self.models.parameters if not p.is_meta]
             collectives.broadcast_tensors(with_content, source=0)
@@ -116,7 +116,7 @@ class FullyShardedModel(ShardedOptimizer):
 
     def _gradient(self, share: int, piece: Piece) -> torch.Tensor | None:
         gradient = self.models.gradient(piece.which)
-        if gradient is None:  # the loss did not reach the parameter on any worker
+        if gradient is None:  # the loss does not depend on the parameter on any worker
             return None
         if share != self._layout.rank:
             gradient = self._received[share].parts[piece.which]
@@ -160,7 +160,7 @@ class FullyShardedModel(ShardedOptimizer):
         return {**state, "optimizers": [{**of_optimizer, "state": {}}]}
 
     def load_shards(self, state: Mapping[str, Any]) -> None:
-        """Shard complete states of models and optimizer. Move only this worker's rows."""
+        """Load this worker's rows from complete states of models and optimizer."""
         (of_optimizer,) = state["optimizers"]
         pairs = zip(self.models.names, state["models"], strict=False)
         values = {which: saved[name] for names, saved in pairs for name, which in names.items()}
@@ -247,7 +247,7 @@ class FullyShardedModel(ShardedOptimizer):
         return found
 
     def _initialize(self, source: int) -> None:
-        """Hold this worker's rows of the registered models.
+        """Copy this worker's rows of the registered models.
 
         Models on the meta device are initialized with the random state of rank `source`.
         """
@@ -311,8 +311,8 @@ class FullyShardedModel(ShardedOptimizer):
     # ---- complete models
 
     def copies(self, count: int) -> list[torch.nn.Module]:
-        """Return complete copies of the first models on rank 0. All ranks must call this."""
-        # The collectives of DTensor hold the GIL while they wait, and gloo's threads need it.
+        """Return complete copies of the first `count` models on rank 0. All ranks must call it."""
+        # The collectives of DTensor would block, because they hold the GIL, which gloo needs.
         layout, is_first = self._layout, self._layout.rank == 0
         values = [torch.empty(p.shape if is_first else 0, dtype=p.dtype) for p in self._parameters]
         for number, share in enumerate(layout.shares):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class GradientNorms(StepFeature):
     """Clips the gradients of each optimizer to ``max_grad_norm`` of ``register``.
 
-    Before that, it adds their norm to the metrics of logged steps, as ``grad_norm``.
+    The norm before clipping is the metric ``grad_norm`` of logged steps.
     """
 
     def __init__(self, state: TorchTrainState, max_norm: Any) -> None:

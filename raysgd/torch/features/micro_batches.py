@@ -28,7 +28,7 @@ _NOT_SPLIT = "raysgd did not repeat the step with smaller parts of the batch, be
 
 
 class TorchMicroBatches(MicroBatches):
-    """Splits tensors in nested containers."""
+    """Splits batches of tensors in nested containers."""
 
     _train_state: TorchTrainState
     _num_samples: float = 0
@@ -42,7 +42,7 @@ class TorchMicroBatches(MicroBatches):
 
     @property
     def _smallest_part(self) -> int:
-        """Minimum number of samples in a part, because batch normalization fails on one."""
+        """Minimum number of samples in a part. Batch normalization fails on a single sample."""
         return 1 if all(issubclass(kind, SyncBatchNorm) for kind in self.batch_norms) else 2
 
     def _num_parts(self, rows: int) -> int:
@@ -58,7 +58,7 @@ class TorchMicroBatches(MicroBatches):
             return whole
         factor, rows = self.split, _num_rows(batch, self._num_samples)
         number = self._num_parts(rows)
-        # A forward pass may communicate, so all workers make the same number.
+        # A forward pass may communicate, so all workers make the same number of passes.
         repeats = factor - number if self._train_state.context.world_size > 1 else 0
         if number + repeats == 1:
             return whole

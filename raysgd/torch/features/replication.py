@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Replication(StepFeature):
-    """Tracks the wrappers of models. `wraps`: raysgd created them, and not user code."""
+    """Tracks the wrappers of models. `wraps` means that raysgd has wrapped the models."""
 
     def __init__(self, state: TorchTrainState, wraps: bool) -> None:
         self._state, self._wraps = state, wraps

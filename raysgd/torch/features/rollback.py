@@ -19,9 +19,9 @@ class Rollback(StepFeature):
 
     It takes copies only if steps make several updates, or if `train_batch` of an earlier step
     changed parameters before the update, as sharpness-aware minimization does. Otherwise the
-    version counters of PyTorch tell whether a discarded step changed parameters. If it did, the
-    state is partial. The counters do not detect changes through ``parameter.data``. `updates_late`
-    means that parameters change together after the optimizer's step.
+    version counters of PyTorch show whether a discarded step changed parameters. If so, the state
+    is partial. The counters do not detect changes through ``parameter.data``. `updates_late` means
+    that all parameters change together after the optimizer's step.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class Rollback(StepFeature):
                 image.restore()
                 changed -= image.parameters
         elif self._step.updating is not None and not self._updates_late:
-            self._step.is_partial = True  # its state may have changed before parameters do
+            self._step.is_partial = True  # an optimizer may change its state before parameters
         if changed:
             self._step.is_partial = True
         self.commit()
 
 
 class _BeforeImage:
-    """A copy of one optimizer's parameters and state. The next copy uses its memory again."""
+    """A copy of one optimizer's parameters and state. The next copy reuses the memory."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer

@@ -1,4 +1,4 @@
-"""Step schedulers, and find schedulers that `train_batch` steps in each part of a batch."""
+"""Step schedulers, and detect schedulers that `train_batch` steps in each part of a batch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Schedules(StepFeature):
     def _tolerating_a_skipped_step(self) -> Iterator[None]:
         """Suppress the warning that schedulers step before the optimizer.
 
-        They do if the first step overflows.
+        Schedulers do so if the first step overflows.
         """
         if not self._is_first or not self._state.optimization.precision.scales:
             yield

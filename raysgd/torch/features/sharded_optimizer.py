@@ -1,8 +1,8 @@
 """Shard the state of an optimizer over the workers.
 
 Every worker has the complete parameters and gradients. It updates its share of the elements, and
-the workers exchange the updated elements. With copies, a worker also updates the shares of others,
-so that their state survives them. This sends no messages.
+the workers exchange the updated elements. With copies, a worker also updates shares of other
+workers, so that the state of these shares survives a worker loss. Copies need no extra messages.
 
 An update goes into a separate buffer. Parameters change when all shares have arrived, so that a
 step that loses a worker is repeated from the same parameters. A worker that has updated a share
@@ -51,15 +51,16 @@ _PARTIAL = -1
 class ShardedOptimizer(ShardedFeature):
     """Lets the user's optimizer update this worker's share.
 
-    Hooks, schedulers, and groups remain. Within a step, the groups have the pieces of the share in
-    place of the parameters. Between steps, the optimizer has the parameters and no state.
+    Hooks, schedulers, and parameter groups stay valid. Within a step, the groups have the pieces of
+    the share instead of the parameters. Between steps, the optimizer has the parameters and no
+    state.
 
     Args:
         optimizer: one of `ELEMENTWISE`, with averaged gradients.
         copies: see `Layout`.
         state: the training state; None for an optimizer alone.
-        parameters: parameters that are sharded too, by rows. None if workers have the whole
-            parameters; then those that the optimizer trains share its state.
+        parameters: parameters that are sharded too, by rows. None if each worker has the complete
+            parameters. The layout then covers the parameters that the optimizer trains.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class ShardedOptimizer(ShardedFeature):
         self._rooms: dict[int, Room] = {}
         # Number of updates of the parameters, now and at the last commit.
         self._version = self._committed = 0
-        # Identifies the shards: the run, and how many states it loaded. Equal on workers that fit.
+        # Identifies the run and the number of loaded states. Shards fit together if it is equal.
         self._token: tuple[bytes, int] = os.urandom(16), 0
         # Register this hook first, so that other hooks see the updated parameters.
         optimizer.register_step_post_hook(self._end_step)
@@ -222,7 +223,7 @@ class ShardedOptimizer(ShardedFeature):
         for piece in self._stepped:  # the optimizer raised within its step
             piece.version = _PARTIAL
         self._give_back()
-        self._rooms = {}  # pieces with an uncommitted update keep theirs
+        self._rooms = {}  # pieces with an uncommitted update keep their buffers
         step = None if self._train_state is None else self._train_state.step
         if step is not None and step.is_open and step.has_several_updates:
             self._version = self._committed  # `Rollback` restores the parameters
@@ -249,7 +250,7 @@ class ShardedOptimizer(ShardedFeature):
         """
         whole, layout = self.optimizer.state, self._layout
         updated = {self._parameters[which] for which in self._numbers}
-        # Frozen parameters can have state too, such as in Adagrad. It is not sharded.
+        # Frozen parameters can have state too, such as in Adagrad. Their state is not sharded.
         rest = {p: whole[p] for p in whole.keys() - updated}
         self._undivided = self.optimizer.state = defaultdict(dict, rest)
         self._pieces, self._rooms = [], {}
@@ -307,7 +308,7 @@ class ShardedOptimizer(ShardedFeature):
         return super().receive(leader)
 
     def reshard(self, leader: int) -> None:
-        """Exchange shards until each rank has its own and its copies. All ranks must call this.
+        """Send each rank its own shard and its copies of others. All ranks must call this.
 
         A worker keeps its old shards until all workers have the new ones.
         """
@@ -339,7 +340,7 @@ class ShardedOptimizer(ShardedFeature):
     def _transfer(
         self, batch: Sequence[Transfer], version: int, source: int, to: Sequence[int]
     ) -> list[tuple[Any, ...]]:
-        """Send or receive elements of rank `source`. Return their messages."""
+        """Send or receive elements of rank `source`. Return the messages that contain them."""
         rank, device = dist.get_rank(), self._device
 
         def messages() -> list[tuple[Any, ...]]:
@@ -366,7 +367,7 @@ class ShardedOptimizer(ShardedFeature):
         return max(fitting, key=lambda piece: piece.version)
 
     def _message(self, piece: Piece, start: int, stop: int, version: int) -> tuple[Any, ...]:
-        """Return some elements for workers whose parameters have a version."""
+        """Return elements of a piece for workers whose parameters have this `version`."""
         return piece.message(start, stop, is_ahead=piece.version > version)
 
     def _held_shares(self) -> list[int]:

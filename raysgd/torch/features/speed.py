@@ -45,7 +45,7 @@ class Speed(StepFeature):
 
     @property
     def needs_warm_up(self) -> bool:
-        """A replacement worker joins with a known speed."""
+        """True, so that a replacement worker knows its speed when it joins."""
         return True
 
     @property

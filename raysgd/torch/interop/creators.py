@@ -24,7 +24,7 @@ else:  # operator.py imports this module, so avoid an import cycle
 
 
 class CreatorMethods(_Base):
-    """Has the methods of `CreatorOperator`."""
+    """The methods of `CreatorOperator`."""
 
     models: Any
     """Result of the ``model_creator``: a model, or a list or tuple of models."""

@@ -60,9 +60,9 @@ class HorovodGradients(StepFeature):
 class HorovodExchange:
     """Averages the gradients of one optimizer over the workers.
 
-    The user's optimizer steps, so that schedulers and references stay valid. The
+    The user's optimizer makes the updates, so that schedulers and references stay valid. The
     DistributedOptimizer of Horovod only averages: backward passes start the exchange, and the
-    user's optimizer waits for it before its step.
+    user's optimizer waits for the result before its step.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Operators that train a LightningModule, created by ``TrainingOperator.from_ptl``.
 
-A module accesses its surroundings through ``self.trainer`` and ``self.fabric``. `_Surroundings`
+A module uses Lightning's Trainer through ``self.trainer`` and ``self.fabric``. `_Surroundings`
 replaces both while the module's code runs.
 """
 
@@ -82,7 +82,7 @@ class LightningMethods(_Base):
             if schedulers:
                 given["schedulers"] = schedulers
             if not module.automatic_optimization:
-                # A backward pass may leave out parameters that another one reaches.
+                # A module can make several backward passes, each over some of the parameters.
                 given["ddp_args"] = {"find_unused_parameters": True}
             self.model, self.optimizers, *_ = self.register(**given)
             self.schedulers = schedulers
@@ -248,7 +248,7 @@ class LightningMethods(_Base):
                 module.on_before_zero_grad(optimizer)
 
     def _step(self, step: Callable[..., Any], batch: Any, index: int) -> Any:
-        """Run a step of the module, in training through the wrapper that averages gradients."""
+        """Run a step of the module. In training, run it in the wrapper that averages gradients."""
         arguments = [batch, index][: len(inspect.signature(step).parameters)]
         wrapper, module = self.model, self.module
         if not isinstance(wrapper, DistributedDataParallel) or not torch.is_grad_enabled():
@@ -300,7 +300,7 @@ class LightningMethods(_Base):
         module.on_validation_batch_end(output, batch, index)
         returned = dict(output) if isinstance(output, Mapping) else {"loss": output}
         loss = returned.pop("loss", None)
-        # Modules for older versions of Lightning return what newer ones log.
+        # Modules for older versions of Lightning return metrics instead of logging them.
         metrics = {name: value for name, value in returned.items() if _is_scalar(value)}
         if isinstance(loss, torch.Tensor):
             metrics["val_loss"] = mean_of(loss, self._count_items(batch, num_samples))
@@ -452,7 +452,7 @@ def _base_of(kind: type[Any]) -> Any:
 
 
 def _import_beside(module: Any, name: str) -> Any:
-    """Import a module of the user's Lightning, which is distributed as two packages."""
+    """Import a module of ``lightning`` or ``pytorch_lightning``, whichever the user's code uses."""
     package, _, _ = _base_of(type(module)).__module__.partition(".core.")
     return importlib.import_module(f"{package}.{name}")
 
@@ -481,7 +481,7 @@ def _check_hooks(module: Any) -> None:
 def _make(given: Any, config: dict[str, Any], unused: set[str]) -> Any:
     """Create a module with the config, or with the keys that its constructor takes.
 
-    Remove the keys that it takes from `unused`. Return a given module as it is.
+    Remove these keys from `unused`. If `given` is an object and not a class, return it.
     """
     if not isinstance(given, type):
         return given
@@ -525,7 +525,7 @@ def _reduction(reduce_fx: Any) -> str:
     if name not in (*_REDUCTIONS, "mean", "avg"):
         raise ValueError(
             f'self.log(reduce_fx={reduce_fx!r}): must be "mean", "sum", "min", or "max". For '
-            "another, return a raysgd.metrics.MergeableMetric from train_batch of the operator."
+            "others, return a raysgd.metrics.MergeableMetric from train_batch of the operator."
         )
     return name
 

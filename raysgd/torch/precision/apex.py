@@ -16,7 +16,7 @@ _KEY = "amp_apex"
 class ApexAmp(Precision):
     """Passes models and optimizers to ``apex.amp``, whose ``opt_level`` selects the dtype.
 
-    Apex keeps its state in its modules, so a process has only one.
+    Apex keeps its state in Python modules, so a process can use only one `ApexAmp`.
     """
 
     name: ClassVar[str] = 'Apex (use_fp16="apex")'

@@ -38,7 +38,7 @@ class NativeAmp(Precision):
         self._optimizers: list[torch.optim.Optimizer] = []
         self._stepped: set[int] = set()
         self._checked: set[int] = set()
-        # These stay on the device, because reading them would synchronize at each step.
+        # These tensors stay on the device, because reading them would synchronize at each step.
         self._one = torch.ones((), device=device)
         self._num_skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._committed_skipped = self._num_skipped

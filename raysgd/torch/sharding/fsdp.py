@@ -1,7 +1,7 @@
 """Models that PyTorch's ``fully_shard`` shards, and that become plain modules again.
 
-``fully_shard`` has no inverse, so it never sees the user's modules. It shards a `_Unit` for each
-block. A new generation drops the units and makes others.
+``fully_shard`` has no inverse, so it never gets the user's modules. It shards a `_Unit` for each
+block. A new generation discards the units and creates new units.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from raysgd.torch.features.compilation import repeated_blocks
 class _Unit(torch.nn.Module):
     """A block, and the parameters to gather together for its computation.
 
-    ``fully_shard`` changes this module instead of the block: its class, hooks, and attributes. It
-    assigns whole parameters before a pass, and shards after it. `__setattr__` assigns the same in
-    all `places`: the user's modules, and the names of the parameter there. A call of the block
-    becomes a call of the unit.
+    ``fully_shard`` changes the class, hooks, and attributes of this module instead of the block. It
+    assigns complete parameters before a pass, and shards after the pass. `__setattr__` assigns the
+    same values in all `places`: the user's modules, and the names of the parameter in each module.
+    A call of the block becomes a call of the unit.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ShardedModels:
     """The parameters of models, sharded by rows over the workers.
 
     Each generation replaces the parameters. The modules remain the same objects. `docs/sharding.md`
-    explains the arguments. `dtype` is the one of the computation; None for that of the parameters.
+    explains the arguments. `dtype` is used for computation. None means the parameters' dtype.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class ShardedModels:
         ]
         self._rows_mesh: DeviceMesh | None = None
         self._blocks: dict[torch.nn.Module, list[int]] = {}
-        """The modules that are gathered separately, inner ones first, and their parameters."""
+        """Indices of the parameters to gather for each wrapped module. Inner modules come first."""
         self._units: dict[torch.nn.Module, _Unit] = {}
         seen: set[int] = set()
         for block in self._chosen_blocks(wrap):
@@ -144,7 +144,7 @@ class ShardedModels:
             if name := self._shared(block):
                 raise ValueError(
                     f"register(sharding_args={{'wrap': ...}}): {type(block).__name__} shares "
-                    f"its parameter {name} with modules outside of it. Leave it out of wrap."
+                    f"its parameter {name} with other modules. Leave this class out of wrap."
                 )
         for module in reversed(inside):
             if module in chosen or module in self.models:
@@ -266,7 +266,8 @@ class ShardedModels:
     def _say_next(self, number: int | None) -> int | None:
         """Return the unit that all ranks gather next, given the one that this rank needs.
 
-        As an argument, None means that this rank needs no more units; as a result, that none does.
+        As an argument, None means that this rank needs no more units. As a result, None means that
+        no rank needs more units.
         """
         bounds = [-1, -len(self._units)] if number is None else [number, -number]
         reduced = torch.tensor(bounds, device=self.device)

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 _ALIGNMENT = 16
-"""Elements. Kernels are faster if tensors begin at multiples of some bytes."""
+"""Number of elements at whose multiples shares begin, because kernels prefer aligned tensors."""
 Share: TypeAlias = Mapping[int, tuple[int, int]]
 """For some parameters, by index, the first element and the exclusive end of a part."""
 
 
 class Transfer(NamedTuple):
-    """Elements that one rank has, and the ranks that need them. These can include that rank."""
+    """Elements that rank `source` sends to the ranks `to`, which can include `source` itself."""
 
     which: int
     start: int
@@ -35,7 +35,7 @@ def transfers(
     """Plan the transfers that give each rank its share, and copies of the shares before it.
 
     Args:
-        shares: the share of each rank. All shares together are all elements.
+        shares: the share of each rank. The shares together contain all elements.
         copies: the number of other ranks that hold each share.
         lowest: version of the parameters. State of an older version is unusable.
         held: for each rank, the parts of parameters that it has: index, start, end, and version.
@@ -79,7 +79,7 @@ class Room(NamedTuple):
     """Memory for the updated elements of a share."""
 
     buffers: list[torch.Tensor]
-    """One per dtype."""
+    """One buffer per dtype."""
     parts: dict[int, torch.Tensor]
     """The part of each parameter, as a view."""
 
@@ -94,7 +94,7 @@ class Layout:
     Args:
         parameters: the parameters.
         updated: indices of the parameters that the optimizer updates.
-        copies: how many other ranks hold each share; None for one if there are three ranks or more.
+        copies: number of other ranks that hold each share. None: 1 with three or more ranks.
         by_rows: whether a share has the rows of each parameter that ``fully_shard`` gives a rank.
             Otherwise it is a part of all elements, concatenated.
     """

@@ -28,16 +28,16 @@ class Piece:
     version: int
     """Number of updates of the elements."""
     state: dict[str, Any]
-    """Their state in the optimizer."""
+    """State of the elements in the optimizer."""
     value: torch.Tensor | None = None
     """The updated elements, within a step and until the update is committed."""
     base: torch.Tensor | None = None
-    """The elements without that update. None if this worker has the complete parameter."""
+    """The elements before the update. None if this worker has the complete parameter."""
 
     def message(self, start: int, stop: int, is_ahead: bool) -> tuple[Any, ...]:
         """Return a copy of some elements, as the fields of a piece.
 
-        It has the updated elements if they are ahead of the parameters of the receiver.
+        Include the updated elements if they are ahead of the receiver's parameters.
         """
         first, last = start - self.start, stop - self.start
         state = {
@@ -78,7 +78,7 @@ def flat(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor
 
 
 def is_divided(value: Any) -> bool:
-    """Return whether a value of a piece has an entry per element. Others have no dimension."""
+    """Return whether a value of a piece has an entry per element. Other values are scalars."""
     return isinstance(value, torch.Tensor) and value.dim() == 1
 
 

@@ -218,7 +218,7 @@ def test_a_folder_that_is_damaged_is_refused_and_named(trainer, tmp_path):
     [
         ("memory://run", {}, CheckpointError, "a file system that all workers have mounted"),
         ("file", {}, CheckpointError, "must be a folder"),
-        ("new", {"blocking": False}, ValueError, "waits until all is"),
+        ("new", {"blocking": False}, ValueError, "waits until all workers"),
     ],
 )
 def test_sharded_save_needs_a_shared_folder(

@@ -393,11 +393,11 @@ CLIPS = list(torch.ones(4, 10, 3))
     [
         ((torch.ones(3), torch.ones(4)), r"do not share a first dimension \(3 and 4\)"),
         ((torch.ones(3), torch.tensor(1.0)), "without dimensions"),
-        ((torch.ones(3), "text"), "a str, which is no tensor"),
+        ((torch.ones(3), "text"), "a str, which is not a tensor"),
         ([None], r"\(none\)"),
         (torch.eye(2).to_sparse(), "the layout torch.sparse_coo"),
-        (np.float64(2.0), "a float64, which is no tensor"),
-        (Derived(torch.ones(2)), "a Derived, which is no tensor"),
+        (np.float64(2.0), "a float64, which is not a tensor"),
+        (Derived(torch.ones(2)), "a Derived, which is not a tensor"),
         # clips of one length share a dimension, which is of time
         (CLIPS, "a list of 4 tensors, one for each sample"),
         ((CLIPS, {"more": CLIPS}), "a list of 4 tensors"),

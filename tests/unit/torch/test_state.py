@@ -184,7 +184,7 @@ MISFITS = [
     ("optimizers", optimizer(), options(betas=0.9), "its 'betas' is 0.9"),
     ("optimizers", optimizer(), options(betas=[0.9, "x"]), "its 'betas' is [0.9, 'x']"),
     ("optimizers", optimizer(), without_rate(), "Adam: a group lacks lr."),
-    ("schedulers", scheduler(), fields(last_epoch="now"), "its 'last_epoch' is 'now', and that of"),
+    ("schedulers", scheduler(), fields(last_epoch="now"), "its 'last_epoch' is 'now', but the"),
     ("schedulers", scheduler(), fields(base_lrs=[]), "its 'base_lrs' is []"),
     ("schedulers", scheduler(), fields(milestones=None), "its 'milestones' is None"),
     ("schedulers", scheduler(), fields(milestones={"a": 1}), "its 'milestones' is {'a': 1}"),
