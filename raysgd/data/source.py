@@ -17,7 +17,7 @@ def own_split(loader: Any) -> tuple[Any, Any] | None:
     for part in (loader, *sources, batches, getattr(batches, "sampler", None)):
         if hasattr(part, "num_replicas"):  # as in PyTorch's DistributedSampler
             return part.num_replicas, getattr(part, "rank", None)
-        # Hugging Face's split_dataset_by_node sets it, without a public name.
+        # split_dataset_by_node of Hugging Face sets this private attribute.
         split: Any = getattr(part, "_distributed", None)
         if hasattr(split, "world_size"):
             return split.world_size, split.rank

@@ -243,7 +243,7 @@ class Loop:
             segment.finish()
         except IndivisibleError:  # train the step again with whole batches
             if segment.num_batches == 0:
-                train_state.meters = None  # its metrics will be computed again
+                train_state.meters = None  # the repeated step adds its metrics again
             self._settle_failure(segment, source)
             train_state.step.check_whole(train_state.global_step)
             return

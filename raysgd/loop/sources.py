@@ -49,7 +49,7 @@ class DataSources(ABC):
             self._sources[_key_of(name)] = self._wrapped(given, loader, training=False)
 
     def _wrapped(self, given: str, loader: Any, training: bool) -> BatchSource:
-        # Map-style data sets are iterable by __getitem__.
+        # Map-style data sets without __iter__ are iterable through __getitem__.
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise TypeError(f"{given} must be iterable, but it is {loader!r}.")
         if isinstance(loader, GeneratorType):

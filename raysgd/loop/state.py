@@ -27,7 +27,7 @@ class Snapshots:
     def __init__(self, state: TrainState) -> None:
         self._state = state
         self._every = state.settings.options.elastic.snapshot_every
-        # Epoch, committed steps, and state.
+        # The newest copy: its epoch, committed steps, and state.
         self._held: tuple[int, int, dict[str, Any]] | None = None
 
     @property

@@ -206,7 +206,7 @@ class StepIterator:
             self.loader_failed = True
             raise
         if self._go_on is not None:
-            self._next_batch = batch  # keep it if a worker is lost during the collective
+            self._next_batch = batch  # keeps the batch if a worker is lost during the collective
             if not self._go_on(batch is not _NOTHING):
                 batch = _NOTHING
             self._next_batch = _NOTHING

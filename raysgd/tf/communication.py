@@ -73,7 +73,7 @@ class GlooWorkers(Communication):
         import torch.distributed as dist
 
         parts: list[Any] = [None] * self.size
-        # Workers have different numbers of rows.
+        # Workers have different numbers of rows in their sparse gradients.
         dist.all_gather_object(parts, (slices.values.numpy(), slices.indices.numpy()))
         values = np.concatenate([values for values, _ in parts]) / self.size
         indices = np.concatenate([indices for _, indices in parts])
@@ -163,5 +163,5 @@ def communication_of(context: WorkerContext, use_horovod: bool = False) -> Commu
         return HorovodGroup(context.world_size, context.world_rank)
     import torch.distributed as dist
 
-    # During setup, a replacement worker has its own process group, of a size unlike the context's.
+    # During setup, a replacement worker is alone in its process group, whatever its context says.
     return GlooWorkers(dist.get_world_size(), dist.get_rank())

@@ -356,7 +356,7 @@ class _Iteration:
     def __init__(self, loader: Any, epoch: int) -> None:
         self._epoch: int | None = epoch
         self._batches = iter(loader)
-        # The batches to repeat, and the offset of the first of these.
+        # The batches that can be repeated, and the offset of the first such batch.
         self._kept = collections.deque[Any]()
         self._first = 0
 

@@ -240,7 +240,7 @@ class KerasMetric(MergeableMetric):
         """Return the result of Keras: a number, or a dict with ``_0``, ``_1`` for each class."""
         kind, config = self._config
         metric = kind.from_config(config)
-        if len(metric.variables) != len(self._sums):  # the first batch creates some, as in F1Score
+        if len(metric.variables) != len(self._sums):  # F1Score creates variables in the first batch
             given, named = tf.nest.map_structure(_zeros, self._specs)
             metric.update_state(*given, **named)
         for variable, value in zip(metric.variables, self._sums, strict=True):

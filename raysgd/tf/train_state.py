@@ -114,8 +114,8 @@ class KerasTrainState(TrainState):
         if size > 1:
             self.say(
                 "loss",
-                "%s %d workers weight their losses by samples, so updates can differ from those of "
-                "one worker. Use a loss that is a mean over samples.",
+                "%s %d workers weight their losses by samples, so updates can differ from updates "
+                "of one worker. Use a loss that is a mean over samples.",
                 what,
                 size,
             )
@@ -216,7 +216,7 @@ def _problem(thing: Any, arrays: Mapping[str, Any]) -> str:
 
 def _misfit(variables: list[Any], arrays: Mapping[str, Any]) -> str:
     if len(arrays) != len(variables):
-        return f"{len(arrays)} variables, not {len(variables)}"
+        return f"it has {len(arrays)} variables, not {len(variables)}"
     for variable, (name, array) in zip(variables, arrays.items(), strict=True):
         found, expected = np.shape(array), tuple(variable.shape)
         if found != expected:

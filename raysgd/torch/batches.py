@@ -173,7 +173,7 @@ def loss_of(operator: Any, output: Any, batch: Batch) -> Any:
         return criterion(given, batch.target)
     except Exception as error:
         error.add_note(
-            f"The criterion {type(criterion).__name__} raised this for the output "
+            f"The criterion {type(criterion).__name__} raised this error for the output "
             f"{_shapes_of(given)} and the target {_shapes_of(batch.target)}."
         )
         raise
@@ -232,7 +232,7 @@ def note_batch(operator: Any, error: BaseException, method: str, batch: Any) -> 
     if not isinstance(error, Exception):
         return
     kind = type(operator).__name__
-    error.add_note(f"This was in {kind}.{method}, with the batch {_shapes_of(batch)}.")
+    error.add_note(f"{kind}.{method} raised this error for the batch {_shapes_of(batch)}.")
     number = operator._train_state.parts.split if method == "train_batch" else 1
     if number > 1:
         error.add_note(f"Each batch is split into {number} parts, because memory ran out before.")

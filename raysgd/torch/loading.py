@@ -439,7 +439,7 @@ def _is_distributed(loader: Any) -> bool:
 
 def _shuffle_state(loader: Any) -> str:
     """Return the generators of ``shuffle(seed=...)`` in a Hugging Face stream."""
-    # They have no public name. Each iterable of examples holds the one that it reads from.
+    # Generators have no public name. Each iterable of examples holds the iterable it reads from.
     examples, states = getattr(getattr(loader, "dataset", loader), "_ex_iterable", None), ""
     while examples is not None:
         if (generator := getattr(examples, "generator", None)) is not None:

@@ -218,7 +218,7 @@ class Optimization(StepFeature):
             )
         if self._used and len(self._optimizers) > 1 and self._has_updated():
             # A loss may leave gradients in parameters of another optimizer. If no optimizer
-            # stepped, the loop accumulates by itself.
+            # stepped, keep them, because user code accumulates gradients.
             self._zero_gradients()
 
     def commit(self) -> None:

@@ -104,8 +104,8 @@ def register(
         state.say(
             "shares",
             'ElasticConfig(shares="measured"): raysgd cannot measure workers that wait for each '
-            'other within a step, as with sharding="full". Their shares are even. Give relative '
-            "shares by node label, accelerator type, or resource.",
+            'other within a step, as with sharding="full". All workers get even shares. Instead, '
+            "give relative shares by node label, accelerator type, or resource.",
         )
     state.buffers = BufferCopies(state.models, state)
     # Shards roll back before Rollback restores the optimizers.
@@ -198,7 +198,7 @@ def _shard_fully(
         is_alone=state.context.world_size > collectives.size(),
     )
     if state.parts.batch_norms:
-        state.parts.why_not = "batch normalization may need other parts on other workers"
+        state.parts.why_not = "batch normalization may need fewer parts on some workers"
     return model
 
 

@@ -141,9 +141,9 @@ def _model_problem(held: Mapping[str, Any], state: Mapping[str, Any]) -> str:
         if not isinstance(value, torch.Tensor):
             continue
         if not is_like(state[key], value):
-            return f"its {key} is no {str(value.layout).removeprefix('torch.')} tensor"
+            return f"its {key} is not a {str(value.layout).removeprefix('torch.')} tensor"
         if state[key].shape != value.shape:
-            return f"its {key} has shape {tuple(state[key].shape)}, and not {tuple(value.shape)}"
+            return f"its {key} has shape {tuple(state[key].shape)}, not {tuple(value.shape)}"
     return ""
 
 
@@ -162,7 +162,7 @@ def _optimizer_problem(held: torch.optim.Optimizer, state: Mapping[str, Any]) ->
     sizes = [len(group["params"]) for group in groups]
     expected = [len(group["params"]) for group in held.param_groups]
     if sizes != expected:
-        return f"its groups have {sizes} parameters, and not {expected}"
+        return f"its groups have {sizes} parameters, not {expected}"
     # Releases of PyTorch add and remove flags.
     defaults = getattr(held, "defaults", {}).items()
     options = {name for name, value in defaults if not isinstance(value, bool | None)}
@@ -181,7 +181,7 @@ def _scheduler_problem(held: Any, state: Any) -> str:
     if type(held).__module__ != lr_scheduler.__name__:
         return ""
     if not isinstance(state, Mapping):
-        return f"it is a {type(state).__name__}, and not a dict"
+        return f"it is a {type(state).__name__}, not a dict"
     if problem := _number_problem(vars(held), state):
         return problem
     inner, saved = getattr(held, "_schedulers", []), state.get("_schedulers", [])

@@ -190,7 +190,7 @@ class FullyShardedModel(ShardedOptimizer):
     def take_state(self) -> None:
         super().take_state()
         self._rows = {}
-        # Otherwise `reshard` does this later.
+        # If this worker has no group or no content yet, `reshard` places the rows later.
         if dist.is_initialized() and not self._lacks_content:
             self._place()
 

@@ -22,7 +22,7 @@ class Replication(StepFeature):
 
     def __init__(self, state: TorchTrainState, wraps: bool) -> None:
         self._state, self._wraps = state, wraps
-        # setup may freeze parameters later.
+        # Record this now, because setup may freeze parameters later.
         self._required = {
             id(model): ddp.required_gradients(ddp.unwrap(model)) for model in state.models
         }
@@ -63,7 +63,7 @@ class Replication(StepFeature):
             held = [t.detach() for m in models for t in (*m.parameters(), *m.buffers())]
             given = self._state.from_rank(lambda: held, 0)
             for own, value in zip(held, given, strict=False):
-                if own.shape == value.shape:  # otherwise setup has filled a cache
+                if own.shape == value.shape:  # a buffer of another shape is a cache
                     own.copy_(value)
             self._state.buffers.commit()
 

@@ -349,7 +349,7 @@ class ShardedOptimizer(ShardedFeature):
 
         if to == (source,):
             return messages() if rank == source else []
-        everyone = device.type != "cpu"  # only gloo sends to some ranks
+        everyone = device.type != "cpu"  # only gloo can send to a subset of the ranks
         if not everyone and rank != source and rank not in to:
             return []
         sent: list[tuple[Any, ...]]

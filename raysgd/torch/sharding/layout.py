@@ -55,7 +55,7 @@ def transfers(
     for rank, of_rank in enumerate(held):
         for which, start, stop, version in of_rank:
             for number in range(place[which, start], place[which, stop]):
-                # A rank may hold a range and have imported it too.
+                # A rank may hold a range twice, because it also imported a replica.
                 versions[number][rank] = max(version, versions[number].get(rank, version))
     planned: list[Transfer] = []
     for owner, share in enumerate(shares):

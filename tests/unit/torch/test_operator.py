@@ -191,7 +191,7 @@ def test_error_of_the_criterion_names_its_arguments():
     with pytest.raises(RuntimeError) as caught:
         run_operator(Small).train_batch((BATCH[0], BATCH[1][:, None]), {})
     assert caught.value.__notes__ == [
-        "The criterion CrossEntropyLoss raised this for the output float32 (4, 2) "
+        "The criterion CrossEntropyLoss raised this error for the output float32 (4, 2) "
         "and the target int64 (4, 1)."
     ]
 

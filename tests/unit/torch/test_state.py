@@ -172,7 +172,7 @@ MISFITS = [
         network(2, 2, 2, 2, 2).state_dict(),
         "lacks bias, weight, and has unknown 0.bias, 0.weight, 1.bias and 5 more.",
     ),
-    ("models", network(2, 2), network(3, 2).state_dict(), "0.weight has shape (2, 3), and not (2,"),
+    ("models", network(2, 2), network(3, 2).state_dict(), "0.weight has shape (2, 3), not (2,"),
     ("optimizers", optimizer(), {}, "it is not the state of an optimizer"),
     ("optimizers", optimizer(), {"param_groups": [3], "state": {}}, "it is not the state of an"),
     ("optimizers", optimizer(groups=[1, 2]), optimizer().state_dict(), "groups have [2] param"),
