@@ -155,7 +155,7 @@ class CheckpointCallback(Callback):
             if self._num_epochs_missing == 2:
                 logger.warning(
                     "CheckpointCallback(monitor=%r) has not saved, because two epochs had no such "
-                    "metric. There are: %s.",
+                    "metric. The metrics are: %s.",
                     self.monitor,
                     ", ".join(trainer.latest_metrics),
                 )

@@ -36,8 +36,8 @@ def missing_metric(callback: str, name: str, metrics: Iterable[str]) -> str:
     """Return the error message for a monitored metric that does not exist."""
     known = list(metrics)
     return (
-        f"{callback}(monitor={name!r}): there is no such metric. There are: {', '.join(known)}."
-        + suggest_metric(name, known)
+        f"{callback}(monitor={name!r}): there is no such metric. The metrics are: "
+        f"{', '.join(known)}." + suggest_metric(name, known)
     )
 
 

@@ -3,7 +3,7 @@
 ::
 
     raysgd-state/structure.json     nested containers, numbers, and texts
-    raysgd-state/arrays/0           the bytes of the first array in it, in C order
+    raysgd-state/arrays/0           the bytes of the first array of the state, in C order
 
 Reading needs no PyTorch and runs no code.
 """

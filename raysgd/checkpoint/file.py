@@ -21,7 +21,7 @@ from raysgd.checkpoint.location import Location, first_line, locate
 from raysgd.checkpoint.manifest import Manifest, seal, sealed_size, verify
 from raysgd.errors import CheckpointError
 
-# A sharded state is a folder with a checkpoint, and a subfolder with a file of tensors.
+# A sharded state is a folder with a checkpoint and a subfolder. The subfolder has the tensors.
 STATE = "state.ckpt"
 TENSORS_FOLDER = re.compile(r"tensors-[0-9a-f]{8}")
 TENSORS_FILE = "model-00001-of-00001.safetensors"  # PyTorch chooses this name
@@ -48,21 +48,21 @@ def write_file(
     opens the file, which also has a manifest: see `read_manifest`.
 
     Args:
-        state: what a trainer's ``state_dict`` returned.
+        state: result of a trainer's ``state_dict``.
         path: where to write: a path, or a URL for fsspec.
-        manifest: describes the state. The epoch and the step are added.
+        manifest: describes the state. This function adds the epoch and the step.
 
     Returns:
         The absolute path, or the URL.
 
     Raises:
-        CheckpointError: if it cannot be written, or the user's part of it could not be loaded.
+        CheckpointError: if the state cannot be written, or could not be loaded again.
     """
     return prepare_write(state, path, manifest)()
 
 
 def _plain(leaf: Any) -> Any:
-    """Return a plain number for NumPy scalars and metrics, because loading rejects their types."""
+    """Convert NumPy scalars and metrics to plain numbers, because loading rejects other types."""
     if isinstance(leaf, np.generic):
         return leaf.item()
     return float(leaf) if isinstance(leaf, float) else leaf
@@ -194,7 +194,7 @@ def read_pickle(path: str | os.PathLike[str]) -> tuple[bytes, Manifest | None]:
 
 
 def _file_at(path: str | os.PathLike[str]) -> Location:
-    """Return the file to read, which a folder with a sharded state contains."""
+    """Return the file to read. If the path is a sharded state, the file is in its folder."""
     source = locate(path)
     is_folder = source.is_local and os.path.isfile(f"{source.name}/{STATE}")
     return source.child(STATE) if is_folder else source

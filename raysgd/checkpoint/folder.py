@@ -35,7 +35,7 @@ class CheckpointFolder:
         self._monitor = monitor
         self._mode = mode
         self._manifests: dict[str, Manifest | None] = {}
-        """By checkpoint name; None if the manifest cannot be read."""
+        """Manifests by checkpoint name; None for a manifest that cannot be read."""
 
     def _names(self) -> list[str]:
         """Return the names of the checkpoints, newest first."""
@@ -46,7 +46,7 @@ class CheckpointFolder:
         """Raise an error if a checkpoint does not belong in this folder."""
 
     def _learn(self, names: Iterable[str]) -> None:
-        """Read new manifests, and forget those of checkpoints that are not in `names`."""
+        """Read new manifests, and forget the manifests of checkpoints that are not in `names`."""
         known = self._manifests
         self._manifests = {name: known[name] for name in names if name in known}
         for name in names:
@@ -71,8 +71,8 @@ class CheckpointFolder:
     ) -> tuple[str, Any, Manifest]:
         """Return the name, the content, and the manifest of the first checkpoint that loads.
 
-        Add the others to `skipped`, with the reasons. Raise an error if one could not be read,
-        though it may be intact.
+        Add the checkpoints before it to `skipped`, with the reasons. Raise an error if a checkpoint
+        could not be read, but may be intact.
         """
         for name in names:
             file = self._folder.child(name)
@@ -118,7 +118,7 @@ class CheckpointFolder:
 
 
 def is_abandoned(name: str, newest: str) -> bool:
-    """Return whether `name` is of a later step than `newest`, because training went back."""
+    """Return whether `name` has a later step than `newest`, because training went back."""
     return position_of(name) > position_of(newest)
 
 

@@ -15,8 +15,7 @@ from raysgd._internal.paths import checked_path, shown_url, without_secrets
 from raysgd.errors import CheckpointError
 
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci"}
-"""File systems in which a file appears when its upload is complete. They do not support
-renaming."""
+"""File systems that do not support renaming, and show a file when its upload is complete."""
 
 
 class UnreachableError(CheckpointError):
@@ -24,9 +23,9 @@ class UnreachableError(CheckpointError):
 
 
 class Location:
-    """The path or URL of a file or folder, which need not exist. Methods raise CheckpointError.
+    """The path or URL of a file or folder that may be missing. Methods raise CheckpointError.
 
-    `name` is the absolute path, or the URL, and `shown` hides its passwords and signatures.
+    `name` is the absolute path or the URL. `shown` is `name` without passwords and signatures.
     """
 
     def __init__(self, text: str) -> None:
@@ -160,7 +159,7 @@ def first_line(error: BaseException) -> str:
 def _system_error(error: BaseException) -> BaseException:
     """Return the OSError behind `error`, or `error`.
 
-    If a write of `torch.save` fails, closing its writer fails too, and that error is raised.
+    If a write in `torch.save` fails, closing its writer raises another error that hides the first.
     """
     first: BaseException | None = error
     while first is not None and not isinstance(first, OSError):

@@ -2,7 +2,7 @@
 
 A checkpoint is a zip archive, such as ``torch.save`` writes. `seal` adds the manifest as a record,
 ``raysgd-manifest.json``. The comment of the archive, at the end of the file, holds the SHA-256 of
-all bytes before it: ``raysgd-checkpoint sha256=…``. Behind other content, such as a pickle, `seal`
+all bytes before it: ``raysgd-checkpoint sha256=…``. After other content, such as a pickle, `seal`
 appends an archive that holds only the manifest.
 """
 
@@ -23,7 +23,7 @@ from typing import IO
 from raysgd.errors import CheckpointError
 
 FORMAT = 1
-"""Format version that raysgd writes. It reads this version and older ones."""
+"""Format version that raysgd writes. raysgd reads this version and older ones."""
 
 _LIBRARIES = ("raysgd", "torch", "keras", "ray")
 _RECORD = "raysgd-manifest.json"
@@ -64,7 +64,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:
-        """Read what `to_json` wrote. Other text raises errors of any kind."""
+        """Read the output of `to_json`. Other text raises errors of any kind."""
         content = json.loads(text)
         if content["format"] > FORMAT:
             raise CheckpointError(

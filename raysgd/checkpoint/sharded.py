@@ -1,7 +1,7 @@
 """A state in a folder: a checkpoint, and a file of tensors that no process holds completely.
 
-The checkpoint is written last, and has the name and the hash of the file. Until then, the folder
-holds the earlier state.
+The checkpoint has the name and the hash of the tensor file. It is written last. Until then, the
+folder holds the earlier state.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def new_tensors(folder: Path) -> Iterator[Path]:
 def write_folder(state: Mapping[str, Any], folder: Path, manifest: Manifest) -> str:
     """Write a state to a folder, remove the earlier one, and return the folder's path.
 
-    ``state["tensors"]`` has the path in a folder of `new_tensors`, and the hash.
+    ``state["tensors"]`` has the hash of the tensor file, and its path in a folder of `new_tensors`.
     """
     tensors = folder / f"tensors-{uuid.uuid4().hex[:8]}"
     try:
@@ -77,6 +77,6 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a sharded state: first the checkpoint, so that the rest is never loaded."""
+    """Remove a sharded state. Remove its checkpoint first, so that a partial state never loads."""
     locate(folder / STATE).remove()
     shutil.rmtree(folder, ignore_errors=True)

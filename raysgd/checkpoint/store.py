@@ -1,4 +1,4 @@
-"""A folder with the checkpoints of one job: the newest, and the best."""
+"""A folder with the newest and the best checkpoints of one job."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Restored(NamedTuple):
 
 
 class CheckpointStore(CheckpointFolder):
-    """Saves the checkpoints of one job into a folder, and finds the newest that loads.
+    """Saves the checkpoints of one job into a folder, and loads the newest intact one.
 
     The folder has files such as ``epoch-00003-step-00000512.ckpt``, and ``latest``, a text file
     with the name of the newest. A sharded state is a folder, without ``.ckpt`` in its name.
@@ -56,9 +56,10 @@ class CheckpointStore(CheckpointFolder):
 
     Args:
         folder: a path, or a URL for fsspec. The first save creates it.
-        keep: number of checkpoints to keep; None for all. With `monitor`, the best ones, and in
-            addition the newest. If training went back, those of later steps are removed first.
-        monitor: name of the metric that selects the best; without it, the newest are kept.
+        keep: number of checkpoints to keep; None for all. With `monitor`, these are the best, and
+            the newest is kept in addition. If training resumed from an older checkpoint, later ones
+            are removed first.
+        monitor: name of the metric that selects the best checkpoints; None keeps the newest.
         mode: "min" if smaller values of the metric are better, or "max".
         job: name of the job. A folder with checkpoints of another job raises an error.
 
@@ -97,9 +98,9 @@ class CheckpointStore(CheckpointFolder):
         """Write the newest checkpoint, and remove surplus ones.
 
         Args:
-            state: what a trainer's ``state_dict`` returned; or a sharded state, whose tensors the
-                workers have written into `tensors_folder`.
-            metrics: metrics of the state. The file contains their numbers.
+            state: result of a trainer's ``state_dict``; or a sharded state, if the workers have
+                written its tensors into `tensors_folder`.
+            metrics: metrics of the state. The file contains the metrics that are numbers.
             world_size: number of workers.
             operator: name of the operator.
 
@@ -108,7 +109,8 @@ class CheckpointStore(CheckpointFolder):
 
         Raises:
             ValueError: if `metrics` has no number for `monitor`.
-            CheckpointError: if it cannot be written, or the folder belongs to another job.
+            CheckpointError: if the checkpoint cannot be written, or the folder belongs to another
+                job.
         """
         numbers = _numbers(metrics or {})
         if self._monitor is not None and self._monitor not in numbers:
@@ -150,14 +152,14 @@ class CheckpointStore(CheckpointFolder):
         return self._folder.child(rated[0]).name if rated else None
 
     def restore(self) -> Restored | None:
-        """Load the newest intact checkpoint. Those of later steps than ``latest`` are tried last.
+        """Load the newest intact checkpoint. Try checkpoints after ``latest`` last.
 
         Returns:
             The checkpoint; None if the folder is empty or missing.
 
         Raises:
-            CheckpointError: if there are checkpoints and none can be loaded, if the folder belongs
-                to another job, or if it cannot be reached.
+            CheckpointError: if the folder has checkpoints but none can be loaded, if it belongs to
+                another job, or if it cannot be reached.
         """
         names = self._names()
         newest, problem = self._pointed_to()
@@ -217,7 +219,7 @@ class CheckpointStore(CheckpointFolder):
             for name in self._folders(whole=False):  # a killed process may have left them
                 self._remove(name)
             for name in self._folder.file_names():
-                unfinished = TEMPORARY_NAME.fullmatch(name)  # its writer was killed
+                unfinished = TEMPORARY_NAME.fullmatch(name)  # the writer of this file was killed
                 target = unfinished[1] if unfinished else ""
                 if target == _LATEST or self._pattern.fullmatch(target):
                     self._folder.child(name).remove()

@@ -22,19 +22,19 @@ def save_model(
 ) -> str:
     """Write the weights of models to a ``.safetensors`` file, completely or not at all.
 
-    ``safetensors.torch.load_model(model, path)`` reads it. A tensor with several names is written
-    once, and the metadata maps its other names to the one in the file.
+    ``safetensors.torch.load_model(model, path)`` reads the file. The file has each tensor once. Its
+    metadata maps other names of a tensor to the name in the file.
 
     Args:
-        models: a PyTorch model; or several, whose keys begin with ``0.``, ``1.``, …; or the weights
-            of one, arrays by name.
+        models: a PyTorch model; or several models, whose keys begin with ``0.``, ``1.``, …; or the
+            weights of one model, as arrays by name.
         path: where to write: a path, or a URL for fsspec.
 
     Returns:
         The absolute path, or the URL.
 
     Raises:
-        CheckpointError: if it cannot be written.
+        CheckpointError: if the file cannot be written.
         ImportError: if safetensors is not installed.
     """
     import_extra("save_model", "safetensors", "torch")
@@ -88,7 +88,7 @@ def _of_modules(models: torch.nn.Module | Sequence[torch.nn.Module]) -> bytes:
 
 
 def _deduplicated(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return each tensor once, without shared memory, and its other names."""
+    """Return each tensor once, without shared memory, and the other names of tied tensors."""
     kept: dict[tuple[object, ...], str] = {}
     tensors: dict[str, torch.Tensor] = {}
     other_names: dict[str, str] = {}

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundWriter:
-    """Does one write at a time in a thread, which ends with the write.
+    """Runs one write at a time, each in its own thread.
 
     The interpreter waits for the thread at exit, so that no write is lost. An error is logged, and
     the next call raises it.
@@ -26,10 +26,10 @@ class BackgroundWriter:
     def submit(self, write: Callable[[], Any], path: str) -> None:
         """Call `write` in the background, when the earlier write has ended.
 
-        No other code may change the state that it uses. `path` is the destination, for messages.
+        No other code may change the state that `write` uses. Messages name `path`, the destination.
 
         Raises:
-            CheckpointError: if the earlier write failed; `write` is then not called.
+            CheckpointError: if the earlier write failed. Then `write` is not called.
         """
         self.wait()
         self._path = path

@@ -1,7 +1,7 @@
-"""Ends processes that a worker has forked, such as those of a DataLoader, with the worker.
+"""Ends the forks of a worker, such as the processes of a DataLoader, when the worker ends.
 
-They inherit its connections. While one of them lives, neither Ray nor other workers detect that the
-worker was killed.
+Forks inherit the connections of the worker. While a fork lives, neither Ray nor other workers
+detect that the worker was killed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cache, partial
 
 @cache
 def end_forks_with_this_process() -> None:
-    """On Linux, let every fork of this process exit with it."""
+    """Make every fork of this process exit when this process ends, on Linux."""
     if hasattr(os, "pidfd_open"):
         death = os.pidfd_open(os.getpid())
         os.register_at_fork(after_in_child=partial(_end_with, death))

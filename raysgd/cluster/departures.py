@@ -1,4 +1,4 @@
-"""Notices that workers or nodes will be preempted. They come from Ray, SIGTERM, or the user."""
+"""Notices from Ray, SIGTERM, or the user that workers or nodes will be preempted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOOK_EVERY_S = 1.0
 _SILENT_S = 2.0
 """Seconds without an answer after which the Ray head node counts as unresponsive."""
 _FORGET_S = 60.0
-"""Seconds after its deadline during which a node still counts as preempted."""
+"""Seconds for which a node still counts as preempted after its deadline."""
 _TERM_S = 10.0
 """Seconds that a process usually survives after SIGTERM."""
 
@@ -42,7 +42,7 @@ class Drains:
         self._of_members = weakref.WeakKeyDictionary()
         self._is_over: threading.Event | None = None
         self._asked_at: float | None = None
-        """When the question was sent that Ray has not answered; None if there is none."""
+        """Time of the request that Ray has not answered; None if Ray has answered all requests."""
 
     # ---- notices of the user
 
@@ -96,7 +96,7 @@ class Drains:
 
     @property
     def is_ray_silent(self) -> bool:
-        """Whether the Ray head node is unresponsive. A request to it would then block."""
+        """Whether the Ray head node is unresponsive. Requests to it would then block."""
         return self.silence_s > _SILENT_S
 
     # ---- all notices
@@ -104,7 +104,7 @@ class Drains:
     @property
     def nodes(self) -> dict[str, Notice]:
         """Notices for nodes, by Ray node ID."""
-        now, own = self._clock.time(), dict(self._of_nodes)  # another thread may change it
+        now, own = self._clock.time(), dict(self._of_nodes)  # another thread may change the dict
         own = {node: notice for node, notice in own.items() if now < notice.leave_by + _FORGET_S}
         return {**own, **self._of_ray}
 

@@ -42,6 +42,6 @@ class GroupOptions:
 
 
 def workers_that_fit(resources: Mapping[str, float], bundle: Mapping[str, float]) -> int:
-    """Return how many bundles fit if all resources are on one node: an upper bound."""
+    """Return an upper bound of the bundles that fit: all resources could be on one node."""
     counts = [int(resources.get(name, 0) // need) for name, need in bundle.items() if need > 0]
     return min(counts, default=0)

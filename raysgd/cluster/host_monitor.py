@@ -1,13 +1,13 @@
 """Detects hosts that stop responding, for example after a power or network failure.
 
-The driver and each worker on another machine share an idle TCP connection. Both kernels probe it by
-keepalive and end it if no probe is answered. A kernel answers for every process, so a worker that
-is stopped, busy, or holds the GIL is never declared lost.
+The driver and each worker on another machine share an idle TCP connection. Both kernels probe the
+connection by keepalive, and close it if no probe is answered. A kernel answers for every process,
+so a worker that is stopped, busy, or holds the GIL is never declared lost.
 
 If a worker's host is silent and the driver reaches another worker, the worker is lost. If the
 driver reaches no worker, it assumes that its own host has no network, and waits. A worker that does
-not reach the driver stops its call and reconnects. It exits if the driver refuses the connection.
-Both sides wait for ``driver_grace_s`` at most.
+not reach the driver stops its call and reconnects. The worker exits if the driver refuses the
+connection. Both sides wait for ``driver_grace_s`` at most.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _KEEPALIVE = {
     "TCP_USER_TIMEOUT": _SILENCE_S * 1000,
 }
 _REACHED_MS = 1500
-"""Milliseconds since the last answer after which a host, which answers each second, is silent."""
+"""Milliseconds without an answer after which a host counts as silent. Hosts answer each second."""
 _LAST_ANSWER = slice(56, 60)
 """The field tcpi_last_ack_recv of struct tcp_info in linux/tcp.h, in milliseconds."""
 _RECONNECT_S = 3.0
@@ -84,7 +84,7 @@ class HostWatch:
         self._connected_at = 0.0
         self._is_closed = False
         self.is_silent = False
-        """Whether the host has stopped to answer, and the worker has not reconnected."""
+        """Whether the host has stopped answering, and the worker has not reconnected."""
         self.address = listener.expect(self._follow)
 
     @property
@@ -110,7 +110,7 @@ class HostWatch:
         _end_if_silent(connection)
         self._connection, self._connected_at = connection, time.monotonic()
         self.is_silent = is_silent = False
-        if self._is_closed:  # by another thread, a moment ago
+        if self._is_closed:  # another thread has just called `close`
             return
         try:
             await asyncio.get_running_loop().sock_recv(connection, 1)  # the worker sends nothing
@@ -139,7 +139,7 @@ class HostMonitor:
     Args:
         driver_grace_s: seconds that driver and workers wait for each other.
         stops_calls: whether a worker that cannot reach the driver stops its call.
-        is_any_reached: whether the driver reaches any worker, on its own host too.
+        is_any_reached: whether the driver reaches any worker, including workers on its own host.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class HostMonitor:
             return None
 
     def is_cut_off(self, watches: Sequence[HostWatch | None]) -> bool:
-        """Return whether all watches are silent. Log when that starts and ends."""
+        """Return whether all watches are silent. Log the start and the end of the silence."""
         silent = [watch for watch in watches if watch is not None and watch.is_silent]
         is_cut_off = bool(silent) and len(silent) == len(watches)
         if is_cut_off and not self._cut_off:

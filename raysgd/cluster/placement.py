@@ -46,11 +46,11 @@ def reserve(
     """Reserve resources for `min_workers` up to `num_workers` workers, as many as fit.
 
     Inside a placement group that captures child tasks, as in a Tune trial, the workers use the
-    resources of its bundles that the caller leaves. On a worker of raysgd, those bundles are in
-    use, so a trainer there reserves its own.
+    resources of its bundles that the caller does not use. A trainer on a worker of raysgd reserves
+    its own resources, because the workers use the bundles.
 
-    Wait for `min_workers` up to `timeout_s`, while `is_wanted` returns True. Do not wait for a
-    cluster that is too small if this process has started it.
+    Wait up to `timeout_s` for `min_workers`, while `is_wanted` returns True. Raise immediately if
+    this process has started the cluster, and the cluster is too small.
     """
     current = get_current_placement_group()
     if current is not None and _captures_child_tasks() and not is_worker_process():
@@ -60,7 +60,7 @@ def reserve(
     if capacity < min_workers and is_own_cluster():
         raise _no_room("", bundle, min_workers, num_workers)
     largest, sizes = max(min_workers, min(num_workers, capacity)), [min_workers]
-    if strategy.startswith("STRICT_"):  # single slots could be on any node
+    if strategy.startswith("STRICT_"):  # a slot of its own could be on any node
         sizes = list(range(largest, min_workers - 1, -1))
     elif min_workers < num_workers == largest:
         sizes = [num_workers, min_workers]
@@ -83,7 +83,7 @@ def _topped_up(
     if size == num_workers:
         return reservation
     try:
-        if not strategy.startswith("STRICT_"):  # single slots could be on any node
+        if not strategy.startswith("STRICT_"):  # a slot of its own could be on any node
             free = workers_that_fit(ray.available_resources(), bundle)
             for _ in range(min(num_workers - size, free)):
                 reservation.request_slot(bundle)
@@ -145,7 +145,7 @@ def _granted(
 
 
 def _advice() -> list[str]:
-    """Return what holds resources that the caller could release."""
+    """Return advice about trainers that hold resources."""
     advice = []
     groups = [group for kept in list(unreleased) for group in kept.groups if is_created(group)]
     held = _sum(bundle for group in groups for bundle in group.bundle_specs)

@@ -64,7 +64,7 @@ def _probe(address: str) -> None:
 
 
 def overview(address: str) -> dict[str, tuple[float, float]]:
-    """Return how much a cluster has of each resource, and how much of that is free."""
+    """Return the total and the free amount of each resource of a cluster."""
     with _connected(address):
         total, free = ray.cluster_resources(), ray.available_resources()
         return {
@@ -108,7 +108,7 @@ def node_speeds(address: str) -> list[tuple[str, float, set[str]]]:
     """
     with _connected(address):
         traits = node_traits()
-        # A head node often has no CPUs, and then no workers.
+        # Skip nodes without CPUs, often head nodes, because they get no workers.
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
         references = []
         for node in nodes:

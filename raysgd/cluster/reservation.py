@@ -27,7 +27,7 @@ POLL_S = 0.02
 class Slot:
     """Resources for one worker, and for its replacement if the worker is lost.
 
-    `index` is that of a bundle of the placement group, or -1 for any that is free.
+    `index` is the index of a bundle of the placement group, or -1 for any free bundle.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Slot:
         self.labels = dict(labels or {})
         self._index = index
         self.last_node_id: str | None = None
-        """Node of the worker that left it."""
+        """Node of the last worker that left this slot."""
 
     @property
     def strategy(self) -> PlacementGroupSchedulingStrategy:
@@ -95,7 +95,7 @@ def _is_free(group: PlacementGroup) -> bool:
 
 
 class Reservation:
-    """Resources for workers: own placement groups, or the caller's group as in a Tune trial."""
+    """Resources for workers: own placement groups, or the caller's group, as in a Tune trial."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Reservation:
             for place, index in enumerate(indexes)
         ]
         self._waiting_since: dict[PlacementGroup, float] = {}
-        """When Ray began to place several lost bundles of a group again."""
+        """Time when Ray began to reschedule several lost bundles of a group."""
         self._is_released = False
         unreleased.add(self)
 
@@ -122,7 +122,7 @@ class Reservation:
     ) -> Slot | None:
         """Request a slot for one more worker. Return None if the group is the caller's.
 
-        The slot may take the label selector of a slot in `instead_of`, which stays.
+        The new slot may have the label selector of a slot in `instead_of`. That slot stays.
         """
         if not self._owned:
             return None
@@ -132,7 +132,7 @@ class Reservation:
                 vacant.remove(labels)
         group = request_group([bundle], "SPREAD", vacant[:1])
         self.groups.append(group)
-        if self._is_released:  # another thread has released it meanwhile
+        if self._is_released:  # another thread has just called `release`
             remove_placement_group(group)
             return None
         slot = Slot(group, 0, vacant[0] if vacant else None)
@@ -140,7 +140,7 @@ class Reservation:
         return slot
 
     def drop_pending(self, requested: Iterable[Slot]) -> None:
-        """Remove the requests for single slots that Ray has not granted."""
+        """Remove the pending requests for single slots."""
         for slot in requested:
             if not slot.is_ready:
                 self.slots.remove(slot)

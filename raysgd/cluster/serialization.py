@@ -89,7 +89,7 @@ def pack(value: Any, portable: bool = False, shares_tensors: bool = True) -> Pac
 
     Args:
         value: the value.
-        portable: whether any process must be able to read it, see `Portable`.
+        portable: whether any process must be able to read the result, see `Portable`.
         shares_tensors: whether processes may share the memory of tensors and change it.
     """
     large: list[pickle.PickleBuffer] = []

@@ -43,19 +43,20 @@ class Outcome:
 
     ``paused``: the call paused at the requested step. ``user``: user code raised.
     ``communication``: a collective failed, probably because another worker failed. ``stopped``: the
-    driver had interrupted the call. ``cut off``: the worker stopped it because it lost the driver.
+    driver had interrupted the call. ``cut off``: the worker stopped the call because it
+    lost the connection to the driver.
     """
 
     kind: OutcomeKind
     payload: Any
-    """The value or the exception, packed if it comes from another process. Ray would unpickle it in
-    its own thread, where no user code may run."""
+    """The value or the exception, packed if it comes from another process. Ray would unpickle the
+    content in a thread where no user code may run."""
     progress: Progress
     traceback: str = ""
     note: str = ""
     """Note for the exception: the location in user code that raised it."""
     split: int = 0
-    """Parts of each batch if the call is repeated with less memory. 0 if that would not help."""
+    """Parts per batch for repeating the call with less memory. 0 if more parts would not help."""
 
     def value(self, own: bool = True) -> Any:
         """Return the value or the exception. See `Packed.value` for `own`."""
@@ -103,7 +104,7 @@ class Worker:
     Args:
         catches_sigterm: whether to report SIGTERM to the driver instead of ending the process.
         hides_gpus: whether to hide the node's GPUs, because the worker reserves none.
-        remote: whether it has its own process. If not, nothing is pickled.
+        remote: whether the worker has its own process. If not, nothing is pickled.
     """
 
     def __init__(
@@ -122,8 +123,8 @@ class Worker:
             _catch_sigterm(self._note_sigterm)
         self._generation = 0
         self._generation_lock = threading.RLock()
-        """Keeps the next generation from beginning while a message to this one is handled. A signal
-        handler in the driver's process may take it again."""
+        """Held while the worker handles a message to this generation, so that the next one cannot
+        start. A signal handler in the driver's process may take the lock again."""
 
     def info(self) -> WorkerInfo:
         import ray
@@ -166,7 +167,7 @@ class Worker:
     def enter(
         self, context: WorkerContext, rendezvous: Any, leader: int | None, alone: bool = False
     ) -> Outcome:
-        """Enter a generation: its process group, then `setup`, or the state of the leader.
+        """Join the process group of a generation. Then run `setup`, or load the leader's state.
 
         A replacement worker sets up `alone`, in a group of one, while the others train.
         """
@@ -319,7 +320,7 @@ class Worker:
             kind = "communication"
         progress = self._safe_progress()
         if split and kind == "user":
-            error = _bare(error)  # its frames hold memory that the repeated call needs
+            error = _bare(error)  # the frames of the error hold memory that the repeated call needs
         if not self._remote:
             return Outcome(kind, error, progress, split=split)
         where = f"Raised on worker {self._rank} (pid {os.getpid()}, {_host()}):\n{text}"
@@ -341,7 +342,8 @@ class Worker:
 def _catch_sigterm(note: Callable[[], None]) -> None:
     """Make SIGTERM call `note` in a thread instead of ending the process, except in forks.
 
-    Python would handle it in the main thread, but that of an actor waits in C++ code of Ray.
+    Python handles signals in the main thread, but the main thread of an actor waits in C++ code of
+    Ray.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)

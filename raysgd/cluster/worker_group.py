@@ -43,7 +43,7 @@ class WorkerGroup:
         self.members: list[WorkerHandle] = []
         self.drains = Drains(self.clock)
         self._extra: list[Any] = []
-        """Room that was requested in addition to that of lost or leaving workers."""
+        """Slots requested in addition to the slots of lost or leaving workers."""
         self._reservation: Any = None
         self._local: _LocalSlot | None = None
         self._slots: dict[WorkerHandle, Any] = {}
@@ -52,7 +52,7 @@ class WorkerGroup:
         self._is_wanted = True
 
     def reserve(self, timeout_s: float) -> None:
-        """Reserve resources. Wait `timeout_s` for those of ``min_workers``, then raise."""
+        """Reserve resources. Raise if ``min_workers`` have none after `timeout_s`."""
         options = self.options
         self._is_wanted = True
         if options.use_local:
@@ -79,7 +79,7 @@ class WorkerGroup:
     def start(self, timeout_s: float) -> None:
         """Reserve resources, start the workers, and wait until each has reported its location."""
         self.reserve(timeout_s)
-        # Store the members before they are up, so that a failed start leaves no process behind.
+        # Store the members before they run, so that a failed start leaves no process behind.
         self.members = [self.new_member(slot) for slot in self.vacant_slots(request=False)]
         self._find_places(self.members, max(timeout_s, COME_UP_S))
         self.members = self.in_order(self.members)
@@ -188,7 +188,7 @@ class WorkerGroup:
             reservation.drop_lost(taken)
             going = [s for s in reservation.slots if s.last_node_id in nodes and s not in taken]
             going = [slot for slot in going if slot.node_id in (None, *nodes)]
-            # Also request them during a start, because lost resources may never return.
+            # Request missing slots also during a start, because lost resources may never return.
             if request or len(reservation.slots) < num_before:
                 self._request_missing(reservation, going)
             slots += [slot for slot in reservation.slots if slot not in going]
@@ -242,7 +242,7 @@ class WorkerGroup:
     def shutdown(self, force: bool = False, patience_s: float = _TEARDOWN_S) -> None:
         """Stop all workers, and release their resources.
 
-        Unless `force`, processes have `patience_s` for teardown, and as long to exit.
+        Unless `force`, processes have `patience_s` for teardown, and another `patience_s` to exit.
         """
         self._is_wanted = False
         self.drains.stop()
@@ -255,7 +255,7 @@ class WorkerGroup:
         try:
             pending = []
             for member in self.members:
-                if not member.remote:  # its process continues to run and must be clean
+                if not member.remote:  # the driver's process continues to run and must be clean
                     member.control("interrupt")
                     pending.append(member.work("teardown"))
                 elif not force and member.alive:
@@ -273,7 +273,7 @@ class WorkerGroup:
             self._extra.clear()
             for member in everyone:
                 if member in leaving and not _has_ended(leaving[member]):
-                    member.kill_process()  # Ray already considers it dead
+                    member.kill_process()  # Ray considers the worker dead already
                 else:
                     member.kill()
             reservation, self._reservation, self._local = self._reservation, None, None

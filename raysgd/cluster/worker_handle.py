@@ -101,7 +101,7 @@ class ActorHandle(WorkerHandle):
         self.actor = actor
         self._monitor = monitor
         self._waiting: dict[Future[Any], None] = {}
-        """Futures of answers from Ray."""
+        """Futures of calls that have not returned."""
         self._lost: LostError | None = None
 
     def locate(self, info: WorkerInfo) -> None:
@@ -115,7 +115,7 @@ class ActorHandle(WorkerHandle):
     def _lose(self, error: LostError) -> None:
         """Fail all current and later calls."""
         self._lost = error
-        with contextlib.suppress(KeyError):  # no worker is left
+        with contextlib.suppress(KeyError):  # no call is left
             while True:
                 self._waiting.popitem()[0].set_exception(error)
 
@@ -141,7 +141,7 @@ class ActorHandle(WorkerHandle):
 
         def pass_on(answer: Future[Any]) -> None:
             if self._waiting.pop(waiting, waiting) is waiting:
-                return  # it was lost before
+                return  # the host was lost before
             if (error := answer.exception()) is not None:
                 waiting.set_exception(error)
             else:
@@ -203,9 +203,9 @@ class ActorHandle(WorkerHandle):
         return True
 
     def _on_node(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Call a function of the process ID on the worker's node.
+        """Call a function with the worker's process ID on the worker's node.
 
-        A thread waits for it, because no Ray task starts while the Ray head is silent.
+        A thread waits for the call, because no Ray task starts while the Ray head is silent.
         """
         ended: Future[Any] = Future()
 
@@ -290,14 +290,14 @@ def _is_here(info: WorkerInfo) -> bool:
     import ray
     import ray.util.client
 
-    if ray.util.client.ray.is_connected():  # the node in the context is the server's
+    if ray.util.client.ray.is_connected():  # the context has the node of the Ray Client server
         return False
     node_id: str = ray.get_runtime_context().get_node_id()
     return info.node_id == node_id
 
 
 def loss_cause(error: BaseException, info: WorkerInfo) -> str:
-    """Return in one line why a process ended, from a Ray error without its advice."""
+    """Return one line from a Ray error that says why a process ended."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = next((x for x in reversed(lines) if not x.startswith(_WHICH)), type(error).__name__)
     said = said.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]
@@ -313,7 +313,7 @@ def is_loss(error: BaseException) -> bool:
         | ray.exceptions.RayActorError
         | ray.exceptions.WorkerCrashedError
         | ray.exceptions.NodeDiedError
-        # Ray raises it for a worker that it killed. Exceptions of user code arrive as outcomes.
+        # Ray raises it for a worker that Ray killed. Errors of user code arrive as outcomes.
         | ray.exceptions.OutOfMemoryError,
     )
 

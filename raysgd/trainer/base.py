@@ -67,7 +67,7 @@ class OperatorTrainer(TrainerInfo):
         self._logdir = checked_logdir(logdir)
         attached = trainer_callbacks(options.trainer, callbacks, options.use_tqdm, self._logdir)
         start_timeout_s = env_seconds("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100.0)
-        self._options = options = options.decided()  # which may start Ray
+        self._options = options = options.decided()  # may start Ray
         self._controller = controller = Controller(
             WorkerGroup(options.group(start_timeout_s)),
             runner_cls(options),
@@ -82,7 +82,7 @@ class OperatorTrainer(TrainerInfo):
         self._validations = Validations(options.trainer, calls, monitor)
         self._state = self._state_cls(options, calls, self._validations)
         self._fit_loop = FitLoop(options, calls, self._validations)
-        # Shut down even if the trainer is dropped without shutdown(), or the driver ends.
+        # Shut down even if the script never calls shutdown().
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
         controller.journal.on_event = _event_notifier(weakref.ref(self))
         controller.start()
@@ -110,8 +110,8 @@ class OperatorTrainer(TrainerInfo):
         """Train for one epoch, or for the rest of an epoch that has begun.
 
         Args:
-            num_steps: number of steps to train instead. The next call continues there, and starts
-                over at the end of the loader.
+            num_steps: number of steps to train instead. The next call continues after these steps.
+                At the end of the loader, training continues at its start.
             profile: whether to add ``profile``, the mean seconds of the stages of a step.
             reduce_results: whether to merge the metrics of the workers into one dict.
             max_retries: how often workers may be lost in this call. Workers that are lost together
@@ -162,8 +162,8 @@ class OperatorTrainer(TrainerInfo):
         """Evaluate on the validation loader.
 
         Args:
-            num_steps: number of batches on each worker. The next call continues there, and starts
-                over at the end of the loader. None for the rest of the loader.
+            num_steps: number of batches on each worker; None for the rest of the loader. The next
+                call continues after these batches, and at the end of the loader with the first one.
             profile: as in `train`.
             reduce_results: as in `train`.
             info: passed to ``validate`` and, in ``batch_info["info"]``, to ``validate_batch``.
@@ -193,7 +193,7 @@ class OperatorTrainer(TrainerInfo):
             The metrics of `validate`, with names such as ``test_loss``, without ``last_`` metrics.
 
         Raises:
-            TypeError: if `loader` is no loader, or cannot be partitioned for several workers.
+            TypeError: if `loader` is not a loader, or cannot be partitioned for several workers.
         """
         checked_dict("test", "info", info)
         self._calls.check_open(moves=True)
@@ -212,10 +212,10 @@ class OperatorTrainer(TrainerInfo):
 
         Returns:
             The results, joined along their first dimension, on CPU: a tensor, an array (TFTrainer),
-            or a dict or tuple of them. If rows differ in shape, a list of rows.
+            or a dict or tuple of these. If rows differ in shape, a list of rows.
 
         Raises:
-            TypeError: as in `test`, or if ``predict_batch`` returns something else.
+            TypeError: as in `test`, or if ``predict_batch`` returns another type.
             ValueError: if the loader shuffles.
         """
         call = Call(request=PredictRequest(loader=loader), max_losses=3, has_batches=True)
@@ -253,28 +253,29 @@ class OperatorTrainer(TrainerInfo):
         finished first.
 
         Args:
-            num_epochs: completed epochs at which to end; may be None with `max_steps` or
-                `max_time_s`.
-            validate_every: validate after each epoch whose number it divides, and after the last
-                one; None for never.
+            num_epochs: number of completed epochs at which to end. None is allowed with `max_steps`
+                or `max_time_s`.
+            validate_every: number of epochs between validations; the last epoch is always
+                validated. None for no validation.
             callbacks: called in this `fit` only, after the callbacks of the trainer.
-            sanity_steps: batches on which to try the validation before the first epoch of the first
-                `fit`, without changes of state and metrics. 0 for none.
-            log_every: at each step that it divides, show loggers the means since the last such step
-                or the beginning of the epoch, learning rates, and the norm of the gradients.
+            sanity_steps: number of batches on which to try the validation before the first epoch of
+                the first `fit`. This changes neither state nor metrics. 0 for no trial.
+            log_every: number of steps between two logs. Loggers get the means since the last log or
+                the start of the epoch, the learning rates, and the norm of the gradients.
             verbose: print a line for each epoch, and show a bar in a terminal or a notebook.
             max_retries: how often workers may be lost in one epoch.
             info: passed to the operator, as in `train`.
-            max_steps: steps at which to end, counted from the very first step. An epoch that it
-                cuts short is not validated.
+            max_steps: number of steps at which to end, counted from the very first step. An epoch
+                that ends early is not validated.
             max_time_s: seconds of this `fit` after which to end, at the next step.
-            limit_train_batches: number of steps of an epoch, or as a float their share.
+            limit_train_batches: number of steps of an epoch, or a fraction of them as a float.
             limit_val_batches: the same for each validation, but not for `predict` and `test`.
             overfit_batches: sets both limits. Every epoch has the same batches as the first.
-            fast_dev_run: train one step and validate one, without callbacks, and restore the state.
+            fast_dev_run: run one step of training and one of validation, without callbacks. Then
+                restore the state.
 
         Returns:
-            A list with the metrics of each epoch. If it ends early, ``stop_reason`` is the reason.
+            A list with the metrics of each epoch. Its ``stop_reason`` says why `fit` ended early.
 
         Raises:
             ValueError: if a number is below 1, or a callback has no folder to write to.
@@ -318,7 +319,7 @@ class OperatorTrainer(TrainerInfo):
 
         Args:
             copy: False leaves large tensors and arrays in the shared memory of Ray. Do not change
-                them, and release them soon.
+                these, and release the state soon.
 
         Raises:
             CallbackError: if the ``state_dict`` of a callback raised.
@@ -335,8 +336,8 @@ class OperatorTrainer(TrainerInfo):
             blocking: for older scripts; without effect.
 
         Raises:
-            CheckpointError: if the state is of another trainer, or the operator or a callback
-                cannot load it. The trainer is then unchanged.
+            CheckpointError: if the state is from another trainer, or the operator or a callback
+                cannot load it. If so, the trainer is unchanged.
         """
         del blocking
         self._state.load(state)
@@ -353,7 +354,7 @@ class OperatorTrainer(TrainerInfo):
             The absolute path, or the URL.
 
         Raises:
-            CheckpointError: if it cannot be written there, or the last write failed.
+            CheckpointError: if the file cannot be written there, or the last write failed.
         """
         return self._state.save(path, blocking)
 
@@ -363,14 +364,14 @@ class OperatorTrainer(TrainerInfo):
         With several models the keys begin with ``0.``, ``1.``, ….
 
         Raises:
-            CheckpointError: if it cannot be written there.
+            CheckpointError: if the file cannot be written there.
             ImportError: if safetensors is not installed.
         """
         return self._state.save_model(path)
 
     @suggests
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Load a file of `save`, from a path or a URL. Loading runs no code from the file.
+        """Load a file that `save` wrote, from a path or a URL. Loading runs no code from the file.
 
         Raises:
             CheckpointError: if the file is missing, damaged, or not a state of this trainer, or
@@ -384,7 +385,7 @@ class OperatorTrainer(TrainerInfo):
         The callback is the first one with a best checkpoint, of the trainer or its newest `fit`.
 
         Raises:
-            CheckpointError: if there is none, or it cannot be loaded.
+            CheckpointError: if there is no best checkpoint, or it cannot be loaded.
         """
         best = self._state.find_best(self)
         self.load(best)
@@ -395,8 +396,8 @@ class OperatorTrainer(TrainerInfo):
     def describe_data(self) -> dict[str, str]:
         """Return how the workers partition each registered loader, by name.
 
-        A loader is "partitioned by raysgd", by Hugging Face datasets, or by your code; or it is
-        "read whole by each worker", with the reason.
+        The text says that raysgd, Hugging Face datasets, or your code partitions the loader, or why
+        each worker reads the whole loader.
         """
         request = ApplyOperatorRequest(function=_describe_data)
         descriptions: dict[str, str] = self._calls.make(Call(request=request))[0]
@@ -406,14 +407,14 @@ class OperatorTrainer(TrainerInfo):
         """Call `fn` on every worker, and return the results by rank.
 
         Raises:
-            TypeError: if `fn` is no function, or it or its result cannot be pickled.
+            TypeError: if `fn` is not a function, or if `fn` or its result cannot be pickled.
             WorkerLostError: if a worker is lost. The call is not repeated.
         """
         _check_callable("apply_all_workers", fn)
         return self._calls.make(Call(request=ApplyRequest(function=fn)))
 
     def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
-        """Call `fn` with each worker's operator, as `apply_all_workers` calls functions."""
+        """Call `fn(operator)` on every worker. See `apply_all_workers`."""
         _check_callable("apply_all_operators", fn)
         return self._calls.make(Call(request=ApplyOperatorRequest(function=fn)))
 
@@ -449,7 +450,7 @@ class OperatorTrainer(TrainerInfo):
         """Return the operator in this process.
 
         Raises:
-            NotImplementedError: unless the trainer was made with ``use_local=True``.
+            NotImplementedError: unless the trainer was created with ``use_local=True``.
         """
         self._calls.check_open()
         member = self._controller.members[0]
@@ -518,7 +519,8 @@ class OperatorTrainer(TrainerInfo):
 
         Raises:
             RuntimeError: if Ray Tune is not installed.
-            TypeError: if an argument is unknown, or `training_operator_cls` no TrainingOperator.
+            TypeError: if an argument is unknown, or `training_operator_cls` is not a
+                TrainingOperator.
             ValueError: if `override_tune_step` does not take two arguments.
         """
         arguments = cls._trial_arguments(trainer_kwargs)
@@ -538,7 +540,7 @@ class OperatorTrainer(TrainerInfo):
 
 
 def known_arguments(trainer_cls: type[OperatorTrainer]) -> list[str]:
-    """Return the arguments of a trainer class, with those that a subclass passes on."""
+    """Return the arguments of a trainer class, and of the base class that it passes them to."""
     kinds = [kind for kind in trainer_cls.__mro__ if OperatorTrainer in kind.__mro__[1:]]
     return [name for kind in kinds for name in inspect.signature(kind).parameters]
 

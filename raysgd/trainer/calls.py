@@ -45,7 +45,7 @@ class Results:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The newest metrics, including those that callbacks are processing."""
+        """The newest metrics, including metrics that callbacks are handling now."""
         return {**self.latest, **self._shown}
 
     def show(self, hook: str, trainer: Trainer, metrics: dict[str, Any], call: LastCall) -> None:
@@ -73,13 +73,13 @@ class Results:
 
 @dataclass(kw_only=True)
 class TrainCall(Call):
-    """A call of ``train``, in parts if callbacks pause. Its parts have common metrics."""
+    """A call of ``train``. Pauses of callbacks split it into parts, which share their metrics."""
 
     request: TrainRequest
     num_steps: int | None
     """Number of steps to train. None means the rest of the epoch."""
     next_pause: Callable[[int, bool], int | None]
-    """Returns the step of the next pause, given the number of committed steps and `at_once`."""
+    """Function of the number of committed steps and `at_once` that returns the next pause step."""
     has_batches: bool = True
     can_pause: bool = True
     start: Progress | None = None
@@ -91,7 +91,7 @@ class TrainCall(Call):
         self.farewell = MeasuredRequest(call=self.request.call)
 
     def begin(self, progress: Progress) -> None:
-        """Set the absolute goal of the call, and the step at which its next part pauses."""
+        """Set the absolute goal of the call, and the step of its next pause."""
         request, step = self.request, progress.global_step
         if self.start is None:
             self.start = progress
@@ -212,7 +212,7 @@ class Calls:
             until_step=self._limits.options.max_steps,
             limit=self._limits.options.train_batches,
             repeats=self._limits.options.overfit_batches is not None,
-            logged=None if self._log_every is None else 0,  # `begin` sets it
+            logged=None if self._log_every is None else 0,  # `begin` sets the step
             info=dict(info or {}),
             profile=profile,
             dataset=dataset,
@@ -283,10 +283,10 @@ class Calls:
         from_start: bool = False,
         loader: Any = None,
     ) -> CallResult:
-        """Run one call of validate, or of test if a loader is given.
+        """Run a call of ``validate``, or of ``test`` if a loader is given.
 
-        The next call after a failed one begins at the same batch. `from_start` begins with the
-        first batch.
+        After a failed call, the next call begins at the same batch. With `from_start`, begin with
+        the first batch.
         """
         number = None if from_start else self._failed_validation
         if number is None:

@@ -36,10 +36,10 @@ class FitLoop:
     ::
 
         fit -> check the validation on a few batches
-               if an epoch was saved, or ended by an exception, before its validation: validate
+               if an exception or a save preceded the validation of an epoch: validate
                until num_epochs, a limit, or request_stop:
                    trainer.train()
-                   if it is time to: validate
+                   if validate_every divides the epoch, or it is the last: validate
     """
 
     options: Options
@@ -54,7 +54,7 @@ class FitLoop:
         callbacks: Iterable[Callback],
         verbose: bool,
     ) -> History:
-        """Train until `num_epochs` are completed, a limit is reached, or a callback ends it."""
+        """Train until `num_epochs` are completed, a limit is reached, or a callback stops it."""
         callback_list = self.calls.callback_list
         where = f"{type(trainer).__name__}.fit(callbacks=...)"
         own = checked_callbacks(where, callbacks, trainer.logdir)
@@ -139,7 +139,7 @@ class FitLoop:
         return any(self.calls.make(Call(request=request, max_losses=3)))
 
     def _check_validation(self, num_steps: int, info: Mapping[str, Any] | None) -> None:
-        """Try the validation on some batches, unless the trainer has validated or will now."""
+        """Try the validation on some batches, unless a validation has run or runs next."""
         validations = self.validations
         if validations.has_run or validations.missing or self.stop_reason is not None:
             return
@@ -160,8 +160,8 @@ class FitLoop:
         for given, name in self._monitored().items():
             if name not in metrics:
                 logger.warning(
-                    "%s: the first epoch has no such metric, and fit() does not validate. There "
-                    "are: %s.",
+                    "%s: the first epoch has no such metric, and fit() does not validate. The "
+                    "metrics are: %s.",
                     given,
                     ", ".join(metrics),
                 )

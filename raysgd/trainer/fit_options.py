@@ -90,7 +90,7 @@ class Limits:
         self._began_at: int | None = None
 
     def reached(self, global_step: int) -> str | None:
-        """Return the reached limit, or None."""
+        """Return which limit is reached, or None."""
         options = self.options
         if options.max_steps is not None and global_step >= options.max_steps:
             return f"max_steps={options.max_steps} is reached"

@@ -50,7 +50,8 @@ class TrainerInfo:
     def config(self) -> dict[str, Any]:
         """The config, with the global batch of the current workers as ``BATCH_SIZE``.
 
-        If workers read their own batches, it is rounded down to a multiple of their number.
+        If workers read their own batches, the global batch is rounded down to a multiple of
+        `num_workers`.
         """
         size = 1 if self._keeps_batch else max(1, self.num_workers)
         return rounded_config(self._options.config, size)
@@ -120,7 +121,7 @@ class TrainerInfo:
 
     @property
     def last_call(self) -> LastCall | None:
-        """Kind, time of the end, and seconds of the newest `train` or `validate`."""
+        """Kind, end time, and duration of the newest call of `train` or `validate`."""
         return self._calls.results.last_call
 
     @property

@@ -52,7 +52,7 @@ class TrainerState:
         return checkpoint.save_model(self.weights(), target)
 
     def sharded(self, folder: Path) -> AbstractContextManager[dict[str, Any]]:
-        """Return a context with the state. Its tensors are in `folder` until the context ends."""
+        """Return a context with the state. The tensors are in `folder` until the context ends."""
         raise NotImplementedError(f"{self.options.trainer} has no sharded models.")
 
     # ---- collection from the workers
@@ -117,7 +117,7 @@ class TrainerState:
 
     def read(self, path: str | os.PathLike[str]) -> Mapping[str, Any]:
         self.calls.check_open(moves=True)
-        self.calls.writer.wait()  # it may be writing the same file by another path
+        self.calls.writer.wait()  # the running write may replace the same file
         return checkpoint.read_file(path)
 
     def find_best(self, trainer: Trainer) -> str:

@@ -23,13 +23,14 @@ logger = logging.getLogger(__name__)
 class Validations:
     """Runs validations, and tracks whether the validation of the newest epoch is missing.
 
-    If an exception ends ``fit()`` before the validation of an epoch, the next one validates first.
+    If an exception ends ``fit()`` before the validation of an epoch, the next ``fit()`` validates
+    first.
     """
 
     trainer_name: str
     calls: Calls
     monitor: str | None
-    """Metric with which ``fit()`` steps schedulers. None if it steps none."""
+    """Metric that ``fit()`` passes to schedulers. None if ``fit()`` steps no schedulers."""
     has_run: bool = False
     _owed_at: int | None = None
     _num_epochs: int = 0
@@ -78,7 +79,7 @@ class Validations:
 
     @property
     def in_fit(self) -> bool:
-        """Whether a ``fit()`` runs that validates."""
+        """Whether a ``fit()`` with validations is running."""
         return self._every is not None
 
     @property
@@ -89,7 +90,7 @@ class Validations:
 
     @property
     def owed(self) -> bool:
-        """Whether an earlier ``fit()`` left a validation out, without training since."""
+        """Whether an earlier ``fit()`` skipped a validation, and no training followed."""
         return self._owed_at == self._progress.global_step
 
     @property
@@ -110,7 +111,7 @@ class Validations:
         self.calls.make(Call(request=request, max_losses=3))
 
     def end_epoch(self, metrics: Mapping[str, Any]) -> None:
-        """Step the schedulers after an epoch, unless a validation that is due will step them."""
+        """Step the schedulers after an epoch, unless the next validation will step them."""
         if not self.due and (self.monitor in metrics or self._every is None):
             self._step_schedulers(metrics)
 
@@ -121,7 +122,7 @@ class Validations:
         if value is None:
             raise ValueError(
                 f"{self.trainer_name}(monitor={self.monitor!r}): no such metric for schedulers. "
-                f"There are: {', '.join(numbers_in(metrics))}. In a loop of your own, set "
+                f"The metrics are: {', '.join(numbers_in(metrics))}. In a loop of your own, set "
                 'scheduler_step_freq="manual" and call update_scheduler(metric).'
             )
         try:

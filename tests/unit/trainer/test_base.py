@@ -625,7 +625,7 @@ def test_fit_steps_a_plateau_scheduler_before_and_after_a_resume(make_trainer, t
 
 def test_a_missing_metric_for_schedulers_is_an_error(make_trainer):
     settings = {"scheduler_step_freq": "epoch", "monitor": "los"}
-    with pytest.raises(ValueError, match=r"monitor='los'.*There are: .*val_loss"):
+    with pytest.raises(ValueError, match=r"monitor='los'.*The metrics are: .*val_loss"):
         make_trainer(Recorder, {"scheduler": flat}, **settings).fit(1)
     with pytest.raises(ValueError, match=r"loop of your own"):
         make_trainer(Recorder, {"scheduler": flat}, **settings).train()
