@@ -103,6 +103,8 @@ class Shares:
         self, members: Sequence[WorkerHandle], shares: Mapping[str, float]
     ) -> tuple[float, ...]:
         """Return the shares of members. A node that matches no name in `shares` has share 1."""
+        if len(members) == 1:
+            return (1.0,)  # Ray may not run if the driver is the only worker
         if not self._traits.keys() >= {member.node_id for member in members}:
             self._traits = self._group.node_traits()
         found = []
