@@ -110,10 +110,10 @@ class AverageMeter:
 
 
 class MergeableMetric(ABC):
-    """A metric that is not a mean of numbers. A batch returns one instead of a number.
+    """A metric that is not a mean of numbers. A batch returns such a metric instead of a number.
 
     raysgd merges the metrics of all batches and all workers before it computes the value. The
-    result equals that of one process over all data. The metric must be picklable.
+    result is the same as in one process with all data. The metric must be picklable.
     """
 
     @abstractmethod

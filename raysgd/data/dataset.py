@@ -11,8 +11,8 @@ from typing import Any
 class Dataset:
     """Items, such as paths or URLs, that the workers download, transform, and train on.
 
-    Pass it to ``trainer.train(dataset=...)`` to replace the registered train loader. Each item goes
-    to one worker, in order.
+    Pass a data set to ``trainer.train(dataset=...)`` to replace the registered train loader. Each
+    item goes to one worker, in order.
 
     >>> data = Dataset(range(4), batch_size=2, download_func=lambda i: i * 10)
     >>> data.fetch([0, 3])

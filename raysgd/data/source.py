@@ -27,8 +27,9 @@ def own_split(loader: Any) -> tuple[Any, Any] | None:
 class BatchSource:
     """A worker's view of a loader. This class does not partition it; subclasses do.
 
-    An offset is a position in an epoch. Here it counts the batches of this worker. In a partitioned
-    loader it counts the samples of all workers (batches, for a ``tf.data.Dataset``).
+    An offset is a position in an epoch. In this class, an offset counts the batches of this worker.
+    In a partitioned loader, it counts the samples of all workers, or the batches of a
+    ``tf.data.Dataset``.
     """
 
     sharded = False
@@ -120,12 +121,12 @@ class BatchSource:
     def places(self, offset: int, num_steps: int, in_parts: bool) -> Sequence[MicroBatch] | None:
         """Return the roles of this worker's batches, or their parts, in a group of steps.
 
-        Call it after reading the first batch. None if the batch sizes are unknown.
+        Call this after reading the first batch. Return None if the batch sizes are unknown.
         """
         return None
 
     def places_of_batches(self) -> Iterator[int]:
-        """Yield a sort key for each batch of this worker. The keys order those of all workers."""
+        """Yield a sort key for each batch of this worker. The keys sort all workers' batches."""
         return itertools.count()
 
     def steps_left(self, offset: int) -> int | None:

@@ -68,5 +68,5 @@ class MicroBatches(StepFeature):
         """Add advice to an error of a step."""
 
     def is_tolerable(self, error: BaseException) -> bool:
-        """Return whether training can continue without the copy that raised this error."""
+        """Return whether training can continue after an error, because only memory ran out."""
         return False

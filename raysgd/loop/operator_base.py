@@ -72,9 +72,9 @@ class OperatorBase:
     def global_step(self) -> int:
         """Number of finished training steps, over all epochs and calls.
 
-        With gradient accumulation, it grows by a whole group at each update, and
-        ``batch_info["global_step"]`` numbers each batch. Set it only in a loop that draws no batch
-        from its iterator.
+        With gradient accumulation, the number grows by a whole group at each update, and
+        ``batch_info["global_step"]`` numbers each batch. Set the number only in a loop that draws
+        no batch from its iterator.
         """
         step = self._train_state.global_step
         return self._train_state.counted.get(step, step)

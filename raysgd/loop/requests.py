@@ -30,7 +30,7 @@ class _EpochRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest(_EpochRequest):
-    """Train up to a goal. It is absolute, so a repeated request trains only what is left.
+    """Train up to an absolute goal, so that a repeated request trains only what is left.
 
     The answer is the metrics, or None if training paused at `callback_pause`. A repeated request
     then continues, and its metrics cover the whole call.

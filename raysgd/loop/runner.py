@@ -323,7 +323,7 @@ class OperatorRunner(ABC):
     def restart_state(self, num_workers: int = 1) -> dict[str, Any] | None:
         """Return the state from which new workers can continue, or None.
 
-        A sharded state needs the shards of all workers. `num_workers` is how many can send theirs.
+        A sharded state needs the shards of all workers. `num_workers` workers can send shards.
         """
         if self._loop is None:
             return None
@@ -349,9 +349,9 @@ class OperatorRunner(ABC):
 
 
 class LossReader:
-    """Reads the newest metrics in another thread. `read` returns the previous ones until it ends.
+    """Reads the newest metrics in a thread. `read` returns older metrics until that thread ends.
 
-    Reading from a GPU waits for its earlier work, which may be a collective with a lost worker.
+    Reading from a GPU waits for earlier work on the GPU, such as a collective with a lost worker.
     """
 
     def __init__(self) -> None:

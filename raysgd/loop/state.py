@@ -79,7 +79,7 @@ class Snapshots:
 
 
 class Generators:
-    """The random number generators of Python and NumPy. Subclasses add those of a framework."""
+    """The random number generators of Python and NumPy. Subclasses add framework generators."""
 
     def state(self) -> dict[str, Any]:
         numpy_state: Any = np.random.get_state(legacy=True)

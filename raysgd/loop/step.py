@@ -36,7 +36,7 @@ class Step:
 
     @property
     def has_several_updates(self) -> bool:
-        """Whether steps make several updates, so that a step can fail between them."""
+        """Whether steps make several updates, so that a step can fail between two updates."""
         return len(self.optimizers) > 1 or any(n > 1 for n in self._most_updates.values())
 
     def num_updates(self, optimizer: Any) -> int:

@@ -171,7 +171,7 @@ class StepIterator:
             self._train_state.end_segment()
 
     def _discard_group(self) -> list[Any]:
-        """Discard the current step. Return its batches, and one that was read ahead."""
+        """Discard the current step. Return its batches, and a batch that was read ahead."""
         lost = self._step.batches + ([] if self._next_batch is _NOTHING else [self._next_batch])
         self._next_batch, self.batch = _NOTHING, None
         self._parts.clear()

@@ -50,8 +50,8 @@ class Replication(StepFeature):
 class Optimization(StepFeature):
     """Accumulates the gradients of a batch's parts, averages them over the workers, and updates.
 
-    With several optimizers, it copies the variables before an update, because a later update of the
-    step may fail.
+    With several optimizers, this feature copies the variables before an update, because a later
+    update of the step may fail.
     """
 
     def __init__(self, state: KerasTrainState) -> None:

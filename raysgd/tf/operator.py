@@ -86,9 +86,10 @@ class TrainingOperator(OperatorBase):
         """Train on one batch: forward, loss, gradients, update.
 
         Args:
-            batch: ``(*features, target)`` or ``(features, target, sample_weight)``, tensors or
-                arrays. The second format is not used if the model has two inputs.
-            batch_info: ``batch_idx``, ``global_step``, ``epoch_idx``, and ``info`` with its keys.
+            batch: Tensors or arrays ``(*features, target)``, or for models of one input
+                ``(features, target, sample_weight)``.
+            batch_info: ``batch_idx``, ``global_step``, ``epoch_idx``, ``info``, and the keys of
+                ``info``.
 
         Returns:
             ``train_loss``, the mean over the batch including losses of layers, ``num_samples``, and
@@ -189,7 +190,7 @@ class TrainingOperator(OperatorBase):
         """Register what to train. Call it once, in `setup`.
 
         Args:
-            models: A Keras model, or a list or tuple of them. A compiled model brings its
+            models: A Keras model, or a list or tuple of models. A compiled model brings its
                 optimizer, loss, and metrics.
             optimizers: An optimizer of the same Keras, or a list or tuple with one per model. With
                 more or fewer optimizers than models, each optimizer is built for the variables of
@@ -229,7 +230,7 @@ class TrainingOperator(OperatorBase):
         batch_size: int | None = None,
         shuffle: bool = True,
     ) -> None:
-        """Register the data. A later call replaces it.
+        """Register the data. A later call replaces the data.
 
         At each step, each worker takes the next batch of a ``tf.data.Dataset``. The data set must
         yield the same batches on every worker. Shuffles without a seed do, because raysgd sets the
@@ -261,7 +262,8 @@ class TrainingOperator(OperatorBase):
 
         Args:
             loss_of: Function of `tensors` that returns the mean loss of the batch, or a tuple that
-                begins with it. TensorFlow traces it, so pass the same method or function each time.
+                begins with this loss. TensorFlow traces the function, so pass the same function or
+                method each time.
             tensors: Arguments of `loss_of`, which are nests of tensors and arrays.
             optimizer: A registered optimizer. None for the only registered one.
             model: The model, or list of models, to train. None for the only registered one.

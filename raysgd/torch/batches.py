@@ -36,7 +36,7 @@ class Batch(NamedTuple):
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors, and objects that have ``to``, on a device."""
+    """Return a batch with its tensors, and objects that have a method ``to``, on a device."""
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

@@ -62,7 +62,7 @@ def mean(value: float, device: torch.device) -> float:
 
 
 def broadcast(tensor: torch.Tensor, source: int, to: Sequence[int] | None = None) -> None:
-    """Overwrite a contiguous tensor with that of rank `source`.
+    """Overwrite a contiguous tensor with the tensor of rank `source`.
 
     If `to` is given, only these ranks receive it, and only they and `source` call this.
     """
@@ -101,7 +101,7 @@ def broadcast_object(thing: Any, source: int, to: Sequence[int] | None = None) -
 def broadcast_tensors(
     tensors: Sequence[torch.Tensor], source: int, to: Sequence[int] | None = None
 ) -> None:
-    """Overwrite `tensors` with those of rank `source`, grouped by dtype and device."""
+    """Overwrite `tensors` with the tensors of rank `source`, grouped by dtype and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())

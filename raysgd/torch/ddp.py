@@ -43,11 +43,11 @@ _METHODS_OF_THE_MODULE = (
 class ReplicatedModel(DistributedDataParallel):
     """DistributedDataParallel that synchronizes only forward passes with gradients.
 
-    Under ``no_grad``, it calls the module directly. DistributedDataParallel would broadcast the
-    buffers there as well, and block forever if workers validate different numbers of batches.
+    Under ``no_grad``, a call goes to the module directly. DistributedDataParallel would broadcast
+    the buffers then too, and block forever if workers validate different numbers of batches.
 
-    It has the attributes and items of the module, and names without a prefix ``module.``, so that
-    user code works as with one worker.
+    The wrapper has the attributes and items of the module, and names without a prefix ``module.``,
+    so that user code works as with one worker.
     """
 
     _has_forward = False
@@ -61,7 +61,7 @@ class ReplicatedModel(DistributedDataParallel):
         self._wrapped = True
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Add ``module.`` to the names if a model that contains this one loads its state."""
+        """Add ``module.`` to the names if a model that contains this wrapper loads its state."""
         for name in [name for name in state_dict if name.startswith(prefix)]:
             state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
 
@@ -130,7 +130,7 @@ def check_exchanged(
     """Reject steps of `optimizers` with gradients that no wrapper of `models` has averaged.
 
     A wrapper averages only gradients of its own forward pass. If user code calls the module
-    directly, or another method of it, each worker would train its own model.
+    directly, or another method of the module, each worker would train its own model.
     """
     replicated = [model for model in models if isinstance(model, ReplicatedModel)]
     for model in replicated:

@@ -415,7 +415,7 @@ def _digest(content: Any) -> str:
 
 
 def _undivided(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Return a loader of all samples, without its BatchSampler or with a single replica."""
+    """Return a loader of all samples, with a DistributedSampler of one replica at most."""
     batches = loader.batch_sampler
     if type(batches) is BatchSampler and loader.batch_size is None:
         size, drop_last = batches.batch_size, batches.drop_last
@@ -529,7 +529,7 @@ def _join_samples(samples: list[Any]) -> Any:
 def _tensors_of(loader: DataLoader[Any]) -> tuple[torch.Tensor, ...] | None:
     """Return the tensors of a loader that only collates the rows of a TensorDataset.
 
-    Indexing them for a whole batch is many times faster than reading sample by sample.
+    Indexing the tensors for a whole batch is many times faster than reading sample by sample.
     """
     data = loader.dataset
     if type(loader) is not DataLoader or type(data) is not TensorDataset:

@@ -128,7 +128,8 @@ class TrainingOperator(OperatorBase):
                 arguments of ``forward`` by name, and one other key, the target. The model's output
                 may have ``logits`` for losses of PyTorch. Without a target or criterion, the output
                 must have ``loss``.
-            batch_info: ``batch_idx``, ``global_step``, ``epoch_idx``, and ``info`` with its keys.
+            batch_info: ``batch_idx``, ``global_step``, ``epoch_idx``, ``info``, and the keys of
+                ``info``.
 
         Returns:
             ``train_loss``, the mean over the batch, and ``num_samples``. If `num_items` is
@@ -416,7 +417,7 @@ class TrainingOperator(OperatorBase):
     def backward(self, loss: torch.Tensor, num_samples: float | torch.Tensor | None = None) -> None:
         """Compute the gradients of `loss`. Gradients of several losses of one batch add up.
 
-        Each batch is weighted by its samples, so that the update equals that of one process with
+        Each batch is weighted by its samples, so that the update is the same as in one process with
         the global batch.
 
         Args:
@@ -433,7 +434,7 @@ class TrainingOperator(OperatorBase):
         self._train_state.optimization.backward(loss, num_samples)
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Unscale and clip the gradients of a registered optimizer, update, and zero them.
+        """Unscale and clip the gradients of a registered optimizer, update, and zero the gradients.
 
         If float16 overflows, all workers skip the update. With gradient accumulation, call this
         method for every batch. Only the last batch of a group makes an update.

@@ -78,7 +78,7 @@ class Group:
         """Return the factors for the accumulated gradients and for the current loss.
 
         `num_samples` is a number of items that user code counted. If `sums_each_batch`, gradients
-        are sums over all workers, so that all workers must correct them by the same factor.
+        are sums over all workers, so all workers must correct the gradients by the same factor.
 
         Raises:
             ValueError: If another loss of the batch has another count, or if user code counts items
@@ -334,7 +334,7 @@ class Optimization(StepFeature):
     def _set_aside(self, optimizer: torch.optim.Optimizer) -> None:
         """Set the gradients of an optimizer aside until the backward pass of the next batch.
 
-        Neither other losses of the same batch nor ``zero_grad`` may change them.
+        Neither other losses of the same batch nor ``zero_grad`` may change these gradients.
         """
         for parameter in _parameters(optimizer):
             returned = self._returned.pop(parameter, None)

@@ -40,8 +40,8 @@ def check_criteria(criteria: Sequence[Any]) -> None:
     for each in criteria:
         if isinstance(each, type):
             raise TypeError(
-                f"register(criterion={each.__name__}): criterion must be an object, but this is a "
-                f"class. Pass {each.__name__}()."
+                f"register(criterion={each.__name__}): criterion must be an object, not a class. "
+                f"Pass {each.__name__}()."
             )
         if not callable(each):
             raise TypeError(

@@ -94,7 +94,7 @@ def _tensors_in(held: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state bit by bit. ``load_state_dict`` alone casts it to the parameters' dtypes."""
+    """Load a state exactly. ``load_state_dict`` alone casts tensors to the parameters' dtypes."""
     optimizer.load_state_dict(dict(state))
     for own, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, key in zip(own["params"], saved["params"], strict=True):

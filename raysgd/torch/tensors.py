@@ -13,7 +13,7 @@ def buffer_names(module: torch.nn.Module) -> list[str]:
 
 
 def copy_all(into: Iterable[torch.Tensor], content: Iterable[torch.Tensor]) -> None:
-    """Copy the tensors of `content` into those of `into`.
+    """Copy each tensor of `content` into the corresponding tensor of `into`.
 
     On a GPU, one kernel copies many tensors of one dtype.
     """

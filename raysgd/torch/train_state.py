@@ -130,7 +130,7 @@ class TorchTrainState(TrainState):
     # ---- state
 
     def whole_models(self) -> list[torch.nn.Module]:
-        """Return copies of the models on the CPU. If models are sharded, only rank 0 has them."""
+        """Return copies of the models on the CPU. If models are sharded, only rank 0 gets any."""
         if (full := self.feature("FullyShardedModel")) is not None:
             copies: list[torch.nn.Module] = full.copies(len(self.given_models))
             return copies

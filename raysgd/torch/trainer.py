@@ -259,7 +259,7 @@ class TorchTrainer(OperatorTrainer):
 
 
 def _without_old(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments without those of older libraries that have no effect."""
+    """Return arguments without arguments of older libraries that have no effect."""
     left = {
         n: value for n, value in arguments.items() if n not in _OLD_ARGUMENTS or value is not None
     }

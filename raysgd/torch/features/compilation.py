@@ -105,7 +105,7 @@ def uncompile(models: Iterable[torch.nn.Module]) -> None:
 def _compile(blocks: Sequence[torch.nn.Module], options: Mapping[str, Any]) -> None:
     """Compile each block.
 
-    ``torch.compile`` skips modules whose code is in PyTorch, such as Sequential, so it gets a
+    ``torch.compile`` skips modules whose code is in PyTorch, such as Sequential, so compile a
     function that calls the block. The function has the globals of the user's module, because
     ``torch.compile`` looks up names of a script in ``__main__``, which is another module in a
     worker.

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 class FullyShardedModel(ShardedOptimizer):
     """Shards models and their optimizer.
 
-    A worker sends its gradients to the workers that hold copies of its share, so that they can
-    repeat its update. Parameters change when all workers have computed their updates.
+    A worker sends its gradients to the workers that hold copies of its share, so that these workers
+    can repeat its update. Parameters change when all workers have computed their updates.
 
     Args:
-        optimizer: an elementwise optimizer. It gets the new parameters of each generation.
+        optimizer: an elementwise optimizer, which gets the new parameters of each generation.
         state: the training state, with the user's models. The module objects stay the same.
         arguments: ``sharding_args`` of ``register``, without ``init_fn``.
         dtype: see `ShardedModels`.

@@ -17,7 +17,7 @@ from raysgd.torch.tensors import copy_all, version_of
 class Rollback(StepFeature):
     """Restores parameters and optimizer states if a step is discarded.
 
-    It takes copies only if steps make several updates, or if `train_batch` of an earlier step
+    This feature copies only if steps make several updates, or if `train_batch` of an earlier step
     changed parameters before the update, as sharpness-aware minimization does. Otherwise the
     version counters of PyTorch show whether a discarded step changed parameters. If so, the state
     is partial. The counters do not detect changes through ``parameter.data``. `updates_late` means

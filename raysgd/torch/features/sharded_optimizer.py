@@ -1,6 +1,6 @@
 """Shard the state of an optimizer over the workers.
 
-Every worker has the complete parameters and gradients. It updates its share of the elements, and
+Every worker has the complete parameters and gradients, and updates its share of the elements. Then
 the workers exchange the updated elements. With copies, a worker also updates shares of other
 workers, so that the state of these shares survives a worker loss. Copies need no extra messages.
 
@@ -84,7 +84,7 @@ class ShardedOptimizer(ShardedFeature):
             for which, parameter in enumerate(parameters)
             if parameter.requires_grad and parameter in numbers
         }
-        """The number in the optimizer of each parameter that it updates."""
+        """Maps the index of each updated parameter to its number in the optimizer."""
         self._layout = Layout(parameters, self._numbers, copies, by_rows)
         self._pieces: list[Piece] = []
         self._stepped: list[Piece] = []
@@ -180,7 +180,7 @@ class ShardedOptimizer(ShardedFeature):
     def _exchange(self) -> dict[int, Room]:
         """Return the updated elements of all shares.
 
-        One broadcast per share sends as much as an all-gather, and needs half of its memory.
+        One broadcast per share sends as much as an all-gather, and needs half the memory.
         """
         layout, size = self._layout, self._layout.size
         if len(self._rooms) == size:

@@ -24,7 +24,7 @@ class Speed(StepFeature):
     """Measures each batch from its start to its last gradient, without communication.
 
     DistributedDataParallel waits for other workers only after the last gradient. A fully sharded
-    model communicates before that, so its speed cannot be measured.
+    model communicates earlier, so its speed cannot be measured.
     """
 
     def __init__(self, state: TorchTrainState) -> None:

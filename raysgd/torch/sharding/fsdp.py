@@ -1,7 +1,7 @@
 """Models that PyTorch's ``fully_shard`` shards, and that become plain modules again.
 
-``fully_shard`` has no inverse, so it never gets the user's modules. It shards a `_Unit` for each
-block. A new generation discards the units and creates new units.
+``fully_shard`` has no inverse, so raysgd passes a `_Unit` for each block to it, and never a module
+of the user. A new generation discards the units and creates new units.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class ShardedModels:
         self._say_next(number)
 
     def _say_next(self, number: int | None) -> int | None:
-        """Return the unit that all ranks gather next, given the one that this rank needs.
+        """Return the unit that all ranks gather next, given the unit that this rank needs.
 
         As an argument, None means that this rank needs no more units. As a result, None means that
         no rank needs more units.

@@ -68,7 +68,7 @@ def test_trained_criterion_is_also_a_model():
 
 
 def test_class_as_criterion_is_an_error():
-    with pytest.raises(TypeError, match=r"not a class: CrossEntropyLoss\(\)"):
+    with pytest.raises(TypeError, match=r"not a class\. Pass CrossEntropyLoss\(\)"):
         register(make_registration(), criterion=torch.nn.CrossEntropyLoss)
 
 

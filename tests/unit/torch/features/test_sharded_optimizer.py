@@ -429,8 +429,8 @@ HALF = {"use_fp16": True, "amp_dtype": torch.float16}
             "does not work with torch.compile",
         ),
         (wrapped, {}, ValueError, "does not work with DistributedDataParallel"),
-        ({**FULL, "sharding_args": {"init_fn": 1}}, {}, TypeError, "must be a function of one"),
-        ({**FULL, "sharding_args": {"init_fn": id}}, {}, ValueError, "but these have content"),
+        ({**FULL, "sharding_args": {"init_fn": 1}}, {}, TypeError, "must be a function that takes"),
+        ({**FULL, "sharding_args": {"init_fn": id}}, {}, ValueError, "but these models have"),
         (
             lambda: on_meta(sharding=None),
             {},
