@@ -17,7 +17,7 @@
 `LanguageModel`            next-token prediction; exact perplexity, tied weights
 `SequenceClassifier`       transformers models built from a config; exact macro F1
 `Regressor`                MSE, L1 or Huber; exact R²
-`WithMetrics`              metrics of TorchMetrics for any operator, exact over workers
+`WithMetrics`              TorchMetrics for any operator, exact over all workers
 `ConfiguredOperator`       base class of the operators above
 `SupervisedOperator`       base class for one model and a target
 =========================  ============================================================

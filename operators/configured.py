@@ -39,8 +39,8 @@ class ConfiguredOperator(TrainingOperator):
     ``lr``                           0.001       learning rate
     ``optimizer``                    "adamw"     "adam", "adamw" or "sgd"; or a function of
                                                  (parameters, config) that returns one
-    ``weight_decay``                 0.0         as the optimizer defines it
-    ``momentum``                     0.9         of "sgd"
+    ``weight_decay``                 0.0         weight decay of the optimizer
+    ``momentum``                     0.9         momentum of "sgd"
     ``scheduler``                    None        function of (optimizer, config) that returns a
                                                  scheduler, with an optional third argument
                                                  ``steps_per_epoch``. It requires a
@@ -50,9 +50,9 @@ class ConfiguredOperator(TrainingOperator):
     ``train_data``                   None        a Dataset, a tensor or a tuple of tensors, an
                                                  iterable of batches, or a function of the
                                                  config that returns one of them
-    ``validation_data``              None        likewise
-    ``batch_size``                   32          samples per step and worker;
-                                                 ``config[BATCH_SIZE]`` sets those of all workers
+    ``validation_data``              None        the same as ``train_data``, for validation
+    ``batch_size``                   32          samples per step and worker; for the samples of
+                                                 all workers, set ``config[BATCH_SIZE]``
     ``num_loader_workers``           0           processes per worker that load data
     ``seed``                         None        seed of PyTorch, set in `setup`. Training draws
                                                  different numbers on each worker
@@ -108,8 +108,8 @@ class ConfiguredOperator(TrainingOperator):
         self.setup_models(config)
 
     def _seed_worker(self) -> None:
-        # Until here, all workers draw the same numbers, for models and data. From now on, they must
-        # not drop the same activations or draw the same noise.
+        # All workers have drawn the same numbers for models and data. From now on, dropout and
+        # noise must differ between workers.
         if self.options["seed"] is not None and self.world_rank > 0:
             torch.manual_seed((self.options["seed"] + self.world_rank * 65_537) % 2**63)
 
@@ -174,7 +174,7 @@ class ConfiguredOperator(TrainingOperator):
         return {key: self.options[key] for key in ("gradient_accumulation_steps", "max_grad_norm")}
 
     def build_module(self, key: str, config: dict[str, Any]) -> torch.nn.Module:
-        """Return the module in the config under `key`, or call the function there."""
+        """Return the module ``config[key]``, or the result of the function ``config[key]``."""
         given = self.options[key]
         module = given if given is None or isinstance(given, torch.nn.Module) else given(config)
         if not isinstance(module, torch.nn.Module):

@@ -19,7 +19,7 @@ def confusion_matrix(
 ) -> torch.Tensor:
     """Count how often each class (row) was predicted as each class (column).
 
-    `predicted` and `target` have one shape. Positions with the target `ignore_index` do not count.
+    `predicted` and `target` have the same shape. Positions with target `ignore_index` do not count.
 
     >>> confusion_matrix(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1]), num_classes=2)
     tensor([[1, 1],
@@ -41,7 +41,7 @@ def accuracy(confusion: torch.Tensor) -> float:
 def mean_iou(confusion: torch.Tensor) -> float:
     """Return the mean intersection over union of the classes (Long et al. 2015, arXiv:1411.4038).
 
-    Classes that neither occur nor were predicted are left out.
+    Classes that neither occur nor were predicted do not count.
     """
     hit = confusion.diagonal()
     return _mean_where(hit, confusion.sum(dim=0) + confusion.sum(dim=1) - hit)
@@ -50,7 +50,7 @@ def mean_iou(confusion: torch.Tensor) -> float:
 def macro_f1(confusion: torch.Tensor) -> float:
     """Return the mean F1 of the classes, ``2 hits / (predicted + occurring)``.
 
-    Classes that neither occur nor were predicted are left out.
+    Classes that neither occur nor were predicted do not count.
     """
     return _mean_where(2 * confusion.diagonal(), confusion.sum(dim=0) + confusion.sum(dim=1))
 

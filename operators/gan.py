@@ -17,18 +17,18 @@ from raysgd.operators.supervised import evaluating, in_full_precision
 
 
 class GAN(ConfiguredOperator):
-    """Trains a generator G, and a discriminator that separates its samples from real ones.
+    """Trains a generator G, and a discriminator D that separates generated samples from real ones.
 
     Goodfellow et al. 2014, "Generative Adversarial Nets", arXiv:1406.2661. The discriminator gives
-    each sample a score. Its logistic function is D(x), the probability that x is real. Each batch
-    causes two steps:
+    each sample x a score. The logistic function of the score is D(x), the probability that x is
+    real. Each batch causes two steps:
 
     - The discriminator minimizes ``-log D(x) - log(1 - D(G(z)))``.
     - The generator minimizes ``-log D(G(z))``, the non-saturating loss of section 3 of that paper.
 
-    The losses are means over the samples x of the batch and as many z, drawn from a standard normal
-    distribution. With one-sided label smoothing s (Salimans et al. 2016, arXiv:1606.03498), the
-    discriminator's loss for x is ``-(1 - s) log D(x) - s log(1 - D(x))``.
+    The losses are means over the samples x of the batch and over as many noise vectors z, drawn
+    from a standard normal distribution. With one-sided label smoothing s (Salimans et al. 2016,
+    arXiv:1606.03498), the discriminator's loss for x is ``-(1 - s) log D(x) - s log(1 - D(x))``.
 
     ==============================  ==========  ================================================
     key                             default     meaning
@@ -36,8 +36,8 @@ class GAN(ConfiguredOperator):
     ``generator``                   None        a module that maps noise (batch, latent_size) to
                                                 samples, or a function of the config that returns
                                                 one; not needed if you override `build_generator`
-    ``discriminator``               None        likewise, a module that gives each sample a
-                                                score, any number
+    ``discriminator``               None        a module that gives each sample a score, any
+                                                number; or a function, as for ``generator``
     ``latent_size``                 64          numbers in z
     ``generator_lr``                None        learning rate of G; None for ``lr``
     ``discriminator_lr``            None        learning rate of D; None for ``lr``
@@ -51,7 +51,7 @@ class GAN(ConfiguredOperator):
     ==============================  ==========  ================================================
 
     It also has the keys of :class:`ConfiguredOperator`. Batches are samples, or tuples that begin
-    with them.
+    with samples.
 
     Metrics have the prefixes ``train_`` and ``val_``. ``discriminator_loss`` and ``generator_loss``
     are in nats. ``real_score`` and ``fake_score`` are the means of D(x) and D(G(z)). In validation,
@@ -88,7 +88,7 @@ class GAN(ConfiguredOperator):
         return samples
 
     def noise(self, num_samples: int, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Draw z, (num_samples, latent_size)."""
+        """Return noise z of the shape (num_samples, latent_size)."""
         shape = (num_samples, self.options["latent_size"])
         if generator is not None:
             return torch.randn(shape, generator=generator).to(self.device)
@@ -175,7 +175,7 @@ class GAN(ConfiguredOperator):
     def sample(self, num_samples: int, seed: int | None = None) -> torch.Tensor:
         """Return generated samples on the CPU. Call it on a worker.
 
-        Without a `seed` of the noise, it uses PyTorch's global generator.
+        `seed` is the seed of the noise. None uses PyTorch's global generator.
         """
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         model = self.unwrapped(self.generator)
@@ -213,13 +213,14 @@ def frechet_distance(
 ) -> float:
     """Return the squared Fréchet distance of two sets of `count` samples, or NaN.
 
-    It takes the sums of their features, and of the outer products of their features. For means m, n
-    and covariances S, T, it is ``|m - n|² + tr(S + T - 2 (S T)^½)`` (Dowson and Landau 1982). With
-    features of an Inception network, it is the FID of Heusel et al. 2017, arXiv:1706.08500.
+    The arguments are sums of the features, and of the outer products of the features. For means m,
+    n and covariances S, T, the distance is ``|m - n|² + tr(S + T - 2 (S T)^½)`` (Dowson and Landau
+    1982). With features of an Inception network, the result is the FID of Heusel et al. 2017,
+    arXiv:1706.08500.
     """
     clouds = []
     for total, products in ((real, real_products), (fake, fake_products)):
-        # The sums of a single feature arrive as plain numbers.
+        # With a single feature, the sums are plain numbers.
         mean = torch.as_tensor(total, dtype=torch.float64).reshape(-1) / count
         moment = torch.as_tensor(products, dtype=torch.float64).reshape(len(mean), len(mean))
         if count < 2 or not bool(moment.isfinite().all()):

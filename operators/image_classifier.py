@@ -16,7 +16,7 @@ class ImageClassifier(SupervisedOperator):
     """Classifies images, or other inputs of a model that returns scores (batch, classes).
 
     The loss of a sample with scores z and class y is the cross-entropy ``-log softmax(z)[y]``. With
-    label smoothing s, the target is ``1 - s`` of class y plus ``s / K`` of each of the K classes
+    label smoothing s, the target is ``1 - s`` for class y, plus ``s / K`` for each of the K classes
     (Szegedy et al. 2016, "Rethinking the Inception Architecture for Computer Vision",
     arXiv:1512.00567).
 
@@ -29,17 +29,18 @@ class ImageClassifier(SupervisedOperator):
     key                             default     meaning
     ==============================  ==========  ================================================
     ``label_smoothing``             0.0         s above, from 0 to 1
-    ``mixup_alpha``                 0.0         parameter of the distribution; 0 for no mixup
-    ``top_k``                       None        k of an additional ``val_top{k}_accuracy``
+    ``mixup_alpha``                 0.0         parameters of the Beta distribution; 0 for no
+                                                mixup
+    ``top_k``                       None        k for the metric ``val_top{k}_accuracy``
     ==============================  ==========  ================================================
 
     It also has the keys of :class:`SupervisedOperator`. Batches are ``(images, classes)``: images
-    in the model's shape, classes as ints (batch). The model returns scores (batch, classes), or an
-    object with ``logits``, like models of transformers and some of torchvision.
+    in the shape that the model takes, classes as ints (batch). The model returns scores (batch,
+    classes), or an object with ``logits``, like models of transformers and some of torchvision.
 
     Metrics: ``val_loss``, the cross-entropy without smoothing, in nats; ``val_accuracy``, the
-    fraction of samples whose class has the highest score; ``val_top{k}_accuracy``, the fraction
-    whose class is among the k highest.
+    fraction of samples whose class has the highest score; ``val_top{k}_accuracy``, the fraction of
+    samples whose class is among the k highest scores.
     """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {

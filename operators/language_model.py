@@ -19,9 +19,9 @@ from raysgd.operators.supervised import SupervisedOperator, evaluating, in_full_
 class LanguageModel(SupervisedOperator):
     """Predicts each token of a sequence from the tokens before it.
 
-    The loss of a token y with the scores z is ``-log softmax(z)[y]``, in nats. The mean over tokens
+    For scores z, the loss of a token y is ``-log softmax(z)[y]``, in nats. The mean over tokens
     is the cross-entropy. The perplexity is its exponential (Jelinek et al. 1977). raysgd computes
-    it from the mean over all tokens of all batches and workers, and does not average exponentials.
+    the perplexity from the mean over all tokens of all batches and workers.
 
     ==============================  ==========  ================================================
     key                             default     meaning
@@ -31,10 +31,10 @@ class LanguageModel(SupervisedOperator):
                                                 tokens
     ``hidden_size``                 128         numbers per token in the Transformer that is
                                                 trained without a ``model``
-    ``num_layers``                  2           its number of blocks
-    ``num_heads``                   4           its attention heads; divides ``hidden_size``
-    ``dropout``                     0.0         its dropout, from 0 to below 1
-    ``tie_weights``                 True        whether its embedding and output share a matrix
+    ``num_layers``                  2           blocks of the Transformer
+    ``num_heads``                   4           attention heads; must divide ``hidden_size``
+    ``dropout``                     0.0         dropout of the Transformer, from 0 to below 1
+    ``tie_weights``                 True        whether embedding and output share a matrix
     ``ignore_index``                -100        target of padding, which does not count
     ==============================  ==========  ================================================
 
@@ -44,10 +44,10 @@ class LanguageModel(SupervisedOperator):
 
     Data can be one long tensor of tokens, which :class:`TokenWindows` cuts into sequences.
     Otherwise batches are ``(tokens,)``, whose targets are the next tokens, or ``(tokens,
-    targets)``. All are ints (batch, length).
+    targets)``. Tokens and targets are ints (batch, length).
 
     Metrics: ``train_loss`` and ``val_loss``, nats per token; ``train_perplexity`` and
-    ``val_perplexity``; ``val_accuracy``, the fraction of tokens with the highest score.
+    ``val_perplexity``; ``val_accuracy``, the fraction of targets with the highest score.
     """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {

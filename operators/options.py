@@ -22,7 +22,7 @@ class Option:
     """One option: a key of a config, its default, and its allowed values."""
 
     default: Any
-    """Value if the config lacks the key. It need not be an allowed value."""
+    """Value if the config lacks the key. The default may be otherwise not allowed, such as None."""
     fits: Callable[[Any], bool]
     """Function that returns whether a value is allowed."""
     allowed: str
@@ -84,7 +84,7 @@ def read_options(
 ) -> dict[str, Any]:
     """Return the value of each option, from `config` or its default.
 
-    With `warns`, it logs a warning about a key that resembles an option.
+    With `warns`, log a warning about each key that resembles an option.
 
     Raises:
         ValueError: If a value is missing or not allowed.

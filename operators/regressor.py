@@ -17,7 +17,7 @@ from raysgd.operators.supervised import SupervisedOperator
 class Regressor(SupervisedOperator):
     """Predicts one or more numbers for each sample.
 
-    The loss is a mean over all numbers of all samples. For a prediction p and a target y it is:
+    The loss is the mean over all predicted numbers. For a prediction p and a target y it is:
 
     - "mse": ``(p - y)²``
     - "l1": ``|p - y|``
@@ -91,8 +91,8 @@ class R2(MergeableMetric):
     mean over outputs. NaN if the targets do not vary.
 
     It holds the number of samples, and for each output the mean of the targets, the sum of their
-    squared deviations from it, and the sum of squared errors. `merge` uses the formula of Chan,
-    Golub, and LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+    squared deviations from this mean, and the sum of squared errors. `merge` uses the formula of
+    Chan, Golub, and LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample
     Variances". It stays exact for large targets that vary little.
     """
 

@@ -24,13 +24,13 @@ class SemanticSegmenter(SupervisedOperator):
     key                             default     meaning
     ==============================  ==========  ================================================
     ``num_classes``                 required    number of classes
-    ``ignore_index``                255         class of the pixels to ignore; change it if there
-                                                are more than 255 classes
+    ``ignore_index``                255         class of the pixels to ignore; change this value
+                                                if there are more than 255 classes
     ==============================  ==========  ================================================
 
     It also has the keys of :class:`SupervisedOperator`. Batches are ``(images, masks)``, with masks
-    of classes as ints (batch, height, width). The model returns (batch, classes, height, width), or
-    a dict with that under ``"out"``, like torchvision's models.
+    of classes as ints (batch, height, width). The model returns scores (batch, classes, height,
+    width), or a dict with the scores under ``"out"``, like torchvision's models.
 
     Metrics: ``val_loss`` in nats per pixel; ``val_pixel_accuracy``; ``val_mean_iou``, the mean
     intersection over union of the classes (Long et al. 2015, arXiv:1411.4038). Both come from one

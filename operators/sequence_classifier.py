@@ -28,18 +28,18 @@ class SequenceClassifier(SupervisedOperator):
     ``num_classes``                 required    number of classes
     ``model_type``                  "bert"      architecture in transformers:
                                                 "distilbert", "roberta", "gpt2", ...
-    ``model_config``                None        arguments of its config class, such as
+    ``model_config``                None        arguments of the config class, such as
                                                 ``{"hidden_size": 64, "vocab_size": 300}``; the
                                                 names differ between architectures
-    ``label_smoothing``             0.0         from 0 to 1
+    ``label_smoothing``             0.0         s of :class:`ImageClassifier`, from 0 to 1
     ==============================  ==========  ================================================
 
     It also has the keys of :class:`SupervisedOperator`. A ``model``, or an overridden
-    `build_model`, replaces the transformers model. It takes ``input_ids`` and returns scores
-    (batch, classes), or an object with ``logits``.
+    `build_model`, replaces the transformers model. The replacement takes ``input_ids`` and returns
+    scores (batch, classes), or an object with ``logits``.
 
     Batches are dicts as in transformers, with ``input_ids``, ``labels``, and further inputs of the
-    model. They can also be tuples ``(input_ids, labels)`` or ``(input_ids, attention_mask,
+    model. Batches can also be tuples ``(input_ids, labels)`` or ``(input_ids, attention_mask,
     labels)``.
 
     Metrics: ``val_loss`` in nats; ``val_accuracy``; ``val_f1``, the mean F1 of the classes (macro

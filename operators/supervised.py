@@ -46,8 +46,8 @@ class SupervisedOperator(ConfiguredOperator):
     It also has the keys of :class:`ConfiguredOperator`. Batches are ``(*features, target)``.
 
     A loss is the sum over all terms (samples, pixels, tokens) divided by their number, over all
-    batches and workers. It is exact even if batches have different numbers of terms. If some terms
-    do not count, override `num_items`, so that gradients use the same mean.
+    batches and workers. The result is exact even if batches have different numbers of terms. If
+    some terms do not count, override `num_items`, so that gradients use the same mean.
     """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
@@ -68,7 +68,7 @@ class SupervisedOperator(ConfiguredOperator):
     def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the model's output for a batch on this worker's device, and the target.
 
-        If you override it to read other batches, also override `num_items` if necessary.
+        If you override `predict` to read other batches, also override `num_items` if necessary.
         """
         *features, target = batch
         return self.model(*features), target
@@ -78,13 +78,13 @@ class SupervisedOperator(ConfiguredOperator):
         raise NotImplementedError(f"{type(self).__name__} must override losses.")
 
     def validation_losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each term in validation. The default is that of training."""
+        """Return the loss of each term in validation. The default is the loss of training."""
         return self.losses(output, target)
 
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
         """Return further metrics of a batch by name, without the prefix ``val_``.
 
-        Each is a mean over the samples, or a :class:`raysgd.metrics.MergeableMetric`.
+        Each metric is a mean over the samples, or a :class:`raysgd.metrics.MergeableMetric`.
         """
         return {}
 

@@ -1,4 +1,4 @@
-"""Metrics of TorchMetrics for any operator, exact over workers."""
+"""TorchMetrics for any operator, exact over all workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class WithMetrics(TrainingOperator):
     """Adds metrics of TorchMetrics to the validation of an operator.
 
-    List it before the operator::
+    List this class before the operator::
 
         class Digits(WithMetrics, ImageClassifier):
             def build_metrics(self, config):
@@ -42,10 +42,10 @@ class WithMetrics(TrainingOperator):
     ``val_f1_0``, or ``val_f1_key``.
 
     TorchMetrics does not synchronize its metrics here, because a worker without a further batch
-    would block the others. Instead, the workers send the states to the driver with the result. The
-    driver merges them by the rule of each state and then computes the metric. The result equals
-    that of one process over all data, for any number of workers. Metrics that keep all predictions,
-    such as AUROC without ``thresholds``, send all of them.
+    would block the others. Instead, the workers send the states of the metrics to the driver. The
+    driver merges the states, each by its own rule, and then computes the metric. The result is the
+    same as in one process with all data. Metrics that keep all predictions, such as AUROC without
+    ``thresholds``, send all predictions.
 
     The default ``validate_batch`` and those of this package's operators update the metrics. In your
     own ``validate_batch``, call ``self.update_metrics(output, target)``.
@@ -57,7 +57,7 @@ class WithMetrics(TrainingOperator):
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
-        _ = self.validation_metrics  # refuse wrong metrics early
+        _ = self.validation_metrics  # reject wrong metrics early
 
     def build_metrics(self, config: dict[str, Any]) -> Any:
         """Return the metrics, in one of the forms of ``config["metrics"]``."""
@@ -76,7 +76,7 @@ class WithMetrics(TrainingOperator):
     def update_metrics(self, output: Any, target: Any) -> None:
         """Update each metric with a validation batch: ``metric.update(output, target)``.
 
-        Override it if the metrics need other inputs, such as probabilities or labels.
+        Override this method if the metrics need other inputs, such as probabilities or labels.
         """
         if isinstance(output, torch.Tensor):
             output = in_full_precision(output)
@@ -113,9 +113,9 @@ class WithMetrics(TrainingOperator):
 
 
 class MergedStates(MergeableMetric):
-    """A torchmetrics.Metric without data, and the states of it and its inner metrics by part.
+    """A torchmetrics.Metric without data, and its states and those of its inner metrics, by worker.
 
-    `compute` reduces all states together, as TorchMetrics does with those of its processes.
+    `compute` reduces all states together, as TorchMetrics reduces the states of its processes.
     """
 
     def __init__(self, metric: Metric, parts: Sequence[list[dict[str, Any]]]) -> None:
@@ -158,7 +158,7 @@ def _reduced(states: list[Any], reduce: Any) -> Any:
 
 
 def _numbers(owner: str, value: Any) -> dict[str, Any]:
-    """Return the numbers that a metric computed, by name suffix. Matrices stay tensors."""
+    """Return the numbers in the result of a metric, by name suffix. Matrices stay tensors."""
     if isinstance(value, Mapping):
         found = {}
         for key, entry in value.items():
@@ -181,7 +181,7 @@ def _by_name(owner: str, given: Any) -> dict[str, Metric]:
     metric_cls = import_extra(owner, "torchmetrics", "operators").Metric
     if isinstance(given, metric_cls):
         return {type(given).__name__: given}
-    # The items of a MetricCollection have its prefix, and do not share states.
+    # The names in a MetricCollection.items() have its prefix, and its metrics do not share states.
     found = dict(given.items()) if hasattr(given, "items") else {}
     if not found or not all(isinstance(metric, metric_cls) for metric in found.values()):
         raise TypeError(

@@ -2,7 +2,7 @@
 
 >>> from raysgd import TorchTrainer, TrainingOperator  # doctest: +SKIP
 
-Importing raysgd imports neither torch nor Ray; its names load on first use.
+Importing raysgd imports neither torch nor Ray. Each name of raysgd loads on first use.
 """
 
 from __future__ import annotations

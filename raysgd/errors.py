@@ -51,7 +51,7 @@ def _restored(kind: type[RaySGDError], args: tuple[Any, ...], fields: dict[str, 
 class WorkerLostError(RaySGDError, RuntimeError):
     """A worker process or its node died, and the work cannot continue without it.
 
-    Workers were lost in one call more often than ``max_retries``, or fewer than ``min_workers`` are
+    Either a call lost workers more often than ``max_retries``, or fewer than ``min_workers`` are
     left, or the call must not be repeated (``apply_all_workers``).
 
     Attributes:
@@ -82,7 +82,7 @@ class WorkerTimeoutError(RaySGDError, TimeoutError):
 
 
 class CollectiveError(RaySGDError, RuntimeError):
-    """A collective operation failed although all workers are alive (network, timeout)."""
+    """A collective operation failed although all workers are alive, such as after a timeout."""
 
 
 class InsufficientResourcesError(RaySGDError, TimeoutError, RuntimeError):
@@ -112,9 +112,10 @@ class CheckpointError(RaySGDError, RuntimeError):
 
 
 class CallbackError(RaySGDError, RuntimeError):
-    """A callback raised an exception, which is the ``__cause__``.
+    """A callback raised an exception, the ``__cause__`` of this error.
 
-    The call raises it at its end. The other callbacks have run, and the trainer remains usable.
+    A call of the trainer raises this error at its end. The other callbacks have run, and the
+    trainer remains usable.
 
     Attributes:
         callback: Name of the callback's class.
@@ -130,7 +131,7 @@ class CallbackError(RaySGDError, RuntimeError):
 class RemoteError(RaySGDError, RuntimeError):
     """Replaces an exception of a worker. Its message has the original type and text.
 
-    It replaces exceptions that cannot be pickled, SystemExit, and the cause of a CollectiveError.
+    Used for exceptions that cannot be pickled, SystemExit, and the cause of a CollectiveError.
     """
 
 

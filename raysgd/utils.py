@@ -43,7 +43,7 @@ def seed_everything(seed: int) -> None:
     """Seed the generators of Python, NumPy, PyTorch, and TensorFlow (if imported).
 
     This affects the current process only, so call it in ``setup`` to seed a worker. With the same
-    seed, all workers draw the same dropout and noise. For different ones, end ``setup`` with
+    seed, all workers draw the same dropout and noise. To make these differ, end ``setup`` with
     ``seed_everything(seed + self.world_rank)``.
 
     Args:

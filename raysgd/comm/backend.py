@@ -20,8 +20,8 @@ class Backend(ABC):
     """
 
     rejoins = True
-    """Whether a process can join another generation. If not, each change of the group restarts all
-    workers."""
+    """Whether a process can join another generation later. If not, each change of the group
+    restarts all workers."""
 
     @abstractmethod
     def prepare(self, addresses: Sequence[str]) -> Any:
@@ -32,19 +32,19 @@ class Backend(ABC):
 
     @abstractmethod
     def setup(self, context: WorkerContext, rendezvous: Any) -> None:
-        """Join the generation, on a worker, and wait for the others.
+        """Join the generation, on a worker, and wait for the other workers.
 
         If `rendezvous` is None, the worker forms a group of one.
         """
 
     def met(self) -> None:  # noqa: B027  optional
-        """Release what the workers needed to connect. Runs on the driver when all have joined."""
+        """Release what only joining needs. Runs on the driver when all workers have joined."""
 
     @abstractmethod
     def interrupt(self) -> None:
         """Make all current and later collectives of this generation fail, on a worker.
 
-        Runs in another thread than the blocked one, and must not block.
+        Runs in another thread than the collectives, and must not block.
         """
 
     @abstractmethod
@@ -56,14 +56,14 @@ class Backend(ABC):
         """Return whether `error` means that communication with another worker failed."""
 
     def advice(self, error: BaseException) -> str:
-        """Return advice for an error that was caused by the end of an earlier generation."""
+        """Return advice if `error` is from a group of an earlier generation, otherwise ""."""
         return ""
 
     def collective(self) -> int | None:
         """Return the number of the collective that this worker waits in, or None.
 
-        Runs in another thread than the waiting one. If it always returns None, only the timeout of
-        the collective detects a stuck worker.
+        Runs in another thread than the collective. If this method always returns None, only the
+        timeout of the collective detects a stuck worker.
         """
         return None
 

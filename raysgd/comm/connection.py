@@ -12,8 +12,8 @@ the key never travels::
     messages                            ◀─▶  messages
 
 A listener reads only these bytes from an unknown peer, for at most `_HANDSHAKE_S` seconds. Slow
-peers do not delay others. Messages are neither encrypted nor signed. A message is its length (eight
-bytes, big-endian) and its content.
+peers do not delay others. Messages are neither encrypted nor signed. A message is the length of its
+content (eight bytes, big-endian) and the content.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Talk = Callable[[socket.socket], Awaitable[None]]
 
 _LENGTH = struct.Struct("!Q")
 _MAGIC = b"sgd2"
-"""Rejects clients of other protocols early: they can send fewer bytes than a full hello."""
+"""First bytes of a connecting process. Other bytes are rejected before a full hello arrives."""
 _NAME_BYTES = 16
 _RANDOM_BYTES = 32
 _PROOF_BYTES = 32
 _HANDSHAKE_S = 60.0
-"""Seconds. As long as a connecting process waits, because either end can be busy."""
+"""Timeout of a handshake in seconds, equal to that of a connecting process: both can be busy."""
 _MOST_STRANGERS = 256
-"""Limit of simultaneous handshakes. One more closes the oldest."""
+"""Maximum number of simultaneous handshakes. A further one closes the oldest."""
 _RETRY_S = 0.5
 """Seconds to pause after a failed accept."""
 _CLOSE_S = 5.0
@@ -69,7 +69,7 @@ def derived_key(key: str, purpose: str) -> str:
 
 
 def _name(key: str) -> bytes:
-    """Return the public identifier of a key. The listener selects the key with it."""
+    """Return the public identifier of a key, by which the listener finds the key."""
     return hmac.digest(key.encode(), b"name", "sha256")[:_NAME_BYTES]
 
 
@@ -86,7 +86,7 @@ def connect(
     """Connect to a listener within `timeout_s`. Return a blocking socket, ready for messages.
 
     The remote kernel must accept within `reach_s`. `hold` gets the socket before it connects, so
-    that another thread can shut it down. Raise OSError without success.
+    that another thread can shut it down. Raise OSError if the connection fails.
     """
     ends = time.monotonic() + timeout_s
     connection = socket.socket()
@@ -213,7 +213,7 @@ class _Service:
         self._strangers: dict[socket.socket, None] = {}
         self._closed = asyncio.Event()
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        # Not the program's own event loop policy: `detach` needs a selector loop.
+        # Ignore the program's event loop policy, because `detach` needs a selector loop.
         self._loop = asyncio.SelectorEventLoop()
 
     def end(self) -> None:

@@ -1,8 +1,8 @@
 """A gloo process group whose waits another thread can interrupt.
 
-When a connection breaks, gloo notifies all operations except the one that is being transferred:
-``Pair::signalException`` (gloo/transport/tcp/pair.cc) no longer finds it in its lists. That
-operation would wait until the timeout of the collective. Therefore no thread waits for gloo here.
+When a connection breaks, gloo notifies all operations except the operation in transfer, which is
+no longer in the lists of ``Pair::signalException`` (gloo/transport/tcp/pair.cc). That operation
+would wait until the timeout of the collective. Therefore no thread waits for gloo here.
 Callers wait for a future that either gloo or an interruption completes.
 """
 
@@ -63,7 +63,8 @@ class Entry:
     """Creates one gloo group. `interrupt` cancels it at any time, even before `connect`.
 
     gloo connects in the constructor of its group. If a peer dies meanwhile, the constructor waits
-    for five times its timeout, so it runs in another thread. A late result is discarded.
+    five times its timeout. Therefore the constructor runs in another thread. A late result is
+    discarded.
     """
 
     def __init__(self) -> None:
@@ -98,7 +99,7 @@ class GlooGroup(ProcessGroup):
     """A gloo group. `interrupt` ends the waits of all operations that this class defines."""
 
     entry = Entry()
-    """Entry of the next group. torch.distributed calls the constructor and cannot pass it."""
+    """Entry of the next group. torch.distributed calls the constructor without an entry."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -145,7 +146,7 @@ class GlooGroup(ProcessGroup):
     def allgather(self, *args: Any) -> Work:
         """Start an all-gather. Raise on all ranks if their sizes differ.
 
-        gloo would abort the process of a rank that receives more than it expects.
+        gloo would abort the process of a rank that receives more bytes than it expects.
         """
         size = sum(tensor.nbytes for tensor in args[1])
         with torch.inference_mode(False):  # another thread may write the result
@@ -156,8 +157,8 @@ class GlooGroup(ProcessGroup):
         largest, smallest = bounds[0].item(), -bounds[1].item()
         if largest != smallest:
             raise ValueError(
-                f"all_gather: rank {self.rank()} passed {size} bytes, and other ranks {smallest} "
-                f"to {largest}. Batches differ in the last step of an epoch and while workers are "
+                f"all_gather: the ranks passed {smallest} to {largest} bytes (rank {self.rank()}: "
+                f"{size}), but all must pass the same number. Batches differ in the last step of an epoch and while workers are "
                 "missing. Pad the tensors, or register a DataLoader with drop_last=True and pass "
                 'ElasticConfig(global_batch="scale").'
             )
@@ -166,9 +167,9 @@ class GlooGroup(ProcessGroup):
     def _reduce_scatter_base(
         self, output: torch.Tensor, tensor: torch.Tensor, options: Any = None
     ) -> Work:
-        """Start a reduce-scatter, for sums and means by an all-to-all.
+        """Start a reduce-scatter. Sums and means use an all-to-all.
 
-        gloo would reduce everything on every rank, which sends twice as much.
+        The reduce-scatter of gloo sends twice as much, because each rank reduces everything.
         """
         options = options or dist.ReduceScatterOptions()
         operation, size = options.reduceOp.op, self.size()
@@ -231,7 +232,7 @@ class GlooGroup(ProcessGroup):
     def release(self) -> None:
         """Prepare for garbage collection, after `interrupt` or after all operations have ended.
 
-        The destructor of gloo waits for its threads, of which some may never return.
+        The destructor of gloo waits for threads that may never return.
         """
         if not self._running.ended():
             args = (self._gloo, self._running)
@@ -296,7 +297,7 @@ class _Running:
                 self._collectives[key] = self._num_collectives
 
     def finish(self, key: int) -> bool:
-        """Record the end of an operation. Return whether no interruption has ended its future."""
+        """Record the end of an operation. Return False if an interruption has ended its future."""
         with self._changed:
             self._count -= 1
             self._collectives.pop(key, None)
@@ -339,10 +340,10 @@ class _Operation(Work):
         self._ended: Future[Any] = Future()
         self._outputs: list[Any] | None = None if then is None else output
         ended = self._ended
-        key = id(ended)  # lives until gloo has finished; the Work can be dropped earlier
+        key = id(ended)  # unlike the Work, the future lives until gloo has finished
         running.begin(key, ended.set_result, is_collective)
 
-        # This runs in a gloo thread, which cannot outlive the group: do not refer to the group.
+        # Do not refer to the group here: a gloo thread runs this, and cannot outlive the group.
         def finish(value: Callable[[], Any]) -> None:
             try:
                 found = value() if then is None else then(value())
@@ -355,7 +356,7 @@ class _Operation(Work):
             work = self._work = start()
             try:
                 future = work.get_future()
-            except RuntimeError:  # some operations have no future: a thread waits for them
+            except RuntimeError:  # operations without a future need a thread that waits
                 outputs = self._outputs = output if isinstance(output, list) else [output]
                 args = (lambda: _waited_for(work, outputs),)
                 threading.Thread(target=finish, args=args, name="raysgd-gloo", daemon=True).start()
@@ -407,7 +408,7 @@ def _waited_for(work: Any, outputs: list[Any]) -> list[Any]:
 def _combination(size: int, tensors: Any, options: Any = None, **more: Any) -> Any:
     """Return how a mesh of `size` ranks combines two tensors, or None to use gloo.
 
-    Depends only on arguments that are equal on all ranks.
+    The choice depends only on arguments that are equal on all ranks.
     """
     if not isinstance(options, dist.AllreduceOptions) or more or len(tensors) != 1:
         return None

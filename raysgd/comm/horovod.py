@@ -88,7 +88,7 @@ class HorovodBackend(Backend):
         before = _connections()
         hvd.init()
         if hvd.size() > 1:
-            # gloo has closed its listeners. Its connections are those between two workers.
+            # gloo has closed its listeners, so its connections are the ones between two workers.
             opened = self._gathered(_connections() - before)
             self._own_connections = {
                 (local, remote) for each in opened for remote, local in each
@@ -170,7 +170,7 @@ def _connections() -> set[_Connection]:
 
 
 def _slot(addresses: Sequence[str], rank: int) -> dict[str, Any]:
-    """Return the ranks of a worker as Horovod counts them, by address."""
+    """Return the ranks of a worker as Horovod counts them, from the addresses of all ranks."""
     address = addresses[rank]
     hosts = list(dict.fromkeys(addresses))
     local_rank = addresses[:rank].count(address)

@@ -1,8 +1,8 @@
 """Reductions of small tensors, sent directly from worker to worker.
 
 gloo wakes several threads in each process for a collective. For a few kilobytes, that takes longer
-than the rest of a training step. Here the waiting thread reads the sockets itself. Each rank sends
-its tensor to all others and reduces in the order of ranks, so all results are bitwise equal.
+than the rest of a training step. In a mesh, the waiting thread reads the sockets itself. Each rank
+sends its tensor to all others and reduces in the order of ranks, so all results are bitwise equal.
 
 A message is a header of two 64-bit integers (number of earlier reductions, number of bytes) and the
 content of the tensor.
@@ -35,7 +35,7 @@ _CLOSE_S = 5.0
 _REACH_S = 5.0
 """Timeout of a TCP connection to another rank."""
 _LONGEST_WAIT_S = 3600.0
-"""`poll` takes its milliseconds as a C int."""
+"""Maximum timeout of `poll`, a C int of milliseconds."""
 
 
 class Reduction:
@@ -65,7 +65,7 @@ class Reduction:
         return b"".join((self._header, self._content.view(-1).view(torch.uint8).numpy().data))
 
     def take(self, rank: int, own_rank: int) -> None:
-        """Store the message of `rank`. After the last message, reduce all of them."""
+        """Store the message of `rank`. After the last message, reduce all messages."""
         self._come[rank] = self.missing.pop(rank)
         if self.missing:
             return
@@ -130,7 +130,7 @@ class _Peer:
                 except BlockingIOError:
                     break
                 if not num_bytes:
-                    raise ConnectionResetError("it was closed")
+                    raise ConnectionResetError("the peer closed it")
                 received = True
                 self.num_received += num_bytes
                 # Check early, because a longer message would never be complete.
@@ -151,7 +151,7 @@ class _Peer:
 
 
 class Mesh:
-    """Connections of one rank to all others, which share a key.
+    """Connections of one rank to all other ranks. All ranks use the same key.
 
     Args:
         rank: This rank.
@@ -297,7 +297,7 @@ class Mesh:
         return bool(self._broken)
 
     def look(self) -> None:
-        """Make progress without waiting, unless another thread does."""
+        """Make progress without waiting, unless another thread reads the sockets."""
         if self._lock.acquire(blocking=False):
             try:
                 # the polling thread would miss these bytes

@@ -1,8 +1,8 @@
 """Server and client of the key-value store where the workers of one generation rendezvous.
 
 A generation can end at any moment. The ``TCPStore`` of PyTorch retries a closed store until its
-timeout, and its waits cannot be interrupted. Here a wait ends when the driver closes the store or
-the client is interrupted.
+timeout, and its waits cannot be interrupted. With this store, a wait ends when the driver closes
+the store or the client is interrupted.
 
 A request is a message with a JSON array: the operation and its arguments. An answer is an array of
 one element.
@@ -24,7 +24,7 @@ from raysgd.comm.sockets import shut_down
 
 _CONNECT_S = 10.0
 _ANSWER_S = 60.0
-"""Seconds that an answer may take in addition to the wait of the request."""
+"""Seconds that an answer may take in addition to the `wait_s` of its request."""
 
 
 class StoreServer:
@@ -83,7 +83,7 @@ class StoreServer:
 class StoreClient:
     """Connection of a worker to a store.
 
-    It raises ConnectionError if the store is unreachable or closed, or after `interrupt`.
+    Methods raise ConnectionError if the store is unreachable or closed, or after `interrupt`.
     """
 
     def __init__(self, address: Address) -> None:

@@ -41,10 +41,10 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket]:
 
 
 def endpoints() -> list[Endpoint]:
-    """Return the TCP sockets of this process, because the table of the kernel can miss some."""
+    """Return the TCP sockets of this process. The table of the kernel can miss some of them."""
     found = []
     for name in os.listdir("/dev/fd"):
-        # Some descriptors are not sockets, and other threads close theirs meanwhile.
+        # Some descriptors are not sockets, or another thread has just closed them.
         with contextlib.suppress(OSError), _borrowed(int(name)) as sock:
             if sock.family not in (socket.AF_INET, socket.AF_INET6) or (
                 sock.type != socket.SOCK_STREAM

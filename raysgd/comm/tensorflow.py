@@ -43,7 +43,7 @@ class TensorflowBackend(Backend):
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        # Runs on the driver: its choice of Keras applies to all workers.
+        # The driver runs this, so its choice of Keras applies to all workers.
         self._environment = keras_environment()
         self._has_warned = False
         self._server: StoreServer | None = None
@@ -131,8 +131,8 @@ class TensorflowBackend(Backend):
 def _held_port() -> socket.socket:
     """Return a socket that reserves a free port for TensorFlow's server.
 
-    TensorFlow listens seconds later, on all addresses. Linux lets it use the port because both
-    sockets set SO_REUSEADDR and this one does not listen.
+    TensorFlow listens seconds later, on all addresses. Linux lets TensorFlow use the port because
+    both sockets set SO_REUSEADDR and this socket does not listen.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

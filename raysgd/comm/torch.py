@@ -36,9 +36,9 @@ of NCCL waits five times as long."""
 _NCCL_CONNECT = datetime.timedelta(seconds=60)
 """Timeout of connecting ``TCPStore``, which first resolves the name of its address."""
 _MOST_MESHED = 16
-"""Maximum number of workers in a mesh. With more, gloo is faster."""
+"""Maximum number of workers in a mesh. With more workers, gloo is faster."""
 _SIGNS = ("gloo/", "pair closure", "NCCL", "ProcessGroup")
-"""Parts of the RuntimeErrors of gloo and NCCL, which have no types of their own."""
+"""Parts of the messages of RuntimeErrors from gloo and NCCL, which define no error types."""
 
 _STALE = ("in the world group map", "please create group with", "Invalid process group")
 """Parts of PyTorch's ValueErrors for groups of another generation."""
@@ -110,7 +110,7 @@ class TorchBackend(Backend):
             store = self._client = TorchStore(rendezvous.store, self._timeout)
             if self._name == "gloo" and 1 < context.world_size <= _MOST_MESHED:
                 self._mesh = _mesh(context.world_rank, rendezvous.store.key)
-        # Wait for all workers here: this wait can be interrupted, and names missing ranks.
+        # Wait for all workers here: this wait can be interrupted, and its error names late ranks.
         address = None if self._mesh is None else self._mesh.address
         mesh_addresses = _exchange(store, "here", context, address)
         before = listeners()
@@ -129,12 +129,12 @@ class TorchBackend(Backend):
             _init_nccl(_store_of_nccl(rendezvous, self._timeout), *ranks)
         assert dist.group.WORLD is not None
         dist.group.WORLD.set_timeout(self._timeout)
-        # gloo has connected now. Each of its connections has one of its listeners at one end.
+        # gloo has connected now. Each connection of gloo has a listener of gloo at one end.
         opened = _exchange(store, "listening", context, sorted(listeners() - before))
         self._listening = {tuple(own) for each in opened for own in each}
 
     def interrupt(self) -> None:
-        # gloo's threads react only to their sockets, not to ``abort``.
+        # The threads of gloo react only to their sockets, not to ``abort``.
         for endpoint in endpoints():
             if endpoint.remote is not None and self._is_ours(endpoint):
                 endpoint.shut_down()
@@ -189,14 +189,14 @@ class TorchBackend(Backend):
 
 
 def _exchange(store: Any, purpose: str, context: WorkerContext, value: Any) -> list[Any]:
-    """Publish a value, wait for those of all workers, and return them by rank."""
+    """Publish a value, wait for the values of all workers, and return these by rank."""
     keys = [f"{purpose}/{rank}" for rank in range(context.world_size)]
     store.set(keys[context.world_rank], json.dumps(value))
     return [json.loads(text) for text in store.multi_get(keys)]
 
 
 def _mesh(rank: int, key: str) -> Mesh | None:
-    """Return a mesh on the interface that gloo uses, or None if it has no IPv4 address."""
+    """Return a mesh on the interface that gloo uses. None if the interface has no IPv4 address."""
     chosen = os.environ["GLOO_SOCKET_IFNAME"].split(",")[0]
     for address, name in interfaces().items():
         if name == chosen:

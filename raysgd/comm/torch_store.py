@@ -17,7 +17,7 @@ from raysgd.comm.rendezvous import StoreClient
 class TorchStore(Store):
     """Connection of a worker to a store, for torch.distributed. Bytes travel as Latin-1 text.
 
-    It raises DistNetworkError after the store was closed or the client was interrupted, and
+    Methods raise DistNetworkError after the store was closed or the client was interrupted, and
     DistStoreError if a key is not set in time.
     """
 
