@@ -158,9 +158,9 @@ class GlooGroup(ProcessGroup):
         if largest != smallest:
             raise ValueError(
                 f"all_gather: the ranks passed {smallest} to {largest} bytes (rank {self.rank()}: "
-                f"{size}), but all must pass the same number. Batches differ in the last step of an epoch and while workers are "
-                "missing. Pad the tensors, or register a DataLoader with drop_last=True and pass "
-                'ElasticConfig(global_batch="scale").'
+                f"{size}), but all must pass the same number. Batches differ in the last step of "
+                "an epoch and while workers are missing. Pad the tensors, or register a DataLoader "
+                'with drop_last=True and pass ElasticConfig(global_batch="scale").'
             )
         return _Operation(self._running, lambda: self._gloo.allgather(*args), args[0])
 

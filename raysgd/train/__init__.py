@@ -1,4 +1,4 @@
-"""Train with a function: you write the whole training function, and raysgd runs it on workers.
+"""Train with a function that you write completely. raysgd runs the function on workers.
 
 ::
 

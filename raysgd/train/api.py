@@ -38,18 +38,18 @@ def report(
     Write ``report(loss=0.1, epoch=1)`` or ``report({"loss": 0.1}, checkpoint=...)``. The call waits
     until the driver has taken the previous report. With a checkpoint, it also waits until the
     driver has saved it, unless the upload mode is ASYNC. raysgd adds ``_timestamp`` (whole seconds
-    since the epoch), ``_time_this_iter_s`` (unless you report it) and ``_training_iteration`` (from
-    1). Outside of a run, it warns once and does nothing.
+    since the Unix epoch), ``_time_this_iter_s`` (unless you report it) and ``_training_iteration``
+    (from 1). Outside of a run, it warns once and does nothing.
 
     Args:
-        metrics: picklable values by name. ``metrics=`` with a dict means the same if no other
-            metric is passed by name.
-        checkpoint: a :class:`Checkpoint`, from worker 0 or from all workers. The driver keeps that
-            of worker 0.
+        metrics: picklable values by name. ``metrics=`` with a dict means the same unless
+            you also pass other metrics by name.
+        checkpoint: a :class:`Checkpoint`, from worker 0 or from all workers. The driver keeps the
+            checkpoint of worker 0.
         named: metrics by name. With a dict of metrics, these names are options instead:
             ``checkpoint_upload_mode``, a :class:`CheckpointUploadMode`;
             ``checkpoint_upload_fn(checkpoint, name)``, which stores the checkpoint and returns the
-            stored one; ``checkpoint_dir_name``, that name;
+            stored checkpoint; ``checkpoint_dir_name``, the name that this function gets;
             ``delete_local_checkpoint_after_upload``, by default True only for ASYNC;
             ``validation``, True or a :class:`ValidationTaskConfig`.
     """
@@ -70,7 +70,7 @@ def report(
             )
     is_checkpoint = checkpoint is None or hasattr(checkpoint, "to_directory")
     options = ReportOptions()
-    if metrics is None:  # every keyword is a metric, also `checkpoint`
+    if metrics is None:  # every keyword is a metric, even `checkpoint`
         if not is_checkpoint:
             checkpoint, named = None, {"checkpoint": checkpoint, **named}
     elif not isinstance(metrics, Mapping):
@@ -90,9 +90,9 @@ def report(
 def save_checkpoint(**state: Any) -> None:
     """Save a checkpoint of worker 0; every worker must call this equally often.
 
-    Returns when the driver holds the checkpoint, so that losing workers cannot lose it. `state` has
-    picklable values by name, and `load_checkpoint` returns them as a dict. raysgd adds
-    ``_timestamp`` (whole seconds since the epoch). GPU tensors load on the CPU. A
+    Returns when the driver holds the checkpoint, so that a loss of workers cannot lose it. `state`
+    has picklable values by name, and `load_checkpoint` returns them as a dict. raysgd adds
+    ``_timestamp`` (whole seconds since the Unix epoch). GPU tensors load on the CPU. A
     DistributedDataParallel is saved as the model that it wraps. Outside of a run, it warns once and
     does nothing.
     """
@@ -127,9 +127,9 @@ def get_all_reported_checkpoints(
     Tune the list is empty, because Tune keeps the checkpoints.
 
     Args:
-        consistency_mode: a :class:`CheckpointConsistencyMode` of raysgd or Ray: whether to wait for
-            validations as well.
-        timeout_s: seconds to wait before returning what is known; None for no limit.
+        consistency_mode: whether to wait for validations too: a :class:`CheckpointConsistencyMode`
+            of raysgd or Ray.
+        timeout_s: seconds to wait before returning the known checkpoints; None for no limit.
     """
     mode = CheckpointConsistencyMode(getattr(consistency_mode, "value", consistency_mode))
     session = _within_run("get_all_reported_checkpoints")
@@ -160,9 +160,9 @@ def world_size() -> int:
 def get_dataset_shard(dataset_name: str | None = None) -> Any:
     """Return this worker's shard of a data set of the trainer.
 
-    A restart with the same number of workers keeps the shards. With another number, raysgd splits
-    the data set again. The name is required if the data sets have names. Outside of a run, or if
-    the trainer has no data set, it warns and returns None.
+    A restart with the same number of workers keeps the shards. A restart with another number
+    splits the data set again. The name is required if the data sets have names. Outside of a run,
+    or if the trainer has no data set, it warns and returns None.
     """
     session = _within_run("get_dataset_shard")
     if session is None:
@@ -188,7 +188,7 @@ class PreemptionInfo:
     """The announced preemption of nodes with workers, with the attributes of Ray Train."""
 
     deadline_ms: int | None
-    """Time of the first preemption in milliseconds since the epoch; None if not announced."""
+    """Time of the first preemption in milliseconds since the Unix epoch; None if unknown."""
     preempted_node_to_ranks: dict[str, list[int]]
     """Ranks of the workers on each preempted node, by Ray node ID."""
 
@@ -206,10 +206,10 @@ class PreemptionInfo:
 def get_preemption_info() -> PreemptionInfo | None:
     """Return the announced preemption of workers, or None if there is none.
 
-    All workers must call this equally often. If `torch.distributed` is initialized, they all get
-    the announcement of worker 0. Otherwise they receive it within a second or two of each other.
-    Then call `report` with a checkpoint: the function restarts on other nodes from its newest
-    checkpoint. Outside of a run, it warns once and returns None.
+    All workers must call this equally often. If `torch.distributed` is initialized, all workers
+    get the announcement of worker 0. Otherwise, workers can get it up to two seconds apart.
+    After a preemption notice, call `report` with a checkpoint: the function restarts on other nodes
+    from its newest checkpoint. Outside of a run, it warns once and returns None.
     """
     if _within_run("get_preemption_info") is None:
         return None
@@ -230,7 +230,7 @@ def _preemption_info(preemption: Preemption) -> PreemptionInfo:
 
 @dataclass(frozen=True)
 class TrainContext:
-    """This worker's ranks and run. Outside of a worker, methods return those of a single worker."""
+    """This worker's ranks and run. Outside of a worker, methods answer as for a single worker."""
 
     worker: WorkerContext = field(default_factory=WorkerContext)
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -253,13 +253,13 @@ class TrainContext:
         return self.worker.local_world_size
 
     def get_node_rank(self) -> int:
-        """Return the rank of this node among those that have workers."""
+        """Return the rank of this node among the nodes that have workers."""
         return self.worker.node_rank
 
     def get_share(self) -> float:
         """Return this worker's fraction of the global batch, from 0 to 1.
 
-        It is ``1 / get_world_size()`` unless ``ElasticConfig(shares={...})`` gives nodes others.
+        The fraction is ``1 / get_world_size()`` unless ``ElasticConfig(shares={...})`` sets others.
         """
         shares = self.worker.shares or (1.0,) * self.worker.world_size
         return shares[self.worker.world_rank] / sum(shares)
@@ -286,7 +286,7 @@ class TrainContext:
 
 
 def get_context() -> TrainContext:
-    """Return this worker's place in the group; outside of a worker, that of a single worker."""
+    """Return this worker's context; outside of a worker, the context of a single worker."""
     session, worker = current(), _worker_context()
     if session is None:
         return TrainContext(worker)

@@ -19,7 +19,7 @@ from raysgd.cluster.serialization import dumps, unpicklable_key
 logger = logging.getLogger(__name__)
 
 RESULTS = "~/ray_results"
-"""Parent folder of runs that have no folder or a relative one."""
+"""Parent folder of runs with a relative path, or without a path."""
 
 
 def checked_size(num_workers: Any) -> tuple[int, int]:
@@ -32,7 +32,7 @@ def checked_size(num_workers: Any) -> tuple[int, int]:
     ):
         raise ValueError(
             f"num_workers={num_workers!r}: must be an int from 1 to {MOST_WORKERS}, or a pair "
-            "(min, max) of them."
+            "(min, max) of such ints."
         )
     return pair[0], pair[1]
 
@@ -52,8 +52,8 @@ def bound_function(
     required = [p for p in parameters if p.default is p.empty and p.kind != p.VAR_KEYWORD]
     if len(required) > 1:
         raise ValueError(
-            f"The training function {train_func!r} requires {len(required)} arguments. It must "
-            "require none, or one, the config."
+            f"The training function {train_func!r} requires {len(required)} arguments. It may "
+            "require only one, the config."
         )
     if required:
         return functools.partial(train_func, {} if config is None else config)

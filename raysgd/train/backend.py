@@ -45,11 +45,11 @@ class InactiveWorkerGroupError(RaySGDError, RuntimeError):
 
 
 class TrainingWorkerError(WorkerLostError, TrainBackendError):
-    """A run lost workers more often than ``max_retries``. The message lists the causes."""
+    """A run lost workers more often than ``max_retries`` allows. The message lists the causes."""
 
     @classmethod
     def after(cls, error: WorkerLostError, message: str) -> TrainingWorkerError:
-        """Return the error with the details of a loss."""
+        """Return a TrainingWorkerError with the details of a WorkerLostError."""
         return cls(f"{message} {error}", error.rank, error.node_id, error.cause)
 
 
@@ -72,7 +72,7 @@ class Backend:
 
     @staticmethod
     def decode_data(data_dict: Any) -> dict[str, Any]:
-        """Decode what `encode_data` returned into a dict. Runs on the driver."""
+        """Decode the output of `encode_data` into a dict. Runs on the driver."""
         decoded: dict[str, Any] = data_dict
         return decoded
 
@@ -82,7 +82,7 @@ class BackendConfig:
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """The class of the backend. A plain method that returns it works as well."""
+        """The class of the backend. A method that returns the class works as well."""
         return Backend
 
     def transport(self, use_gpu: bool = False) -> Transport | None:

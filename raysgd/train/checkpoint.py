@@ -29,7 +29,7 @@ __all__ = [
 _FILES = "_files"
 """Key of a packed folder: contents by relative file name."""
 _LINK = "_path"
-"""Key of the path of a checkpoint folder that stays in its place."""
+"""Key of the path of a checkpoint folder that raysgd does not copy."""
 _METADATA = "_metadata"
 _DICT = "dict_checkpoint.pkl"
 
@@ -46,9 +46,9 @@ class CheckpointStrategy:
 
     num_to_keep: int | None = None
     """Number of the best checkpoints to keep. None keeps all, 0 writes none. During the run, the
-    newest is also kept, because a restart needs it."""
+    newest checkpoint is kept in addition, because a restart needs it."""
     checkpoint_score_attribute: str | None = "_timestamp"
-    """Name of the reported number that rates a checkpoint. NaN is worst."""
+    """Name of the reported number that rates a checkpoint. NaN is the worst rating."""
     checkpoint_score_order: Literal["max", "min"] = "max"
     """Whether larger or smaller numbers are better."""
 
@@ -60,9 +60,9 @@ class CheckpointStrategy:
 
 
 class Checkpoint:
-    """Values by name, or the files of a folder; each converts to the other.
+    """Values by name, or the files of a folder. Each form converts to the other.
 
-    Create one with `from_dict` or `from_directory`. It loads from disk on first access. Reading
+    Create a checkpoint with `from_dict` or `from_directory`. A file loads on first access. Reading
     unpickles data, which can run code: read only checkpoints that you trust.
     """
 
@@ -102,12 +102,12 @@ class Checkpoint:
 
     @staticmethod
     def linked(path: str | os.PathLike[str], metadata: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the packed form of a folder that stays in its place."""
+        """Return the packed form of a folder that raysgd does not copy."""
         return {_LINK: os.path.abspath(path), _METADATA: dict(metadata)}
 
     @staticmethod
     def link_in(data: Mapping[str, Any]) -> str | None:
-        """Return the path in a dict from `linked`; None for any other dict."""
+        """Return the path in a dict that `linked` created; None for any other dict."""
         return data[_LINK] if data.keys() == {_LINK, _METADATA} else None
 
     @classmethod
@@ -149,7 +149,7 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def as_directory(self) -> Iterator[str]:
-        """Yield the path of the checkpoint as a folder; a temporary one is removed afterwards."""
+        """Yield the path of the checkpoint as a folder. Remove a temporary folder afterwards."""
         if self._path is not None and self._path.is_dir():
             yield str(self._path)
             return
@@ -168,13 +168,13 @@ class Checkpoint:
         self._metadata = dict(metadata)
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Add to the metadata, or replace items of it."""
+        """Add items to the metadata, or replace items."""
         self._metadata = {**self.get_metadata(), **metadata}
 
     def packed(self, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the complete checkpoint as one dict, for transfer.
 
-        The checkpoint's own metadata take precedence over `metadata`.
+        The checkpoint's own metadata takes precedence over `metadata`.
         """
         if self._path is not None and self._path.is_dir():
             data = _read_folder(self._path)
@@ -224,7 +224,7 @@ class CheckpointUploadMode(Enum):
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Options of `raysgd.train.report`, which documents them. The names are those of Ray Train."""
+    """Options of `raysgd.train.report`, which documents them, with the names of Ray Train."""
 
     checkpoint_dir_name: str | None = None
     checkpoint_upload_mode: Any = CheckpointUploadMode.SYNC

@@ -1,6 +1,6 @@
 """Configs of a training run, with the names of current Ray Train.
 
-Trainers also accept Ray's classes of these names, and convert them.
+Trainers also accept the Ray classes with these names, and convert them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ScalingConfig:
     """The number of workers, and the resources that each reserves."""
 
     num_workers: int | tuple[int, int] = 1
-    """Number of workers; ``(min, max)`` uses as many of them as fit."""
+    """Number of workers; with ``(min, max)``, as many workers start as fit."""
     use_gpu: bool = False
     """Whether each worker reserves a GPU."""
     resources_per_worker: Mapping[str, float] | None = None
@@ -31,7 +31,8 @@ class ScalingConfig:
     placement_strategy: str = "PACK"
     """How Ray places the workers: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD"."""
     label_selector: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None
-    """Ray labels that the nodes of the workers must have; a list has the labels of each worker."""
+    """Ray labels that the nodes of the workers must have: a dict for all workers, or a list with a
+    dict for each worker."""
 
 
 @dataclass
@@ -62,7 +63,7 @@ class RunConfig:
     failure_config: FailureConfig = field(default_factory=FailureConfig)
     checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
     callbacks: Sequence[TrainingCallback] | None = None
-    """Callbacks that receive what the workers report."""
+    """Callbacks that receive the reports of the workers."""
 
 
 def checked_scaling(given: Any) -> ScalingConfig:

@@ -39,7 +39,7 @@ NODE_IP = "_node_ip"
 PID = "_pid"
 TIME_TOTAL_S = "_time_total_s"
 DETAILED_AUTOFILLED_KEYS = {DATE, HOSTNAME, NODE_IP, PID, TIME_TOTAL_S}
-"""Names that raysgd adds if an environment variable enables them."""
+"""Names that raysgd adds to reports if an environment variable enables them."""
 
 PYTORCH_PROFILER_KEY = "_train_torch_profiler"
 """Name of reported profiler traces: pairs of file name and content."""

@@ -1,4 +1,4 @@
-"""The trainer with the API of current Ray Train: one call of ``fit()``, which can be restored."""
+"""The trainer with the API of current Ray Train: ``fit()``, and ``restore()`` after an error."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class DataParallelTrainer:
 
     Args:
         train_loop_per_worker: a function of no argument, or of the config. Its result is ignored.
-        train_loop_config: the config.
+        train_loop_config: the config that the function gets.
         backend_config: what to set up on the workers; None for nothing.
         scaling_config: number of workers and their resources: raysgd's or Ray's class, or a dict.
         dataset_config: which data sets to split: a dict of True or False by name, or an object with
             ``split`` or ``datasets_to_split``. By default only "train" is split, and every worker
-            gets the whole of the others.
+            gets all rows of the other data sets.
         run_config: the folder of the run, the number of allowed losses, and callbacks.
         datasets: Ray Datasets by name (`raysgd.train.get_dataset_shard`).
-        metadata: returned by ``get_context().get_metadata()``.
+        metadata: a dict that ``get_context().get_metadata()`` returns on the workers.
         resume_from_checkpoint: checkpoint to start from.
         validation_config: how to validate checkpoints that are reported with ``validation=``: a
             :class:`raysgd.train.ValidationConfig` or Ray's. `fit` waits for all validations.
@@ -103,7 +103,7 @@ class DataParallelTrainer:
         self.executor()
 
     def setup(self) -> None:
-        """Prepare the run. `fit` and trials call this first; override it in a subclass."""
+        """Prepare the run. `fit` and trials call this method first. Subclasses can override it."""
 
     # ---- running
 
@@ -156,7 +156,7 @@ class DataParallelTrainer:
         """Start the function on a started executor, for `fit` and for trials of Ray Tune.
 
         Training continues from checkpoints in `folder`, otherwise from `checkpoint`. `iteration` is
-        the number of earlier reports, unless a checkpoint in the folder has it.
+        the number of earlier reports. A checkpoint in the folder overrides it.
         """
         names = {"name": folder.name, "dir": str(folder)} if folder is not None else {}
         return executor.start_training(
@@ -176,7 +176,7 @@ class DataParallelTrainer:
         return CallbackHandler(self.run_config.callbacks)
 
     def executor(self) -> BackendExecutor:
-        """Return a new executor, not started, for the workers that the configs describe."""
+        """Return a new executor for the workers that the configs describe. It is not started."""
         failure = self.run_config.failure_config
         return executor_for(self.backend_config, self.scaling_config, failure)
 
@@ -254,7 +254,8 @@ class DataParallelTrainer:
             path: folder of the run: ``Result.path``.
             train_loop_per_worker: replaces the function.
             train_loop_config: replaces the config.
-            datasets: replaces the data sets; required if those belonged to another cluster.
+            datasets: replaces the data sets; required if the earlier data sets belong to another
+                cluster.
             changed: other arguments of the trainer, such as ``scaling_config``.
         """
         folder = Path(path).expanduser().absolute()

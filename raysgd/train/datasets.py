@@ -14,8 +14,7 @@ _UNNAMED = "dataset"
 class Datasets:
     """The data sets of a run: one, several by name, or None.
 
-    `is_split` returns for a name whether to split that data set. Otherwise every worker gets all of
-    it.
+    `is_split(name)` returns whether to split a data set. If False, every worker gets all rows.
     """
 
     def __init__(self, given: Any, is_split: Callable[[str], bool] = lambda name: True) -> None:
@@ -29,13 +28,13 @@ class Datasets:
             is_dataset = hasattr(dataset, "split") and not isinstance(dataset, str)
             if dataset is not None and is_split(name) and not is_dataset:
                 shown = f"dataset {name!r}" if self._has_names else f"dataset={dataset!r}"
-                raise TypeError(f"{shown}: must be a Ray Dataset, or a dict of them by name.")
+                raise TypeError(f"{shown}: must be a Ray Dataset, or a dict of Datasets by name.")
 
     def shared_out(self, actors: Sequence[Any]) -> list[Any]:
         """Return the shard of each worker. Shards have equal size and local rows if possible.
 
-        For several data sets, each worker gets a dict of shards by name. Without data sets, it gets
-        None.
+        With several data sets, each worker gets a dict of shards by name. Without data sets, each
+        worker gets None.
         """
         shares = {name: self._shares(name, data, actors) for name, data in self._named.items()}
         if not self._has_names:

@@ -123,7 +123,7 @@ class BackendExecutor:
         prepare = BackendExecutor._prepare_workers
         controller.starts.on_start = functools.partial(prepare, weakref.proxy(self))
         self._controller = controller
-        # Shut down even if the executor is dropped without shutdown(), or the script ends.
+        # Shut down even if the script never calls shutdown().
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
         try:
             controller.start()
@@ -139,7 +139,7 @@ class BackendExecutor:
             self._run.share_data()
 
     def shutdown(self, graceful_termination: bool = True, patience_s: float = 5) -> None:
-        """Stop the workers. `start` works again afterwards.
+        """Stop the workers. You can call `start` again afterwards.
 
         With `graceful_termination`, backend and workers clean up. Busy workers have `patience_s`
         seconds to finish.
@@ -149,7 +149,7 @@ class BackendExecutor:
             return
         controller.check_process()
         try:
-            # The backend's hook would wait for busy workers forever.
+            # The `on_shutdown` hook of the backend would wait for busy workers forever.
             gently = graceful_termination and self._is_idle(controller, patience_s)
             if gently:
                 self._backend.on_shutdown(self.worker_group, self._backend_config)
@@ -205,9 +205,9 @@ class BackendExecutor:
         iteration: int = 0,
         resume: bool = False,
     ) -> RunCheckpoints:
-        """Start a function of no arguments on every worker. Checkpoints go into `run_dir`, if any.
+        """Start a function of no arguments on every worker. Checkpoints go into `run_dir`.
 
-        `dataset`, `checkpoint`, and `checkpoint_strategy` are those of `Trainer.run`.
+        `dataset`, `checkpoint`, and `checkpoint_strategy` mean the same as in `Trainer.run`.
         `latest_checkpoint_id` is the number of the newest checkpoint so far, by default 0.
         `iteration` is the number of earlier reports. `resume` continues from the newest checkpoint
         in `run_dir`, if there is one.
@@ -313,18 +313,18 @@ class BackendExecutor:
 
     @property
     def latest_checkpoint_dir(self) -> Path | None:
-        """Folder of the newest run's checkpoints; None if there are none on disk."""
+        """Folder of the newest run's checkpoints; None if no checkpoint is on disk."""
         folder = self._checkpoints.folder
         return folder if folder is not None and folder.is_dir() else None
 
     @property
     def latest_checkpoint_path(self) -> Path | None:
-        """Path of that run's newest checkpoint; None if it has none on disk."""
+        """Path of the newest checkpoint of the newest run; None if no checkpoint is on disk."""
         return self._saved.latest_path
 
     @property
     def best_checkpoint_path(self) -> Path | None:
-        """Path of that run's best checkpoint; None if it has none on disk."""
+        """Path of the best checkpoint of the newest run; None if no checkpoint is on disk."""
         return self._saved.best_path
 
     # ---- helpers

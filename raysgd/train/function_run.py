@@ -39,16 +39,16 @@ class FunctionRun:
     checkpoints: RunCheckpoints
     datasets: Datasets
     call: Call
-    """Counts the losses over all requests of the run."""
+    """Counts the losses of workers over all requests of the run."""
     is_silent: bool = False
     """Whether to skip reports."""
     values: list[Any] | None = None
     """The results of the function by rank; None until it has returned."""
     _news: Sequence[Reported] | None = None
-    """The checkpoints on disk, if the workers do not know them yet."""
+    """The checkpoints on disk to send to the workers; None if the workers know them."""
 
     def start(self, max_attempts: int) -> None:
-        """Start the function on all workers. Tolerate the loss of workers before it begins."""
+        """Start the function on all workers. Tolerate losses of workers before it begins."""
         with self._as_training_errors():
             self.controller.snapshots.set({"plan": self.plan})
             repair(self.controller, max_attempts)
@@ -101,7 +101,7 @@ class FunctionRun:
         if turn.checkpoint is None:
             raise RuntimeError(
                 f"Worker {rank} reported a checkpoint, but worker 0 did not. raysgd keeps the "
-                "checkpoint of worker 0: report it there."
+                "checkpoint of worker 0: report a checkpoint there."
             )
         self.checkpoints.keep(turn, turn.checkpoint, len(turns))
         self._news = self.checkpoints.reported()

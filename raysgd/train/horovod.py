@@ -32,7 +32,7 @@ class HorovodConfig(BackendConfig):
 
     nics: set[str] | None = None
     """Names of the network interfaces of the workers. None selects the interface of the node's
-    address. NCCL uses all of them, gloo the first in alphabetical order."""
+    address. NCCL uses all of them, and gloo uses the first in alphabetical order."""
     verbose: int = 1
     """Log level of Horovod: 0 errors, 1 warnings, 2 info, 3 debug."""
     key: str | None = None
@@ -67,7 +67,7 @@ class HorovodConfig(BackendConfig):
 
 
 class FunctionHorovod(HorovodGroup):
-    """The environment of Horovod, for functions that call ``hvd.init()`` themselves.
+    """Sets the environment of Horovod, for functions that call ``hvd.init()`` themselves.
 
     raysgd does not know which groups the function joins, so all workers restart after an error.
     """

@@ -91,7 +91,7 @@ class RayTrainReportCallback(Callback):
     """Reports metrics and a checkpoint at the end of each training epoch.
 
     The metrics are ``trainer.callback_metrics``, ``epoch``, and ``step``. The checkpoint is a
-    folder with Lightning's own checkpoint in the file `CHECKPOINT_NAME`. The arguments are options
+    folder with the checkpoint of Lightning in the file `CHECKPOINT_NAME`. The arguments are options
     of :func:`raysgd.train.report`; NO_UPLOAD is not allowed.
     """
 
@@ -112,7 +112,7 @@ class RayTrainReportCallback(Callback):
         metrics: dict[str, Any] = {k: v.item() for k, v in trainer.callback_metrics.items()}
         metrics |= {"epoch": trainer.current_epoch, "step": trainer.global_step}
         with tempfile.TemporaryDirectory() as folder:
-            trainer.save_checkpoint(Path(folder, self.CHECKPOINT_NAME))  # all workers take part
+            trainer.save_checkpoint(Path(folder, self.CHECKPOINT_NAME))  # call on all workers
             if trainer.is_global_zero:
                 report(
                     metrics,

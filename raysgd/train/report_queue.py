@@ -1,8 +1,8 @@
 """A queue of one turn between the thread of a training function and the driver.
 
 `put` waits until the driver has taken the previous turn, so no worker gets more than one report
-ahead of the slowest. `until_handled` waits until the driver asks for the next turn. By then the
-driver holds the checkpoint of the turn, which therefore cannot be lost.
+ahead of the slowest. `until_handled` waits until the driver asks for the next turn. Then the
+driver holds the checkpoint of the turn, and a loss of workers cannot lose it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Turn:
     """The pickled checkpoint; only worker 0 sends one."""
     has_checkpoint: bool = False
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """Numbers that can rate the checkpoint."""
+    """The reported numbers, which can rate the checkpoint."""
     iteration: int = 0
     """Number of reports so far, including this one."""
     validation: Any = False

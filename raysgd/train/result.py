@@ -23,17 +23,17 @@ class Result:
     """The result of a run."""
 
     metrics: dict[str, Any] | None
-    """Last report of worker 0; None if it reported nothing."""
+    """Last report of worker 0; None if worker 0 reported nothing."""
     checkpoint: Checkpoint | None
     best_checkpoints: Sequence[tuple[Checkpoint, dict[str, Any]]] = ()
     """Checkpoints on disk, best first, each with the numbers that were reported with it."""
     path: str = ""
     error: BaseException | None = None
-    """Always None, because ``fit()`` raises errors. For scripts that read it."""
+    """Always None, because ``fit()`` raises errors. For scripts that read this attribute."""
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """All reports of worker 0, also those before a `restore`."""
+        """All reports of worker 0, including reports before a `restore`."""
         return read_reports(Path(self.path) / REPORTS)
 
     @property

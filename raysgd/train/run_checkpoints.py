@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 class RunCheckpoints(CheckpointFolder):
-    """Keeps the newest checkpoint in memory, and those that the strategy selects on disk.
+    """Keeps the newest checkpoint in memory, and the selection of the strategy on disk.
 
-    The files are named ``checkpoint_000001`` and so on. During the run the newest is kept in
-    addition to the best, because a restart needs it. Without a folder, only the newest is kept, in
-    memory.
+    The files are named ``checkpoint_000001`` and so on. During the run, the newest checkpoint is
+    kept on disk in addition to the best, because a restart needs it. Without a folder, only the
+    newest checkpoint is kept, in memory.
     """
 
     _pattern = re.compile(r"checkpoint_[0-9]{6,}")
@@ -73,7 +73,7 @@ class RunCheckpoints(CheckpointFolder):
         return manifest
 
     def keep(self, turn: Turn, blob: bytes, world_size: int) -> None:
-        """Store a checkpoint. When this returns, it is on disk if the strategy keeps it."""
+        """Store a checkpoint, on disk too if the strategy keeps it. Return when it is stored."""
         self._check_score(turn)
         if self._decode is not None:
             blob = cloudpickle.dumps(self._decode(pickle.loads(blob)))
@@ -182,7 +182,7 @@ class RunCheckpoints(CheckpointFolder):
 
 
 def packed_checkpoint(checkpoint: Any) -> bytes | None:
-    """Pickle the checkpoint that a run starts from: a dict, a Checkpoint, or the path of one."""
+    """Pickle the checkpoint that a run starts from: a dict, a Checkpoint, or a path."""
     if checkpoint is None:
         return None
     if isinstance(checkpoint, str | os.PathLike):

@@ -1,4 +1,4 @@
-"""Runs a training function in a thread of a worker process, and the requests to it."""
+"""Runs a training function in a thread of a worker process, and handles requests to it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class EndRunRequest(Request):
 class FunctionRunner(Runner):
     """Runs one training function. `Runner` documents which thread calls which method.
 
-    The function starts with a `BeginRequest`, and after a restart with the next request.
+    A `BeginRequest` starts the function. After a restart, a `NextRequest` starts it too.
 
     `share_gpus` lets each worker see the GPUs of all workers on its node. In the driver's
     environment, ``TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES`` overrides it.

@@ -62,7 +62,7 @@ class Plan:
     """The checkpoints on disk."""
     validates: bool = False
     encode: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-    """`encode_data` of the user's backend; None if it does nothing."""
+    """`encode_data` of the user's backend; None if the backend does not override it."""
     full_size: int | None = None
     """Number of workers of the full group, which sets the global batch size. None scales the batch
     with the group."""
@@ -118,7 +118,7 @@ class Session:
         except BaseException as error:
             end = Turn("end", error=error)
         if here.session is self:
-            here.session = None  # before the driver learns of the end and begins another run
+            here.session = None  # before the driver sees the end and begins another run
         self.report_queue.end(end)
 
     def _warn_of_separate_models(self) -> None:

@@ -57,8 +57,8 @@ class TensorflowTrainer(DataParallelTrainer):
 def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:
     """Return a ``tf.data.Dataset`` with auto-sharding switched off.
 
-    The data are this worker's shard already, such as ``get_dataset_shard().to_tf(...)``. Otherwise
-    the strategy would shard them again.
+    The argument already is this worker's shard, such as ``get_dataset_shard().to_tf(...)``. With
+    auto-sharding, the strategy would shard it again.
     """
     import tensorflow as tf
 

@@ -41,8 +41,8 @@ class Trainer:
 
     Args:
         backend: "torch", "tensorflow", "horovod", or a BackendConfig.
-        num_workers: number of workers. ``(min, max)`` uses as many of them as fit, fewer after a
-            loss. If there is room again, the run restarts with more from its next checkpoint.
+        num_workers: number of workers. With ``(min, max)``, as many workers start as fit, and fewer
+            after a loss. If room becomes free, the run restarts with more at its next checkpoint.
         use_gpu: whether each worker reserves a GPU.
         resources_per_worker: resources of each worker; ``CPU`` and ``GPU`` replace the default of
             one each.
@@ -73,7 +73,7 @@ class Trainer:
         self._iterator: TrainingIterator | None = None
         self.logdir = run_folder(logdir, "train")
         if logdir is None:
-            self.logdir = make_folder(self.logdir)  # another run may have the name
+            self.logdir = make_folder(self.logdir)  # another trainer may use the same name
         else:
             self.logdir.mkdir(parents=True, exist_ok=True)
         logger.info("The runs are in %s.", self.logdir)
@@ -89,7 +89,7 @@ class Trainer:
         self._executor.start(initialization_hook)
 
     def shutdown(self) -> None:
-        """Stop the workers and release their resources. `start` works again afterwards."""
+        """Stop the workers and release their resources. You can call `start` again afterwards."""
         self._executor.shutdown()
 
     # ---- runs
@@ -112,8 +112,8 @@ class Trainer:
         Args:
             train_func: a function of no argument, or of the config.
             config: the config; None for an empty dict.
-            callbacks: receive what the workers report.
-            dataset: a Ray Dataset, or a dict of them by name. Each worker gets an equal shard
+            callbacks: callbacks that receive the reports of the workers.
+            dataset: a Ray Dataset, or a dict of Datasets by name. Each worker gets an equal shard
                 (`raysgd.train.get_dataset_shard`).
             checkpoint: checkpoint to start from: a dict, or the path of a checkpoint.
             checkpoint_strategy: which checkpoints stay on disk; by default all.
@@ -140,10 +140,10 @@ class Trainer:
         checkpoint: Any = None,
         checkpoint_strategy: CheckpointStrategy | None = None,
     ) -> TrainingIterator:
-        """Start a training function, and return an iterator over what the workers report.
+        """Start a training function, and return an iterator over the reports of the workers.
 
-        Arguments are those of `run`. The iterator raises errors of the run. The next run ends this
-        one.
+        The arguments are the same as in `run`. The iterator raises errors of the run. The next run
+        ends this run.
         """
         function, run_dir = self._prepared("run_iterator", train_func, config)
         self._executor.start_training(function, run_dir, dataset, checkpoint, checkpoint_strategy)
@@ -154,7 +154,8 @@ class Trainer:
         """Create an object of a class on every worker, with the backend set up.
 
         Return the objects by rank. ``workers[0].method.remote(...)`` returns a reference for
-        ``ray.get``. The objects live until the trainer shuts down. Starts the trainer if necessary.
+        ``ray.get``. The objects live until the trainer shuts down. This method starts the trainer
+        if necessary.
         """
         if not self._executor.is_started:
             self._executor.start()
@@ -191,17 +192,17 @@ class Trainer:
 
     @property
     def latest_checkpoint_dir(self) -> Path | None:
-        """Folder of the newest run's checkpoints; None if there are none on disk."""
+        """Folder of the newest run's checkpoints; None if no checkpoint is on disk."""
         return self._executor.latest_checkpoint_dir
 
     @property
     def best_checkpoint_path(self) -> Path | None:
-        """Path of that run's best checkpoint; None if it has none on disk."""
+        """Path of the best checkpoint of the newest run; None if no checkpoint is on disk."""
         return self._executor.best_checkpoint_path
 
     @property
     def best_checkpoint(self) -> dict[str, Any] | None:
-        """The best checkpoint of that run; None if it has none on disk."""
+        """The best checkpoint of the newest run; None if no checkpoint is on disk."""
         path = self.best_checkpoint_path
         return None if path is None else self.load_checkpoint_from_path(path)
 

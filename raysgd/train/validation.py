@@ -1,6 +1,6 @@
 """Validation of checkpoints in parallel with training.
 
-Each validation is a Ray task. Driver and workers hold a reference to it to read its result.
+Each validation is a Ray task. The driver and the workers read its result by a reference.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointConsistencyMode(Enum):
-    """How long `get_all_reported_checkpoints` waits."""
+    """What `get_all_reported_checkpoints` waits for."""
 
     COMMITTED = "COMMITTED"
-    """Until the driver has handled all reports of this worker."""
+    """Wait until the driver has handled all reports of this worker."""
     VALIDATED = "VALIDATED"
-    """Until the requested validations have ended as well."""
+    """Wait until the requested validations have ended as well."""
 
 
 class ReportedCheckpointStatus(Enum):
@@ -71,10 +71,10 @@ class ValidationConfig:
     """How to validate checkpoints that are reported with ``validation=``."""
 
     fn: Callable[..., dict[str, Any]]
-    """Function of a :class:`Checkpoint` and keyword arguments that returns metrics by name. Runs in
-    a Ray task."""
+    """Function that gets a :class:`Checkpoint` and keyword arguments, and returns metrics by name.
+    It runs in a Ray task."""
     task_config: ValidationTaskConfig | None = None
-    """Default settings of validations; those in `report` take precedence."""
+    """Default settings of validations. Settings in `report` take precedence."""
     ray_remote_kwargs: dict[str, Any] | None = None
     """Arguments of ``ray.remote`` for the task, such as ``{"num_gpus": 1}``; one CPU by default."""
 

@@ -33,7 +33,7 @@ class Worker:
 class WorkerGroup:
     """A group of Ray actors that run functions. Creating the object starts it.
 
-    A fraction of a GPU in `num_gpus_per_worker` lets workers share one.
+    With a fraction in `num_gpus_per_worker`, workers share a GPU.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class WorkerGroup:
     def start(self) -> None:
         """Start the workers.
 
-        Raise InsufficientResourcesError if the cluster has no room for them within 100 s
+        Raise InsufficientResourcesError if the cluster has no room for the workers within 100 s
         (``TRAIN_PLACEMENT_GROUP_TIMEOUT_S``).
         """
         if self._group.members:
@@ -84,7 +84,7 @@ class WorkerGroup:
         self._group.add(num_workers)
 
     def remove_workers(self, worker_indexes: Sequence[int]) -> None:
-        """Stop some workers. Ranks close the gaps, and `add_workers` can use the free resources."""
+        """Stop some workers, and renumber the others. `add_workers` can use the free resources."""
         for member in dict.fromkeys([self._member(index) for index in worker_indexes]):
             self._group.discard(member)
 
@@ -182,7 +182,7 @@ def _label_selectors(given: Any, num_workers: int) -> list[dict[str, str]]:
 
 _NUM_RETURNS = "__ray_num_returns__"  # set by @ray.method(num_returns=...)
 _HOSTED: dict[str, Any] = {}
-"""In a worker: the object of each `TrainWorkerGroup`, by the ID of the group."""
+"""The worker's object of each `TrainWorkerGroup`, by the ID of the group."""
 
 
 class TrainWorkerGroup:
@@ -255,7 +255,7 @@ class HostedMethod:
         return replace(self, num_returns=num_returns)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Start the method and return a reference for ``ray.get``, or ``num_returns`` of them."""
+        """Start the method. Return a reference for ``ray.get``, or ``num_returns`` references."""
         execute = self.actor.execute.options(num_returns=self.num_returns)
         return execute.remote(_call_hosted, self.hosted_id, self.name, *args, **kwargs)
 

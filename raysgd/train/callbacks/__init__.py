@@ -1,4 +1,4 @@
-"""Callbacks of training functions, which receive what the workers report."""
+"""Callbacks of training functions. They receive the reports of the workers."""
 
 from __future__ import annotations
 

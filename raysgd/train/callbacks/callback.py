@@ -1,4 +1,4 @@
-"""The base classes of callbacks for training functions, and what calls them."""
+"""The base classes of callbacks for training functions, and the code that calls callbacks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingCallback:
-    """Receives what the workers report. Runs on the driver; override what you need."""
+    """Receives the reports of the workers, on the driver. Override the methods that you need."""
 
     results_preprocessor: ResultsPreprocessor | None = None
     """Preprocessor of the results that `handle_result` receives."""
@@ -48,11 +48,11 @@ class TrainingCallback:
         """Handle preprocessed reports."""
 
     def finish_training(self, error: bool = False, **info: Any) -> None:
-        """Handle the end of a run. `error` says whether the run failed."""
+        """Handle the end of a run. `error` is whether the run failed."""
 
 
 class FileCallback(TrainingCallback):
-    """Writes into a folder what some workers report."""
+    """Writes the reports of some workers into a folder."""
 
     logdir: Path
     """The folder of the callback. It exists from the first run on."""
@@ -88,7 +88,7 @@ class CallbackHandler:
 
     @contextlib.contextmanager
     def run(self, logdir: Path, config: dict[str, Any]) -> Iterator[None]:
-        """Start the callbacks. At the end, finish those that started, in reverse order."""
+        """Start the callbacks. At the end, finish the started callbacks in reverse order."""
         with contextlib.ExitStack() as started:
             for callback in self._callbacks:
                 started.push(functools.partial(_finish, callback))
@@ -96,7 +96,7 @@ class CallbackHandler:
             yield
 
     def handle(self, results: list[dict[str, Any]]) -> None:
-        """Pass the results to each callback. `process_results` copies them."""
+        """Pass the results to each callback. `process_results` copies the results."""
         for callback in self._callbacks:
             callback.process_results(results)
 

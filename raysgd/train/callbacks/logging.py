@@ -1,4 +1,4 @@
-"""Write what the workers report to files and services. `raysgd.callbacks` has the writers."""
+"""Write reports of the workers to files and services, with the writers of `raysgd.callbacks`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _NOT_SHOWN = (
 
 
 class JsonLoggerCallback(FileCallback):
-    """Writes ``results.json``: a list of reports, each of which is a list by worker.
+    """Writes ``results.json``: a list with one list of the workers' results for each report.
 
     The file is valid JSON after each report, and a restored run appends to it. Values that JSON
-    cannot represent are written as text. The default folder is that of the run. None as
-    `workers_to_log` stands for all workers.
+    cannot represent are written as text. The default folder is the folder of the run.
+    `workers_to_log=None` selects all workers.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class MLflowLoggerCallback(FileCallback):
     """Writes an MLflow run: the config as parameters, and the numbers that one worker reports.
 
     Args:
-        tracking_uri: a server, a database, or a folder. By default the URI that MLflow is
-            configured with, otherwise ``mlruns`` in the folder of the run.
+        tracking_uri: a server, a database, or a folder. The default is the URI in the settings of
+            MLflow. Without one, it is ``mlruns`` in the folder of the run.
         registry_uri: URI of the model registry.
         experiment_id: ID of an existing experiment.
-        experiment_name: name of the experiment otherwise; created if it is missing.
+        experiment_name: name of the experiment if there is no ID. MLflow creates a missing one.
         tags: tags of the run.
         save_artifact: whether to upload the folder of the run at the end.
         logdir: the folder; None for the folder of the run.
@@ -132,9 +132,9 @@ class MLflowLoggerCallback(FileCallback):
 class TBXLoggerCallback(FileCallback):
     """Writes the reports of one worker for TensorBoard.
 
-    Numbers become scalars, and lists and arrays of numbers become histograms. Their tags are
-    ``ray/train/NAME``, and their steps ``_training_iteration``. The default folder is that of the
-    run. Needs tensorboard, and torch, whose writer it uses.
+    Numbers become scalars, and lists and arrays of numbers become histograms. The tags are
+    ``ray/train/NAME``, and the steps are ``_training_iteration``. The default folder is the folder
+    of the run. Needs tensorboard and torch.
     """
 
     def __init__(

@@ -103,7 +103,7 @@ class AverageResultsPreprocessor(_Aggregating):
 
 
 class MaxResultsPreprocessor(_Aggregating):
-    """Adds ``max(name)``, the maximum over the workers, for `keys` or all that are numbers."""
+    """Adds ``max(name)``, the maximum over the workers, for `keys` or all numeric metrics."""
 
     _name = "max({})"
 
@@ -114,8 +114,8 @@ class MaxResultsPreprocessor(_Aggregating):
 class WeightedAverageResultsPreprocessor(_Aggregating):
     """Adds ``weight_avg_WEIGHT(name)``, the mean over the workers, weighted by another metric.
 
-    Adds it for `keys`, or all metrics that are numbers. `weight_key` names the metric that is the
-    weight. Workers without a number there do not count. If the sum of the weights is zero, all
+    Adds the mean for `keys`, or for all metrics that are numbers. `weight_key` names the metric
+    with the weights. Workers without a weight do not count. If the sum of the weights is zero, all
     workers count equally.
     """
 

@@ -14,8 +14,8 @@ __all__ = ["TorchTensorboardProfilerCallback"]
 class TorchTensorboardProfilerCallback(FileCallback):
     """Writes the traces that :class:`raysgd.train.torch.TorchWorkerProfiler` reports.
 
-    The default folder is ``pytorch_profiler`` in the folder of the run. None as `workers_to_log`
-    stands for all workers.
+    The default folder is ``pytorch_profiler`` in the folder of the run. `workers_to_log=None`
+    selects all workers.
     """
 
     _subfolder = "pytorch_profiler"

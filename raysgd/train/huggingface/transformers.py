@@ -37,9 +37,8 @@ class RayTrainReportCallback(TrainerCallback):  # type: ignore[misc]
     """Reports metrics and a checkpoint each time that the Trainer saves.
 
     The metrics are the newest of each name in ``trainer.state.log_history``. The checkpoint is a
-    folder with the Trainer's own ``checkpoint-<step>`` in the folder `CHECKPOINT_NAME`. It has the
-    files that are in ``output_dir`` on the node of worker 0. ``save_strategy`` and ``save_steps``
-    decide when the Trainer saves.
+    folder. Its subfolder `CHECKPOINT_NAME` has the content of the Trainer's ``checkpoint-<step>``
+    on the node of worker 0. ``save_strategy`` and ``save_steps`` decide when the Trainer saves.
     """
 
     CHECKPOINT_NAME = "checkpoint"
@@ -73,7 +72,7 @@ class _Batches(IterableDataset[Any]):
 
 
 def prepare_trainer(trainer: Any) -> Any:
-    """Return the trainer, able to read batches of Ray Data. Check its rank and its world size.
+    """Let the trainer read batches of Ray Data, check its rank and world size, and return it.
 
     Its ``train_dataset`` and ``eval_dataset`` may be the result of
     ``get_dataset_shard().iter_torch_batches()``, which sets the batch size.

@@ -1,4 +1,4 @@
-"""Functions of training with PyTorch: prepare models, loaders and optimizers.
+"""Functions to prepare models, loaders, and optimizers of PyTorch for distributed training.
 
 Each run has its own state: its precision, and the prepared objects.
 """
@@ -96,12 +96,12 @@ def prepare_model(
 ) -> torch.nn.Module:
     """Return a model for distributed training.
 
-    Load the state of an optimizer afterwards, because PyTorch puts it on the device of the
-    parameters.
+    Load the state of an optimizer after this call, because PyTorch puts that state on the device of
+    the parameters.
 
     Args:
         model: the model.
-        move_to_device: whether to move it to `get_device`; or a device to move it to.
+        move_to_device: whether to move the model to `get_device()`; or another device.
         wrap_ddp: False is the same as ``parallel_strategy=None``.
         ddp_kwargs: the same as ``parallel_strategy_kwargs``.
         parallel_strategy: how to wrap the model if there are several workers. "ddp" uses
@@ -154,19 +154,19 @@ def prepare_data_loader(
     All workers agree on the order of a shuffled loader, and it changes with each pass.
     ``loader.sampler.set_epoch(n)`` sets the epoch, also before the first pass. Later passes count
     from there. For any other sampler (a subset, a weighted draw), every worker draws the whole
-    order with the same random numbers. It must be the same on all workers.
+    order with the same random numbers. The sampler must be the same on all workers.
 
     If a run with ``num_workers=(min, max)`` has fewer than the maximum, batches become larger, and
     a warning is logged. ``ElasticConfig(global_batch="scale")`` makes steps smaller instead.
 
     Args:
-        data_loader: the loader, the same on all workers. Its batch size is that of one worker in
-            the full group.
+        data_loader: the loader, the same on all workers. Its batch size is the batch size of one
+            worker in the full group.
         add_dist_sampler: whether to split the data if there are several workers. A loader with an
             IterableDataset, a batch sampler, or a sampler for one of several workers (a
             DistributedSampler, or any with ``num_replicas``) is not split. Neither is a subclass
-            with its own ``__iter__``, or a loader whose sampler has no length; a warning is logged
-            for those.
+            with its own ``__iter__``, or a loader whose sampler has no length; in these two cases
+            a warning is logged.
         move_to_device: whether to move the batches to `get_device`.
         auto_transfer: whether to move the next batch during the current step, on a CUDA stream of
             its own; needs a GPU.
@@ -194,7 +194,7 @@ def prepare_data_loader(
 def prepare_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer that steps in the precision of the run.
 
-    It replaces the optimizer everywhere, also in schedulers.
+    Use the returned optimizer everywhere, including in schedulers.
     """
     accelerator = _accelerator()
     if not accelerator.amp:
@@ -219,8 +219,8 @@ def backward(tensor: torch.Tensor) -> None:
 def enable_reproducibility(seed: int = 0) -> None:
     """Seed Python, NumPy and PyTorch, and make PyTorch use deterministic algorithms.
 
-    Call it at the top of the training function, after `accelerate`. It also seeds data loader
-    workers and slows training down. Results may still differ between machines.
+    Call this at the top of the training function, after `accelerate`. Data loader workers are
+    seeded too. Training becomes slower. Results may still differ between machines.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -22,7 +22,8 @@ from raysgd.train.data_parallel_trainer import DataParallelTrainer
 class TorchBackend(Backend):
     """Sets up nothing in addition to the process group of `TorchConfig`.
 
-    To set up more, make a subclass of this the ``backend_cls`` of a TorchConfig subclass.
+    To set up more, subclass TorchBackend, and set the subclass as ``backend_cls`` of a TorchConfig
+    subclass.
     """
 
     share_cuda_visible_devices = True
@@ -36,7 +37,7 @@ class TorchConfig(BackendConfig):
     """"gloo" or "nccl"; None selects nccl if the workers have GPUs, otherwise gloo."""
     init_method: str = "env"
     """With "env", workers get MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and LOCAL_RANK; with "tcp"
-    they do not. The process group is the same."""
+    they do not get them. The process group is the same."""
     timeout_s: float = 1800
     """Seconds that a collective, or the setup of the workers, may take."""
 

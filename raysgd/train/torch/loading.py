@@ -71,7 +71,7 @@ def prepared_loader(
 class PreparedLoader(DataLoader[Any]):
     """Iterates over another loader, and moves its batches to a device.
 
-    All other attributes, such as ``dataset`` and ``sampler``, are those of that loader.
+    All other attributes, such as ``dataset`` and ``sampler``, come from the wrapped loader.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class _SharedSampler(DistributedSampler[Any]):
     def _next_pass(self, read: Callable[[int], Iterator[Any]]) -> Iterator[Any]:
         epoch = self.epoch
         items = read(epoch)
-        self.set_epoch(epoch + 1)  # holds unless the user sets another
+        self.set_epoch(epoch + 1)  # the user may set another epoch before the next pass
         return items
 
 

@@ -21,7 +21,7 @@ class TorchWorkerProfiler:
             ...
             train.report(loss=loss, **collector.get_and_clear_profile_traces())
 
-    `trace_dir` is a folder on the worker's node that keeps the traces as well.
+    `trace_dir` is a folder on the worker's node for copies of the traces.
     """
 
     WORKER_TRACE_DIR_NAME = "pytorch_profiler"
