@@ -62,7 +62,7 @@ class Dataset:
     def __getattr__(self, name: str) -> Any:
         hint = ""
         if name in ("set_num_shards", "get_shard"):
-            hint = ": trainer.train(dataset=...) shares the items out over the workers by itself"
+            hint = ": trainer.train(dataset=...) partitions the items across the workers"
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __len__(self) -> int:

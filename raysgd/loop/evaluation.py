@@ -133,7 +133,7 @@ class Evaluation:
         train_state.end_segment()
         if isinstance(source, PartitionedSource) and next(places, None) is not None:
             raise RuntimeError(
-                f"predict(): {type(source.loader).__name__} yielded {len(found)} batches, and its "
+                f"predict(): {type(source.loader).__name__} yielded {len(found)} batches, but its "
                 "sampler has more, so results have no order. Yield each batch of the sampler."
             )
         return found

@@ -350,8 +350,8 @@ class Loop:
             )
         else:
             raise RuntimeError(
-                f"{name} drew no batch from its iterator, so num_steps cannot be counted. Iterate "
-                "over the iterator, or count in self.global_step."
+                f"{name} drew no batch from its iterator, so raysgd cannot count num_steps. Draw "
+                "the batches from the iterator, or increase self.global_step."
             )
 
     def warm_up(self) -> None:

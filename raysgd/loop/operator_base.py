@@ -201,14 +201,14 @@ class OperatorBase:
         if isinstance(value, list | tuple):
             raise RuntimeError(
                 f"{kind}.{name} holds {len(value)} objects, but the default train_batch and "
-                f"validate_batch use a single {name}. Override them in {kind}."
+                f"validate_batch use a single {name}. Override both methods in {kind}."
             )
         if value is None:
             raise RuntimeError(
                 f"{kind} has no self.{name}, which the default train_batch and validate_batch "
                 "need. Set it in setup: self.model, self.optimizer, self.criterion = "
-                f"self.register(models=..., optimizers=..., criterion=...). Or override both in "
-                f"{kind}."
+                f"self.register(models=..., optimizers=..., criterion=...). Or override both "
+                f"methods in {kind}."
             )
         return value
 

@@ -148,7 +148,7 @@ class StepIterator:
         step = self._step
         if step.batches and not step.place.is_last:
             raise RuntimeError(
-                "train_epoch ended within an accumulation group, before its update. Draw whole "
+                "train_epoch ended within an accumulation group, before the update. Draw whole "
                 f"groups of {self._train_state.accumulation_steps} batches from the iterator."
             )
         self._end()
@@ -222,8 +222,8 @@ class StepIterator:
         taken = self.num_batches + len(self._step.batches)
         raise RuntimeError(
             f"The train loader of worker {train_state.context.world_rank} ended after {taken} "
-            f"of {self._steps_left} batches, and the other workers would wait for it. Correct or "
-            "remove its __len__. If its data set raises StopIteration, raise another error."
+            f"of {self._steps_left} batches, and other workers would wait for more. Correct or "
+            "remove __len__ of the loader. Its data set must not raise StopIteration."
         )
 
     def _offset(self) -> int:

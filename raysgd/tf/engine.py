@@ -76,8 +76,8 @@ def _gradients_of(loss_of: Callable[..., Any], optimizer: Any, variables: Sequen
         found = tape.gradient(scaled, watched)
         if all(each is None for each in found):
             raise ValueError(
-                "The loss depends on no variable of the model. Compute it in TensorFlow from the "
-                "model's output."
+                "The loss depends on no variable of the model. Compute the loss in TensorFlow from "
+                "the model's output."
             )
         return result, found
 

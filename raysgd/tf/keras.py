@@ -59,8 +59,9 @@ def portable(model: Any) -> dict[str, Any]:
         architecture = keras.saving.serialize_keras_object(model)
     except (NotImplementedError, TypeError, ValueError) as error:
         raise TypeError(
-            f"get_model() cannot send {type(model).__name__} to the driver: {error}. Give it a "
-            "get_config(), or create it on the driver, with the weights of state_dict()['models']."
+            f"get_model() cannot send {type(model).__name__} to the driver: {error}. Define "
+            "get_config() in this class, or create the model on the driver, with the weights of "
+            "state_dict()['models']."
         ) from error
     return {
         "keras": keras.__name__,

@@ -102,8 +102,8 @@ def _complete(state: KerasTrainState) -> None:
     for model in state.models:
         if not model.built:
             raise RuntimeError(
-                f"The model {model.name!r} is not built. Give it an Input layer, call it once in "
-                "setup, or register its data."
+                f"The model {model.name!r} is not built. Add an Input layer, call the model once "
+                "in setup, or register its data."
             )
     for optimizer, variables in state.trained():
         if not getattr(optimizer, "built", False):

@@ -203,7 +203,7 @@ class TFTrainer(OperatorTrainer):
         if is_pickle:
             raise CheckpointError(
                 f"restore({os.fspath(path)!r}) does not load files of Ray's TFTrainer, because "
-                "pickles can run code. If you trust it, call "
+                "pickles can run code. If you trust the file, call "
                 'model.set_weights(pickle.load(open(path, "rb"))["weights"]) in model_creator.'
             )
         self.load(path)

@@ -195,16 +195,16 @@ class ShardedLoader(PartitionedSource):
                 raise RuntimeError(
                     f"{kind}.__iter__ yielded a batch without drawing from self.batch_sampler (or "
                     "from self.sampler if batch_size is None). Every worker would read the same "
-                    "batches. Draw from it, or pass add_dist_sampler=False to the trainer and "
-                    "select the samples by self.world_rank."
+                    "batches. Draw from this sampler, or pass add_dist_sampler=False to the "
+                    "trainer and select the samples by self.world_rank."
                 )
             num_given += 1
             yield batch
         if num_given < num_batches and self._shard.even and self._shard.world_size > 1:
             raise RuntimeError(
-                f"{kind} ended after {num_given} of {num_batches} batches, and the other workers "
-                "would wait for this one. Its __iter__ must yield one batch for each that it draws "
-                "from its sampler, and its dataset must not raise StopIteration."
+                f"{kind} ended after {num_given} of {num_batches} batches, and other workers would "
+                "wait for more. Its __iter__ must yield one batch for each batch of its sampler, "
+                "and its dataset must not raise StopIteration."
             )
 
     def close_workers(self) -> None:

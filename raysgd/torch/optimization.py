@@ -358,7 +358,7 @@ class Optimization(StepFeature):
             elif parameter.grad is None:
                 raise RuntimeError(
                     "zero_grad() between two losses of a batch removed accumulated gradients. Call "
-                    "it before the first self.backward(loss) of the batch, or leave it out."
+                    "zero_grad() before the first self.backward(loss) of the batch, or not at all."
                 )
 
     # ---- checks

@@ -268,9 +268,9 @@ def warn_of_own_schedulers(operator: Any, schedulers: Sequence[Any], frequency: 
     lost = [each for each in schedulers if id(each) not in kept]
     if lost and frequency in ("batch", "epoch"):
         logger.warning(
-            "%s registered a %s and keeps it in no attribute. RaySGD v1 did not step such a "
-            "scheduler, but raysgd does, with scheduler_step_freq=%r. Keep it as self.scheduler, "
-            'or pass "manual".',
+            "%s registered a %s that is in no attribute. RaySGD v1 did not step such a scheduler, "
+            "but raysgd does, with scheduler_step_freq=%r. Assign the scheduler to "
+            'self.scheduler, or pass "manual".',
             type(operator).__name__,
             type(lost[0]).__name__,
             frequency,

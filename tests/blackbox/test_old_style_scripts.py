@@ -1257,7 +1257,7 @@ def test_a_scheduler_that_is_kept_nowhere_and_stepped_is_told_of(caplog):
         TorchTrainer(
             training_operator_cls=Operator, use_local=True, scheduler_step_freq=frequency
         ).shutdown()
-    assert "Operator registered a ExponentialLR and keeps it in no attribute" in caplog.text
+    assert "Operator registered a ExponentialLR that is in no attribute" in caplog.text
 
 
 def test_a_state_with_schedulers_loads_where_none_are_registered(caplog):
@@ -1305,7 +1305,7 @@ def test_results_that_are_no_dicts_are_refused_also_by_worker():
 
 def test_methods_that_shard_a_dataset_explain_that_it_shards_itself():
     for name in ("set_num_shards", "get_shard"):
-        with pytest.raises(AttributeError, match="shares the items out over the workers by itself"):
+        with pytest.raises(AttributeError, match="partitions the items"):
             getattr(ItemDataset([1, 2]), name)
 
 

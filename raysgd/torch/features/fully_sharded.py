@@ -335,7 +335,7 @@ class FullyShardedModel(ShardedOptimizer):
             if parameter.requires_grad != trained:
                 raise RuntimeError(
                     f"requires_grad of a parameter of shape {tuple(parameter.shape)} was {trained} "
-                    'in register(sharding="full"), and has changed. Set it before register.'
+                    'in register(sharding="full"), and has changed. Set requires_grad earlier.'
                 )
 
     def unsharded(self) -> list[UnshardedModel]:

@@ -237,8 +237,8 @@ class ShardedOptimizer(ShardedFeature):
             )
         if sum(len(group["params"]) for group in self.optimizer.param_groups) != self._num_given:
             raise RuntimeError(
-                f"{kind} has other parameters than in register(sharding=...). Call "
-                "add_param_group before register."
+                f"The number of parameters of {kind} has changed since register(sharding=...). "
+                "Call add_param_group before register."
             )
 
     # ---- state of this worker

@@ -98,7 +98,7 @@ def test_places_put_what_workers_read_in_the_loaders_order(world_size, total, si
         (
             Skipping(numbers(0, 40).dataset, batch_size=8),
             RuntimeError,
-            "yielded 4 batches, and its sampler has more",
+            "yielded 4 batches, but its sampler has more",
         ),
     ],
     ids=["shuffled", "empty", "several", "nameless", "none", "short"],
