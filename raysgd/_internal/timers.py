@@ -30,7 +30,7 @@ class TimerStat:
 
     def __enter__(self) -> TimerStat:
         if self._started is not None:
-            raise RuntimeError("This TimerStat is running. Use another one for a nested block.")
+            raise RuntimeError("This TimerStat is running. Use another timer for a nested block.")
         self._started = time.perf_counter()
         return self
 

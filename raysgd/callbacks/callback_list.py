@@ -216,7 +216,7 @@ class CallbackList:
                 if at_once and entry.callback.saves_state:
                     step = global_step + 1
                 if step is not None and step <= global_step:
-                    raise ValueError(f"It returned {step!r}, but the step is {global_step} already")
+                    raise ValueError(f"{step!r} is not above the current step, {global_step}")
                 entry.pause = step
             except Exception as error:
                 self._fail(entry, "next_pause", error)
@@ -360,7 +360,7 @@ def checked_callbacks(where: str, callbacks: Any, logdir: Path | None) -> list[C
                 )
         if callback.needs_logdir and logdir is None:
             raise ValueError(
-                f"{name} needs a folder. Pass one to it, or a folder for the whole run to the "
-                "trainer: logdir='runs/1'."
+                f"{name} needs a folder. Pass a folder to the callback, or a folder for the run to "
+                "the trainer: logdir='runs/1'."
             )
     return found

@@ -76,7 +76,7 @@ def prepare_write(
     if "path" in (state.get("tensors") or ()):
         raise CheckpointError(
             f"Cannot save to {target.shown}: the tensors of this state are in another file, "
-            f"{state['tensors']['path']}. Load the state with a trainer, and save that."
+            f"{state['tensors']['path']}. Load the state with a trainer, and save the trainer."
         )
     state = map_leaves(dict(state), _plain)
     archive = arrays if _holds_arrays(state) else _tensors()
@@ -151,7 +151,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manif
     if missing:
         raise CheckpointError(
             f"Cannot load {source.shown}: it is not the state of a trainer, because it has no "
-            f"{', '.join(missing)}. Write one with trainer.save(path)."
+            f"{', '.join(missing)}. Write a state with trainer.save(path)."
         )
     if "tensors" in state:
         state["tensors"] = _checked_tensors(source, state["tensors"])

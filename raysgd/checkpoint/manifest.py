@@ -68,8 +68,9 @@ class Manifest:
         content = json.loads(text)
         if content["format"] > FORMAT:
             raise CheckpointError(
-                f"raysgd {content['versions']['raysgd']} wrote it in format {content['format']}, "
-                f"but this version reads formats up to {FORMAT}. Update raysgd."
+                f"raysgd {content['versions']['raysgd']} wrote the file in format "
+                f"{content['format']}, but this version reads formats up to {FORMAT}. Update "
+                "raysgd."
             )
         return cls(**{entry.name: content[entry.name] for entry in dataclasses.fields(cls)})
 

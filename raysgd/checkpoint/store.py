@@ -116,7 +116,7 @@ class CheckpointStore(CheckpointFolder):
         if self._monitor is not None and self._monitor not in numbers:
             raise ValueError(
                 f"CheckpointStore(monitor={self._monitor!r}): must name a metric with one "
-                f"number. These are {', '.join(numbers) or 'none'}."
+                f"number. The numbers are: {', '.join(numbers) or 'none'}."
             )
         self._folder.make_folder()
         self._learn(self._names())

@@ -187,8 +187,8 @@ class HostMonitor:
         """Log a warning if a worker could not connect."""
         if answer.exception() is None and (reason := answer.result()):
             logger.warning(
-                "A worker cannot connect to the driver (%s). If its host fails, raysgd notices "
-                "that only when Ray does, after up to a minute.",
+                "A worker cannot connect to the driver (%s). If the host of the "
+                "worker fails, raysgd notices it only when Ray does, after up to a minute.",
                 reason,
             )
 

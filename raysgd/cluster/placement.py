@@ -202,8 +202,8 @@ def _reserve_within(
     if num_beside < min_workers:
         raise InsufficientResourcesError(
             f"No room for {_plural(min_workers)} with {_described(bundle)} each in the placement "
-            f"group of this trainer, which has room for {num_beside} next to the caller. Give it a "
-            "bundle for each worker.",
+            f"group of this trainer, which has room for {num_beside} next to the caller. Give the "
+            "group a bundle for each worker.",
             requested=bundle,
             total=_sum(group.bundle_specs),
             available=_sum(left),

@@ -36,8 +36,8 @@ def connect() -> None:
     except OSError as error:
         if given is not None:
             raise ConnectionError(
-                f"No Ray cluster answers at RAY_ADDRESS={given!r} ({error}). Start one, unset "
-                "RAY_ADDRESS, or set it to 'local' to start Ray here."
+                f"No Ray cluster answers at RAY_ADDRESS={given!r} ({error}). Start a cluster, "
+                "unset RAY_ADDRESS, or set it to 'local' to start Ray here."
             ) from error
         logger.warning(
             "The last Ray cluster of this machine, at %s, has ended. Starting Ray here.", last

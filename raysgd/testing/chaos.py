@@ -62,7 +62,7 @@ def resume(trainer: OperatorTrainer, rank: int) -> int:
 def _signal(trainer: OperatorTrainer, rank: int, number: signal.Signals) -> int:
     members = trainer._controller.members
     if rank not in range(len(members)):
-        raise ValueError(f"There is no worker {rank!r}: the trainer has {len(members)} now.")
+        raise ValueError(f"No worker has rank {rank!r}. Number of workers: {len(members)}.")
     member = members[rank]
     if not _send(member, rank, number):
         raise ProcessLookupError(

@@ -110,7 +110,7 @@ def backend_class(config: BackendConfig) -> type[Backend]:
         )
     if hasattr(found, "handle_failure"):
         logger.warning(
-            "raysgd does not call %s.handle_failure. After a failure, it calls on_start again.",
+            "raysgd does not call %s.handle_failure. After a failure, raysgd calls on_start again.",
             found.__name__,
         )
     return found

@@ -191,7 +191,7 @@ def packed_checkpoint(checkpoint: Any) -> bytes | None:
         checkpoint = Checkpoint.taken_from(checkpoint).packed()
     if not isinstance(checkpoint, Mapping):
         raise TypeError(
-            f"checkpoint={checkpoint!r}: must be a dict, a Checkpoint, or the path of one."
+            f"checkpoint={checkpoint!r}: must be a dict, a Checkpoint, or the path of a checkpoint."
         )
     blob: bytes = cloudpickle.dumps(dict(checkpoint))
     return blob

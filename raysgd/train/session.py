@@ -140,7 +140,7 @@ class Session:
         options.check(checkpoint, self.plan.experiment.get("dir", ""))
         if options.validation and not self.plan.validates:
             raise ValueError(
-                "report(validation=...): the trainer has no validation function. Pass it "
+                "report(validation=...): the trainer has no validation function. Pass "
                 "validation_config=ValidationConfig(function)."
             )
         self._settle()

@@ -186,7 +186,7 @@ def _merge_few(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     except Exception as error:  # a few batches may not suffice, for example if all are of one class
         notes = " ".join(getattr(error, "__notes__", ()))
         logger.warning(
-            "fit() tried a metric on the first batches, and it failed: %r %s", error, notes
+            "A metric failed when fit() tried it on the first batches: %r %s", error, notes
         )
         return {}
 

@@ -75,8 +75,8 @@ def _check_share(name: str, given: Any) -> None:
     is_count, is_share = isinstance(given, int) and given >= 1, isinstance(given, float)
     if not is_number(given) or not (is_count or (is_share and 0 < given <= 1)):
         raise ValueError(
-            f"fit({name}={given!r}): must be a number of batches (an int from 1), or a share of "
-            "them (a float up to 1.0)."
+            f"fit({name}={given!r}): must be a number of batches (an int from 1), or a fraction "
+            "of all batches (a float up to 1.0)."
         )
 
 

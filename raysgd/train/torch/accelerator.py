@@ -174,7 +174,7 @@ def prepare_data_loader(
     if not isinstance(data_loader, torch.utils.data.DataLoader):
         raise TypeError(
             f"prepare_data_loader({type(data_loader).__name__}): must be a PyTorch DataLoader. "
-            "Select other data by raysgd.train.world_rank()."
+            "Partition other data yourself, by raysgd.train.world_rank()."
         )
     accelerator = _accelerator()  # makes a later accelerate() raise
     running = session.current()

@@ -193,7 +193,7 @@ def test_driver_writes_the_state_if_workers_share_no_folder(trainer, tmp_path, u
 def test_a_state_that_was_read_from_a_folder_is_in_no_other_file(trainer, tmp_path):
     trainer.save(tmp_path / "saved", sharded=True)
     state = read_file(tmp_path / "saved")
-    with pytest.raises(CheckpointError, match="Load the state with a trainer, and save that"):
+    with pytest.raises(CheckpointError, match="with a trainer, and save the trainer"):
         write_file(state, tmp_path / "other.ckpt")
 
 

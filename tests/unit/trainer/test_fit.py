@@ -135,7 +135,7 @@ def test_a_metric_that_cannot_be_computed_is_found_before_any_training(make_trai
         trainer.fit(1)
     assert caught.value.__notes__[0] == "The metric 'val_odd', a Sums, raised this error."
     assert trainer.global_step == 5, "all data may suffice if a few batches do not"
-    assert "first batches, and it failed: OverflowError" in caplog.text
+    assert "on the first batches: OverflowError" in caplog.text
 
 
 @pytest.mark.parametrize(
