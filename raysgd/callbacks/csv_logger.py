@@ -1,4 +1,4 @@
-"""The metrics of a run as a table."""
+"""The callback that writes metrics to a CSV file."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Generators:
         random.setstate((version, tuple(internal), gauss))
         kind, keys, place, *rest = state["numpy"]
         if not 0 <= place <= len(keys):  # NumPy would read beyond the keys
-            raise ValueError(f"NumPy's position is {place}, but must be at most {len(keys)}.")
+            raise ValueError(f"NumPy generator: position {place} must be from 0 to {len(keys)}.")
         np.random.set_state((kind, np.asarray(keys, np.uint32), place, *rest))
 
     def checked(self, states: Any, num_workers: int) -> Sequence[Mapping[str, Any]]:

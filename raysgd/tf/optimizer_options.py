@@ -21,7 +21,7 @@ def inspect(operator: Any) -> tuple[bool, list[float | None]]:
 def with_options(
     state: dict[str, Any], then: list[float | None], now: list[float | None]
 ) -> dict[str, Any]:
-    """Scale the learning rates of a state in place, like the initial rates from `then` to `now`."""
+    """Multiply each learning rate of a state in place by the ratio of initial rates, now / then."""
     for optimizer, old, new in zip(state["optimizers"], then, now, strict=True):
         if old is None or new is None or old == new:
             continue

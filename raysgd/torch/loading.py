@@ -176,7 +176,7 @@ class ShardedLoader(PartitionedSource):
     def _reader(self) -> DataLoader[Any]:
         """Return a copy of the user's loader that draws from a sampler of raysgd.
 
-        Return the same copy each time if it keeps processes, or if its class may count epochs.
+        Reuse one copy if the loader has persistent workers or may count epochs in its class.
         """
         if (made := self._kept_loader) is None:
             name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"

@@ -220,7 +220,8 @@ def check_fully_shardable(
                 raise ValueError(
                     f"{given} divides parameters by rows. {type(model).__name__}.{name} has no "
                     f"contiguous rows: its shape is {tuple(parameter.shape)}, and its strides are "
-                    f"{tuple(parameter.stride())}. Give it a dimension, or make it contiguous()."
+                    f"{tuple(parameter.stride())}. Use a contiguous parameter that has a dimension "
+                    "and is not empty."
                 )
 
 

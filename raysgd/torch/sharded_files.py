@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def write_state(train_state: TorchTrainState, state: dict[str, Any], folder: str) -> str:
-    """Move the tensors of this worker's state to a file. Rank 0 returns its hash."""
+    """Move the tensors of this worker's state to a file. Return its hash on rank 0, else ""."""
     if train_state.sharding != "full":
         raise ValueError(
             'save(sharded=True) needs register(sharding="full") in the operator. Leave out sharded.'

@@ -39,7 +39,7 @@ __all__ = [
 
 
 class _OnWorkers:
-    """Sets the device and the data part of this worker."""
+    """Sets the device and the sampler arguments of this worker."""
 
     @property
     def root_device(self) -> torch.device:

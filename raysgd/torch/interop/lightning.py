@@ -68,7 +68,7 @@ class LightningMethods(_Base):
     _datamodule: Any = None
 
     def setup(self, config: dict[str, Any]) -> None:
-        # A data creator gets the whole config.
+        # A data creator may use any key of the config, so no key counts as unused.
         unused = set() if self._data_creator is not None else set(config)
         module = self.module = _make(self._module_cls, config, unused)
         _check_hooks(module)

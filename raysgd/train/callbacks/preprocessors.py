@@ -130,6 +130,8 @@ class WeightedAverageResultsPreprocessor(_Aggregating):
         weights = {rank: 0.0 if math.isnan(weight) else weight for rank, weight in found.items()}
         total = sum(weights.values())
         if total == 0:
-            logger.warning("All workers count equally, because no worker reported %r.", key)
+            logger.warning(
+                "All workers count equally, because the weights %r are missing or sum to zero.", key
+            )
             return sum(numbers.values()) / len(numbers)
         return sum(value * weights[rank] for rank, value in numbers.items()) / total

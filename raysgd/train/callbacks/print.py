@@ -12,7 +12,7 @@ __all__ = ["PrintCallback"]
 
 
 class PrintCallback(TrainingCallback):
-    """Prints the reports of all workers as indented JSON, other values as text."""
+    """Prints the reports of all workers as indented JSON. Other values appear as their repr."""
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         print(json.dumps([json_dict(result, repr) for result in results], indent=4))
