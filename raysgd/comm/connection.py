@@ -69,7 +69,7 @@ def derived_key(key: str, purpose: str) -> str:
 
 
 def _name(key: str) -> bytes:
-    """Return the public identifier of a key, by which the listener finds the key."""
+    """Return the public identifier of a key, which the listener uses to find the key."""
     return hmac.digest(key.encode(), b"name", "sha256")[:_NAME_BYTES]
 
 

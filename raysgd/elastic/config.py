@@ -94,7 +94,7 @@ def _check_shares(shares: Any) -> None:
             if share == 0 or math.isinf(share):
                 raise ValueError(f"{where}: a share must be above 0 and finite, not {share!r}.")
         return
-    if shares not in ("even", "measured"):
+    if not isinstance(shares, str) or shares not in ("even", "measured"):
         raise ValueError(
             f'ElasticConfig(shares={shares!r}): must be "even", "measured", or a mapping of node '
             "labels, accelerator types, or resources to relative shares."

@@ -196,7 +196,11 @@ class Controller:
                     case machine.RunCall():
                         event = self._calls.run(action)
                     case machine.GiveUpState(why):
-                        logger.warning("All workers restart from the snapshot: %s.", why)
+                        logger.warning(
+                            "All workers restart from the snapshot, or from setup() without one: "
+                            "%s.",
+                            why,
+                        )
                         self._context.discard_members()
                     case machine.Fail(why):
                         self._fail(why)

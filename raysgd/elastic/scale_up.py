@@ -222,7 +222,7 @@ class ScaleUp:
         return sum(replacement.member is not None for replacement in self._replacements)
 
     def begin(self) -> None:
-        """Prepare for a start, in which the started workers become the group."""
+        """Prepare for a start, which makes the started workers the group."""
         self.try_again()
         self._enough_at = None
         # Crashes while other workers trained do not count.

@@ -47,7 +47,7 @@ class MeanLoss:
 
 
 def losses_of_outputs(compiled: Any) -> list[Any]:
-    """Return the metrics in which a compiled model keeps the losses of its outputs."""
+    """Return the metrics of a compiled model that hold the losses of its outputs."""
     return [metric for metric in compiled.metrics if metric.name.endswith("_loss")]
 
 

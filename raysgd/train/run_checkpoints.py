@@ -150,7 +150,7 @@ class RunCheckpoints(CheckpointFolder):
 
     @property
     def latest(self) -> dict[str, Any] | None:
-        """The newest checkpoint, in the form in which it was saved."""
+        """The newest checkpoint, in its original form."""
         return None if self.blob is None else pickle.loads(self.blob)
 
     @property

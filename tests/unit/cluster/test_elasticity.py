@@ -451,7 +451,7 @@ def test_all_restart_from_the_snapshot_if_shards_are_lost(world, caplog):
     assert steps_of(run_until(controller, 60, max_losses=1)) == [60] * len(controller.members)
     assert not set(before) & set(controller.members)
     assert kinds(controller)[:3] == ["started", "lost", "restarted"]
-    assert "restart from the snapshot: all copies of some shards" in caplog.text
+    assert "without one: all copies of some shards" in caplog.text
 
 
 def test_without_snapshots_that_ends_the_call(world):
@@ -667,6 +667,15 @@ def test_stopped_work_makes_the_next_call_form_a_new_generation(world):
     assert isinstance(controller.state, Broken)
     assert steps_of(run_until(controller, 5)) == [5, 5]
     assert kinds(controller) == ["started", "resumed"]
+
+
+def test_workers_restart_if_none_has_a_whole_state_and_no_snapshot_has_arrived(world):
+    controller = world.drive(2).controller
+    controller.stop(request_of("work"))
+    for member in controller.members:
+        member.partial = True
+    assert steps_of(run_until(controller, 5)) == [5, 5]
+    assert kinds(controller) == ["started", "restarted"]
 
 
 def test_worker_that_does_not_stop_is_replaced(world):

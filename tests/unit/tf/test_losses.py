@@ -38,17 +38,21 @@ def test_a_loss_may_be_a_name_a_class_a_function_or_have_another_reduction(keras
         assert float(found) == pytest.approx(squares.mean(), rel=1e-5)
 
 
+def squares_of(module, kind):
+    """Return squared errors as a loss, a name, or a function."""
+    return {
+        "loss": module.losses.MeanSquaredError(),
+        "name": "mse",
+        "function": lambda target, output: (tf.cast(target, output.dtype) - output) ** 2,
+    }[kind]
+
+
 @both
 @pytest.mark.parametrize("kind", ["loss", "name", "function"])
 def test_a_loss_takes_sample_weights(keras, kind):
     module = keras_of({"keras": keras})
-    criterion = {
-        "loss": module.losses.MeanSquaredError(),
-        "name": "mse",
-        "function": lambda target, output: (target - output) ** 2,
-    }[kind]
     weights = np.arange(len(BITS), dtype="float32")
-    found = MeanLoss(module, criterion)(BITS, CHANCES, sample_weight=weights)
+    found = MeanLoss(module, squares_of(module, kind))(BITS, CHANCES, sample_weight=weights)
     expected = np.mean((BITS - CHANCES)[:, 0] ** 2 * weights)
     assert float(found) == pytest.approx(expected, rel=1e-5)
 
@@ -59,12 +63,7 @@ def test_a_loss_can_be_called_for_one_of_several_outputs(keras, kind):
     module = keras_of({"keras": keras})
     inputs = module.Input((1,))
     model = module.Model(inputs, [module.layers.Dense(1, name=name)(inputs) for name in "ab"])
-    criterion = {
-        "loss": module.losses.MeanSquaredError(),
-        "name": "mse",
-        "function": lambda target, output: (target - output) ** 2,
-    }[kind]
-    found = MeanLoss(module, criterion, model)(BITS, CHANCES)
+    found = MeanLoss(module, squares_of(module, kind), model)(BITS, CHANCES)
     assert float(found) == pytest.approx(np.mean((BITS - CHANCES) ** 2), rel=1e-5)
 
 
@@ -72,12 +71,7 @@ def test_a_loss_can_be_called_for_one_of_several_outputs(keras, kind):
 @pytest.mark.parametrize("kind", ["loss", "name", "function"])
 def test_a_loss_of_a_narrow_output_is_computed_in_float32(keras, kind):
     module = keras_of({"keras": keras})
-    criterion = {
-        "loss": module.losses.MeanSquaredError(),
-        "name": "mse",
-        "function": lambda target, output: (tf.cast(target, output.dtype) - output) ** 2,
-    }[kind]
-    found = MeanLoss(module, criterion)
+    found = MeanLoss(module, squares_of(module, kind))
     assert float(found(np.zeros((2, 1), "float32"), tf.constant([[300.0]] * 2, tf.float16))) == 9e4
     assert float(found(np.ones((2, 1), "float32"), tf.constant([[3.0]] * 2, tf.bfloat16))) == 4
 
