@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -89,10 +88,10 @@ def _check_shares(shares: Any) -> None:
         for name, share in shares.items():
             if not isinstance(name, str):
                 raise TypeError(f"ElasticConfig(shares={{{name!r}: ...}}): names must be strings.")
-            where = f"ElasticConfig(shares={{{name!r}: ...}})"
-            check_number(where, name, share)
-            if share == 0 or math.isinf(share):
-                raise ValueError(f"{where}: a share must be above 0 and finite, not {share!r}.")
+            field = f"shares[{name!r}]"
+            check_number("ElasticConfig", field, share)
+            if share == 0:
+                raise ValueError(f"ElasticConfig({field}={share!r}): must be above 0.")
         return
     if not isinstance(shares, str) or shares not in ("even", "measured"):
         raise ValueError(
