@@ -40,7 +40,7 @@ from raysgd.loop.requests import (
     ApplyRequest,
     PredictRequest,
 )
-from raysgd.metrics import rename_metrics
+from raysgd.metrics import merge_workers, rename_metrics
 from raysgd.trainer.calls import Calls
 from raysgd.trainer.fit import FitLoop
 from raysgd.trainer.fit_options import FitOptions
@@ -149,7 +149,8 @@ class OperatorTrainer(TrainerInfo):
             self._calls.results.show(hook, self, metrics, result.call)
         if reduce_results:
             return metrics
-        return [{"epoch": epoch} | measured | {"epoch": epoch} for measured in result.by_worker]
+        plain = [merge_workers([each]) for each in result.by_worker]
+        return [{"epoch": epoch} | each | {"epoch": epoch} for each in plain]
 
     @suggests
     def validate(
@@ -179,7 +180,9 @@ class OperatorTrainer(TrainerInfo):
             num_steps = check_int("validate", "num_steps", num_steps, 1)
         checked_dict("validate", "info", info)
         result = self._validations.run(self, info, num_steps, profile)
-        return result.merged if reduce_results else [dict(each) for each in result.by_worker]
+        if reduce_results:
+            return result.merged
+        return [merge_workers([each]) for each in result.by_worker]
 
     @suggests
     def test(self, loader: Any, *, info: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -55,6 +55,7 @@ def test_metrics_have_the_names_that_users_know(make_trainer):
 def test_reduce_results_false_returns_metrics_by_worker(make_trainer):
     trainer = make_trainer()
     (trained,) = trainer.train(reduce_results=False)
+    assert {type(value) for value in trained.values()} == {int, float}
     assert (trained["epoch"], trained["num_samples"]) == (1, 40)
     (validated,) = trainer.validate(reduce_results=False)
     assert validated["num_samples"] == 40
