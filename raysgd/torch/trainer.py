@@ -5,21 +5,17 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-import math
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 from raysgd._internal.arguments import suggests, unknown_argument
 from raysgd.callbacks.base import Callback
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
-from raysgd.torch.learning_rate import LearningRates, set_rate, suggested
 from raysgd.torch.operator import CreatorOperator, TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.out_of_memory import concatenated
@@ -213,39 +209,6 @@ class TorchTrainer(OperatorTrainer):
                 "have written. Leave blocking out."
             )
         return self._state.save_sharded(path)
-
-    def find_learning_rate(
-        self, lowest: float = 1e-6, highest: float = 1.0, num_steps: int = 100
-    ) -> LearningRates:
-        """Train with a growing learning rate, and suggest the rate at which the loss falls fastest.
-
-        This is the range test of Smith (2015). All optimizers get the same rate. The search ends
-        early if the loss is NaN or exceeds four times the minimum. The state is restored at the
-        end, and callbacks are not called.
-
-        Returns:
-            ``suggestion``, ``rates``, and ``losses``.
-
-        Raises:
-            ValueError: If the rates do not grow, or there are fewer than 3 steps.
-            KeyError: If ``train_batch`` returns no ``train_loss``.
-        """
-        if not 0 < lowest < highest < math.inf or num_steps < 3:
-            raise ValueError(
-                f"find_learning_rate(lowest={lowest!r}, highest={highest!r}, num_steps="
-                f"{num_steps!r}): must have 0 < lowest < highest and num_steps >= 3."
-            )
-        rates: list[float] = np.geomspace(lowest, highest, num_steps).tolist()
-        losses: list[float] = []
-        never = sys.maxsize  # schedulers with a validation metric do not step
-        with self._calls.results.trial(self), self._validations.of_fit(never, never):
-            for rate in rates:
-                self.apply_all_operators(functools.partial(set_rate, rate=rate))
-                losses.append(float(self.train(num_steps=1)["train_loss"]))
-                if not losses[-1] <= 4 * min(losses):
-                    losses.pop()
-                    break
-        return LearningRates(suggested(rates, losses), rates[: len(losses)], losses)
 
     @staticmethod
     def _concatenate(parts: Sequence[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""TerminateOnNaN, DeviceStats, ModelSummary, and the search for a learning rate."""
+"""TerminateOnNaN, DeviceStats, and ModelSummary."""
 
 import math
 import re
@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from raysgd.callbacks import CheckpointCallback, DeviceStats, ModelSummary, TerminateOnNaN
-from raysgd.torch.learning_rate import suggested
-from tests.operators import Classifier, parameters
-from tests.unit.callbacks.spy import Spy
+from tests.operators import Classifier
 from tests.unit.recorder import Recorder
 
 
@@ -57,29 +55,3 @@ def test_a_table_of_the_model_is_printed_at_the_start(make_trainer, capsys):
         ["module", "Linear(in_features=2, out_features=2, bias=True)", "6", "6", "0.0 KiB"],
         ["all", "184", "168", "0.7 KiB"],
     ]
-
-
-def test_a_search_for_the_learning_rate_leaves_no_trace(make_trainer):
-    spy = Spy()
-    trainer = make_trainer(config={"num_samples": 400, "batch_size": 200}, callbacks=[spy])
-    trainer.train(num_steps=1)
-    before, hooks = parameters(trainer.get_local_operator()), list(spy.hooks)
-    rates = trainer.apply_all_operators(lambda operator: operator.optimizer.param_groups[0]["lr"])
-    found = trainer.find_learning_rate(1e-4, 10.0, num_steps=40)
-    assert found.rates[0] == 1e-4 < 1e-3 < found.suggestion < 10.0
-    assert len(found.rates) == len(found.losses) <= 40
-    assert torch.equal(parameters(trainer.get_local_operator()), before)
-    assert spy.hooks == hooks
-    assert trainer.global_step == 1
-    assert rates == trainer.apply_all_operators(
-        lambda operator: operator.optimizer.param_groups[0]["lr"]
-    )
-    with pytest.raises(ValueError, match=r"find_learning_rate\(lowest=1, highest=0.1"):
-        trainer.find_learning_rate(1, 0.1)
-
-
-def test_the_rate_at_which_the_loss_falls_fastest_is_suggested():
-    rates = [10.0**n for n in range(-6, 1)]
-    assert suggested(rates, [5, 5, 5, 1, 1, 1, 1]) in rates[2:5]
-    assert suggested(rates, [1, 2, 3, 4, 5, 6, 7]) is None
-    assert suggested(rates, [1, 2]) is None

@@ -632,12 +632,3 @@ def test_a_missing_metric_for_schedulers_is_an_error(make_trainer):
         make_trainer(Recorder, {"scheduler": flat}, **settings).train()
     with pytest.raises(ValueError, match=r"monitor='loss'.*scheduler_step_freq=\"epoch\""):
         make_trainer(monitor="loss")
-
-
-def test_find_learning_rate_steps_no_plateau_scheduler(make_trainer):
-    settings = {"scheduler_step_freq": "epoch", "monitor": "val_loss"}
-    config = {"scheduler": flat, "batch_size": 40}  # a step is an epoch
-    trainer = make_trainer(Recorder, config, **settings)
-    assert len(trainer.find_learning_rate(1e-6, 1e-5, num_steps=3).rates) == 3
-    assert not trainer.validation_due
-    assert rate_of(trainer) == 0.01
