@@ -7,9 +7,8 @@ import hashlib
 import importlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,7 +122,6 @@ class ShardedLoader(PartitionedSource):
         )
         super().__init__(loader, shard, follows_share, global_batch if training else None)
         self.reseed(seed)
-        self._iterates_itself = type(loader).__iter__ is not DataLoader.__iter__
         self._tensors = None if self._deals_batches else _tensors_of(loader)
         self._kept_loader: DataLoader[Any] | None = None
         self._order: tuple[tuple[int, int], Order] | None = None
@@ -161,12 +159,12 @@ class ShardedLoader(PartitionedSource):
             keys = torch.arange(shard.total) if order is None else torch.as_tensor(order)
             return ([each[keys[start:stop]] for each in self._tensors] for start, stop in spans)
         loader = self._reader()
-        indices = loader._index_sampler
-        indices.begin(order, partial(shard.batches, offset, num_steps, in_parts))
+        spans = [*shard.batches(offset, num_steps, in_parts)]
+        loader._index_sampler.begin(order, spans)
         # The seeds of loader processes come from this generator, not from generators of the user.
         seed = self._seed + (epoch + 1) * shard.world_size + shard.rank
         loader.generator = torch.Generator().manual_seed(seed)
-        return self._checked(iter(loader), indices)
+        return _complete(iter(loader), len(spans))
 
     def indices(self, epoch: int) -> Iterator[Any]:
         """Iterate over the indices, or other keys, of this worker's samples in `epoch`."""
@@ -174,45 +172,16 @@ class ShardedLoader(PartitionedSource):
         return itertools.chain.from_iterable(picked(order, *s) for s in self.shard.batches())
 
     def _reader(self) -> DataLoader[Any]:
-        """Return a copy of the user's loader that draws from a sampler of raysgd.
-
-        Reuse one copy if the loader has persistent workers or may count epochs in its class.
-        """
+        """Return a copy of the user's loader that draws from a sampler of raysgd."""
         if (made := self._kept_loader) is None:
             name = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
             made = changed(self.loader, **{name: _Indices(flat=self.loader.batch_size is None)})
-            if self._iterates_itself or self.loader.persistent_workers:
+            if self.loader.persistent_workers:
                 self._kept_loader = made
         return made
 
-    def _checked(self, batches: Iterator[Any], indices: _Indices) -> Iterator[Any]:
-        """Yield the batches of a loader. Raise if its ``__iter__`` does not draw from `indices`."""
-        kind = type(self.loader).__name__
-        num_batches, num_given = len(indices), 0
-        # A loader that repeats forever ends here.
-        for batch in itertools.islice(batches, num_batches):
-            if not indices.drawn:
-                raise RuntimeError(
-                    f"{kind}.__iter__ yielded a batch without drawing from self.batch_sampler (or "
-                    "from self.sampler if batch_size is None). Every worker would read the same "
-                    "batches. Draw from this sampler, or pass add_dist_sampler=False to the "
-                    "trainer and select the samples by self.world_rank."
-                )
-            num_given += 1
-            yield batch
-        if num_given < num_batches and self._shard.even and self._shard.world_size > 1:
-            raise RuntimeError(
-                f"{kind} ended after {num_given} of {num_batches} batches, and other workers would "
-                "wait for more. Its __iter__ must yield one batch for each batch of its sampler, "
-                "and its dataset must not raise StopIteration."
-            )
-
     def close_workers(self) -> None:
         self._kept_loader = None
-
-    @property
-    def can_be_tried(self) -> bool:
-        return not self._iterates_itself
 
     # ---- the order
 
@@ -334,22 +303,28 @@ class HuggingFaceSource(BatchSource):
 class _Indices:
     """A sampler of this worker's part of an epoch, which `begin` sets."""
 
-    drawn = False
-    """Whether any index was requested."""
-
     def __init__(self, flat: bool) -> None:
         self._flat = flat
 
-    def begin(self, order: Order, spans: Callable[[], Iterator[tuple[int, int]]]) -> None:
-        self._order, self._spans, self.drawn = order, spans, False
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self._spans())
+    def begin(self, order: Order, spans: list[tuple[int, int]]) -> None:
+        self._order, self._spans = order, spans
 
     def __iter__(self) -> Iterator[Any]:
-        self.drawn, order = True, self._order
-        batches = (picked(order, start, stop) for start, stop in self._spans())
+        batches = (picked(self._order, start, stop) for start, stop in self._spans)
         return itertools.chain.from_iterable(batches) if self._flat else batches
+
+
+def _complete(batches: Iterator[Any], expected: int) -> Iterator[Any]:
+    """Yield the batches of a loader. Raise if it ends early, because the workers need all."""
+    number = 0
+    for batch in batches:
+        number += 1
+        yield batch
+    if number < expected:
+        raise RuntimeError(
+            f"The loader ended after {number} of {expected} batches. Its data set must not raise "
+            "StopIteration."
+        )
 
 
 def picked(order: Order, start: int, stop: int) -> list[Any]:
@@ -458,6 +433,8 @@ def _why_whole(loader: Any) -> str:
         return "it is not a torch.utils.data.DataLoader"
     if isinstance(loader.dataset, IterableDataset):
         return f"its data set, a {type(loader.dataset).__name__}, is an IterableDataset"
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        return f"its class, {type(loader).__name__}, overrides __iter__"
     sampler = _sampler_of(loader)
     try:
         len(sampler)
@@ -475,11 +452,9 @@ def makes_own_batches(loader: DataLoader[Any]) -> bool:
     if isinstance(loader.dataset, IterableDataset):
         return True
     batches: Any = loader.batch_sampler
-    # StatefulDataLoader in torchdata has its own batch sampler. raysgd itself keeps the position in
-    # the data.
-    known = isinstance(batches, BatchSampler) and type(batches).__module__.startswith("torch")
     # If a batch sampler is passed, PyTorch sets batch_size to None and sampler to a dummy.
-    return batches is not None and not (known and loader.batch_size is not None)
+    is_own = type(batches) is not BatchSampler or loader.batch_size is None
+    return batches is not None and is_own
 
 
 def changed(loader: DataLoader[Any], **settings: Any) -> DataLoader[Any]:

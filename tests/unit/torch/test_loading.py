@@ -426,15 +426,6 @@ def test_changing_a_batch_in_place_leaves_the_data_as_it_is(shuffle):
 # ---- settings
 
 
-class Marking(DataLoader):
-    """Changes what it gives: the samples are 100 times their indices."""
-
-    def __iter__(self):
-        for batch in super().__iter__():
-            first = batch[0] if isinstance(batch, list) else batch
-            yield first * 100
-
-
 def test_loader_without_collation_yields_one_item_per_step():
     loader = DataLoader(Numbers(5), batch_size=None, shuffle=True)
     ranks = group_batches(loader, 2)
@@ -449,16 +440,14 @@ def worker_init(worker_id):
     torch.manual_seed(1000 + worker_id)
 
 
-@pytest.mark.parametrize("kind", [DataLoader, Marking])
 @pytest.mark.parametrize("persistent", [True, False])
-def test_worker_processes_of_the_loader(persistent, kind):
+def test_worker_processes_of_the_loader(persistent):
     before = set(multiprocessing.active_children())
     settings = {"batch_size": 2, "shuffle": True}
-    loader = kind(Numbers(12), num_workers=2, persistent_workers=persistent, **settings)
+    loader = DataLoader(Numbers(12), num_workers=2, persistent_workers=persistent, **settings)
     source, plain = wrap(loader), wrap(DataLoader(Numbers(12), **settings))
     for epoch, offset in [(0, 0), (1, 0), (1, 4), (2, 8)]:
         expected = indices(plain.batches(epoch, offset))
-        expected = [100 * index for index in expected] if kind is Marking else expected
         first = source.batches(epoch, offset)
         assert indices([next(first)]) == expected[:2]  # and is left there
         assert set(multiprocessing.active_children()) > before
@@ -491,81 +480,6 @@ def test_every_setting_of_the_loader_is_kept():
     assert differing == {"batch_sampler"}
 
 
-# ---- loaders that iterate in a way of their own
-
-
-class Endless(DataLoader):
-    """Draws from its batch sampler itself, round and round, as for training by steps."""
-
-    def __iter__(self):
-        while True:
-            for drawn in self.batch_sampler:
-                yield torch.tensor(drawn) * 100
-
-
-@pytest.mark.parametrize("kind", [Marking, Endless])
-@pytest.mark.parametrize("training", [True, False])
-def test_loader_with_its_own_iteration_reads_the_part_of_the_worker(kind, training):
-    data = tensors()
-    plain = DataLoader(data, batch_size=3, shuffle=True)
-    own = kind(data, batch_size=3, shuffle=True)
-    sources, expected = (
-        [wrap(loader, world_size=2, rank=rank, training=training) for rank in range(2)]
-        for loader in (own, plain)
-    )
-    before = torch.get_rng_state().tolist()
-    for epoch, offset, num_steps in [(0, 0, None), (0, 6, 2), (0, 12, None), (1, 0, 1), (1, 6, 3)]:
-        for source, other in zip(sources, expected, strict=True):
-            found = list(source.batches(epoch, offset, num_steps))
-            wanted = [indices([b]) for b in other.batches(epoch, offset, num_steps)]
-            assert [indices([batch]) for batch in found] == [
-                [100 * index for index in batch] for batch in wanted
-            ]
-    assert torch.get_rng_state().tolist() == before
-
-
-def test_loader_with_its_own_iteration_counts_its_epochs():
-    class Counting(DataLoader):
-        passes = 0
-
-        def __iter__(self):
-            self.passes += 1
-            return iter([self.passes] * len(list(self.batch_sampler)))
-
-    source = wrap(Counting(Numbers(6), batch_size=3))
-    assert [list(source.batches(epoch, 0)) for epoch in range(3)] == [[1, 1], [2, 2], [3, 3]]
-    assert source.loader.passes == 0
-
-
-@pytest.mark.parametrize("batch_size", [2, None])
-def test_loader_that_does_not_draw_from_its_sampler_is_an_error(batch_size):
-    class Bypassing(DataLoader):
-        def __iter__(self):
-            yield from self.dataset.tensors[0].split(2)
-
-    source = wrap(Bypassing(tensors(8), batch_size=batch_size), world_size=2)
-    with pytest.raises(
-        RuntimeError, match=r"Bypassing.* without drawing from self.batch_sampler.*add_dist_sampler"
-    ):
-        next(source.batches(0, 0))
-
-
-def test_loader_with_fewer_batches_than_its_sampler_does_not_block_the_other_workers():
-    class Filtering(DataLoader):
-        def __iter__(self):
-            return (batch for batch in super().__iter__() if 4 not in batch)
-
-    def source(**arguments):
-        return wrap(Filtering(Numbers(12), batch_size=2), **arguments)
-
-    batches = source(world_size=2, rank=0).batches(0, 0)
-    assert indices([next(batches), next(batches)]) == [0, 1, 8, 9]
-    with pytest.raises(RuntimeError, match=r"Filtering ended after 2 of 3 batches"):
-        next(batches)
-    assert indices(source().batches(0, 0)) == [0, 1, 2, 3, 6, 7, 8, 9, 10, 11]
-    assert indices(source(world_size=2, training=False).batches(0, 0)) == [0, 1, 8, 9]
-
-
 # ---- what is left as it is
 
 
@@ -592,6 +506,13 @@ class EveryOther(Reversed):
         return iter(range(0, self.size, 2))
 
 
+class Twice(DataLoader):
+    """A loader that iterates in its own way."""
+
+    def __iter__(self):
+        return (batch for batch in super().__iter__() for _ in range(2))
+
+
 class OfAllRanks(DistributedSampler):
     """A DistributedSampler that is made in its own way."""
 
@@ -606,6 +527,7 @@ LEFT_AS_THEY_ARE = {
         lambda data: DataLoader(data, batch_sampler=OwnBatches(Unsized(), 3, False)),
         "OwnBatches, has no length",
     ),
+    "own iteration": (lambda data: Twice(data, 4), "Twice, overrides __iter__"),
     "list": (lambda data: [1, 2, 3], "not a torch.utils.data.DataLoader"),
     "own sampler": (lambda data: DataLoader(data, sampler=EveryOther(20)), None),
     "own batches": (
@@ -766,23 +688,6 @@ def test_items_are_joined_by_columns_and_downloaded_by_one_worker():
     assert sorted(downloads) == list(range(8))
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata asks torch for it
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_stateful_loader_of_torchdata_is_partitioned(num_workers):
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-    loader = torchdata.StatefulDataLoader(
-        Numbers(20), batch_size=2, shuffle=True, num_workers=num_workers
-    )
-    ranks = [
-        wrap_loader(loader, training=True, shard=True, world_size=2, rank=rank, seed=1)
-        for rank in range(2)
-    ]
-    for epoch in range(2):
-        read = [torch.cat(list(rank.batches(epoch, 0))).tolist() for rank in ranks]
-        assert sorted(read[0] + read[1]) == list(range(20))
-    assert torch.cat(list(ranks[0].batches(1, 8))).tolist() == read[0][4:]
-
-
 class Stopping(Numbers):
     def __getitem__(self, index):
         if index == 5:
@@ -794,7 +699,7 @@ def test_stop_iteration_in_a_data_set_does_not_block_the_other_workers():
     source = wrap(DataLoader(Stopping(), batch_size=2), world_size=2)
     batches = source.batches(0, 0)
     assert next(batches).tolist() == [0, 1]
-    with pytest.raises(RuntimeError, match=r"DataLoader ended after 1 of 5 batches"):
+    with pytest.raises(RuntimeError, match=r"The loader ended after 1 of 5 batches"):
         next(batches)
 
 
