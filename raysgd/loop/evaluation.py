@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raysgd._internal.nested import unchanged
-from raysgd.data.source import BatchSource, PartitionedSource
+from raysgd.data.source import BatchSource
 from raysgd.loop.operator_base import checked_result
 from raysgd.loop.requests import RehearseRequest, ValidateRequest
 from raysgd.loop.signal import Signal
@@ -131,11 +131,6 @@ class Evaluation:
                 self.batches = None
                 _close(sources)
         train_state.end_segment()
-        if isinstance(source, PartitionedSource) and next(places, None) is not None:
-            raise RuntimeError(
-                f"predict(): {type(source.loader).__name__} yielded {len(found)} batches, but its "
-                "sampler has more, so results have no order. Yield each batch of the sampler."
-            )
         return found
 
     def rehearse(self, request: RehearseRequest) -> Mapping[str, Any] | None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import copyreg
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.nn.utils import parametrize
 from torch.optim import lr_scheduler
 
 from raysgd._internal.arguments import is_number
@@ -41,36 +39,16 @@ def copy_leaf(leaf: Any) -> Any:
 
 
 def copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a CPU copy of `model` that can be pickled, without a temporary copy on its device."""
-    # `deepcopy` rejects tensors that a forward pass left in attributes, because they have a graph.
-    left = _tensors_in([vars(module) for module in model.modules()], set())
-    held = itertools.chain(model.parameters(), model.buffers(), left)
+    """Return a CPU copy of `model`, without a temporary copy on its device."""
+    held = itertools.chain(model.parameters(), model.buffers())
     memo = {id(tensor): _twin(tensor) for tensor in held}
     try:
-        copied_model = copy.deepcopy(model, memo)
+        return copy.deepcopy(model, memo)
     except Exception as error:
         raise TypeError(
             f"The model, a {type(model).__name__}, cannot be copied: {error!r}. Use its weights: "
             'trainer.state_dict()["models"].'
         ) from error
-    for module in copied_model.modules():
-        if parametrize.is_parametrized(module):
-            copyreg.pickle(type(module), _reduced)
-    return copied_model
-
-
-def _reduced(module: Any) -> tuple[Any, ...]:
-    """Reduce a parametrized module, whose generated class cannot be pickled."""
-    kind: Any = parametrize.type_before_parametrizations(module)
-    return kind.__new__, (kind,), kind.__getstate__(module), None, None, _parametrize
-
-
-def _parametrize(module: Any, state: Any) -> None:
-    """Restore a module's state, and the class that PyTorch generates for its parametrizations."""
-    module.__setstate__(state)
-    parametrize._inject_new_class(module)
-    for name in module.parametrizations:
-        parametrize._inject_property(module, name)
 
 
 def _twin(tensor: torch.Tensor) -> torch.Tensor:
@@ -78,16 +56,6 @@ def _twin(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(twin, requires_grad=tensor.requires_grad)
     return twin
-
-
-def _tensors_in(held: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested dicts, lists, and tuples, which may contain themselves."""
-    if isinstance(held, torch.Tensor):
-        yield held
-    elif isinstance(held, dict | list | tuple) and id(held) not in seen:
-        seen.add(id(held))
-        for each in held.values() if isinstance(held, dict) else held:
-            yield from _tensors_in(each, seen)
 
 
 # ---- loading

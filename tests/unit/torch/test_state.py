@@ -79,32 +79,6 @@ def test_copied_model_is_independent():
         assert own.data_ptr() != other.data_ptr()
 
 
-class Remembering(torch.nn.Module):
-    """Keeps what its forward pass made, as models do whose attention is looked at."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 2)
-        self.seen = {"all": []}
-        self.seen["itself"] = self.seen
-
-    def forward(self, x):
-        self.hidden = self.layer(x)
-        self.seen["all"].append(self.hidden * 2)
-        return self.hidden.sum()
-
-
-def test_copied_model_has_attributes_without_graph():
-    model = Remembering()
-    model(torch.ones(3, 2)).backward()
-    twin = copy_to_cpu(model)
-    assert torch.equal(twin.hidden, model.hidden)
-    assert not twin.hidden.requires_grad
-    assert torch.equal(twin.seen["all"][0], model.seen["all"][0])
-    assert twin.seen["itself"] is twin.seen
-    assert twin.hidden.data_ptr() != model.hidden.data_ptr()
-
-
 # ---- whether a state fits
 
 Optim, Lr = torch.optim, torch.optim.lr_scheduler
