@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,40 +23,6 @@ def start(
 ) -> list[Any]:
     """Start a function on workers. Return the Ray references."""
     return [member.execute(function, *arguments, **(keywords or {})) for member in members]
-
-
-def start_task(
-    function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
-) -> Any:
-    """Start a function in its own process, with options of ``ray.remote``."""
-    import ray
-
-    remote: Any = ray.remote
-    return remote(**{"max_calls": 1, **options})(function).remote(*arguments)
-
-
-def finished(references: Sequence[Any], timeout_s: float | None) -> dict[Any, Any]:
-    """Wait, and return the results or exceptions of the finished tasks."""
-    import ray
-
-    found: dict[Any, Any] = {}
-    if references:
-        wait_s = None if timeout_s is None else max(0.0, timeout_s)
-        ready, _ = ray.wait(list(references), num_returns=len(references), timeout=wait_s)
-        for reference in ready:
-            try:
-                found[reference] = ray.get(reference)
-            except Exception as error:
-                found[reference] = error
-    return found
-
-
-def cancel(references: Sequence[Any]) -> None:
-    import ray
-
-    for reference in references:
-        with contextlib.suppress(Exception):  # the task or its cluster may have ended
-            ray.cancel(reference, force=True)
 
 
 def are_idle(members: Sequence[WorkerHandle], patience_s: float) -> bool:

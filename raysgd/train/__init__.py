@@ -27,7 +27,6 @@ from typing import Any
 from raysgd.train.api import (
     PreemptionInfo,
     TrainContext,
-    get_all_reported_checkpoints,
     get_checkpoint,
     get_context,
     get_dataset_shard,
@@ -46,26 +45,16 @@ from raysgd.train.configs import CheckpointConfig, FailureConfig, RunConfig, Sca
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.result import Result
 from raysgd.train.trainer import Trainer, TrainingIterator
-from raysgd.train.validation import (
-    CheckpointConsistencyMode,
-    ReportedCheckpoint,
-    ReportedCheckpointStatus,
-    ValidationConfig,
-    ValidationTaskConfig,
-)
 
 __all__ = [
     "BackendConfig",
     "Checkpoint",
     "CheckpointConfig",
-    "CheckpointConsistencyMode",
     "CheckpointStrategy",
     "CheckpointUploadMode",
     "DataParallelTrainer",
     "FailureConfig",
     "PreemptionInfo",
-    "ReportedCheckpoint",
-    "ReportedCheckpointStatus",
     "Result",
     "RunConfig",
     "ScalingConfig",
@@ -73,9 +62,6 @@ __all__ = [
     "Trainer",
     "TrainingCallback",
     "TrainingIterator",
-    "ValidationConfig",
-    "ValidationTaskConfig",
-    "get_all_reported_checkpoints",
     "get_checkpoint",
     "get_context",
     "get_dataset_shard",

@@ -11,7 +11,6 @@ from typing import Any
 from raysgd._internal.context import Preemption, WorkerContext
 from raysgd.train.checkpoint import Checkpoint, ReportOptions
 from raysgd.train.session import Session, current, here, worker_context
-from raysgd.train.validation import CheckpointConsistencyMode, ReportedCheckpoint
 
 _WARNED: set[str] = set()
 
@@ -50,8 +49,7 @@ def report(
             ``checkpoint_upload_mode``, a :class:`CheckpointUploadMode`;
             ``checkpoint_upload_fn(checkpoint, name)``, which stores the checkpoint and returns the
             stored checkpoint; ``checkpoint_dir_name``, the name that this function gets;
-            ``delete_local_checkpoint_after_upload``, by default True only for ASYNC;
-            ``validation``, True or a :class:`ValidationTaskConfig`.
+            ``delete_local_checkpoint_after_upload``, by default True only for ASYNC.
     """
     known = ReportOptions.names()
     if (
@@ -115,27 +113,6 @@ def get_checkpoint() -> Checkpoint | None:
     """Return the checkpoint of `load_checkpoint` as a :class:`Checkpoint`."""
     session = _within_run("get_checkpoint")
     return None if session is None else session.load()
-
-
-def get_all_reported_checkpoints(
-    consistency_mode: Any = CheckpointConsistencyMode.VALIDATED, timeout_s: float | None = None
-) -> list[ReportedCheckpoint]:
-    """Return the checkpoints of the run that are on disk, oldest first.
-
-    Waits until the driver has handled all reports of this worker, which requires the other workers
-    to report as well. Outside of a run, it warns once and returns an empty list. In a trial of Ray
-    Tune the list is empty, because Tune keeps the checkpoints.
-
-    Args:
-        consistency_mode: whether to wait for validations too: a :class:`CheckpointConsistencyMode`
-            of raysgd or Ray.
-        timeout_s: seconds to wait before returning the known checkpoints; None for no limit.
-    """
-    mode = CheckpointConsistencyMode(getattr(consistency_mode, "value", consistency_mode))
-    session = _within_run("get_all_reported_checkpoints")
-    if session is None:
-        return []
-    return session.reported_checkpoints(mode is CheckpointConsistencyMode.VALIDATED, timeout_s)
 
 
 def _worker_context() -> WorkerContext:

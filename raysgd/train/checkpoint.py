@@ -231,18 +231,12 @@ class ReportOptions:
     """The mode, as raysgd's enum or Ray's."""
     delete_local_checkpoint_after_upload: bool | None = None
     checkpoint_upload_fn: Callable[[Any, str], Any] | None = None
-    validation: Any = False
 
     def __post_init__(self) -> None:
         given = self.checkpoint_upload_mode
         set_fields(
             self, checkpoint_upload_mode=CheckpointUploadMode(getattr(given, "value", given))
         )
-        if not isinstance(self.validation, bool) and not hasattr(self.validation, "fn_kwargs"):
-            raise TypeError(
-                f"report(validation={self.validation!r}): must be True, False, or a "
-                "ValidationTaskConfig."
-            )
 
     @classmethod
     def names(cls) -> set[str]:
@@ -259,8 +253,6 @@ class ReportOptions:
         return not self.waits if given is None else given
 
     def check(self, checkpoint: Any, run_folder: str) -> None:
-        if self.validation and checkpoint is None:
-            raise ValueError("report(validation=...) needs a checkpoint to validate.")
         path = getattr(checkpoint, "path", None)
         if not (self._deletes and path and run_folder):
             return

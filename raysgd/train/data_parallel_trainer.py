@@ -54,8 +54,6 @@ class DataParallelTrainer:
         datasets: Ray Datasets by name (`raysgd.train.get_dataset_shard`).
         metadata: a dict that ``get_context().get_metadata()`` returns on the workers.
         resume_from_checkpoint: checkpoint to start from.
-        validation_config: how to validate checkpoints that are reported with ``validation=``: a
-            :class:`raysgd.train.ValidationConfig` or Ray's. `fit` waits for all validations.
     """
 
     _dataset_config: ClassVar[Mapping[str, Any]] = {"train": True}
@@ -73,7 +71,6 @@ class DataParallelTrainer:
         datasets: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
         resume_from_checkpoint: Any = None,
-        validation_config: Any = None,
     ) -> None:
         self.train_loop_per_worker = train_loop_per_worker
         self.train_loop_config: Any = train_loop_config
@@ -84,7 +81,6 @@ class DataParallelTrainer:
         self.dataset_config = dataset_config
         self.metadata: Any = metadata
         self.resume_from_checkpoint = resume_from_checkpoint
-        self.validation_config = validation_config
         self._folder: Path | None = None
         self._check()
 
@@ -95,9 +91,6 @@ class DataParallelTrainer:
             setattr(self, name, checked_dict(type(self).__name__, name, getattr(self, name)))
         self.scaling_config = checked_scaling(self.scaling_config)
         self.run_config = checked_run(self.run_config)
-        validation = self.validation_config
-        if validation is not None and not callable(getattr(validation, "fn", None)):
-            raise TypeError(f"validation_config={validation!r}: must be a ValidationConfig.")
         bound_function(self.train_loop_per_worker, self.train_loop_config)
         self.callback_handler()
         self.executor()
@@ -135,7 +128,6 @@ class DataParallelTrainer:
                 executor.finish_training()
         finally:
             executor.shutdown()
-        checkpoints.await_validations()  # validations may need the resources of the workers
         return Result(
             metrics=log.last,
             checkpoint=checkpoints.newest_checkpoint(),
@@ -165,7 +157,6 @@ class DataParallelTrainer:
             datasets or Datasets(self.datasets, self._is_split),
             self.resume_from_checkpoint if checkpoint is None else checkpoint,
             self.run_config.checkpoint_config,
-            validation=None if folder is None else self.validation_config,
             metadata=self.metadata,
             experiment={**names, **(experiment or {})},
             iteration=iteration,
@@ -283,14 +274,8 @@ class DataParallelTrainer:
 
         A trial's ``train_loop_config`` is merged over the trainer's, key by key. Its
         ``scaling_config`` replaces the trainer's. Each trial has copies of the callbacks in
-        ``run_config``, which receive the reports of all its workers. Trials do not support
-        ``validation_config``.
+        ``run_config``, which receive the reports of all its workers.
         """
-        if self.validation_config is not None:
-            raise ValueError(
-                "as_trainable() does not support validation_config. Validate in the training "
-                "function, and report the result."
-            )
         functions = importlib.import_module("raysgd.tune.functions")
         made: type[Any] = functions.trainer_trainable(self)
         return made

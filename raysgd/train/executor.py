@@ -199,7 +199,6 @@ class BackendExecutor:
         checkpoint_strategy: CheckpointStrategy | None = None,
         latest_checkpoint_id: int | None = None,
         *,
-        validation: Any = None,
         metadata: Mapping[str, Any] | None = None,
         experiment: Mapping[str, str] | None = None,
         iteration: int = 0,
@@ -223,7 +222,6 @@ class BackendExecutor:
             checkpoint_strategy,
             latest_checkpoint_id or 0,
             self._overridden("decode_data"),
-            validation,
         )
         if resume and (found := checkpoints.restore()) is not None:
             iteration = found.global_step
@@ -237,8 +235,6 @@ class BackendExecutor:
             iteration,
             metadata=dict(metadata or {}),
             experiment=dict(experiment or {}),
-            reported=checkpoints.reported(),
-            validates=validation is not None,
             encode=self._overridden("encode_data"),
             full_size=self.options.num_workers if keeps_batch else None,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from raysgd.train.report_queue import Turn
 from raysgd.train.run_checkpoints import RunCheckpoints
 from raysgd.train.runner import BeginRequest, EndRunRequest, NextRequest
 from raysgd.train.session import Plan
-from raysgd.train.validation import Reported
 
 _ACTIONS = {
     "report": "reported",
@@ -44,8 +43,6 @@ class FunctionRun:
     """Whether to skip reports."""
     values: list[Any] | None = None
     """The results of the function by rank; None until it has returned."""
-    _news: Sequence[Reported] | None = None
-    """The checkpoints on disk to send to the workers; None if the workers know them."""
 
     def start(self, max_attempts: int) -> None:
         """Start the function on all workers. Tolerate losses of workers before it begins."""
@@ -73,8 +70,7 @@ class FunctionRun:
         """Return the next decoded reports by rank, or None when the function has returned."""
         with self._as_training_errors():
             while self.values is None:
-                turns: list[Turn] = self._send(NextRequest(reported=self._news))
-                self._news = None
+                turns: list[Turn] = self._send(NextRequest())
                 if len({turn.kind for turn in turns}) > 1:
                     raise RuntimeError(_uneven(turns))
                 self._keep_checkpoint(turns)
@@ -86,7 +82,6 @@ class FunctionRun:
 
     def abort(self) -> None:
         """Stop the function."""
-        self.checkpoints.abort()
         self.controller.stop(EndRunRequest())
 
     def _keep_checkpoint(self, turns: list[Turn]) -> None:
@@ -104,12 +99,8 @@ class FunctionRun:
                 "checkpoint of worker 0: report a checkpoint there."
             )
         self.checkpoints.keep(turn, turn.checkpoint, len(turns))
-        self._news = self.checkpoints.reported()
         self.plan = dataclasses.replace(
-            self.plan,
-            checkpoint=self.checkpoints.blob,
-            iteration=turn.iteration,
-            reported=self._news,
+            self.plan, checkpoint=self.checkpoints.blob, iteration=turn.iteration
         )
         self.controller.snapshots.set({"plan": self.plan})
         self.controller.grow()

@@ -97,7 +97,7 @@ class RayTrainReportCallback(Callback):
 
     CHECKPOINT_NAME = "checkpoint.ckpt"
 
-    def __init__(self, checkpoint_upload_mode: Any = None, validation: Any = False) -> None:
+    def __init__(self, checkpoint_upload_mode: Any = None) -> None:
         super().__init__()
         mode = checkpoint_upload_mode or CheckpointUploadMode.SYNC
         if getattr(mode, "value", mode) == CheckpointUploadMode.NO_UPLOAD.value:
@@ -106,7 +106,6 @@ class RayTrainReportCallback(Callback):
                 "because the checkpoints are temporary folders."
             )
         self.checkpoint_upload_mode = mode
-        self.validation = validation
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         metrics: dict[str, Any] = {k: v.item() for k, v in trainer.callback_metrics.items()}
@@ -118,7 +117,6 @@ class RayTrainReportCallback(Callback):
                     metrics,
                     checkpoint=Checkpoint.from_directory(folder),
                     checkpoint_upload_mode=self.checkpoint_upload_mode,
-                    validation=self.validation,
                 )
             else:
                 report(metrics)

@@ -41,7 +41,6 @@ class Turn:
     """The reported numbers, which can rate the checkpoint."""
     iteration: int = 0
     """Number of reports so far, including this one."""
-    validation: Any = False
     error: BaseException | None = None
     """The exception that ended the function."""
     is_portable = True

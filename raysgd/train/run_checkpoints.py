@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import pickle
@@ -19,7 +18,6 @@ from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
 from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
 from raysgd.train.report_queue import Turn
-from raysgd.train.validation import Reported, ReportedCheckpointStatus, Validations
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +38,6 @@ class RunCheckpoints(CheckpointFolder):
         strategy: CheckpointStrategy | None = None,
         number: int = 0,
         decode: Callable[[Any], dict[str, Any]] | None = None,
-        validation: Any = None,
     ) -> None:
         strategy = CheckpointStrategy() if strategy is None else strategy
         if not isinstance(strategy, CheckpointStrategy):
@@ -56,7 +53,6 @@ class RunCheckpoints(CheckpointFolder):
         """The newest checkpoint, pickled."""
         self.has_saved = False
         """Whether this run, or the one that it resumes, has saved a checkpoint."""
-        self._validations = Validations(validation)
 
     def restore(self) -> Manifest | None:
         """Continue with the checkpoints of an earlier run in the folder.
@@ -78,9 +74,6 @@ class RunCheckpoints(CheckpointFolder):
         if self._decode is not None:
             blob = cloudpickle.dumps(self._decode(pickle.loads(blob)))
         name = f"checkpoint_{self.number + 1:06d}"
-        if turn.validation:
-            self._validations.start(name, blob, turn.validation)
-        self._measure()
         if self._keep != 0:
             self._folder.make_folder()
             manifest = Manifest(
@@ -95,7 +88,7 @@ class RunCheckpoints(CheckpointFolder):
     def _check_score(self, turn: Turn) -> None:
         """Warn once if a checkpoint lacks the number that rates it."""
         name = self._unwarned_score
-        if name is None or name in turn.numbers or turn.validation:
+        if name is None or name in turn.numbers:
             return
         self._unwarned_score = None
         logger.warning(
@@ -111,42 +104,11 @@ class RunCheckpoints(CheckpointFolder):
 
     def _tidy(self, newest: str | None) -> None:
         for name in self._surplus(newest):
-            if name in self._validations.tasks:  # its score is still unknown
-                continue
             del self._manifests[name]
             try:
                 self._folder.child(name).remove()
             except CheckpointError as error:
                 logger.warning("A checkpoint could not be removed: %s", error)
-
-    def await_validations(self) -> None:
-        """Wait for all validations, which rate the checkpoints. Then keep only the best."""
-        self._measure(wait=True)
-        self.finish()
-
-    def abort(self) -> None:
-        """Cancel the validations because the run has ended early."""
-        self._validations.cancel()
-
-    def _measure(self, wait: bool = False) -> None:
-        for name, numbers in self._validations.collect(wait).items():
-            if manifest := self._manifests.get(name):
-                metrics = {**manifest.metrics, **numbers}
-                self._manifests[name] = dataclasses.replace(manifest, metrics=metrics)
-
-    def reported(self) -> list[Reported]:
-        """Return the checkpoints on disk for the workers, oldest first."""
-        status, tasks = self._validations.status, self._validations.tasks
-        return [
-            Reported(
-                self._path_of(name),
-                manifest.metrics,
-                status.get(name, ReportedCheckpointStatus.COMMITTED),
-                tasks.get(name),
-            )
-            for name in sorted(self._ranked(), key=position_of)
-            if (manifest := self._manifests[name])
-        ]
 
     @property
     def latest(self) -> dict[str, Any] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,6 @@ from raysgd.train.arguments import env_flag
 from raysgd.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
 from raysgd.train.report_queue import ReportQueue
 from raysgd.train.session import Plan, Session, here
-from raysgd.train.validation import Reported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +21,8 @@ class BeginRequest(Request):
     plan: Plan
 
 
-@dataclass(frozen=True, kw_only=True)
 class NextRequest(Request):
     """Return the next turn of the function, because the driver has handled the previous one."""
-
-    reported: Sequence[Reported] | None = None
-    """The checkpoints on disk; None if they have not changed."""
 
 
 class EndRunRequest(Request):
@@ -101,11 +95,8 @@ class FunctionRunner(Runner):
                 if self._plan is None or self._plan.run != plan.run:
                     self._plan, self._session = plan, None
                 self._started()
-            case NextRequest(reported=reported):
-                session = self._started()
-                if reported is not None:
-                    session.reported = reported
-                return session.report_queue.take()
+            case NextRequest():
+                return self._started().report_queue.take()
             case EndRunRequest():
                 self.request_stop(True)
                 if self._session is not None:

@@ -13,7 +13,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -23,13 +23,11 @@ import cloudpickle
 
 from raysgd._internal.context import Preemption, WorkerContext
 from raysgd.callbacks.values import numbers_in
-from raysgd.cluster import function_calls as tasks
 from raysgd.cluster.serialization import Packed, Portable, pack, unpicklable_key
 from raysgd.train import constants
 from raysgd.train.arguments import env_flag
 from raysgd.train.checkpoint import Checkpoint, ReportOptions
 from raysgd.train.report_queue import ReportQueue, Turn, TurnKind
-from raysgd.train.validation import Reported, ReportedCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +56,6 @@ class Plan:
     """Number of reports before the checkpoint."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     experiment: Mapping[str, str] = field(default_factory=dict)
-    reported: Sequence[Reported] = ()
-    """The checkpoints on disk."""
-    validates: bool = False
     encode: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     """`encode_data` of the user's backend; None if the backend does not override it."""
     full_size: int | None = None
@@ -89,8 +84,6 @@ class Session:
         self.extras: dict[str, Any] = {}
         """State of framework-specific modules for this run."""
         self.iteration = plan.iteration
-        self.reported = plan.reported
-        self._newest: Turn | None = None
         self._uploading: Callable[[], None] | None = None
         """Hands over the last report when its upload is done."""
         self._checkpoint = plan.checkpoint
@@ -138,11 +131,6 @@ class Session:
         options: ReportOptions = _DEFAULTS,
     ) -> None:
         options.check(checkpoint, self.plan.experiment.get("dir", ""))
-        if options.validation and not self.plan.validates:
-            raise ValueError(
-                "report(validation=...): the trainer has no validation function. Pass "
-                "validation_config=ValidationConfig(function)."
-            )
         self._settle()
         now = time.monotonic()
         self.iteration += 1
@@ -192,20 +180,6 @@ class Session:
     def load(self) -> Checkpoint | None:
         return None if self._checkpoint is None else Checkpoint(blob=self._checkpoint)
 
-    def reported_checkpoints(
-        self, validated: bool, timeout_s: float | None
-    ) -> list[ReportedCheckpoint]:
-        """Return the checkpoints on disk, after the driver has handled all reports."""
-        self._settle()
-        started = time.monotonic()
-        if self._newest is not None:
-            self.report_queue.until_handled(self._newest, timeout_s)
-        if validated:
-            pending = [each.task for each in self.reported if each.task is not None]
-            left = None if timeout_s is None else timeout_s - (time.monotonic() - started)
-            tasks.finished(pending, left)
-        return [each.as_checkpoint() for each in self.reported]
-
     def _settle(self) -> None:
         """Pass the last report to the driver if its upload is still pending."""
         if os.getpid() != self._pid:
@@ -231,14 +205,13 @@ class Session:
             self._checkpoint = blob = _pickled(checkpoint)
             if self.plan.encode is not None:
                 blob = _pickled(self.plan.encode(checkpoint))
-        self._newest = turn = Turn(
+        turn = Turn(
             kind,
             content=content,
             checkpoint=blob if self.context.world_rank == 0 else None,
             has_checkpoint=blob is not None,
             numbers={**(numbers or {}), constants.TIMESTAMP: time.time()},
             iteration=self.iteration,
-            validation=options.validation,
         )
         self.report_queue.put(turn)
         if blob is not None and options.waits:

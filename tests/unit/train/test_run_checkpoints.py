@@ -128,7 +128,7 @@ def test_a_new_process_continues_with_the_checkpoints_on_disk(tmp_path):
     assert found.restore().metrics["epoch"] == 2
     assert (found.number, found.latest) == (3, {"epoch": 2})
     assert found.best_path.name == "checkpoint_000003"
-    assert [entry.path.name[-1] for entry in found.reported()] == ["1", "2", "3"]
+    assert [numbers["epoch"] for _, numbers in found.best_checkpoints()] == [2, 1, 0]
     assert RunCheckpoints(tmp_path / "none").restore() is None
 
 

@@ -12,7 +12,6 @@ from raysgd.elastic.call import LoadRequest
 from raysgd.train import session
 from raysgd.train.runner import BeginRequest, EndRunRequest, FunctionRunner, NextRequest
 from raysgd.train.session import Plan
-from raysgd.train.validation import Reported
 
 
 class Worker:
@@ -57,18 +56,6 @@ def test_turns_come_one_after_the_other_and_the_value_at_the_end(make_worker):
     assert turns[2].value == 2
     assert worker.runner.progress().blocked_on_driver
     assert worker.runner.progress().global_step == 1
-
-
-def test_a_function_sees_the_checkpoints_that_the_driver_keeps(make_worker, tmp_path):
-    def function():
-        train.report(a=1)
-        return [each.metrics for each in train.get_all_reported_checkpoints()]
-
-    worker = make_worker()
-    worker.begin(function)
-    worker.next()
-    kept = Reported(tmp_path, {"a": 1}, train.ReportedCheckpointStatus.COMMITTED)
-    assert worker.runner.handle(NextRequest(reported=[kept])).value == [{"a": 1}]
 
 
 def test_a_value_that_cannot_be_pickled_becomes_none(make_worker, caplog):

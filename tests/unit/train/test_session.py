@@ -170,9 +170,6 @@ def test_an_upload_function_stores_the_checkpoint(run, folder, tmp_path, mode):
     [
         ({"checkpoint_upload_mode": "LATER"}, ValueError, "LATER"),
         ({"delete_local_checkpoint_after_upload": True}, ValueError, "contains the folder"),
-        ({"validation": True}, ValueError, "validation_config=ValidationConfig"),
-        ({"validation": True, "checkpoint": None}, ValueError, "needs a checkpoint"),
-        ({"validation": 0.5}, TypeError, "True, False, or a ValidationTaskConfig"),
     ],
 )
 def test_wrong_options_of_a_report_are_refused(run, folder, options, error, match):
