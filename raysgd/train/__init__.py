@@ -40,7 +40,7 @@ from raysgd.train.api import (
 )
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks.callback import TrainingCallback
-from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy, CheckpointUploadMode
+from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
 from raysgd.train.configs import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.result import Result
@@ -51,7 +51,6 @@ __all__ = [
     "Checkpoint",
     "CheckpointConfig",
     "CheckpointStrategy",
-    "CheckpointUploadMode",
     "DataParallelTrainer",
     "FailureConfig",
     "PreemptionInfo",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd._internal.context import Preemption, WorkerContext
-from raysgd.train.checkpoint import Checkpoint, ReportOptions
+from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.session import Session, current, here, worker_context
 
 _WARNED: set[str] = set()
@@ -36,29 +36,20 @@ def report(
 
     Write ``report(loss=0.1, epoch=1)`` or ``report({"loss": 0.1}, checkpoint=...)``. The call waits
     until the driver has taken the previous report. With a checkpoint, it also waits until the
-    driver has saved it, unless the upload mode is ASYNC. raysgd adds ``_timestamp`` (whole seconds
-    since the Unix epoch), ``_time_this_iter_s`` (unless you report it) and ``_training_iteration``
-    (from 1). Outside of a run, it warns once and does nothing.
+    driver has saved it. raysgd adds ``_timestamp`` (whole seconds since the Unix epoch),
+    ``_time_this_iter_s`` (unless you report it) and ``_training_iteration`` (from 1). Outside of a
+    run, it warns once and does nothing.
 
     Args:
         metrics: picklable values by name. ``metrics=`` with a dict means the same unless
             you also pass other metrics by name.
         checkpoint: a :class:`Checkpoint`, from worker 0 or from all workers. The driver keeps the
             checkpoint of worker 0.
-        named: metrics by name. With a dict of metrics, these names are options instead:
-            ``checkpoint_upload_mode``, a :class:`CheckpointUploadMode`;
-            ``checkpoint_upload_fn(checkpoint, name)``, which stores the checkpoint and returns the
-            stored checkpoint; ``checkpoint_dir_name``, the name that this function gets;
-            ``delete_local_checkpoint_after_upload``, by default True only for ASYNC.
+        named: metrics by name, in place of a dict.
     """
-    known = ReportOptions.names()
-    if (
-        metrics is None
-        and isinstance(named.get("metrics"), Mapping)
-        and named.keys() <= {"metrics", *known}
-    ):
+    if metrics is None and named.keys() == {"metrics"} and isinstance(named["metrics"], Mapping):
         metrics = named.pop("metrics")
-        if checkpoint is None and not named and "metrics" not in _WARNED and world_rank() == 0:
+        if checkpoint is None and "metrics" not in _WARNED and world_rank() == 0:
             _WARNED.add("metrics")
             warnings.warn(
                 "report(metrics={...}) reports each entry of the dict. For one metric called "
@@ -67,22 +58,24 @@ def report(
                 stacklevel=2,
             )
     is_checkpoint = checkpoint is None or hasattr(checkpoint, "to_directory")
-    options = ReportOptions()
     if metrics is None:  # every keyword is a metric, even `checkpoint`
         if not is_checkpoint:
             checkpoint, named = None, {"checkpoint": checkpoint, **named}
     elif not isinstance(metrics, Mapping):
         raise TypeError(f"report({metrics!r}): must be a dict. You can also pass metrics by name.")
+    elif named:
+        raise TypeError(
+            f"report() has no argument {next(iter(named))!r}. Pass all metrics in the dict, or all "
+            "by name."
+        )
     elif not is_checkpoint:
         raise TypeError(
             f"report(checkpoint={checkpoint!r}): must be a Checkpoint, such as "
             "Checkpoint.from_dict({...}). To save values, call save_checkpoint(name=value)."
         )
-    else:
-        options = ReportOptions(**{name: named.pop(name) for name in known & named.keys()})
     session = _within_run("report")
     if session is not None:
-        session.report({**(metrics or {}), **named}, checkpoint, options)
+        session.report(named if metrics is None else metrics, checkpoint)
 
 
 def save_checkpoint(**state: Any) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of training functions, and how `report` stores them."""
+"""Checkpoints of training functions."""
 
 from __future__ import annotations
 
@@ -7,29 +7,24 @@ import os
 import pickle
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
-from enum import Enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import cloudpickle
 
-from raysgd._internal.arguments import check_choice, check_int, set_fields
+from raysgd._internal.arguments import check_choice, check_int
 from raysgd.checkpoint.file import read_pickle
 
 __all__ = [
     "Checkpoint",
     "CheckpointStrategy",
-    "CheckpointUploadMode",
-    "ReportOptions",
     "load_checkpoint_from_path",
 ]
 
 _FILES = "_files"
 """Key of a packed folder: contents by relative file name."""
-_LINK = "_path"
-"""Key of the path of a checkpoint folder that raysgd does not copy."""
 _METADATA = "_metadata"
 _DICT = "dict_checkpoint.pkl"
 
@@ -99,16 +94,6 @@ class Checkpoint:
                 f"Checkpoint.from_directory({os.fspath(path)!r}): must be an existing folder."
             )
         return cls(path=path)
-
-    @staticmethod
-    def linked(path: str | os.PathLike[str], metadata: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the packed form of a folder that raysgd does not copy."""
-        return {_LINK: os.path.abspath(path), _METADATA: dict(metadata)}
-
-    @staticmethod
-    def link_in(data: Mapping[str, Any]) -> str | None:
-        """Return the path in a dict that `linked` created; None for any other dict."""
-        return data[_LINK] if data.keys() == {_LINK, _METADATA} else None
 
     @classmethod
     def taken_from(cls, checkpoint: Any) -> Checkpoint:
@@ -186,8 +171,6 @@ class Checkpoint:
             data = pickle.loads(self._blob)
         else:
             data = dict(self._data or {})
-        if (link := self.link_in(data)) is not None:
-            data = {**Checkpoint(path=link).packed(), _METADATA: data[_METADATA]}
         stored = data.pop(_METADATA, {})
         own = stored if self._metadata is None else self._metadata
         merged = {**(metadata or {}), **own}
@@ -209,80 +192,3 @@ def _read_folder(folder: Path) -> dict[str, Any]:
         for name in names
     ]
     return {_FILES: {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}}
-
-
-class CheckpointUploadMode(Enum):
-    """When to store a reported checkpoint."""
-
-    ASYNC = "ASYNC"
-    """In the background: `report` returns immediately."""
-    SYNC = "SYNC"
-    """Before `report` returns."""
-    NO_UPLOAD = "NO_UPLOAD"
-    """Never: the run records the path of the folder, which driver and workers must both see."""
-
-
-@dataclass(frozen=True)
-class ReportOptions:
-    """Options of `raysgd.train.report`, which documents them, with the names of Ray Train."""
-
-    checkpoint_dir_name: str | None = None
-    checkpoint_upload_mode: Any = CheckpointUploadMode.SYNC
-    """The mode, as raysgd's enum or Ray's."""
-    delete_local_checkpoint_after_upload: bool | None = None
-    checkpoint_upload_fn: Callable[[Any, str], Any] | None = None
-
-    def __post_init__(self) -> None:
-        given = self.checkpoint_upload_mode
-        set_fields(
-            self, checkpoint_upload_mode=CheckpointUploadMode(getattr(given, "value", given))
-        )
-
-    @classmethod
-    def names(cls) -> set[str]:
-        return {field.name for field in fields(cls)}
-
-    @property
-    def waits(self) -> bool:
-        """Whether `report` waits until the checkpoint is stored."""
-        return self.checkpoint_upload_mode is not CheckpointUploadMode.ASYNC
-
-    @property
-    def _deletes(self) -> bool:
-        given = self.delete_local_checkpoint_after_upload
-        return not self.waits if given is None else given
-
-    def check(self, checkpoint: Any, run_folder: str) -> None:
-        path = getattr(checkpoint, "path", None)
-        if not (self._deletes and path and run_folder):
-            return
-        if Path(run_folder).resolve().is_relative_to(Path(path).resolve()):
-            raise ValueError(
-                f"report() would delete {path}, which contains the folder of the run, "
-                f"{run_folder}. Write checkpoints to another folder, or pass "
-                "delete_local_checkpoint_after_upload=False."
-            )
-
-    def packed(
-        self, checkpoint: Any, iteration: int, metadata: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Return the packed checkpoint, after uploading it if there is an upload function."""
-        stays = self.checkpoint_upload_mode is CheckpointUploadMode.NO_UPLOAD
-        if self.checkpoint_upload_fn is not None and not stays:
-            name = self.checkpoint_dir_name or f"checkpoint_{iteration:06d}"
-            checkpoint, stays = self.checkpoint_upload_fn(checkpoint, name), True
-        if not stays:
-            return Checkpoint.taken_from(checkpoint).packed(metadata)
-        path = getattr(checkpoint, "path", None)
-        if path is None or not Path(path).is_dir():
-            raise ValueError(
-                f"report(checkpoint={checkpoint!r}): with NO_UPLOAD or checkpoint_upload_fn, "
-                "it must be a folder that this node can read."
-            )
-        return Checkpoint.linked(path, metadata)
-
-    def discard(self, checkpoint: Any, packed: Mapping[str, Any]) -> None:
-        """Remove the folder of a stored checkpoint if the options request it."""
-        path = getattr(checkpoint, "path", None)
-        if self._deletes and path and Checkpoint.link_in(packed) != os.path.abspath(path):
-            shutil.rmtree(path, ignore_errors=True)

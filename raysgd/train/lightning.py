@@ -17,7 +17,7 @@ import torch
 
 from raysgd._internal.imports import import_extra
 from raysgd.train.api import get_context, local_rank, report, world_rank, world_size
-from raysgd.train.checkpoint import Checkpoint, CheckpointUploadMode
+from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.external import check_place, newest_checkpoint_path
 from raysgd.train.torch.accelerator import get_device
 
@@ -91,21 +91,10 @@ class RayTrainReportCallback(Callback):
     """Reports metrics and a checkpoint at the end of each training epoch.
 
     The metrics are ``trainer.callback_metrics``, ``epoch``, and ``step``. The checkpoint is a
-    folder with the checkpoint of Lightning in the file `CHECKPOINT_NAME`. The arguments are options
-    of :func:`raysgd.train.report`; NO_UPLOAD is not allowed.
+    folder with the checkpoint of Lightning in the file `CHECKPOINT_NAME`.
     """
 
     CHECKPOINT_NAME = "checkpoint.ckpt"
-
-    def __init__(self, checkpoint_upload_mode: Any = None) -> None:
-        super().__init__()
-        mode = checkpoint_upload_mode or CheckpointUploadMode.SYNC
-        if getattr(mode, "value", mode) == CheckpointUploadMode.NO_UPLOAD.value:
-            raise ValueError(
-                "RayTrainReportCallback(checkpoint_upload_mode=NO_UPLOAD): must be SYNC or ASYNC, "
-                "because the checkpoints are temporary folders."
-            )
-        self.checkpoint_upload_mode = mode
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         metrics: dict[str, Any] = {k: v.item() for k, v in trainer.callback_metrics.items()}
@@ -113,11 +102,7 @@ class RayTrainReportCallback(Callback):
         with tempfile.TemporaryDirectory() as folder:
             trainer.save_checkpoint(Path(folder, self.CHECKPOINT_NAME))  # call on all workers
             if trainer.is_global_zero:
-                report(
-                    metrics,
-                    checkpoint=Checkpoint.from_directory(folder),
-                    checkpoint_upload_mode=self.checkpoint_upload_mode,
-                )
+                report(metrics, checkpoint=Checkpoint.from_directory(folder))
             else:
                 report(metrics)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -89,10 +89,10 @@ class ReportQueue:
             self._turn = turn
             self._changed.notify_all()
 
-    def until_handled(self, turn: Turn, timeout_s: float | None = None) -> None:
-        """Wait until the driver has handled a turn, for at most `timeout_s` seconds."""
+    def until_handled(self, turn: Turn) -> None:
+        """Wait until the driver has handled a turn."""
         with self._changed:
-            self._wait_until(lambda: turn is not self._turn and turn is not self._taken, timeout_s)
+            self._wait_until(lambda: turn is not self._turn and turn is not self._taken)
 
     def end(self, turn: Turn) -> None:
         """Pass the end of the function to the driver. This is the last action of its thread."""
@@ -102,10 +102,10 @@ class ReportQueue:
             self._turn = turn
             self._changed.notify_all()
 
-    def _wait_until(self, reached: Any, timeout_s: float | None = None) -> None:
+    def _wait_until(self, reached: Callable[[], bool]) -> None:
         self._waiting = True
         try:
-            self._changed.wait_for(lambda: reached() or self._stopped, timeout_s)
+            self._changed.wait_for(lambda: reached() or self._stopped)
         finally:
             self._waiting = False
         if self._stopped:

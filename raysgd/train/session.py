@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -26,7 +25,7 @@ from raysgd.callbacks.values import numbers_in
 from raysgd.cluster.serialization import Packed, Portable, pack, unpicklable_key
 from raysgd.train import constants
 from raysgd.train.arguments import env_flag
-from raysgd.train.checkpoint import Checkpoint, ReportOptions
+from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.report_queue import ReportQueue, Turn, TurnKind
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,6 @@ _FUNCTIONS = (
     "world_size",
 )
 """Functions of `raysgd.train` that older scripts import from this module."""
-_DEFAULTS = ReportOptions()
 
 
 @dataclass(frozen=True)
@@ -84,8 +82,6 @@ class Session:
         self.extras: dict[str, Any] = {}
         """State of framework-specific modules for this run."""
         self.iteration = plan.iteration
-        self._uploading: Callable[[], None] | None = None
-        """Hands over the last report when its upload is done."""
         self._checkpoint = plan.checkpoint
         self._pid = os.getpid()
         self._began_at = self._reported_at = time.monotonic()
@@ -104,7 +100,6 @@ class Session:
         try:
             before = _num_collectives()
             value = pickle.loads(self.plan.function)()
-            self._settle()
             if before is not None and _num_collectives() == before:
                 self._warn_of_separate_models()
             end = Turn("end", content=_returned(value), iteration=self.iteration)
@@ -124,14 +119,8 @@ class Session:
 
     # ---- calls from the function
 
-    def report(
-        self,
-        metrics: Mapping[str, Any],
-        checkpoint: Any = None,
-        options: ReportOptions = _DEFAULTS,
-    ) -> None:
-        options.check(checkpoint, self.plan.experiment.get("dir", ""))
-        self._settle()
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
+        self._check_process()
         now = time.monotonic()
         self.iteration += 1
         encoded: Any = {
@@ -151,45 +140,27 @@ class Session:
         if self.plan.encode is not None:
             encoded = self.plan.encode(encoded)
         content = _reported(encoded)
-        numbers = numbers_in(metrics)
         self._reported_at = now
         if checkpoint is None:
             self._hand_over("report", content)
-            return
-
-        def upload() -> dict[str, Any]:
-            return options.packed(checkpoint, self.iteration, self.plan.metadata)
-
-        def hand_over(data: dict[str, Any]) -> None:
-            self._hand_over("report", content, numbers, data, options)
-            options.discard(checkpoint, data)
-
-        if options.waits or options.checkpoint_upload_fn is None:
-            hand_over(upload())
-        else:  # hand over in this thread: the queue tracks whether the function waits
-            pool = ThreadPoolExecutor(1)
-            uploaded = pool.submit(upload)
-            pool.shutdown(wait=False)
-            self._uploading = lambda: hand_over(uploaded.result())
+        else:
+            packed = Checkpoint.taken_from(checkpoint).packed(self.plan.metadata)
+            self._hand_over("report", content, numbers_in(metrics), packed)
 
     def save(self, state: Mapping[str, Any]) -> None:
-        self._settle()
+        self._check_process()
         stamped = {**state, constants.TIMESTAMP: int(time.time())}
         self._hand_over("checkpoint", None, numbers_in(state), stamped)
 
     def load(self) -> Checkpoint | None:
         return None if self._checkpoint is None else Checkpoint(blob=self._checkpoint)
 
-    def _settle(self) -> None:
-        """Pass the last report to the driver if its upload is still pending."""
+    def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise RuntimeError(
                 "A forked process cannot report or save, because it has no connection to the "
                 "driver. Send the values to the process of the worker, and report there."
             )
-        uploading, self._uploading = self._uploading, None
-        if uploading is not None:
-            uploading()
 
     def _hand_over(
         self,
@@ -197,7 +168,6 @@ class Session:
         content: Packed | None,
         numbers: Mapping[str, float] | None = None,
         checkpoint: dict[str, Any] | None = None,
-        options: ReportOptions = _DEFAULTS,
     ) -> None:
         """Pass a turn to the driver. The driver keeps the checkpoint of worker 0 only."""
         blob = None
@@ -214,7 +184,7 @@ class Session:
             iteration=self.iteration,
         )
         self.report_queue.put(turn)
-        if blob is not None and options.waits:
+        if blob is not None:
             self.report_queue.until_handled(turn)
 
 

@@ -135,7 +135,6 @@ SURFACE = {
         "Checkpoint",
         "CheckpointConfig",
         "CheckpointStrategy",
-        "CheckpointUploadMode",
         "DataParallelTrainer",
         "FailureConfig",
         "PreemptionInfo",
@@ -226,8 +225,6 @@ SURFACE = {
     "raysgd.train.checkpoint": [
         "Checkpoint",
         "CheckpointStrategy",
-        "CheckpointUploadMode",
-        "ReportOptions",
         "load_checkpoint_from_path",
     ],
     "raysgd.train.huggingface.transformers": [

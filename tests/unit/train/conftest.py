@@ -16,7 +16,7 @@ class FakeQueue:
     def put(self, turn):
         self.turns.append(turn)
 
-    def until_handled(self, turn, timeout_s=None):
+    def until_handled(self, turn):
         self.waited.append(turn)
 
 

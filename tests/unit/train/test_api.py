@@ -77,6 +77,7 @@ def test_metrics_may_have_the_names_of_arguments(run, arguments, named, reported
     ("call", "match"),
     [
         (lambda: train.report(5), "must be a dict"),
+        (lambda: train.report({}, validation=True), "no argument 'validation'"),
         (lambda: train.report({}, checkpoint={"a": 1}), r"from_dict.*save_checkpoint\(name=value"),
     ],
 )
@@ -109,6 +110,7 @@ def test_a_reported_checkpoint_has_the_metadata_of_the_trainer(run):
     kept = Checkpoint(blob=queue.turns[0].checkpoint)
     assert kept.get_metadata() == {"by": "you", "in": "Paris"}
     assert kept.to_dict() == train.load_checkpoint() == {"epoch": 4}
+    assert queue.waited == queue.turns
     assert train.get_checkpoint().get_metadata() == {"by": "you", "in": "Paris"}
     assert made.get_metadata() == {"by": "you"}
 

@@ -5,15 +5,11 @@ import os
 import pickle
 import threading
 
-import numpy as np
 import pytest
-import ray.train
 import torch
 
 from raysgd import train
-from raysgd.errors import CheckpointError
-from raysgd.train import constants, session
-from raysgd.train.checkpoint import Checkpoint
+from raysgd.train import constants
 
 
 def own(state):
@@ -99,83 +95,3 @@ def test_the_drivers_environment_adds_details_to_reports(run, monkeypatch):
     names = constants.BASIC_AUTOFILLED_KEYS | constants.DETAILED_AUTOFILLED_KEYS
     assert found.keys() == {"a", *names}
     assert (found["_pid"], found["_hostname"]) == (os.getpid(), os.uname().nodename)
-
-
-# ---- options of report with a checkpoint
-
-
-@pytest.fixture
-def folder(tmp_path):
-    folder = tmp_path / "made"
-    folder.mkdir()
-    (folder / "model.txt").write_text("weights")
-    return folder
-
-
-FILES = {"_files": {"model.txt": b"weights"}}
-
-
-def kept(queue):
-    return Checkpoint(blob=queue.turns[-1].checkpoint).to_dict()
-
-
-@pytest.mark.parametrize("modes", [train.CheckpointUploadMode, ray.train.CheckpointUploadMode])
-def test_a_report_waits_for_its_checkpoint_unless_the_mode_is_async(run, folder, modes):
-    queue, made = run(), Checkpoint.from_directory(folder)
-    train.report({}, checkpoint=made, checkpoint_upload_mode=modes.SYNC)
-    assert queue.waited == queue.turns
-    assert folder.exists()
-    train.report({}, checkpoint=made, checkpoint_upload_mode=modes.ASYNC)
-    assert queue.turns[1] not in queue.waited
-    assert kept(queue) == FILES
-    assert not folder.exists()
-
-
-def test_a_checkpoint_may_stay_where_it_is(run, folder):
-    queue = run(metadata={"by": "me"})
-    mode = train.CheckpointUploadMode.NO_UPLOAD
-    train.report({}, checkpoint=Checkpoint.from_directory(folder), checkpoint_upload_mode=mode)
-    assert b"weights" not in queue.turns[0].checkpoint
-    assert kept(queue) == train.load_checkpoint() == FILES
-    assert train.get_checkpoint().get_metadata() == {"by": "me"}
-    (folder / "model.txt").unlink()
-    folder.rmdir()
-    with pytest.raises(CheckpointError):
-        train.load_checkpoint()
-    with pytest.raises(ValueError, match="a folder that this node can read"):
-        train.report({}, checkpoint=Checkpoint.from_dict({}), checkpoint_upload_mode=mode)
-
-
-@pytest.mark.parametrize("mode", ["SYNC", "ASYNC"])
-def test_an_upload_function_stores_the_checkpoint(run, folder, tmp_path, mode):
-    def upload(checkpoint, name):
-        with checkpoint.as_directory() as made:
-            os.rename(made, tmp_path / name)
-        return Checkpoint.from_directory(tmp_path / name)
-
-    queue, loss = run(), np.array([0.5])
-    made = Checkpoint.from_directory(folder)
-    options = {"checkpoint_upload_fn": upload, "checkpoint_upload_mode": mode}
-    train.report(metrics={"loss": loss}, checkpoint=made, checkpoint_dir_name="first", **options)
-    loss[0] = 0.25
-    train.report({})
-    assert [turn.iteration for turn in queue.turns] == [1, 2]
-    assert queue.turns[0].numbers["loss"] == queue.turns[0].metrics["loss"] == 0.5
-    assert Checkpoint(blob=queue.turns[0].checkpoint).to_dict() == FILES
-    assert (tmp_path / "first").is_dir()
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        ({"checkpoint_upload_mode": "LATER"}, ValueError, "LATER"),
-        ({"delete_local_checkpoint_after_upload": True}, ValueError, "contains the folder"),
-    ],
-)
-def test_wrong_options_of_a_report_are_refused(run, folder, options, error, match):
-    queue = run(experiment={"dir": str(folder / "run")})
-    arguments = {"checkpoint": Checkpoint.from_directory(folder), **options}
-    with pytest.raises(error, match=match):
-        train.report({"a": 1}, **arguments)
-    assert queue.turns == []
-    assert session.current() is not None
