@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from raysgd.elastic.config import ElasticConfig
     from raysgd.tf import TFTrainer
     from raysgd.torch import CreatorOperator, TorchTrainer, TrainingOperator
-    from raysgd.utils import seed_everything
 
 __version__ = "0.1.0"
 
@@ -25,7 +24,6 @@ __all__ = [
     "TorchTrainer",
     "TrainingOperator",
     "__version__",
-    "seed_everything",
 ]
 
 _HOMES = {
@@ -34,7 +32,6 @@ _HOMES = {
     "TFTrainer": "raysgd.tf",
     "TorchTrainer": "raysgd.torch",
     "TrainingOperator": "raysgd.torch",
-    "seed_everything": "raysgd.utils",
 }
 
 

@@ -17,7 +17,6 @@ SURFACE = {
         "TorchTrainer",
         "TrainingOperator",
         "__version__",
-        "seed_everything",
     ],
     "raysgd.backends": [
         "Backend",
@@ -265,7 +264,6 @@ SURFACE = {
         "TimerCollection",
         "TimerStat",
         "override",
-        "seed_everything",
     ],
 }
 
