@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raysgd._internal.arguments import closest
@@ -105,21 +104,6 @@ class OperatorBase:
             return self._count_steps()
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def log(self, name: str, value: Any) -> None:
-        """Add a metric to the result of the current `train_batch` or `validate_batch`.
-
-        A returned metric with this name takes precedence.
-
-        Raises:
-            RuntimeError: Outside of these methods, or if you override `train_epoch` or `validate`.
-        """
-        if self._train_state.logged is None:
-            raise RuntimeError(
-                f"self.log({name!r}, ...) works only in train_batch and validate_batch, with the "
-                "default train_epoch and validate. In a loop of your own, return the metrics."
-            )
-        self._train_state.logged[name] = value
-
     def on_world_change(self) -> None:
         """Create objects that depend on the group of workers. Override this method if you need it.
 
@@ -130,14 +114,6 @@ class OperatorBase:
         """
 
     # ---- for subclasses
-
-    @contextlib.contextmanager
-    def _collecting_logged(self) -> Iterator[dict[str, Any]]:
-        self._train_state.logged = logged = dict[str, Any]()
-        try:
-            yield logged
-        finally:
-            self._train_state.logged = None
 
     def _new_meters(self) -> AverageMeterCollection:
         self._train_state.meters = AverageMeterCollection()
@@ -211,11 +187,6 @@ class OperatorBase:
                 f"methods in {kind}."
             )
         return value
-
-
-def with_logged(logged: Mapping[str, Any], metrics: Any) -> Any:
-    """Return the logged and the returned metrics of a batch. Returned ones take precedence."""
-    return {**logged, **metrics} if logged and isinstance(metrics, Mapping) else metrics
 
 
 def checked_metrics(

@@ -79,8 +79,6 @@ class TrainState(ABC):
         self.features: list[StepFeature] = [self.parts]
         self._said: set[str] = set()
         self.meters: AverageMeterCollection | None = None
-        self.logged: dict[str, Any] | None = None
-        """Metrics that user code logged for the current batch, or None outside of a batch."""
         self.preemption: Preemption | None = None
         self.segment: StepIterator | None = None
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd._internal.arguments import suggests
 from raysgd._internal.nested import map_leaves
-from raysgd.loop.operator_base import OperatorBase, checked_metrics, with_logged
+from raysgd.loop.operator_base import OperatorBase, checked_metrics
 from raysgd.metrics import NUM_SAMPLES
 
 if TYPE_CHECKING:
@@ -77,9 +77,7 @@ class TrainingOperator(OperatorBase):
         meters = self._new_meters()
         for batch in self._in_parts(iterator):
             batch_info = self._batch_info(info, meters.num_batches, epoch_idx)
-            with self._collecting_logged() as logged:
-                metrics = self.train_batch(batch, batch_info)
-            self._measure(meters, _plain(with_logged(logged, metrics)))
+            self._measure(meters, _plain(self.train_batch(batch, batch_info)))
         return meters.summary()
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -119,9 +117,7 @@ class TrainingOperator(OperatorBase):
         meters = self._new_meters()
         for batch_idx, batch in enumerate(val_iterator):
             batch_info = self._batch_info(info, batch_idx, self._train_state.epoch)
-            with self._collecting_logged() as logged:
-                metrics = self.validate_batch(batch, batch_info)
-            metrics = _plain(with_logged(logged, metrics))
+            metrics = _plain(self.validate_batch(batch, batch_info))
             meters.update(*checked_metrics(self.validate_batch, metrics))
         return meters.summary()
 

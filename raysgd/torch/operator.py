@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from raysgd._internal.arguments import suggests
-from raysgd.loop.operator_base import OperatorBase, checked_metrics, with_logged
+from raysgd.loop.operator_base import OperatorBase, checked_metrics
 from raysgd.metrics import NUM_SAMPLES
 from raysgd.torch.batches import (
     Batch,
@@ -106,9 +106,7 @@ class TrainingOperator(OperatorBase):
             batch_info = self._batch_info(info, meters.num_batches, epoch_idx)
             batch_info["info"] = given
             try:
-                with self._collecting_logged() as logged:
-                    metrics = self.train_batch(batch, batch_info)
-                self._measure(meters, with_logged(logged, metrics))
+                self._measure(meters, self.train_batch(batch, batch_info))
             except BaseException as error:
                 if per_batch and train_state.step.is_updated:
                     self.step_schedulers()  # the step counts as done
@@ -191,12 +189,8 @@ class TrainingOperator(OperatorBase):
         with torch.no_grad():
             for batch_idx, batch in enumerate(val_iterator):
                 batch_info = self._batch_info(info, batch_idx, self._train_state.epoch)
-                with (
-                    explaining(self, "validate_batch", batch),
-                    self._collecting_logged() as logged,
-                ):
+                with explaining(self, "validate_batch", batch):
                     metrics = self.validate_batch(batch, batch_info)
-                metrics = with_logged(logged, metrics)
                 meters.update(*checked_metrics(self.validate_batch, metrics))
         return meters.summary()
 

@@ -448,8 +448,8 @@ def test_a_callback_may_validate_at_the_end_of_an_epoch(make_trainer):
 
 class Logging(Recorder):
     def train_batch(self, batch, batch_info):
-        self.log("twice", 2.0 * batch_info["global_step"])
-        return super().train_batch(batch, batch_info)
+        twice = 2.0 * batch_info["global_step"]
+        return {"twice": twice, **super().train_batch(batch, batch_info)}
 
 
 def test_log_every_writes_metrics_during_the_epoch(make_trainer, tmp_path):
