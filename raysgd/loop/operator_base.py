@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from raysgd._internal.arguments import closest
 from raysgd.data.source import BatchSource
 from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import TrainState
 from raysgd.metrics import NUM_SAMPLES, AverageMeterCollection, is_number
-
-logger = logging.getLogger(__name__)
 
 
 class OperatorBase:
@@ -242,10 +238,7 @@ def check_registered(operator: Any) -> None:
 
 
 def check_operator(trainer: str, operator_cls: Any, base: type[Any], shown: str) -> None:
-    """Check a trainer's operator class, and warn about misspelled methods.
-
-    `shown` is the public name of its base class.
-    """
+    """Check a trainer's operator class. `shown` is the public name of its base class."""
     fits = isinstance(operator_cls, type) and issubclass(operator_cls, base)
     if not fits:
         raise TypeError(
@@ -257,19 +250,6 @@ def check_operator(trainer: str, operator_cls: Any, base: type[Any], shown: str)
             f"{operator_cls.__name__} must override setup(self, config), and register models, "
             "optimizers, and loaders there."
         )
-    warn_of_misspelling(operator_cls, base)
-
-
-def warn_of_misspelling(operator_cls: type[Any], base: type[Any]) -> None:
-    """Warn about methods whose name resembles one of `base`."""
-    known = [name for name in dir(base) if not name.startswith("_")]
-    for name, value in inspect.getmembers(operator_cls, inspect.isfunction):
-        if name.startswith("_") or name in known or value.__module__.startswith("raysgd."):
-            continue
-        if close := closest(name, known, cutoff=0.85):
-            logger.warning(
-                "raysgd never calls %s.%s. Did you mean %s?", operator_cls.__name__, name, close
-            )
 
 
 def class_from_creators(
