@@ -42,18 +42,6 @@ class OperatorBase:
         return self._train_state.context.world_size
 
     @property
-    def preemption(self) -> float | None:
-        """Time at which workers of the group will be preempted, in seconds since the Unix epoch.
-
-        None if no preemption is announced, ``math.inf`` if its time is unknown. Use this only to
-        save your own state: the trainer replaces the workers, or continues with fewer.
-        """
-        preemption = self._train_state.preemption
-        if preemption is None:
-            return None
-        return math.inf if preemption.deadline is None else preemption.deadline
-
-    @property
     def use_fp16(self) -> bool:
         """Whether training runs in mixed precision."""
         return self._train_state.settings.options.use_fp16 is not False

@@ -194,8 +194,7 @@ class OperatorRunner(ABC):
         return 0 if self._loop is None else self._train_state.global_step
 
     def announce(self, preemption: Preemption | None) -> None:
-        if self._loop is not None:
-            self._train_state.preemption = preemption
+        return  # the driver moves operators between two steps
 
     def snapshot(self) -> dict[str, Any] | None:
         return None if self._loop is None else self._loop.snapshots.get()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from raysgd._internal.context import Preemption, WorkerContext
+from raysgd._internal.context import WorkerContext
 from raysgd._internal.timers import TimerCollection
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import ShardedFeature, StepFeature
@@ -79,7 +79,6 @@ class TrainState(ABC):
         self.features: list[StepFeature] = [self.parts]
         self._said: set[str] = set()
         self.meters: AverageMeterCollection | None = None
-        self.preemption: Preemption | None = None
         self.segment: StepIterator | None = None
 
     @property

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd._internal.context import PausedError, Preemption
+from raysgd._internal.context import PausedError
 from raysgd.data import Dataset
 from raysgd.errors import RemoteError
 from raysgd.loop.requests import TrainRequest
@@ -639,17 +639,6 @@ def test_a_pause_can_be_cancelled(loop_of, goal, operator_cls):
     steps = goal.get("until_step", 10)
     assert operator.global_step == steps
     assert operator.trained == (EPOCH * 2)[: steps * 8]
-
-
-def test_an_operator_knows_the_time_of_a_preemption(start):
-    trainer, operator = start()
-    worker = trainer._controller.members[0].worker
-    assert operator.preemption is None
-    for deadline, seen in ((12.5, 12.5), (None, math.inf)):
-        worker.announce(Preemption(deadline=deadline, ranks_by_node={"a": [1]}))
-        assert operator.preemption == seen
-    worker.announce(None)
-    assert operator.preemption is None
 
 
 def test_a_pause_does_not_step_schedulers_of_epochs(start):
