@@ -4,8 +4,7 @@
     python examples/gan.py --num-workers 1 --smoke-test
 
 scikit-learn contains the 1,797 real images of 8x8 pixels, so nothing is downloaded. The losses of a
-GAN say little. Watch the Fréchet distance between real and generated images. It is about 0.02
-between two halves of the real ones.
+GAN say little. Look at the generated digits.
 """
 
 import argparse
@@ -58,11 +57,6 @@ class DigitGAN(GAN):
         )
 
 
-def features(images):
-    """Return 16 numbers per image, the means of 2x2 pixels, to compare images."""
-    return nn.functional.avg_pool2d(images, 2).flatten(1)
-
-
 def shown(images):
     """Return images as text, next to each other."""
     levels = ((images[:, 0] + 1) / 2 * (len(SHADES) - 1)).round().long()
@@ -85,7 +79,6 @@ def main():
     config = {
         "train_data": digits,
         "validation_data": digits,
-        "features": features,
         "latent_size": LATENT_SIZE,
         "lr": 1e-3,
         "label_smoothing": 0.1,
@@ -100,7 +93,6 @@ def main():
         use_gpu=args.use_gpu,
     ) as trainer:
         print(f"{trainer.num_workers} workers ready after {time.perf_counter() - started:.1f} s")
-        print(f"Fréchet distance before training {trainer.validate()['val_frechet_distance']:.2f}")
         for epoch in range(1, num_epochs + 1):
             train = trainer.train()
             if epoch % 5 and epoch != num_epochs:
@@ -110,14 +102,11 @@ def main():
                 f"epoch {epoch:2d}   "
                 f"generator_loss {train['train_generator_loss']:.3f}   "
                 f"discriminator_loss {train['train_discriminator_loss']:.3f}   "
-                f"discriminator_accuracy {validation['val_discriminator_accuracy']:.1%}   "
-                f"frechet_distance {validation['val_frechet_distance']:.3f}"
+                f"discriminator_accuracy {validation['val_discriminator_accuracy']:.1%}"
             )
         made = trainer.apply_all_operators(functools.partial(GAN.sample, num_samples=5, seed=1))[0]
     print(f"\nfive generated digits\n{shown(made)}")
     print(f"done in {time.perf_counter() - started:.1f} s")
-    if not args.smoke_test and validation["val_frechet_distance"] > 0.5:
-        raise SystemExit(f"frechet_distance {validation['val_frechet_distance']:.2f} is above 0.5")
 
 
 if __name__ == "__main__":

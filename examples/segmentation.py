@@ -72,7 +72,6 @@ def main():
     started = time.perf_counter()
     config = {
         "num_images": 200 if args.smoke_test else 1_500,
-        "num_classes": len(MARKS),
         "lr": 0.01,
         "seed": 0,
         BATCH_SIZE: 32,

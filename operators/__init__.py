@@ -11,9 +11,9 @@
         print(t.validate())
 
 =========================  ============================================================
-`ImageClassifier`          cross-entropy, accuracy top-1 and top-k, mixup
+`ImageClassifier`          cross-entropy, accuracy top-1 and top-k
 `SemanticSegmenter`        a class for each pixel; exact mean intersection over union
-`GAN`                      two models and two optimizers; Fréchet distance
+`GAN`                      two models and two optimizers
 `LanguageModel`            next-token prediction; exact perplexity, tied weights
 `SequenceClassifier`       transformers models built from a config; exact macro F1
 `Regressor`                MSE, L1 or Huber; exact R²
@@ -32,25 +32,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raysgd.operators.configured import ConfiguredOperator as ConfiguredOperator
+    from raysgd.operators.base import ConfiguredOperator as ConfiguredOperator
+    from raysgd.operators.base import SupervisedOperator as SupervisedOperator
+    from raysgd.operators.classifiers import ImageClassifier as ImageClassifier
+    from raysgd.operators.classifiers import SemanticSegmenter as SemanticSegmenter
+    from raysgd.operators.classifiers import SequenceClassifier as SequenceClassifier
     from raysgd.operators.gan import GAN as GAN
-    from raysgd.operators.image_classifier import ImageClassifier as ImageClassifier
     from raysgd.operators.language_model import LanguageModel as LanguageModel
     from raysgd.operators.regressor import Regressor as Regressor
-    from raysgd.operators.semantic_segmenter import SemanticSegmenter as SemanticSegmenter
-    from raysgd.operators.sequence_classifier import SequenceClassifier as SequenceClassifier
-    from raysgd.operators.supervised import SupervisedOperator as SupervisedOperator
     from raysgd.operators.with_metrics import WithMetrics as WithMetrics
 
 _HOMES = {
-    "ConfiguredOperator": "configured",
+    "ConfiguredOperator": "base",
     "GAN": "gan",
-    "ImageClassifier": "image_classifier",
+    "ImageClassifier": "classifiers",
     "LanguageModel": "language_model",
     "Regressor": "regressor",
-    "SemanticSegmenter": "semantic_segmenter",
-    "SequenceClassifier": "sequence_classifier",
-    "SupervisedOperator": "supervised",
+    "SemanticSegmenter": "classifiers",
+    "SequenceClassifier": "classifiers",
+    "SupervisedOperator": "base",
     "WithMetrics": "with_metrics",
 }
 __all__ = sorted(_HOMES)

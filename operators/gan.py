@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch.nn.functional import softplus
 
-from raysgd.metrics import NUM_SAMPLES, Sums
-from raysgd.operators.configured import ConfiguredOperator
-from raysgd.operators.options import Option, any_of, integer, number
-from raysgd.operators.supervised import evaluating, in_full_precision
+from raysgd.metrics import NUM_SAMPLES
+from raysgd.operators.base import ConfiguredOperator, evaluating, in_full_precision
 
 
 class GAN(ConfiguredOperator):
@@ -46,8 +43,6 @@ class GAN(ConfiguredOperator):
                                                 arXiv:1511.06434)
     ``optimizer``                   "adam"
     ``label_smoothing``             0.0         s above, from 0 to below 0.5
-    ``features``                    None        function that maps a batch of samples to (batch,
-                                                features), for ``val_frechet_distance``
     ==============================  ==========  ================================================
 
     It also has the keys of :class:`ConfiguredOperator`. Batches are samples, or tuples that begin
@@ -56,22 +51,20 @@ class GAN(ConfiguredOperator):
     Metrics have the prefixes ``train_`` and ``val_``. ``discriminator_loss`` and ``generator_loss``
     are in nats. ``real_score`` and ``fake_score`` are the means of D(x) and D(G(z)). In validation,
     ``val_discriminator_accuracy`` is the fraction of real and generated samples that D classifies
-    correctly (0.5 by guessing). With ``features``, ``val_frechet_distance`` is the distance between
-    real and generated samples, exact over workers. Each validation uses the same noise.
-    :class:`WithMetrics` updates its metrics with (generated samples, real samples).
+    correctly (0.5 by guessing). Each validation uses the same noise. :class:`WithMetrics` updates
+    its metrics with (generated samples, real samples).
     """
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {
+    OPTIONS: ClassVar[Mapping[str, Any]] = {
         **ConfiguredOperator.OPTIONS,
-        "generator": any_of(None, callable, "a torch.nn.Module or a function that makes one"),
-        "discriminator": any_of(None, callable, "a torch.nn.Module or a function that makes one"),
-        "latent_size": integer(64, 1),
-        "generator_lr": number(None, 0.0, above=True),
-        "discriminator_lr": number(None, 0.0, above=True),
-        "lr": number(2e-4, 0.0, above=True),
-        "optimizer": replace(ConfiguredOperator.OPTIONS["optimizer"], default="adam"),
-        "label_smoothing": number(0.0, 0.0, 0.499),
-        "features": any_of(None, callable, "a function of a batch of samples, or None"),
+        "generator": None,
+        "discriminator": None,
+        "latent_size": 64,
+        "generator_lr": None,
+        "discriminator_lr": None,
+        "lr": 2e-4,
+        "optimizer": "adam",
+        "label_smoothing": 0.0,
     }
 
     # ---- methods to override
@@ -156,7 +149,8 @@ class GAN(ConfiguredOperator):
             on_real = in_full_precision(self.discriminator(real))
             on_fake = in_full_precision(self.discriminator(fake))
         right = ((on_real > 0).double().mean() + (on_fake <= 0).double().mean()) / 2
-        metrics = {
+        self.update_metrics(fake, real)
+        return {
             "val_discriminator_loss": _loss(on_real, 1.0) + _loss(on_fake, 0.0),
             "val_generator_loss": _loss(on_fake, 1.0),
             "val_real_score": on_real.sigmoid().mean(),
@@ -164,13 +158,6 @@ class GAN(ConfiguredOperator):
             "val_discriminator_accuracy": right,
             NUM_SAMPLES: len(real),
         }
-        self.update_metrics(fake, real)
-        features = self.options["features"]
-        if features is not None:
-            metrics["val_frechet_distance"] = moments(
-                features(real), features(in_full_precision(fake))
-            )
-        return metrics
 
     def sample(self, num_samples: int, seed: int | None = None) -> torch.Tensor:
         """Return generated samples on the CPU. Call it on a worker.
@@ -202,49 +189,3 @@ def _frozen(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
-
-
-def frechet_distance(
-    count: float,
-    real: torch.Tensor,
-    real_products: torch.Tensor,
-    fake: torch.Tensor,
-    fake_products: torch.Tensor,
-) -> float:
-    """Return the squared Fréchet distance of two sets of `count` samples, or NaN.
-
-    The arguments are sums of the features, and of the outer products of the features. For means m,
-    n and covariances S, T, the distance is ``|m - n|² + tr(S + T - 2 (S T)^½)`` (Dowson and Landau
-    1982). With features of an Inception network, the result is the FID of Heusel et al. 2017,
-    arXiv:1706.08500.
-    """
-    clouds = []
-    for total, products in ((real, real_products), (fake, fake_products)):
-        # With a single feature, the sums are plain numbers.
-        mean = torch.as_tensor(total, dtype=torch.float64).reshape(-1) / count
-        moment = torch.as_tensor(products, dtype=torch.float64).reshape(len(mean), len(mean))
-        if count < 2 or not bool(moment.isfinite().all()):
-            return float("nan")
-        clouds.append((mean, (moment - count * torch.outer(mean, mean)) / (count - 1)))
-    (mean, one), (other_mean, other) = clouds
-    root = _root(one)
-    # S T and S^½ T S^½ have the same eigenvalues, and the latter is symmetric.
-    shared = torch.linalg.eigvalsh(root @ other @ root).clamp(min=0).sqrt().sum()
-    distance = (mean - other_mean).square().sum() + one.trace() + other.trace() - 2 * shared
-    return max(0.0, float(distance))
-
-
-def moments(real: torch.Tensor, fake: torch.Tensor) -> Sums:
-    """Return a metric with the moments of two batches of features, each of shape (batch, ...)."""
-    sums = {}
-    for name, given in (("real", real), ("fake", fake)):
-        features = given.double().reshape(len(given), -1)
-        sums[name] = torch.atleast_1d(features.sum(dim=0))
-        sums[f"{name}_products"] = features.T @ features
-    return Sums(frechet_distance, count=len(real), **sums)
-
-
-def _root(matrix: torch.Tensor) -> torch.Tensor:
-    values, vectors = torch.linalg.eigh(matrix)
-    root: torch.Tensor = (vectors * values.clamp(min=0).sqrt()) @ vectors.T
-    return root

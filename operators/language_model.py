@@ -12,8 +12,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from raysgd.metrics import Sums, ratio
-from raysgd.operators.options import Option, any_of, choice, integer, number
-from raysgd.operators.supervised import SupervisedOperator, evaluating, in_full_precision
+from raysgd.operators.base import SupervisedOperator, evaluating, in_full_precision
 
 
 class LanguageModel(SupervisedOperator):
@@ -34,7 +33,6 @@ class LanguageModel(SupervisedOperator):
     ``num_layers``                  2           blocks of the Transformer
     ``num_heads``                   4           attention heads; must divide ``hidden_size``
     ``dropout``                     0.0         dropout of the Transformer, from 0 to below 1
-    ``tie_weights``                 True        whether embedding and output share a matrix
     ``ignore_index``                -100        target of padding, which does not count
     ==============================  ==========  ================================================
 
@@ -50,16 +48,15 @@ class LanguageModel(SupervisedOperator):
     ``val_perplexity``; ``val_accuracy``, the fraction of targets with the highest score.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {
+    OPTIONS: ClassVar[Mapping[str, Any]] = {
         **SupervisedOperator.OPTIONS,
-        "vocab_size": integer(None, 1),
-        "sequence_length": integer(128, 1),
-        "hidden_size": integer(128, 1),
-        "num_layers": integer(2, 1),
-        "num_heads": integer(4, 1),
-        "dropout": any_of(0.0, number(0.0, 0.0, 0.999).fits, "a number from 0 to below 1"),
-        "tie_weights": choice(True, True, False),
-        "ignore_index": integer(-100),
+        "vocab_size": None,
+        "sequence_length": 128,
+        "hidden_size": 128,
+        "num_layers": 2,
+        "num_heads": 4,
+        "dropout": 0.0,
+        "ignore_index": -100,
     }
 
     def build_model(self, config: dict[str, Any]) -> torch.nn.Module:
@@ -70,18 +67,14 @@ class LanguageModel(SupervisedOperator):
                 f"{type(self).__name__}: config['vocab_size'] is missing. Pass the number of "
                 "tokens, or config['model']."
             )
-        names = ("hidden_size", "num_layers", "num_heads", "dropout", "tie_weights")
-        return CausalTransformer(
-            self.options["vocab_size"],
-            self.options["sequence_length"],
-            **{name: self.options[name] for name in names},
-        )
+        names = ("sequence_length", "hidden_size", "num_layers", "num_heads", "dropout")
+        return CausalTransformer(self.options["vocab_size"], *(self.options[n] for n in names))
 
-    def as_dataset(self, data: Any) -> Any:
-        """Cut one long tensor of tokens into sequences. Return other data unchanged."""
+    def make_loader(self, data: Any, *, shuffle: bool) -> Any:
+        """Return a loader. It cuts one long tensor of tokens into sequences."""
         if isinstance(data, torch.Tensor) and data.dim() == 1:
-            return TokenWindows(data, self.options["sequence_length"], self.options["ignore_index"])
-        return super().as_dataset(data)
+            data = TokenWindows(data, self.options["sequence_length"], self.options["ignore_index"])
+        return super().make_loader(data, shuffle=shuffle)
 
     def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores (batch, length, tokens) and targets (batch, length)."""
@@ -192,8 +185,8 @@ class CausalTransformer(nn.Module):
     """A decoder-only Transformer for sequences of at most `max_length` tokens.
 
     The blocks follow Vaswani et al. 2017 (arXiv:1706.03762). Layer normalization precedes each
-    sublayer, and positions are learned, as in GPT-2 (Radford et al. 2019). With tied weights, the
-    embedding matrix also scores the tokens (Press and Wolf 2017, arXiv:1608.05859).
+    sublayer, and positions are learned, as in GPT-2 (Radford et al. 2019). The embedding matrix
+    also scores the tokens (Press and Wolf 2017, arXiv:1608.05859).
     """
 
     def __init__(
@@ -204,52 +197,40 @@ class CausalTransformer(nn.Module):
         num_layers: int,
         num_heads: int,
         dropout: float,
-        tie_weights: bool,
     ) -> None:
         super().__init__()
         self.max_length = max_length
         self.tokens = nn.Embedding(vocab_size, hidden_size)
         self.positions = nn.Embedding(max_length, hidden_size)
         self.blocks = nn.ModuleList(
-            _Block(hidden_size, num_heads, dropout) for _ in range(num_layers)
+            nn.TransformerEncoderLayer(
+                hidden_size,
+                num_heads,
+                dim_feedforward=4 * hidden_size,
+                dropout=dropout,
+                activation="gelu",
+                batch_first=True,
+                norm_first=True,
+            )
+            for _ in range(num_layers)
         )
         self.norm = nn.LayerNorm(hidden_size)
         self.scores = nn.Linear(hidden_size, vocab_size, bias=False)
-        for embedding in (self.tokens, self.positions, self.scores):
+        for embedding in (self.tokens, self.positions):
             nn.init.normal_(embedding.weight, std=0.02)
-        if tie_weights:
-            self.scores.weight = self.tokens.weight
+        self.scores.weight = self.tokens.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the scores (batch, length, vocab_size) of the token after each position."""
-        if tokens.shape[1] > self.max_length:
+        length = tokens.shape[1]
+        if length > self.max_length:
             raise ValueError(
-                f"A sequence has {tokens.shape[1]} tokens, but the model takes at most "
-                f"{self.max_length}: config['sequence_length']."
+                f"A sequence has {length} tokens, but the model takes at most {self.max_length}: "
+                "config['sequence_length']."
             )
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        hidden = self.tokens(tokens) + self.positions(places)
+        hidden = self.tokens(tokens) + self.positions(torch.arange(length, device=tokens.device))
+        mask = nn.Transformer.generate_square_subsequent_mask(length, tokens.device)
         for block in self.blocks:
-            hidden = block(hidden)
+            hidden = block(hidden, src_mask=mask, is_causal=True)
         scores: torch.Tensor = self.scores(self.norm(hidden))
         return scores
-
-
-class _Block(nn.Module):
-    def __init__(self, size: int, num_heads: int, dropout: float) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.norm_attention, self.norm_feed = nn.LayerNorm(size), nn.LayerNorm(size)
-        self.attend, self.mix = nn.Linear(size, 3 * size), nn.Linear(size, size)
-        self.feed = nn.Sequential(nn.Linear(size, 4 * size), nn.GELU(), nn.Linear(4 * size, size))
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        batch, length, size = hidden.shape
-        split = (batch, length, 3, self.num_heads, size // self.num_heads)
-        parts = self.attend(self.norm_attention(hidden)).reshape(split)
-        query, key, value = parts.permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.dropout(self.mix(seen.transpose(1, 2).reshape(hidden.shape)))
-        result: torch.Tensor = hidden + self.dropout(self.feed(self.norm_feed(hidden)))
-        return result

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional
 
-from raysgd.metrics import MergeableMetric, Sums, ratio
-from raysgd.operators.options import Option, choice, number
-from raysgd.operators.supervised import SupervisedOperator
+from raysgd.metrics import Sums, ratio
+from raysgd.operators.base import SupervisedOperator
+
+_LOSSES = {
+    "mse": functional.mse_loss,
+    "l1": functional.l1_loss,
+    "huber": functional.huber_loss,
+}
 
 
 class Regressor(SupervisedOperator):
@@ -35,15 +40,24 @@ class Regressor(SupervisedOperator):
     and target have the same shape, or (batch, 1) and (batch).
 
     Metrics: ``val_loss``; ``val_mae``, the mean absolute error, and ``val_rmse``, the root mean
-    squared error, in the unit of the target; ``val_r2``, the coefficient of determination (see
-    :class:`R2`), computed from sums over all batches and workers.
+    squared error, in the unit of the target; ``val_r2``, the coefficient of determination, computed
+    from float64 sums over all batches and workers.
     """
 
-    OPTIONS: ClassVar[Mapping[str, Option]] = {
+    OPTIONS: ClassVar[Mapping[str, Any]] = {
         **SupervisedOperator.OPTIONS,
-        "loss": choice("mse", "mse", "l1", "huber"),
-        "huber_delta": number(1.0, 0.0, above=True),
+        "loss": "mse",
+        "huber_delta": 1.0,
     }
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        loss = self.options["loss"]
+        if loss not in _LOSSES:
+            raise ValueError(
+                f"{type(self).__name__}: config['loss']={loss!r} must be one of "
+                f"{', '.join(map(repr, _LOSSES))}."
+            )
 
     def predict(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return output and target, with the same shape."""
@@ -64,19 +78,22 @@ class Regressor(SupervisedOperator):
     def losses(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         kind = self.options["loss"]
         output = output.to(torch.promote_types(output.dtype, target.dtype))
-        if kind == "huber":
-            delta = self.options["huber_delta"]
-            return functional.huber_loss(output, target, delta=delta, reduction="none")
-        loss = functional.mse_loss if kind == "mse" else functional.l1_loss
-        return loss(output, target, reduction="none")
+        arguments = {"delta": self.options["huber_delta"]} if kind == "huber" else {}
+        return _LOSSES[kind](output, target, reduction="none", **arguments)
 
     def metrics(self, output: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
-        output, target = output.double(), target.double()
+        output, target = (each.double().reshape(len(target), -1) for each in (output, target))
         error = output - target
         return {
             "mae": Sums(ratio, total=error.abs().sum(), weight=error.numel()),
             "rmse": Sums(_root, total=error.square().sum(), weight=error.numel()),
-            "r2": R2.of(output, target),
+            "r2": Sums(
+                r2,
+                count=len(target),
+                targets=target.sum(dim=0),
+                squares=target.square().sum(dim=0),
+                errors=error.square().sum(dim=0),
+            ),
         }
 
 
@@ -84,52 +101,14 @@ def _root(total: float, weight: float) -> float:
     return math.sqrt(ratio(total, weight))
 
 
-class R2(MergeableMetric):
-    """Coefficient of determination, ``1 - Σ (y - p)² / Σ (y - mean of y)²``.
+def r2(count: float, targets: Any, squares: Any, errors: Any) -> float:
+    """Return the coefficient of determination, ``1 - Σ (y - p)² / Σ (y - mean of y)²``.
 
-    1 for perfect predictions, 0 for predictions as good as the mean. For several outputs it is the
-    mean over outputs. NaN if the targets do not vary.
-
-    It holds the number of samples, and for each output the mean of the targets, the sum of their
-    squared deviations from this mean, and the sum of squared errors. `merge` uses the formula of
-    Chan, Golub, and LeVeque 1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample
-    Variances". It stays exact for large targets that vary little.
+    The arguments are the number of samples, and for each output the sums of the targets, their
+    squares, and the squared errors. The result is the mean over the outputs, or NaN if the targets
+    of an output do not vary.
     """
-
-    def __init__(
-        self, count: int, mean: torch.Tensor, deviations: torch.Tensor, errors: torch.Tensor
-    ) -> None:
-        self.count = count
-        self.mean = mean
-        self.deviations = deviations
-        self.errors = errors
-
-    @classmethod
-    def of(cls, output: torch.Tensor, target: torch.Tensor) -> Self:
-        """Return the metric of a batch. Both arguments have the same shape (batch, ...)."""
-        output, target = (t.detach().double().reshape(len(t), -1) for t in (output, target))
-        mean = target.mean(dim=0)
-        deviations = (target - mean).square().sum(dim=0)
-        return cls(len(target), mean, deviations, (target - output).square().sum(dim=0))
-
-    def merge(self, other: Self) -> Self:
-        count = self.count + other.count
-        distance = other.mean - self.mean
-        share = other.count / count
-        return type(self)(
-            count,
-            self.mean + share * distance,
-            self.deviations + other.deviations + distance.square() * self.count * share,
-            self.errors + other.errors,
-        )
-
-    def compute(self) -> float:
-        if not bool((self.deviations > 0).all()):
-            return float("nan")
-        return float((1 - self.errors / self.deviations).mean())
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: value.cpu() if isinstance(value, torch.Tensor) else value
-            for name, value in vars(self).items()
-        }
+    deviations = torch.as_tensor(squares - targets**2 / count)
+    if not bool((deviations > 0).all()):
+        return float("nan")
+    return float((1 - torch.as_tensor(errors) / deviations).mean())

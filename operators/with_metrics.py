@@ -12,8 +12,7 @@ import torch
 
 from raysgd._internal.imports import import_extra
 from raysgd.metrics import BATCH_COUNT, MergeableMetric, computed
-from raysgd.operators.options import shown
-from raysgd.operators.supervised import in_full_precision
+from raysgd.operators.base import in_full_precision
 from raysgd.torch import TrainingOperator
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class WithMetrics(TrainingOperator):
 
     Raises:
         ImportError: If torchmetrics is missing.
-        TypeError: In `setup`, if the metrics are missing or have another type.
+        ValueError: In `setup`, if the metrics are missing or have another type.
     """
 
     def setup(self, config: dict[str, Any]) -> None:
@@ -70,7 +69,12 @@ class WithMetrics(TrainingOperator):
     @functools.cached_property
     def validation_metrics(self) -> dict[str, Metric]:
         """The metrics by name. Each validation resets them."""
-        given = _by_name(type(self).__name__, self.build_metrics(self.config))
+        kind, given = type(self).__name__, self.build_metrics(self.config)
+        collection = import_extra(kind, "torchmetrics", "operators").MetricCollection
+        if not given:
+            raise ValueError(f"{kind}: pass config['metrics'], or override build_metrics.")
+        given = given if isinstance(given, collection) else collection(given)
+        # The names in items() have the prefix, and these metrics do not share states.
         return {name: _alone(metric).to(self.device) for name, metric in given.items()}
 
     def update_metrics(self, output: Any, target: Any) -> None:
@@ -142,7 +146,7 @@ class MergedStates(MergeableMetric):
             for name, reduce in member._reductions.items():
                 setattr(member, name, _reduced([state[name] for state in held], reduce))
             member._update_count = 1
-        found = _numbers(type(metric).__name__, metric.compute())
+        found = _numbers(metric.compute())
         return found.get("", found)
 
 
@@ -157,39 +161,19 @@ def _reduced(states: list[Any], reduce: Any) -> Any:
     return stacked if reduce is None else reduce(stacked)
 
 
-def _numbers(owner: str, value: Any) -> dict[str, Any]:
+def _numbers(value: Any) -> dict[str, Any]:
     """Return the numbers in the result of a metric, by name suffix. Matrices stay tensors."""
     if isinstance(value, Mapping):
         found = {}
         for key, entry in value.items():
-            found.update({f"_{key}{end}": v for end, v in _numbers(owner, entry).items()})
+            found.update({f"_{key}{end}": v for end, v in _numbers(entry).items()})
         return found
-    if not isinstance(value, int | float | torch.Tensor):
-        raise TypeError(
-            f"WithMetrics takes metrics that compute numbers, tensors, or dicts of them, but "
-            f"{owner} computed {shown(value)}."
-        )
     tensor = torch.as_tensor(value)
     if tensor.numel() == 1:
         return {"": float(tensor)}
     if tensor.dim() == 1:
         return {f"_{index}": float(entry) for index, entry in enumerate(tensor)}
     return {"": tensor}
-
-
-def _by_name(owner: str, given: Any) -> dict[str, Metric]:
-    metric_cls = import_extra(owner, "torchmetrics", "operators").Metric
-    if isinstance(given, metric_cls):
-        return {type(given).__name__: given}
-    # The names in a MetricCollection.items() have its prefix, and its metrics do not share states.
-    found = dict(given.items()) if hasattr(given, "items") else {}
-    if not found or not all(isinstance(metric, metric_cls) for metric in found.values()):
-        raise TypeError(
-            f"{owner}: config['metrics']={shown(given)} must be torchmetrics.Metric objects by "
-            "name, a MetricCollection, one Metric, or a function of the config that returns one "
-            f"of them. Or override build_metrics in {owner}."
-        )
-    return found
 
 
 def _alone(metric: Metric) -> Metric:

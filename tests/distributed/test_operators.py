@@ -56,7 +56,6 @@ def test_mean_iou_is_that_of_all_pixels(module_cluster):
             nn.ReLU(),
             nn.Conv2d(8, 3, 1),
         ),
-        "num_classes": 3,
         "train_data": shapes(128, seed=4),
         "validation_data": (images, masks),
         "batch_size": 5,

@@ -1,10 +1,13 @@
-"""Optimizers, schedulers and loaders by config or by subclass."""
+"""Optimizers, schedulers, data, and other options, by config or by subclass."""
 
+import re
+
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from raysgd import TorchTrainer
+from raysgd import TorchTrainer, operators
 from raysgd.operators import (
     ConfiguredOperator,
     ImageClassifier,
@@ -42,15 +45,16 @@ def test_an_optimizer_by_function():
     assert (type(optimizer), optimizer.defaults["lr"]) == (torch.optim.RMSprop, 0.25)
 
 
-def test_a_scheduler_that_counts_steps_is_told_how_many_an_epoch_has():
-    def make(optimizer, config, steps_per_epoch):
-        assert steps_per_epoch == 3  # of two, of six samples
-        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=steps_per_epoch)
+def test_a_scheduler_can_count_the_steps_of_an_epoch():
+    class Scheduled(Regressor):
+        def build_scheduler(self, optimizer, config):
+            assert self.steps_per_epoch == 3  # of two, of six samples
+            return config["scheduler"](optimizer, self.steps_per_epoch)
 
     config = {"model": torch.nn.Linear(2, 1), "train_data": DATA, "batch_size": 2}
     with TorchTrainer(
-        training_operator_cls=Regressor,
-        config={**config, "scheduler": make},
+        training_operator_cls=Scheduled,
+        config={**config, "scheduler": torch.optim.lr_scheduler.StepLR},
         use_local=True,
         use_gpu=False,
         scheduler_step_freq="batch",
@@ -60,9 +64,10 @@ def test_a_scheduler_that_counts_steps_is_told_how_many_an_epoch_has():
         assert scheduler.last_epoch == 3
 
 
-@pytest.mark.parametrize("form", ["tensors", "dataset", "function"])
+@pytest.mark.parametrize("form", ["tensors", "arrays", "dataset", "function"])
 def test_data_sets_get_a_loader(form):
     data = {"tensors": DATA, "dataset": TensorDataset(*DATA), "function": lambda config: DATA}
+    data["arrays"] = tuple(column.numpy() for column in DATA)
     operator = build(train_data=data[form], validation_data=data[form], batch_size=4)
     assert [len(batch[0]) for batch in operator.train_loader] == [4, 2]
     targets = torch.cat([target for _, target in operator.validation_loader])
@@ -120,6 +125,66 @@ def test_what_training_draws_differs_from_worker_to_worker(monkeypatch):
     assert len(set(draws)) == 3
 
 
+# ---- options
+
+
+def test_a_misspelled_key_causes_a_warning(caplog):
+    build(optimiser="sgd")
+    assert "Regressor has no option 'optimiser'. Did you mean 'optimizer'?" in caplog.text
+
+
+def test_other_keys_are_ignored(caplog):
+    operator = run_operator(
+        Regressor, {"model": torch.nn.Linear(2, 1), "depth": 3, "learning": 1, 7: "seven"}
+    )
+    assert not caplog.text
+    assert operator.config["depth"] == 3
+
+
+def test_numpy_numbers_are_accepted():
+    operator = build(lr=np.float32(0.5), gradient_accumulation_steps=np.int64(2))
+    assert operator._train_state.accumulation_steps == 2
+    assert operator.optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"optimizer": "sdg"}, "config['optimizer']='sdg' must be 'adam', 'adamw', 'sgd', or a"),
+        ({"loss": "mean"}, "config['loss']='mean' must be one of 'mse', 'l1', 'huber'"),
+        ({"lr": -1}, "learning rate: -1"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0): must be at least 1"),
+        ({"batch_size": 8, BATCH_SIZE: 16}, "both 'batch_size'=8"),
+        ({"model": None}, "override build_model in Regressor"),
+        ({"model": lambda config: 3}, "config['model'] must be a torch.nn.Module"),
+    ],
+    ids=str,
+)
+def test_an_error_names_the_wrong_value(config, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(**config)
+
+
+OPERATORS = [
+    cls
+    for cls in (getattr(operators, name) for name in operators.__all__)
+    if hasattr(cls, "OPTIONS")
+]
+
+
+@pytest.mark.parametrize("operator_cls", OPERATORS, ids=lambda cls: cls.__name__)
+def test_the_table_of_an_operator_lists_its_options_with_their_defaults(operator_cls):
+    inherited = getattr(operator_cls.__mro__[1], "OPTIONS", {})
+    listed = dict(re.findall(r"^ {4}``(\w+)``  +(\S+)", operator_cls.__doc__, re.MULTILINE))
+    own = {
+        key: repr(default).replace("'", '"')
+        for key, default in operator_cls.OPTIONS.items()
+        if inherited.get(key, ...) != default
+    }
+    assert listed == own
+
+
 # ---- the weight of an update
 
 
@@ -134,7 +199,7 @@ MASKS = torch.tensor([[[0, 1], [255, 255]]], dtype=torch.uint8)
         (LanguageModel, {"vocab_size": 5, "hidden_size": 4}, (TOKENS[:1],), [2]),
         (
             SemanticSegmenter,
-            {"model": torch.nn.Conv2d(3, 2, 1), "num_classes": 2},
+            {"model": torch.nn.Conv2d(3, 2, 1)},
             (torch.ones(1, 3, 2, 2), MASKS),
             [2],
         ),

@@ -1,16 +1,11 @@
-"""Two models that train each other, and the distance of real and generated samples."""
+"""Two models that train each other."""
 
-import math
-
-import numpy as np
 import pytest
-import scipy.linalg
 import torch
 from torch import nn
 
 from raysgd import TorchTrainer
 from raysgd.operators import GAN
-from raysgd.operators.gan import moments
 from raysgd.testing import run_operator
 from tests.unit.operators.samples import digits
 
@@ -25,17 +20,7 @@ def make_discriminator(config):
     return nn.Sequential(nn.Linear(64, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1))
 
 
-def projected(images):
-    """Eight fixed projections: a space in which clouds of images can be compared."""
-    return images @ torch.randn(64, 8, generator=torch.Generator().manual_seed(0)) / 8
-
-
-CONFIG = {
-    "generator": make_generator,
-    "discriminator": make_discriminator,
-    "latent_size": 16,
-    "features": projected,
-}
+CONFIG = {"generator": make_generator, "discriminator": make_discriminator, "latent_size": 16}
 
 
 def flat_digits():
@@ -48,17 +33,15 @@ def test_learns_to_make_digits():
     with TorchTrainer(
         training_operator_cls=GAN, config=config, use_local=True, use_gpu=False
     ) as trainer:
-        before = trainer.validate()
         for _ in range(15):
             metrics = trainer.train()
         after = trainer.validate()
-        (made,) = trainer.apply_all_operators(lambda op: op.sample(8, seed=0))
-    # two halves of the real digits are about 0.01 apart
-    assert after["val_frechet_distance"] < 0.15 * before["val_frechet_distance"]
+        (made,) = trainer.apply_all_operators(lambda op: op.sample(100, seed=0))
     assert 0.5 <= after["val_discriminator_accuracy"] < 0.95
     assert metrics["train_discriminator_loss"] < 2
-    assert (made.shape, made.dtype) == ((8, 64), torch.float32)
-    assert made.std(dim=0).mean() > 0.05  # not one image eight times
+    assert (made.shape, made.dtype) == ((100, 64), torch.float32)
+    assert made.std(dim=0).mean() > 0.05  # not one image many times
+    assert (made.mean(dim=0) - train[0].mean(dim=0)).abs().mean() < 0.1
 
 
 class Plain(nn.Module):
@@ -119,46 +102,3 @@ def test_validation_draws_the_same_noise_each_time():
     operator = run_operator(GAN, {**CONFIG, "validation_data": held_out, "seed": 0})
     found = [operator.validate(iter(operator.validation_loader)) for _ in range(2)]
     assert found[0] == found[1]
-
-
-# ---- the Fréchet distance
-
-
-def cloud(seed, size=200, features=5):
-    draw = torch.Generator().manual_seed(seed)
-    mixing = torch.randn(features, features, generator=draw)
-    return torch.randn(size, features, generator=draw) @ mixing + torch.randn(1, generator=draw)
-
-
-def by_definition(real, fake):
-    real, fake = real.double().numpy(), fake.double().numpy()
-    one, other = np.cov(real, rowvar=False), np.cov(fake, rowvar=False)
-    root = scipy.linalg.sqrtm(one @ other).real
-    far = ((real.mean(axis=0) - fake.mean(axis=0)) ** 2).sum()
-    return far + np.trace(one + other - 2 * root)
-
-
-def test_it_is_the_distance_by_definition_also_in_parts():
-    real, fake = cloud(0), cloud(1)
-    expected = by_definition(real, fake)
-    assert expected > 1
-    assert moments(real, fake).compute() == pytest.approx(expected, rel=1e-6)
-    parts = [moments(real[a:b], fake[a:b]) for a, b in ((0, 1), (1, 150), (150, 200))]
-    merged = parts[0].merge(parts[1]).merge(parts[2])
-    assert merged.compute() == pytest.approx(expected, rel=1e-6)
-
-
-def test_one_feature_is_enough_and_one_sample_is_not():
-    real, fake = cloud(0, features=1), cloud(1, features=1)
-    expected = (real.mean() - fake.mean()) ** 2 + (real.std() - fake.std()) ** 2
-    assert moments(real, fake).compute() == pytest.approx(expected.item(), rel=1e-5)
-    assert math.isnan(moments(real[:1], fake[:1]).compute())
-
-
-def test_features_that_are_not_finite_give_nan():
-    """A generator that has diverged: no reason to end the run."""
-    fake = cloud(1)
-    fake[3, 2] = math.nan
-    assert math.isnan(moments(cloud(0), fake).compute())
-    fake[3, 2] = math.inf
-    assert math.isnan(moments(cloud(0), fake).compute())
