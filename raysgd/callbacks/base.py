@@ -72,7 +72,7 @@ class Callback:
     def on_steps_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         """Handle the result of a ``train()`` that ended within an epoch.
 
-        In ``fit()``, only ``max_steps`` and ``max_time_s`` end an epoch early.
+        In ``fit()``, only ``max_steps`` ends an epoch early.
         """
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:

@@ -35,7 +35,6 @@ class EpochPartition:
     """Number of workers that defines the size of a step. None for the current number."""
     global_batch: int | None = None
     """Samples per step, if they are not a multiple of `batch_size`."""
-    max_steps: int | None = None
     shares: tuple[float, ...] | None = None
     """Relative shares of the workers, by rank. None means equal shares."""
 
@@ -51,13 +50,10 @@ class EpochPartition:
 
     def end(self, offset: int) -> int:
         """Return the exclusive end index of the samples used from `offset`."""
-        total = self.total
-        if self.max_steps is not None:
-            total = min(total, self.max_steps * self.stride)
         if not self.drop_last:
-            return total
+            return self.total
         unit = self.stride if self.even else self.batch_size
-        return offset + (total - offset) // unit * unit
+        return offset + (self.total - offset) // unit * unit
 
     def num_steps(self, offset: int = 0) -> int:
         return max(0, -(-(self.end(offset) - offset) // self.stride))

@@ -52,8 +52,6 @@ class BatchSource:
             self.partitioned_by = self.partitioned_by or "your code"
         self.why_whole = why_whole
         self._has_length = has_length
-        self._limit: float | None = None
-        self._max_steps: int | None = None
 
     def __len__(self) -> int:
         """Return this worker's batches per epoch."""
@@ -87,36 +85,9 @@ class BatchSource:
         batches that exceed a worker's batch in a group of full size.
         """
         iterator: Iterator[Any] = iter(self._part(epoch))
-        if self._max_steps is not None:
-            iterator = itertools.islice(iterator, self._max_steps)
         for _ in itertools.islice(iterator, offset):
             pass
         return iterator if num_steps is None else itertools.islice(iterator, num_steps)
-
-    def limit(self, limit: float | None) -> bool:
-        """Limit an epoch to a number (int) or fraction (float) of its steps. None: no limit.
-
-        Return whether the limit has changed.
-        """
-        if limit == self._limit and type(limit) is type(self._limit):
-            return False
-        self._limit = limit
-        self.end_after(None)
-        if isinstance(limit, float):
-            steps = self.steps_left(0)
-            if steps is None:
-                raise ValueError(
-                    f"A limit of {limit} is a fraction of the loader's batches, but the loader, a "
-                    f"{type(self.loader).__name__}, has no length. Pass a number of batches, an "
-                    "int."
-                )
-            limit = max(1, int(limit * steps))
-        self.end_after(limit)
-        return True
-
-    def end_after(self, steps: int | None) -> None:
-        """End an epoch after `steps` steps. None removes the limit."""
-        self._max_steps = steps
 
     def places(self, offset: int, num_steps: int, in_parts: bool) -> Sequence[MicroBatch] | None:
         """Return the roles of this worker's batches, or their parts, in a group of steps.
@@ -137,7 +108,7 @@ class BatchSource:
             steps = len(self.loader)
         except TypeError:
             return None
-        return max(0, min(steps, self._max_steps or steps) - offset)
+        return max(0, steps - offset)
 
     def offset_after(self, offset: int, num_steps: int) -> int:
         return offset + num_steps
@@ -275,9 +246,6 @@ class PartitionedSource(BatchSource):
         given = self._given_batch if follows_share else None
         self._shard = replace(self._shard, batch_size=size, global_batch=given)
         self._follows_share = follows_share
-
-    def end_after(self, steps: int | None) -> None:
-        self._shard = replace(self._shard, max_steps=steps)
 
     def describe(self) -> str:
         shard = self.shard

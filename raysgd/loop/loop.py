@@ -71,7 +71,6 @@ class Loop:
         # Iterator over the rest of the training data, for the next segment.
         self._batches: Iterator[Any] | None = None
         self._in_parts = False
-        self._repeats = False
         self._source: BatchSource | None = None
         # Rank of the worker whose own loader has the fewest batches.
         self._shortest: int | None = None
@@ -194,10 +193,8 @@ class Loop:
 
     def _choose_source(self, request: TrainRequest) -> BatchSource:
         source, changed = self.train_state.data.training_source(request.dataset)
-        limit_changed = source.limit(request.limit) or request.repeats != self._repeats
-        self._repeats = request.repeats
         shares_changed = source.weigh(request.shares)
-        if changed or limit_changed or shares_changed or source is not self._source:
+        if changed or shares_changed or source is not self._source:
             self.forget_iteration()
         self._source = source
         return source
@@ -282,13 +279,12 @@ class Loop:
                 left = self._least(left)
             else:
                 go_on = self._every_rank
-        order_of = 0 if self._repeats else train_state.epoch
         if self._batches is None:
-            source.agree_on_order(order_of, train_state.offset, train_state)
+            source.agree_on_order(train_state.epoch, train_state.offset, train_state)
         on_commit = None
         if self.snapshots.each_step:
             on_commit = partial(self.snapshots.maybe_take, self.state_with_call)
-        batches = self._draw(source, order_of, train_state.offset)
+        batches = self._draw(source, train_state.epoch, train_state.offset)
         return StepIterator(
             train_state, source, batches, limit, left, go_on, self.signal, on_commit
         )

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 class _EpochRequest(Request):
     call: int
     """Number of the call; a repeated request has the same number."""
-    limit: float | None = None
-    """Number (int) or fraction (float) of the steps of an epoch. None means all steps."""
     info: Mapping[str, Any] = field(default_factory=dict)
     profile: bool = False
     """Whether to measure the stages of a step."""
@@ -44,8 +42,6 @@ class TrainRequest(_EpochRequest):
     """Committed steps before the call. Replayed steps of earlier calls do not count."""
     callback_pause: int | None = None
     """Step at which to pause; None to train up to the goal."""
-    repeats: bool = False
-    """Whether each epoch has the batches of the first epoch."""
     split: int | None = None
     """Minimum number of micro-batches per batch, after memory ran out."""
     logged: int | None = None

@@ -234,13 +234,6 @@ class DatasetSource(BatchSource):
         changed, self._shares = shares != self._shares, shares
         return changed
 
-    def end_after(self, steps: int | None) -> None:
-        if steps is not None:
-            raise NotImplementedError(
-                "A tf.data.Dataset does not support limits such as limit_train_batches. Register "
-                "dataset.take(n) instead."
-            )
-
     def places_of_batches(self) -> Iterator[int]:
         return itertools.count(self._rank, self._world_size)
 

@@ -42,8 +42,7 @@ from raysgd.loop.requests import (
 )
 from raysgd.metrics import merge_workers, rename_metrics
 from raysgd.trainer.calls import Calls
-from raysgd.trainer.fit import FitLoop
-from raysgd.trainer.fit_options import FitOptions
+from raysgd.trainer.fit import FitLoop, FitOptions
 from raysgd.trainer.info import TrainerInfo
 from raysgd.trainer.state import TrainerState
 from raysgd.trainer.validations import Validations
@@ -243,11 +242,6 @@ class OperatorTrainer(TrainerInfo):
         log_every: int | None = None,
         verbose: bool = True,
         max_steps: int | None = None,
-        max_time_s: float | None = None,
-        limit_train_batches: float | None = None,
-        limit_val_batches: float | None = None,
-        overfit_batches: float | None = None,
-        fast_dev_run: bool = False,
     ) -> History:
         """Train until `num_epochs` epochs are completed, with validations in between.
 
@@ -256,8 +250,7 @@ class OperatorTrainer(TrainerInfo):
         finished first.
 
         Args:
-            num_epochs: number of completed epochs at which to end. None is allowed with `max_steps`
-                or `max_time_s`.
+            num_epochs: number of completed epochs at which to end. Optional with `max_steps`.
             validate_every: number of epochs between validations; the last epoch is always
                 validated. None for no validation.
             callbacks: called in this `fit` only, after the callbacks of the trainer.
@@ -270,12 +263,6 @@ class OperatorTrainer(TrainerInfo):
             info: passed to the operator, as in `train`.
             max_steps: number of steps at which to end, counted from the very first step. An epoch
                 that ends early is not validated.
-            max_time_s: seconds of this `fit` after which to end, at the next step.
-            limit_train_batches: number of steps of an epoch, or a fraction of them as a float.
-            limit_val_batches: the same for each validation, but not for `predict` and `test`.
-            overfit_batches: sets both limits. Every epoch has the same batches as the first.
-            fast_dev_run: run one step of training and one of validation, without callbacks. Then
-                restore the state.
 
         Returns:
             A list with the metrics of each epoch. Its ``stop_reason`` says why `fit` ended early.
@@ -292,11 +279,6 @@ class OperatorTrainer(TrainerInfo):
             sanity_steps=sanity_steps,
             log_every=log_every,
             max_steps=max_steps,
-            max_time_s=max_time_s,
-            limit_train_batches=limit_train_batches,
-            limit_val_batches=limit_val_batches,
-            overfit_batches=overfit_batches,
-            fast_dev_run=fast_dev_run,
         )
         return self._fit_loop.run(self, options, callbacks, verbose)
 

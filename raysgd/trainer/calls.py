@@ -20,7 +20,6 @@ from raysgd.elastic.controller import Controller
 from raysgd.elastic.machine import Closed
 from raysgd.loop.requests import MeasuredRequest, TrainRequest, ValidateRequest
 from raysgd.metrics import merge_workers
-from raysgd.trainer.fit_options import FitOptions, Limits
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ class Calls:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _newest: TrainCall | None = None
     _failed_validation: int | None = None
-    _limits: Limits = field(default_factory=lambda: Limits(FitOptions(num_epochs=1)))
+    _max_steps: int | None = None
     _log_every: int | None = None
     _changed_at: int = 0
     """Step at which `info` or `dataset` of train last changed."""
@@ -149,13 +148,13 @@ class Calls:
         self.writer.raise_failure()
 
     @contextlib.contextmanager
-    def limited(self, limits: Limits) -> Iterator[None]:
-        """Apply the limits and the logging of a ``fit()`` within the context."""
-        before, self._limits, self._log_every = self._limits, limits, limits.options.log_every
+    def of_fit(self, max_steps: int | None, log_every: int | None) -> Iterator[None]:
+        """Apply the limit and the logging of a ``fit()`` within the context."""
+        self._max_steps, self._log_every = max_steps, log_every
         try:
             yield
         finally:
-            self._limits, self._log_every = before, None
+            self._max_steps, self._log_every = None, None
 
     def next_number(self) -> int:
         """Return a number by which workers recognize a repeated call."""
@@ -209,9 +208,7 @@ class Calls:
     ) -> CallResult:
         request = TrainRequest(
             call=self.next_number(),
-            until_step=self._limits.options.max_steps,
-            limit=self._limits.options.train_batches,
-            repeats=self._limits.options.overfit_batches is not None,
+            until_step=self._max_steps,
             logged=None if self._log_every is None else 0,  # `begin` sets the step
             info=dict(info or {}),
             profile=profile,
@@ -237,8 +234,6 @@ class Calls:
             call.seconds, ended = call.seconds + time.perf_counter() - started, time.time()
             self._log(trainer, call)
             self.callback_list.pause(trainer)
-            if self._limits.reached(controller.progress.global_step):
-                call.request = replace(call.request, until_step=controller.progress.global_step)
         assert call.start is not None
         completed = controller.progress.epoch > call.start.epoch
         results += [outcome.value() for outcome in call.departed_results]
@@ -268,7 +263,6 @@ class Calls:
     def _next_pause(self, global_step: int, at_once: bool) -> int | None:
         steps = (
             self.callback_list.next_pause(global_step, at_once),
-            self._limits.next_look(global_step),
             None if self._log_every is None else _next_multiple(self._log_every, global_step),
         )
         return min((step for step in steps if step is not None), default=None)
@@ -298,7 +292,6 @@ class Calls:
             num_steps=num_steps,
             from_start=from_start,
             loader=loader,
-            limit=self._limits.options.val_batches if loader is None else None,
             info=dict(info or {}),
             profile=profile,
         )

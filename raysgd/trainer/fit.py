@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from raysgd._internal.arguments import check_int, checked_dict, set_fields
 from raysgd.callbacks.base import Callback, History, adds_metrics
 from raysgd.callbacks.callback_list import checked_callbacks
 from raysgd.callbacks.epoch_lines import EpochLines, is_interactive
@@ -18,7 +20,6 @@ from raysgd.loop.options import Options
 from raysgd.loop.requests import ApplyOperatorRequest, RehearseRequest
 from raysgd.metrics import merge_workers
 from raysgd.trainer.calls import Calls
-from raysgd.trainer.fit_options import FitOptions, Limits
 from raysgd.trainer.validations import Validations
 
 if TYPE_CHECKING:
@@ -27,6 +28,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _OF_VALIDATION = ("val", "eval_", "eval/")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """See :meth:`raysgd.TorchTrainer.fit`."""
+
+    num_epochs: Any
+    validate_every: int | None
+    max_retries: int
+    info: dict[str, Any] | None
+    sanity_steps: int
+    log_every: int | None
+    max_steps: int | None
+
+    def __post_init__(self) -> None:
+        if self.num_epochs is None and self.max_steps is None:
+            raise TypeError("fit(num_epochs=None): must be an int, unless max_steps is given.")
+        lowest = {"max_retries": 0, "sanity_steps": 0}
+        for name in ("num_epochs", "validate_every", "max_steps", "log_every", *lowest):
+            if (value := getattr(self, name)) is not None:
+                set_fields(self, **{name: check_int("fit", name, value, lowest.get(name, 1))})
+        checked_dict("fit", "info", self.info)
+        if self.num_epochs is None:
+            set_fields(self, num_epochs=sys.maxsize)
 
 
 @dataclass(eq=False)
@@ -67,10 +92,9 @@ class FitLoop:
                 "Call it outside of hooks."
             )
         self.stop_reason = None
-        if options.fast_dev_run:
-            return self._try_all(trainer, options)
-        limits, every = Limits(options), options.validate_every
-        with callback_list.attached(trainer, own), self.calls.limited(limits):
+        every = options.validate_every
+        of_fit = self.calls.of_fit(options.max_steps, options.log_every)
+        with callback_list.attached(trainer, own), of_fit:
             if every and not self._can_validate():
                 logger.info("fit() does not validate: there is no validation loader.")
                 every = None
@@ -79,33 +103,22 @@ class FitLoop:
             with self.validations.of_fit(options.num_epochs, every):
                 if every and options.sanity_steps and self._num_completed < options.num_epochs:
                     self._check_validation(options.sanity_steps, options.info)
-                return self._train_epochs(trainer, options, limits)
+                return self._train_epochs(trainer, options)
 
     @property
     def _num_completed(self) -> int:
         return self.calls.controller.progress.epoch
 
-    def _try_all(self, trainer: OperatorTrainer, options: FitOptions) -> History:
-        one = FitOptions(num_epochs=1, limit_train_batches=1, limit_val_batches=1)
-        limits, epoch = Limits(one), self._num_completed + 1
-        with self.calls.results.trial(trainer), self.calls.limited(limits):
-            validates = bool(options.validate_every) and self._can_validate()
-            with self.validations.of_fit(epoch, 1 if validates else None):
-                metrics = trainer.train(max_retries=options.max_retries, info=options.info)
-                if validates:
-                    metrics = {**self._validate(trainer, options), **metrics}
-            return History([metrics])
-
     def _validate(self, trainer: OperatorTrainer, options: FitOptions) -> dict[str, Any]:
         return self.validations.run(trainer, options.info, from_start=True).merged
 
-    def _train_epochs(
-        self, trainer: OperatorTrainer, options: FitOptions, limits: Limits
-    ) -> History:
+    def _train_epochs(self, trainer: OperatorTrainer, options: FitOptions) -> History:
         history, num_epochs = History(), options.num_epochs
 
         def end() -> str | None:
-            return self.stop_reason or limits.reached(trainer.global_step)
+            if options.max_steps is not None and trainer.global_step >= options.max_steps:
+                return self.stop_reason or f"max_steps={options.max_steps} is reached"
+            return self.stop_reason
 
         if self.validations.owed and self.validations.due:
             self._validate(trainer, options)

@@ -77,7 +77,7 @@ def test_repeated_command_resumes(folder, place):
 def test_the_example_trains(folder):
     examples = Path(__file__).parents[3] / "examples"
     place = f"{examples / 'digits.py'}:DigitClassifier"
-    little = ["trainer.num_workers=1", "trainer.use_local=true", "fit.limit_train_batches=0.2"]
+    little = ["trainer.num_workers=1", "trainer.use_local=true", "fit.max_steps=4"]
     done = fit(place, "--config", examples / "digits.yaml", *little, "--num-epochs", 1)
     assert json.loads(done.stdout.splitlines()[-1])["batch_count"] == 4, done.output
 

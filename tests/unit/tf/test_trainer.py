@@ -59,8 +59,6 @@ def test_get_model_predict_and_test_agree(trainer):
     for given in ((images, labels), images):
         assert (trainer.predict(given).argmax(axis=1) == labels).mean() == pytest.approx(share)
     assert trainer.test((images, labels))["test_accuracy"] == pytest.approx(share)
-    with pytest.raises(NotImplementedError, match=r"take\(n\)"):
-        trainer.fit(trainer.epoch + 1, limit_train_batches=1)
     with pytest.raises(CallbackError, match="use_ema=True"):
         trainer.fit(trainer.epoch + 1, callbacks=[EMA()])
 

@@ -619,7 +619,6 @@ def test_fit_steps_a_plateau_scheduler_before_and_after_a_resume(make_trainer, t
     for num_epochs in (2, 4):
         saving = CheckpointCallback(tmp_path, monitor="val_loss")
         trainer = make_trainer(Recorder, {"scheduler": flat}, callbacks=[saving], **settings)
-        trainer.fit(fast_dev_run=True)
         trainer.fit(num_epochs)
         assert rate_of(trainer) == 0.01 * 0.5 ** (num_epochs - 1)
 
