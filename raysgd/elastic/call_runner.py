@@ -144,10 +144,7 @@ class CallRunner:
         return CallReturned(is_complete=is_complete, interrupted=interrupted)
 
     def _watch(self, call: Call, attempt: Attempt) -> None:
-        hang_timeout_s = self._context.elastic.hang_timeout_s
-        monitor = HealthMonitor(
-            attempt, self._journal.ranks, hang_timeout_s, self._clock, call.has_batches
-        )
+        monitor = HealthMonitor(attempt, self._journal.ranks, self._clock)
         while attempt.under_way:
             self._context.check_open()
             is_busy = call.on_wait is not None or self._context.scale_up.under_way
@@ -161,32 +158,16 @@ class CallRunner:
                 call.on_wait(list(progress.values()))
             steps = [p.global_step for p in progress.values()]
             self._journal.seen_step = max([self._journal.seen_step, *steps])
-            self._check_health(monitor, progress)
+            if call.has_batches:
+                monitor.log_standstill(progress)
+            if (why := monitor.blocked(progress)) is not None:
+                raise CollectiveError(why)
             for feature in self._context.features:
                 feature.poll(progress)
             if call.can_pause and self._context.pause_step is None:
                 moves = any(self._context.who_moves()) or self._context.preemption.must_save
                 if moves or self._context.shares.wants_change:
                     self._pause(attempt, progress, _NOTICE_S if moves else _LONG_NOTICE_S)
-
-    def _check_health(
-        self, monitor: HealthMonitor, progress: Mapping[WorkerHandle, Progress]
-    ) -> None:
-        """Kill stuck workers. Raise an error if the call can never end."""
-        stuck = monitor.stuck(progress)
-        for member in stuck or ():
-            cause = "no batch finished within hang_timeout_s"
-            self._journal.record("hung", [member], cause=cause)
-            member.kill_process()
-        why = monitor.blocked(progress) if stuck is None else None
-        if stuck == []:
-            why = (
-                f"No batch finished for {monitor.hang_timeout_s:g} s (hang_timeout_s), because the "
-                "workers wait for each other or for the driver's own process. The log has their "
-                "stacks."
-            )
-        if why is not None:
-            raise CollectiveError(why)
 
     def _pause(
         self, attempt: Attempt, progress: Mapping[WorkerHandle, Progress], notice_s: float

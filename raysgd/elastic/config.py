@@ -40,8 +40,6 @@ class ElasticConfig:
     resize_cooldown_s: float = 10.0
     """Seconds between two changes of the group size when resources become free. Replacements of
     lost workers join without this wait."""
-    hang_timeout_s: float | None = None
-    """Seconds without a finished batch after which stuck workers are killed; None for never."""
     driver_grace_s: float = 60.0
     """Seconds that driver and workers wait for each other when the driver can reach no worker."""
     in_place: bool = True
@@ -69,10 +67,6 @@ class ElasticConfig:
             check_number(where, name, getattr(self, name))
         check_number(where, "factor", self.factor, lowest=1.0)
         check_number(where, "jitter", self.jitter, highest=1.0)
-        if self.hang_timeout_s is not None:
-            check_number(where, "hang_timeout_s", self.hang_timeout_s)
-        if self.hang_timeout_s == 0:
-            raise ValueError("ElasticConfig(hang_timeout_s=0): must be above 0, or None.")
         check_flags(where, in_place=self.in_place, grow=self.grow)
         check_choice(where, "global_batch", self.global_batch, ("keep", "scale"))
         _check_shares(self.shares)

@@ -12,7 +12,6 @@ __all__ = ["Event", "EventKind"]
 EventKind = Literal[
     "started",
     "lost",
-    "hung",
     "split",
     "resumed",
     "grown",
@@ -31,15 +30,7 @@ class Event:
     """One event of the group of workers."""
 
     kind: EventKind
-    """``started``: the first generation. ``lost``: a worker died. ``hung``: a worker was stuck, and
-    is killed. ``split``: a worker ran out of memory, and the step is repeated with batches in more
-    parts. ``resumed``: a new generation of the same or fewer workers, after a loss, an error, an
-    interruption, or a preemption. ``grown``: a new generation with replacement workers.
-    ``restarted``: all workers restarted from the snapshot. ``newcomer_failed``: a worker died or
-    raised before it joined, or during a start. ``waiting``: there are too few workers, and no
-    resources for more. ``user_error``: user code raised. ``draining``: workers will be preempted,
-    within ``seconds`` if a deadline is known. ``moved``: replacement workers have taken over from
-    preempted workers. ``rebalanced``: the workers have new shares of the global batch."""
+    """What happened. The page "Configuration and events" describes each kind."""
     generation: int
     """Generation in which the event happened."""
     ranks: tuple[int, ...]

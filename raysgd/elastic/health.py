@@ -1,4 +1,4 @@
-"""Supervises a call: detects workers that hang and collectives that cannot end.
+"""Supervises a call: logs what hangs, and detects collectives that cannot end.
 
 This module does not detect dead workers: `attempt.py` receives the Ray error of a dead worker.
 """
@@ -27,28 +27,15 @@ _MENTION_STRAGGLER_S = 5.0
 """Seconds after which to log that workers are still busy with an interrupted call."""
 _BLOCKED_S = 0.7
 """Seconds that a blocked collective may take before the driver interrupts it."""
-_IN_COLLECTIVE = (
-    "_engine_run_backward",
-    "distributed_c10d",
-    "_sync_buffers",
-    "all_reduce",
-    "mpi_ops.py",  # Horovod
-    "quick_execute",  # TensorFlow, and any other work in a graph
-)
 
 
 @dataclass(eq=False)
 class HealthMonitor:
-    """Watches one attempt at a call.
-
-    A worker counts as stuck after `hang_timeout_s` without a batch, if the call has batches.
-    """
+    """Watches one attempt at a call."""
 
     attempt: Attempt
     ranks: Mapping[WorkerHandle, int]
-    hang_timeout_s: float | None
     clock: Clock
-    has_batches: bool = True
 
     def __post_init__(self) -> None:
         self._has_shown = False
@@ -85,60 +72,37 @@ class HealthMonitor:
             )
         return None
 
-    def stuck(self, progress: Mapping[WorkerHandle, Progress]) -> list[WorkerHandle] | None:
-        """Return None while the call makes progress; otherwise log stacks and return stuck workers.
-
-        The list is empty if all workers wait for each other.
-        """
-        if not self.has_batches:
-            return None
+    def log_standstill(self, progress: Mapping[WorkerHandle, Progress]) -> None:
+        """Log the stacks of all workers if no batch has finished for long."""
         seen = {m: (p.global_step, p.num_batches) for m, p in progress.items()}
         now = self.clock.monotonic()
         if any(seen[member] != self._seen.get(member) for member in seen):
             self._seen, self._moved_at = {**self._seen, **seen}, now
             self._has_shown = False
         waited_s = now - self._moved_at
-        if self.hang_timeout_s is not None and waited_s >= self.hang_timeout_s:
-            stacks = self._show_stacks()
-            self._moved_at = now
-            silent = [member for member, text in stacks.items() if text is None]
-            # Workers in a collective wait for the others. A single worker waits for itself.
-            is_alone = len(stacks) == 1 and not self.attempt.outcomes
-            busy = [
-                member
-                for member, text in stacks.items()
-                if is_alone or not any(sign in (text or "") for sign in _IN_COLLECTIVE)
-            ]
-            return silent or [member for member in busy if member.remote]
         if waited_s >= _STANDSTILL_S and not self._has_shown:
             self._has_shown = True
-            self._show_stacks()
-        return None
-
-    def _show_stacks(self) -> dict[WorkerHandle, str | None]:
-        stacks = _ask_stacks(self.attempt.pending, self.clock)
-        seconds = self.clock.monotonic() - self._moved_at
-        logger.warning("No batch finished for %.0f s. %s", seconds, _described(stacks, self.ranks))
-        return stacks
+            stacks = _stacks(self.attempt.pending, self.ranks, self.clock)
+            logger.warning("No batch finished for %.0f s. %s", waited_s, stacks)
 
     def _listed(self, members: Iterable[WorkerHandle]) -> str:
         return ", ".join(str(rank) for rank in sorted(self.ranks[m] for m in members))
 
 
-def _ask_stacks(members: Iterable[WorkerHandle], clock: Clock) -> dict[WorkerHandle, str | None]:
+def _stacks(
+    members: Iterable[WorkerHandle], ranks: Mapping[WorkerHandle, int], clock: Clock
+) -> str:
     asked = {member: member.control("stacks") for member in members}
     clock.wait(asked.values(), _STACKS_S)
-    return {
-        member: answer.result() if answer.done() and answer.exception() is None else None
+    told = {
+        member: shortened_stacks(answer.result())
+        if answer.done() and answer.exception() is None
+        else "no answer: the process is stopped or gone"
         for member, answer in asked.items()
     }
-
-
-def _described(stacks: Mapping[WorkerHandle, str | None], ranks: Mapping[WorkerHandle, int]) -> str:
     return "\n".join(
-        f"Worker {ranks.get(member, '(new)')} on {member.name}:\n"
-        f"{'no answer: the process is stopped or gone' if text is None else shortened_stacks(text)}"
-        for member, text in stacks.items()
+        f"Worker {ranks.get(member, '(new)')} on {member.name}:\n{text}"
+        for member, text in told.items()
     )
 
 
@@ -161,7 +125,7 @@ def await_stragglers(
             logger.warning(
                 "Waiting up to %.0f s for workers that are still busy with the failed call:\n%s",
                 patience_s - quiet_s,
-                _described(_ask_stacks(stragglers.pending, clock), ranks),
+                _stacks(stragglers.pending, ranks, clock),
             )
             stragglers.settle_until(patience_s - quiet_s, lambda: False)
     finally:

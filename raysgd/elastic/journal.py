@@ -16,7 +16,6 @@ logger = logging.getLogger(__name__)
 
 _WARNINGS = {
     "lost": "Lost %(places)s: %(cause)s",
-    "hung": "Worker %(rank)d hangs. Killing it.",
     "newcomer_failed": "A replacement worker failed before it joined: %(cause)s",
     "split": "Worker %(rank)d ran out of memory after step %(step)d. From now on, each batch is "
     "split into %(factor)d micro-batches that make one update: %(cause)s",

@@ -1,6 +1,6 @@
 """Fault injection, to prove that a training run survives failures.
 
-Nothing is simulated: signals kill or stop worker processes, on any node::
+Nothing is simulated: signals kill worker processes, on any node::
 
     from raysgd.testing.chaos import Chaos, schedule
 
@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Self
 
 from raysgd._internal.arguments import check_int
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from raysgd.cluster.worker_handle import WorkerHandle
     from raysgd.trainer.base import OperatorTrainer
 
-__all__ = ["Chaos", "Fault", "Injection", "hang", "kill", "resume", "schedule"]
+__all__ = ["Chaos", "Fault", "Injection", "kill", "schedule"]
 
 _POLL_S = 0.02
 
@@ -42,43 +42,25 @@ def kill(trainer: OperatorTrainer, rank: int) -> int:
         ValueError: If no worker has that rank, or the worker runs in the driver's process.
         ProcessLookupError: If the process of the worker has already ended.
     """
-    return _signal(trainer, rank, signal.SIGKILL)
-
-
-def hang(trainer: OperatorTrainer, rank: int) -> int:
-    """Stop the process of a worker (SIGSTOP), and return its process ID. See `kill`.
-
-    The process keeps its resources, and the other workers wait for it. Training continues after
-    `resume`, or without the worker after ``ElasticConfig(hang_timeout_s=...)``.
-    """
-    return _signal(trainer, rank, signal.SIGSTOP)
-
-
-def resume(trainer: OperatorTrainer, rank: int) -> int:
-    """Continue a worker that `hang` stopped (SIGCONT), and return its process ID. See `kill`."""
-    return _signal(trainer, rank, signal.SIGCONT)
-
-
-def _signal(trainer: OperatorTrainer, rank: int, number: signal.Signals) -> int:
     members = trainer._controller.members
     if rank not in range(len(members)):
         raise ValueError(f"No worker has rank {rank!r}. Number of workers: {len(members)}.")
     member = members[rank]
-    if not _send(member, rank, number):
+    if not _kill(member, rank):
         raise ProcessLookupError(
             f"The process of worker {rank} (pid {member.info.pid}) has ended already."
         )
     return member.info.pid
 
 
-def _send(member: WorkerHandle, rank: int, number: signal.Signals) -> bool:
-    """Send a signal, and return whether the process existed."""
+def _kill(member: WorkerHandle, rank: int) -> bool:
+    """Kill a worker, and return whether the process existed."""
     if not member.remote:
         raise ValueError(
             f"Worker {rank} is in the driver's process, because of use_local=True. Use another "
             "rank, or remove use_local=True."
         )
-    return member.signal(number)
+    return member.signal(signal.SIGKILL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +73,6 @@ class Fault:
     """Number of steps after which the fault happens."""
     after_s: float | None = None
     """Seconds from the start of the injections to the fault."""
-    kind: Literal["kill", "hang"] = "kill"
 
     def __post_init__(self) -> None:
         if (self.step is None) == (self.after_s is None):
@@ -118,7 +99,6 @@ def schedule(
     *,
     num_steps: int | None = None,
     seconds: float | None = None,
-    num_hangs: int = 0,
 ) -> list[Fault]:
     """Draw random faults, and return them in the order of their times.
 
@@ -130,7 +110,6 @@ def schedule(
         num_workers: Exclusive upper bound of the ranks.
         num_steps: Spread the faults over this many steps, at most one per step.
         seconds: Spread the faults over this many seconds instead.
-        num_hangs: Number of additional workers to stop. Requires ``hang_timeout_s``.
 
     Raises:
         ValueError: Unless exactly one of `num_steps` and `seconds` is given, or if a count is out
@@ -140,28 +119,18 @@ def schedule(
     [(39, 0), (52, 2), (62, 3)]
     """
     check_int("schedule", "num_kills", num_kills, 0)
-    check_int("schedule", "num_hangs", num_hangs, 0)
     check_int("schedule", "num_workers", num_workers, 1)
-    num_faults = num_kills + num_hangs
     draw = random.Random(seed)
-    kinds: list[Literal["kill", "hang"]] = ["kill"] * num_kills
-    kinds += ["hang"] * num_hangs
-    draw.shuffle(kinds)
-    ranks = [draw.randrange(num_workers) for _ in kinds]
+    ranks = [draw.randrange(num_workers) for _ in range(num_kills)]
     if seconds is not None and num_steps is None:
-        times = sorted(draw.uniform(0.0, seconds) for _ in kinds)
-        drawn = zip(ranks, times, kinds, strict=True)
-        return [Fault(rank=rank, after_s=after_s, kind=kind) for rank, after_s, kind in drawn]
+        times = sorted(draw.uniform(0.0, seconds) for _ in ranks)
+        return [Fault(rank=r, after_s=after_s) for r, after_s in zip(ranks, times, strict=True)]
     if num_steps is None or seconds is not None:
         raise ValueError("schedule(): give either num_steps or seconds.")
-    if num_faults >= num_steps:
-        raise ValueError(
-            f"schedule(num_steps={num_steps}): must be larger than the number of faults, "
-            f"{num_faults}."
-        )
-    steps = sorted(draw.sample(range(1, num_steps), num_faults))
-    planned = zip(ranks, steps, kinds, strict=True)
-    return [Fault(rank=rank, step=step, kind=kind) for rank, step, kind in planned]
+    if num_kills >= num_steps:
+        raise ValueError(f"schedule(num_steps={num_steps}): must be above num_kills={num_kills}.")
+    steps = sorted(draw.sample(range(1, num_steps), num_kills))
+    return [Fault(rank=rank, step=step) for rank, step in zip(ranks, steps, strict=True)]
 
 
 class Chaos:
@@ -173,8 +142,7 @@ class Chaos:
             trainer.train()
 
     A due fault waits for a worker with its rank that was not hit before, and for `spare` further
-    workers. At the end of the block, remaining faults are dropped, and stopped workers
-    continue.
+    workers. At the end of the block, remaining faults are dropped.
 
     Args:
         trainer: The trainer whose workers to hit.
@@ -215,9 +183,6 @@ class Chaos:
     ) -> None:
         self._stop.set()
         self._thread.join()
-        for member in self._trainer._controller.members:
-            if member in self._hit and member.remote:
-                member.signal(signal.SIGCONT)  # has no effect on a killed process
         if self._error is not None and error is None:
             raise self._error
 
@@ -241,10 +206,9 @@ class Chaos:
             if len(unharmed) <= self._spare or fault.rank >= len(members):
                 continue
             member = members[fault.rank]
-            number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
             at = time.time()
             # If the worker has died, a replacement will get the rank.
-            if member in unharmed and _send(member, fault.rank, number):
+            if member in unharmed and _kill(member, fault.rank):
                 self._hit.add(member)
                 self.pending.remove(fault)
                 self.injected.append(

@@ -7,7 +7,6 @@ import psutil
 import pytest
 
 from raysgd.cluster import worker_handle as members
-from raysgd.elastic.machine import Running
 from raysgd.testing import chaos
 from raysgd.testing.chaos import Chaos, Fault
 from tests.conftest import IN_SOAK, own_memory, wait_until
@@ -33,29 +32,6 @@ def ended(pid):
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def stopped(pid):
-    return psutil.Process(pid).status() == psutil.STATUS_STOPPED
-
-
-def test_a_worker_that_hangs_goes_on_when_it_is_resumed(three):
-    trainer = three.trainer
-    pids = trainer.apply_all_workers(os.getpid)
-    assert chaos.hang(trainer, 1) == pids[1]
-    wait_until(lambda: stopped(pids[1]))
-    results = []
-    call = threading.Thread(target=lambda: results.append(trainer.train()))
-    call.start()
-    wait_until(lambda: isinstance(trainer._controller.state, Running))
-    assert chaos.resume(trainer, 1) == pids[1]
-    call.join()
-    check_ledger(trainer, results[0])
-    with Chaos(trainer, [Fault(rank=2, after_s=0.0, kind="hang")]):
-        wait_until(lambda: stopped(pids[2]))
-    # what has been stopped goes on at the end of the block
-    assert trainer.apply_all_workers(os.getpid) == pids
-    assert three.kinds == []
-
-
 @pytest.mark.slow("two workers start")
 def test_a_fault_ends_one_process_and_no_other(three, monkeypatch):
     trainer = three.trainer
@@ -67,7 +43,7 @@ def test_a_fault_ends_one_process_and_no_other(three, monkeypatch):
     assert [(i.fault, i.pid) for i in injected.injected] == [(faults[0], pids[1])]
     assert injected.pending == faults[1:]
     with pytest.raises(ProcessLookupError, match=f"worker 1 .pid {pids[1]}. has ended"):
-        chaos.hang(trainer, 1)
+        chaos.kill(trainer, 1)
     with monkeypatch.context() as patch:  # as on every node but the driver's
         patch.setattr(members, "_is_here", lambda info: False)
         assert chaos.kill(trainer, 2) == pids[2]

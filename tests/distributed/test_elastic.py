@@ -6,12 +6,9 @@ import torch
 
 from raysgd import ElasticConfig
 from raysgd.callbacks import EMA
-from raysgd.data import Dataset
 from raysgd.testing import chaos
-from raysgd.testing.chaos import Chaos, Fault
 from tests.conftest import wait_until
 from tests.faulty import Faulty, check_epoch, faulty_trainer, fingerprints, order
-from tests.ledger import ledger_of, ledger_trainer
 from tests.operators import fingerprint
 from tests.shared import Shared
 
@@ -137,22 +134,3 @@ def test_worker_with_a_different_state_gets_that_of_the_leader(refilled):
     after = trainer.apply_all_operators(lambda op: op.num_loads)
     assert [now - then for now, then in zip(after, before, strict=True)] == [0, 1]
     assert len(set(fingerprints(trainer))) == 1
-
-
-@pytest.mark.slow("a hang is detected after six seconds, and a replacement worker starts")
-def test_hanging_worker_is_replaced_and_trains_on_the_dataset_of_the_call(module_cluster, caplog):
-    elastic = ElasticConfig(initial_s=0.1, hang_timeout_s=6.0)
-    dataset = Dataset(range(2000), batch_size=4)
-    with ledger_trainer(2, num_samples=2000, elastic=elastic) as trainer:
-        trainer.train(num_steps=10, dataset=dataset)
-        with Chaos(trainer, [Fault(rank=1, step=12, kind="hang")]):
-            trainer.train(max_retries=1, dataset=dataset)
-        kinds = [event.kind for event in trainer.events]
-        assert kinds == ["started", "hung", "lost", "resumed", "grown"]
-        assert trainer.events[1].ranks == (1,)
-        assert trainer.epoch == 1
-        # the last step may repeat a sample, so that each worker has one
-        assert ledger_of(trainer).min() == 1
-        assert ledger_of(trainer).sum() < 2000 + 2
-    assert "train_batch" in caplog.text  # the stacks of the others
-    assert "Worker 1 hangs" in caplog.text

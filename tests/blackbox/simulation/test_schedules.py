@@ -23,7 +23,6 @@ actions = st.one_of(
     st.tuples(st.just("error"), ranks),
     st.tuples(st.just("room"), st.integers(0, 5)),
     st.tuples(st.just("deaf"), ranks),
-    st.tuples(st.just("hang"), ranks),
     st.tuples(st.just("lose_newcomer")),
     st.tuples(st.just("lose_newcomer_as_it_joins")),
     st.tuples(st.just("bad_setup"), st.booleans()),
@@ -99,11 +98,6 @@ class Run:
             self.killed.add(member)  # it is lost at the next interruption
             member.deaf = True
 
-    def hang(self, rank):
-        if (member := self.member(rank)) is not None:
-            self.killed.add(member)
-            member.silent = True
-
     def lose_newcomer(self):
         for newcomer in self.newcomers():
             newcomer.die("OOM before it joined")
@@ -154,9 +148,6 @@ class Run:
             assert driver.events[-1].kind == "user_error"
             self.num_errors -= 1
             assert self.num_errors >= 0, "one error is raised twice"
-        except WorkerTimeoutError:
-            event("timeout")
-            assert any(worker.silent for worker in self.world.workers)
         except ValueError as error:
             event(str(error))
             assert not driver.workers, "what others can do without is raised"
@@ -252,7 +243,6 @@ def test_whatever_happens_to_workers_steps_are_kept_and_calls_end(
         resize_cooldown_s=cooldown,
         snapshot_every=snapshot_every,
         in_place=in_place,
-        hang_timeout_s=3.0,
         max_attempts=4,
     )
     goal = 0

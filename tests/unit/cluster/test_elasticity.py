@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 
 from raysgd.elastic.machine import Broken
-from raysgd.errors import CollectiveError, WorkerLostError
+from raysgd.errors import WorkerLostError
 from tests.blackbox.simulation.seam import BadBatchError, LostError
 from tests.blackbox.simulation.world import World
 from tests.unit.cluster.calls import request_of, run
@@ -606,37 +606,6 @@ def test_replacements_that_never_manage_to_join_end_the_call(world):
     with pytest.raises(WorkerLostError, match="min_workers=3"):
         run_until(controller, 100, max_losses=1)
     assert kinds(controller).count("newcomer_failed") == 3
-
-
-# ---- hangs
-
-
-def test_a_worker_that_hangs_is_killed_and_the_others_go_on(world):
-    controller = world.drive(3, hang_timeout_s=5.0, grow=False).controller
-    stuck = controller.members[1]
-    world.at_step(20, lambda: setattr(stuck, "silent", True))
-    assert steps_of(run_until(controller, 100, max_losses=1)) == [100] * 2
-    assert kinds(controller) == ["started", "hung", "lost", "resumed"]
-    assert controller.events[1].ranks == (1,)
-    assert stuck.dead
-    assert run.call.num_losses == 1
-
-
-def hold(member):
-    """Let a worker's step never end, while it answers what it is asked."""
-    method, member.queue[0].method = member.queue[0].method, "held"
-    assert method == "call"
-
-
-def test_workers_that_wait_for_each_other_end_the_call_and_none_is_lost(world):
-    controller = world.drive(3, hang_timeout_s=5.0, grow=False).controller
-    for member in controller.members:
-        member.stack = "torch: all_reduce"
-    world.at_step(20, lambda: [hold(member) for member in controller.members])
-    with pytest.raises(CollectiveError, match="wait for each other"):
-        run_until(controller, 100)
-    assert steps_of(run_until(controller, 100)) == [100] * 3
-    assert kinds(controller) == ["started", "resumed"]
 
 
 # ---- workers that cannot be joined
