@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import datetime
 import html
+import json
 import logging
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from raysgd._internal.files import replacing
 from raysgd._internal.imports import import_extra
 from raysgd.callbacks.base import Callback, Trainer
-from raysgd.callbacks.run_log import BREAKS, Record, RunLog, goodput, time_spent
+
+Record = Mapping[str, Any]
 
 logger = logging.getLogger(__name__)
 
 _COLORS = ("#3366cc", "#e07b39", "#2e9e6b", "#b04a8f", "#8a7a3b", "#5a6b7b")
-_BREAK_COLOR = "#d33f49"
 _COUNTS = ("epoch", "batch_count", "num_samples", "profile")
 _STYLE = """
 :root { color-scheme: light; font-family: system-ui, sans-serif; color: #1d2430; }
@@ -34,7 +35,6 @@ section { padding: 1rem 1.25rem; margin-top: 1rem; overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .86rem; }
 th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid #eceef2; }
 th { color: #5b6472; font-weight: 500; }
-p { margin: .5rem 0 0; color: #5b6472; font-size: .86rem; }
 """
 
 
@@ -62,25 +62,63 @@ class RunReport(Callback):
 def make_report(folder: str | Path) -> Path:
     """Write ``report.html`` into a run folder, and return its path.
 
-    The page needs ``plotly.min.js`` from the same folder. If you copy the page, copy this file too.
-
     Raises:
         FileNotFoundError: if the folder has no ``metrics.jsonl``.
-        ValueError: if a line of its logs is not a record of a run.
+        ValueError: if raysgd did not write the logs.
         ImportError: if plotly is not installed.
     """
     folder = Path(folder)
-    log = RunLog.read(folder)
     plotly = import_extra("report.html", "plotly.offline", "callbacks")
-    script = plotly.get_plotlyjs().encode()
-    path, library = folder / "report.html", folder / "plotly.min.js"
-    text = _page(folder.resolve().name, log, f'<script src="{library.name}"></script>')
+    try:
+        text = _page(folder.resolve().name, RunLog(folder), plotly.get_plotlyjs())
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder} has a log that raysgd did not write: {error!r}.") from error
+    path = folder / "report.html"
     with replacing(path) as file:
         file.write(text.encode(errors="replace"))  # JSON can contain half a surrogate pair
-    if not library.exists() or library.stat().st_size != len(script):
-        with replacing(library) as file:
-            file.write(script)
     return path
+
+
+class RunLog:
+    """The content of ``metrics.jsonl`` and ``events.jsonl``."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "metrics.jsonl"
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{folder} has no metrics.jsonl. Use the folder of a trainer: "
+                "TorchTrainer(logdir=...)."
+            )
+        records, self.events = _records(path), _records(folder / "events.jsonl")
+        self.runs = [record for record in records if record["kind"] == "run"]
+        self.calls = [record for record in records if record["kind"] != "run"]
+        times = [record["time"] for record in (*records, *self.events)]
+        self.began: float = min(times, default=0.0)
+        self.seconds: float = max(times, default=0.0) - self.began
+
+    def kept(self, kind: str) -> list[Record]:
+        """Return the calls of a kind without those that a later run repeated."""
+        return [
+            call
+            for call in self.calls
+            if call["kind"] == kind
+            and not any(
+                run["time"] > call["time"] and call["global_step"] > run["global_step"]
+                for run in self.runs
+            )
+        ]
+
+
+def _records(path: Path) -> list[Record]:
+    """Return the lines of a log, without those whose writer was killed."""
+    found = []
+    lines = path.read_bytes().splitlines() if path.is_file() else ()
+    for number, line in enumerate(filter(None, lines), start=1):
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            logger.warning("Skipped line %d of %s, which is incomplete.", number, path)
+    return found
 
 
 def _page(name: str, log: RunLog, script: str) -> str:
@@ -91,8 +129,8 @@ def _page(name: str, log: RunLog, script: str) -> str:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
         # Add an empty icon, because the browser would request one.
-        f'<link rel="icon" href="data:,"><style>{_STYLE}</style>{script}</head><body>'
-        f"<h1>{title}</h1>"
+        f'<link rel="icon" href="data:,"><style>{_STYLE}</style><script>{script}</script></head>'
+        f"<body><h1>{title}</h1>"
         f'<p class="when">{began:%A, %d %B %Y, %H:%M:%S %Z} · {html.escape(_made_with(run))}</p>'
         f'<div class="tiles">{"".join(_tiles(log))}</div>{"".join(_sections(log, run))}'
         "</body></html>"
@@ -109,15 +147,10 @@ def _made_with(run: Record) -> str:
 
 def _tiles(log: RunLog) -> Iterator[str]:
     """Yield the key figures at the top of the page."""
-    trains = log.of("train")
     num_lost = sum(event["kind"] == "lost" for event in log.events)
-    yield _tile("duration", datetime.timedelta(seconds=round(log.ended - log.began)), "duration")
-    yield _tile("goodput", f"{100 * goodput(log):.1f} %", "goodput")
+    yield _tile("duration", datetime.timedelta(seconds=round(log.seconds)), "duration")
     yield _tile("lost-workers", num_lost, "lost workers")
-    if shares := [event["shares"] for event in log.events if event["kind"] == "rebalanced"]:
-        text = ", ".join(f"{share:.2f}" for share in shares[-1])
-        yield _tile("shares", text, "last shares of the workers")
-    if trains:
+    if trains := log.kept("train"):
         yield _tile("epoch", trains[-1]["epoch"], "epochs")
         yield _tile("global-step", trains[-1]["global_step"], "steps")
     for kind, name, label, best_of in (
@@ -137,23 +170,17 @@ def _tile(key: str, value: Any, label: str) -> str:
 
 
 def _sections(log: RunLog, run: Record) -> Iterator[str]:
-    if duration := log.ended - log.began:
-        rows = [
-            (name, f"{seconds:.1f} s", f"{100 * seconds / duration:.1f} %")
-            for name, seconds in time_spent(log).items()
-        ]
-        note = "<p>Goodput is the share of the whole duration that went into steps that count.</p>"
-        yield _section("Where the time went", _table(rows) + note)
     yield from _metric_charts(log)
     speeds = [
         (call["time"] - log.began, samples / call["seconds"])
-        for samples, call in _values(log.of("train"), "num_samples")
+        for samples, call in _values(log.kept("train"), "num_samples")
         if call["seconds"] > 0
     ]
     if speeds:
-        yield _lines_chart("Samples per second", {"samples/s": speeds}, "seconds")
+        yield _chart("Samples per second", {"samples/s": speeds}, "seconds")
     if log.events:
-        yield _worker_chart(log)
+        sizes = [(event["time"] - log.began, event["num_workers"]) for event in log.events]
+        yield _chart("Workers", {"workers": [*sizes, (log.seconds, sizes[-1][1])]}, "seconds", "hv")
         fields = ("kind", "ranks", "step", "seconds", "cause")
         rows = [
             (f"{event['time'] - log.began:.2f}", *(event[name] for name in fields))
@@ -189,7 +216,7 @@ def _metric_charts(log: RunLog) -> Iterator[str]:
                 charts.setdefault(_group_of(name), {})[shown] = points
     for title, lines in charts.items():
         if lines:
-            yield _lines_chart(title, lines, "step")
+            yield _chart(title, lines, "step")
 
 
 def _group_of(name: str) -> str:
@@ -201,40 +228,18 @@ def _group_of(name: str) -> str:
     return re.sub(r"[-_]\d+$", "", whole) or name
 
 
-def _worker_chart(log: RunLog) -> str:
-    """Return a chart of the number of workers over time, with a marker for each event."""
-    points: list[tuple[float, int | None, str, str]] = []
-    for event in log.events:
-        at, kind = event["time"] - log.began, event["kind"]
-        if kind == "started":
-            points.append((at, None, "", _COLORS[0]))  # a gap between two runs
-        ranks = ", ".join(map(str, event["ranks"])) or "none"
-        text = f"{kind}: workers {ranks}, step {event['step']}. {event['cause']}"
-        color = _BREAK_COLOR if kind in BREAKS else _COLORS[0]
-        points.append((at, event["num_workers"], html.escape(text), color))
-    points.append((log.ended - log.began, points[-1][1], "end of the log", _COLORS[0]))
-    x, y, texts, colors = zip(*points, strict=True)
-    trace = {
-        "x": x,
-        "y": y,
-        "text": texts,
-        "hovertemplate": "%{text}<extra></extra>",
-        "name": "workers",
-        "mode": "lines+markers",
-        "line": {"shape": "hv", "color": _COLORS[0], "width": 2},
-        "marker": {"color": colors, "size": 10},
-    }
-    return _chart("Workers", [trace], "seconds", {"rangemode": "tozero"})
+def _chart(
+    title: str, lines: dict[str, list[tuple[float, float]]], axis: str, shape: str = "linear"
+) -> str:
+    import plotly.io
 
-
-def _lines_chart(title: str, lines: dict[str, list[tuple[float, float]]], axis: str) -> str:
     traces = [
         {
             "name": html.escape(name),
             "x": [x for x, _ in points],
             "y": [y for _, y in points],
             "mode": "lines+markers",
-            "line": {"color": _COLORS[index % len(_COLORS)], "width": 2},
+            "line": {"shape": shape, "color": _COLORS[index % len(_COLORS)], "width": 2},
         }
         for index, (name, points) in enumerate(lines.items())
     ]
@@ -244,12 +249,6 @@ def _lines_chart(title: str, lines: dict[str, list[tuple[float, float]]], axis: 
         (value,) = values
         margin = 0.05 * abs(value) or 0.05
         y_axis["range"] = [value - margin, value + margin]
-    return _chart(title, traces, axis, y_axis)
-
-
-def _chart(title: str, traces: list[Any], axis: str, y_axis: dict[str, Any]) -> str:
-    import plotly.io
-
     layout = {
         "template": "plotly_white",
         "height": 320,

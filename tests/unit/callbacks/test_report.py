@@ -1,6 +1,7 @@
 """The page about a run."""
 
 import html
+import json
 import re
 import shutil
 import subprocess
@@ -9,10 +10,8 @@ import sys
 import pytest
 
 from raysgd import TorchTrainer
-from raysgd.callbacks.report import make_report
-from raysgd.callbacks.run_log import RunLog, goodput, time_spent
+from raysgd.callbacks.report import RunLog, make_report
 from tests.operators import Classifier
-from tests.unit.callbacks.test_run_log import call, event, run, write
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = [
@@ -27,6 +26,39 @@ FLAGS = [
     "--enable-logging=stderr",
     "--virtual-time-budget=10000",
 ]
+
+
+def run(time=100.0, step=0):
+    return {"kind": "run", "time": time, "version": "1", "global_step": step, "num_workers": 2}
+
+
+def call(end, seconds, step, kind="train", epoch=1, **metrics):
+    return {
+        "kind": kind,
+        "time": end,
+        "seconds": seconds,
+        "epoch": epoch,
+        "global_step": step,
+        "num_workers": 2,
+        "metrics": metrics,
+    }
+
+
+def event(kind, time, step=0, seconds=0.0, ranks=(0,), num_workers=2, cause=""):
+    return {
+        "kind": kind,
+        "time": time,
+        "step": step,
+        "seconds": seconds,
+        "ranks": list(ranks),
+        "cause": cause,
+        "num_workers": num_workers,
+    }
+
+
+def write(folder, records, events=()):
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
 
 
 @pytest.fixture
@@ -58,10 +90,8 @@ def folder(tmp_path):
         )
     events = [
         event("started", 101, ranks=(0, 1)),
-        {**event("lost", 130, 14, num_workers=1), "cause": "<i>OOM</i>"},
-        event("resumed", 130.5, 14, 0.4, num_workers=1),
+        event("lost", 130, 14, num_workers=1, cause="<i>OOM</i>"),
         event("grown", 133, 16, 0.1, num_workers=2),
-        {**event("rebalanced", 134, 17, num_workers=2), "shares": [1.5, 0.5]},
     ]
     write(tmp_path, records, events)
     return tmp_path
@@ -79,14 +109,11 @@ def test_the_page_needs_nothing_from_elsewhere(folder):
     assert "<i>OOM" not in outside_scripts
 
 
-def check_numbers(text, folder):
-    log = RunLog.read(folder)
-    assert tile(text, "goodput") == f"{100 * goodput(log):.1f} %"
+def check_numbers(text):
     assert tile(text, "lost-workers") == "1"
     assert tile(text, "duration") == "0:01:02"
     assert (tile(text, "epoch"), tile(text, "global-step")) == ("3", "30")
     assert tile(text, "train_loss") == "0.3333"
-    assert tile(text, "shares") == "1.50, 0.50"
     assert tile(text, "val_accuracy") == "0.9"
 
 
@@ -109,18 +136,34 @@ def test_report_has_config_versions_and_best_values(tmp_path):
     assert "<td>lr</td><td>0.125</td>" in text
     assert "validation loss, last; best 0.1235, epoch 2" in text
     assert tile(text, "train_loss") == "1.25"
-    assert (tmp_path / "plotly.min.js").stat().st_size > 1e6
 
 
-def test_report_with_low_goodput_shows_where_the_time_went(folder):
-    spent = time_spent(RunLog.read(folder))
-    log = RunLog.read(folder)
-    assert sum(spent.values()) == pytest.approx(log.ended - log.began)
-    assert spent["training"] == pytest.approx(goodput(log) * (log.ended - log.began))
-    assert spent["validation"] == 6
-    assert spent["starting"] == 5
-    assert spent["stopped"] == pytest.approx(0.6)
-    assert "<td>validation</td><td>6.0 s</td>" in make_report(folder).read_text()
+def test_incomplete_lines_are_skipped(tmp_path, caplog):
+    """Of a driver that was killed, and of one that went on after it."""
+    write(tmp_path, [run(), call(120, 10, 5)])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "tra\n' + json.dumps(run(130)) + '\n{"kind"')
+    log = RunLog(tmp_path)
+    assert (len(log.runs), len(log.calls)) == (2, 1)
+    assert "Skipped line 3 of" in caplog.text
+
+
+@pytest.mark.parametrize("line", ["[1]", '{"epoch": 1}', '{"kind": "train", "time": 1}'])
+def test_a_log_of_another_program_is_an_error(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(line)
+    with pytest.raises(ValueError, match="has a log that raysgd did not write"):
+        make_report(tmp_path)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no metrics\.jsonl.*logdir="):
+        make_report(tmp_path)
+
+
+def test_calls_that_a_later_run_repeated_are_not_kept(tmp_path):
+    calls = [call(110, 5, 5), call(120, 5, 10), call(220, 5, 10), call(230, 5, 15)]
+    write(tmp_path, [run(100), run(200, 5), *calls])
+    assert [c["time"] for c in RunLog(tmp_path).kept("train")] == [110, 220, 230]
 
 
 def test_a_run_without_a_finished_call_has_a_page_too(tmp_path):
@@ -134,7 +177,7 @@ def test_the_entries_of_a_vector_share_a_drawing(tmp_path):
     write(tmp_path, [run(), call(120, 10, 5, **values)])
     text = make_report(tmp_path).read_text()
     titles = re.findall(r"<section><h2>(.*?)</h2>", text)
-    assert titles == ["Where the time went", "f1", "profile", "lr"]
+    assert titles == ["f1", "profile", "lr"]
 
 
 @pytest.mark.parametrize(("value", "low", "high"), [(1.0, 0.95, 1.05), (0.0, -0.05, 0.05)])
@@ -184,7 +227,7 @@ def test_a_browser_shows_it_without_a_network_or_an_error(folder, tmp_path_facto
         timeout=120,
         check=True,
     )
-    check_numbers(done.stdout, folder)
+    check_numbers(done.stdout)
     drawn = re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL)
     # loss, accuracy, the odd metric, speed, workers
     assert drawn.count('class="main-svg"') >= 5

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import raysgd
 from raysgd.cli import commands as cli
 from raysgd.cli.commands import app
-from tests.unit.callbacks.test_run_log import call, run, write
+from tests.unit.callbacks.test_report import call, run, write
 
 
 def invoke(*arguments):
