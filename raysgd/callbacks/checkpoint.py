@@ -95,8 +95,6 @@ class CheckpointCallback(Callback):
         """Whether validations return the monitored metric."""
         self.restored_from: str | None = None
         """The checkpoint from which training resumed."""
-        self.passed_over: list[tuple[str, str]] = []
-        """Newer checkpoints that could not be loaded, and why."""
 
     @property
     def best(self) -> str | None:
@@ -123,7 +121,7 @@ class CheckpointCallback(Callback):
                 "config, or another folder (or logdir) to start from scratch. "
                 f"{error}"
             ) from error
-        self.restored_from, self.passed_over = restored.path, restored.passed_over
+        self.restored_from = restored.path
         self._newest = restored.shown
         self._saved_at = trainer.global_step
         # Warn because, for example, the script's learning rate has no effect now.

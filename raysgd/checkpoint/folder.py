@@ -67,13 +67,13 @@ class CheckpointFolder:
         self,
         names: Iterable[str],
         read: Callable[[str], tuple[Any, Manifest | None]],
-        skipped: list[tuple[str, str]],
     ) -> tuple[str, Any, Manifest]:
         """Return the name, the content, and the manifest of the first checkpoint that loads.
 
-        Add the checkpoints before it to `skipped`, with the reasons. Raise an error if a checkpoint
-        could not be read, but may be intact.
+        Warn of the checkpoints before it. Raise an error if a checkpoint could not be read, but may
+        be intact.
         """
+        skipped: list[tuple[str, str]] = []
         for name in names:
             file = self._folder.child(name)
             try:
@@ -119,7 +119,7 @@ class CheckpointFolder:
 
 def is_abandoned(name: str, newest: str) -> bool:
     """Return whether `name` has a later step than `newest`, because training went back."""
-    return position_of(name) > position_of(newest)
+    return position_of(name)[1:] > position_of(newest)[1:]
 
 
 def position_of(name: str) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import math
 import os
@@ -16,7 +15,7 @@ from raysgd._internal.arguments import check_choice, check_int
 from raysgd._internal.files import TEMPORARY_NAME
 from raysgd.checkpoint.file import STATE, read_checkpoint, write_file
 from raysgd.checkpoint.folder import CheckpointFolder, is_abandoned, position_of
-from raysgd.checkpoint.location import UnreachableError, locate
+from raysgd.checkpoint.location import locate
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.sharded import (
     remove_folder,
@@ -28,16 +27,12 @@ from raysgd.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_LATEST = "latest"
-
 
 class Restored(NamedTuple):
     """The newest intact checkpoint in a folder."""
 
     path: str
     state: dict[str, Any]
-    passed_over: list[tuple[str, str]]
-    """Newer checkpoints that could not be loaded, each with the reason."""
 
     @property
     def shown(self) -> str:
@@ -48,11 +43,10 @@ class Restored(NamedTuple):
 class CheckpointStore(CheckpointFolder):
     """Saves the checkpoints of one job into a folder, and loads the newest intact one.
 
-    The folder has files such as ``epoch-00003-step-00000512.ckpt``, and ``latest``, a text file
-    with the name of the newest. A sharded state is a folder, without ``.ckpt`` in its name.
-    ``latest`` changes when a checkpoint is on disk, and only then are older ones removed. If the
-    process is killed, at most the current save is lost. One process at a time may save into the
-    folder.
+    The folder has files such as ``0007-epoch-00003-step-00000512.ckpt``, in the order of the saves.
+    A sharded state is a folder, without ``.ckpt`` in its name. Older checkpoints are removed when a
+    new one is on disk. If the process is killed, at most the current save is lost. One process at a
+    time may save into the folder.
 
     Args:
         folder: a path, or a URL for fsspec. The first save creates it.
@@ -69,7 +63,7 @@ class CheckpointStore(CheckpointFolder):
         CheckpointError: if no installed package can open the URL.
     """
 
-    _pattern = re.compile(r"epoch-[0-9]{5,}-step-[0-9]{8,}(\.ckpt)?")
+    _pattern = re.compile(r"[0-9]{4,}-epoch-[0-9]{5,}-step-[0-9]{8,}(\.ckpt)?")
 
     def __init__(
         self,
@@ -119,8 +113,10 @@ class CheckpointStore(CheckpointFolder):
                 f"number. The numbers are: {', '.join(numbers) or 'none'}."
             )
         self._folder.make_folder()
-        self._learn(self._names())
-        name = f"epoch-{state['epoch']:05d}-step-{state.get('global_step', 0):08d}"
+        names = self._names()
+        self._learn(names)
+        number = position_of(names[0])[0] + 1 if names else 1
+        name = f"{number:04d}-epoch-{state['epoch']:05d}-step-{state.get('global_step', 0):08d}"
         manifest = Manifest(
             world_size=world_size, operator=operator, job=self._job, metrics=numbers
         )
@@ -129,7 +125,6 @@ class CheckpointStore(CheckpointFolder):
         else:
             name += ".ckpt"
             path = write_file(state, self._folder.child(name).name, manifest)
-        self._folder.child(_LATEST).write(_pointer_to(name))
         self._manifests[name] = manifest
         self._tidy(name)
         return path
@@ -146,13 +141,14 @@ class CheckpointStore(CheckpointFolder):
     @property
     def best(self) -> str | None:
         """The path or URL of the checkpoint with the best monitored metric; None without one."""
-        self._learn(self._names())
-        newest, _ = self._pointed_to()
-        rated = [name for name in self._ranked(newest) if not math.isnan(self._value_of(name))]
+        names = self._names()
+        self._learn(names)
+        ranked = self._ranked(names[0]) if names else []
+        rated = [name for name in ranked if not math.isnan(self._value_of(name))]
         return self._folder.child(rated[0]).name if rated else None
 
     def restore(self) -> Restored | None:
-        """Load the newest intact checkpoint. Try checkpoints after ``latest`` last.
+        """Load the newest intact checkpoint. Warn of newer ones that are damaged.
 
         Returns:
             The checkpoint; None if the folder is empty or missing.
@@ -162,15 +158,12 @@ class CheckpointStore(CheckpointFolder):
                 another job, or if it cannot be reached.
         """
         names = self._names()
-        newest, problem = self._pointed_to()
-        passed_over = [] if problem is None else [(self._folder.child(_LATEST).shown, problem)]
-        if newest is not None:
-            names = [newest, *(name for name in names if name != newest)]
-            names.sort(key=lambda name: is_abandoned(name, newest))  # keeps the order otherwise
-        if not names and problem is None:
+        if not names:
             return None
-        name, state, _ = self._load_first(names, read_checkpoint, passed_over)
-        return Restored(self._folder.child(name).name, state, passed_over)
+        newest = names[0]
+        names.sort(key=lambda name: is_abandoned(name, newest))  # keeps the order otherwise
+        name, state, _ = self._load_first(names, read_checkpoint)
+        return Restored(self._folder.child(name).name, state)
 
     def _names(self) -> list[str]:
         files = (name for name in super()._names() if name.endswith(".ckpt"))
@@ -182,7 +175,7 @@ class CheckpointStore(CheckpointFolder):
             return []
         return [
             path.name
-            for path in Path(self._folder.name).glob("epoch-*")
+            for path in Path(self._folder.name).glob("*-epoch-*")
             if self._pattern.fullmatch(path.name) and not path.suffix
             if path.is_dir() and (path / STATE).is_file() is whole
         ]
@@ -194,34 +187,20 @@ class CheckpointStore(CheckpointFolder):
                 f"is job {self._job!r}. Use another folder, or pass job={manifest.job!r}."
             )
 
-    def _pointed_to(self) -> tuple[str | None, str | None]:
-        """Return the name in ``latest``, or the error of the file. None if the file is missing."""
-        if _LATEST not in self._folder.file_names():
-            return None, None
-        try:
-            with self._folder.child(_LATEST).open(whole=False) as file:
-                text = file.read(1000)
-        except UnreachableError:
-            raise
-        except CheckpointError as error:
-            return None, str(error)
-        name = text.split(b"\n")[0].decode(errors="replace")
-        if not self._pattern.fullmatch(name) or text != _pointer_to(name):
-            return None, "It is damaged."
-        return name, None
-
     def _tidy(self, newest: str) -> None:
         """Remove surplus checkpoints. Only log errors, because the new checkpoint is saved."""
         try:
+            step = position_of(newest)[1:]
+            for name in [name for name in self._manifests if name != newest]:
+                if position_of(name)[1:] == step:  # an earlier save of this step
+                    self._remove(name)
             for name in self._surplus(newest):
                 self._remove(name)
-                del self._manifests[name]
             for name in self._folders(whole=False):  # a killed process may have left them
                 self._remove(name)
             for name in self._folder.file_names():
                 unfinished = TEMPORARY_NAME.fullmatch(name)  # the writer of this file was killed
-                target = unfinished[1] if unfinished else ""
-                if target == _LATEST or self._pattern.fullmatch(target):
+                if unfinished and self._pattern.fullmatch(unfinished[1]):
                     self._folder.child(name).remove()
             if self.is_local:
                 remove_unfinished(Path(self._folder.name))
@@ -234,10 +213,7 @@ class CheckpointStore(CheckpointFolder):
             file.remove()
         else:
             remove_folder(Path(file.name))
-
-
-def _pointer_to(name: str) -> bytes:
-    return f"{name}\nsha256 {hashlib.sha256(name.encode()).hexdigest()}\n".encode()
+        self._manifests.pop(name, None)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -63,7 +63,7 @@ class RunCheckpoints(CheckpointFolder):
         names = [] if self.folder is None else self._names()
         if not names:
             return None
-        newest, self.blob, manifest = self._load_first(names, read_pickle, [])
+        newest, self.blob, manifest = self._load_first(names, read_pickle)
         self._learn(names)
         (self.number,), self.has_saved = position_of(newest), True
         return manifest

