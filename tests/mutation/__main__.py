@@ -1,0 +1,81 @@
+"""The command: tests a sample of mutants and writes the scores."""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import tests.mutation
+from tests.mutation.mutants import AREAS, sample
+from tests.mutation.runs import WORK, judge, measure, prepare
+
+OUTCOMES = ("killed", "survived", "not covered")
+
+
+def table(results):
+    """Return the scores by area and file, as Markdown."""
+    rows = [
+        "| area | file | mutants | killed | survived | not covered | score |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+
+    def add(area, file, some):
+        counts = [sum(result["outcome"] == outcome for result in some) for outcome in OUTCOMES]
+        score = f"{100 * counts[0] / len(some):.0f} %"
+        rows.append(f"| {' | '.join(map(str, (area, file, len(some), *counts, score)))} |")
+
+    for area in dict.fromkeys(result["area"] for result in results):
+        some = [result for result in results if result["area"] == area]
+        add(f"**{area}**", "", some)
+        for file in dict.fromkeys(result["file"] for result in some):
+            add("", f"`{file}`", [result for result in some if result["file"] == file])
+    add("**all**", "", results)
+    return "\n".join(rows) + "\n"
+
+
+def survivors(results):
+    """Return the mutants that no test detects, each with its change, as Markdown."""
+    return "\n".join(
+        f"{result['file']}:{result['line']}: {result['outcome']} by {result['num_tests']} tests\n\n"
+        + "\n".join(["```diff", *result["change"], "```", ""])
+        for result in results
+        if result["outcome"] != "killed"
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutation",
+        description=tests.mutation.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--per-area", type=int, default=25, help="mutants of each area (25)")
+    parser.add_argument("--area", choices=AREAS, action="append", help="only this area; repeatable")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample (0)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=WORK / "scores.json",
+        help="file of results; a table (.md) and survivors.md are written next to it",
+    )
+    options = parser.parse_args()
+    kept = WORK / f"{prepare()}.json"
+    known = json.loads(kept.read_text()) if kept.exists() else {"tests": measure(), "mutants": {}}
+    kept.write_text(json.dumps(known))
+    results = []
+    for area in options.area or AREAS:
+        for mutant in sample(area, options.per_area, options.seed):
+            if str(mutant) not in known["mutants"]:
+                known["mutants"][str(mutant)] = judge(mutant, known["tests"])
+                kept.write_text(json.dumps(known))
+            results.append({"area": area, **asdict(mutant), **known["mutants"][str(mutant)]})
+            print(f"{mutant}: {results[-1]['outcome']}", flush=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(results, indent=1) + "\n")
+    options.out.with_suffix(".md").write_text(table(results))
+    options.out.with_name("survivors.md").write_text(survivors(results))
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
