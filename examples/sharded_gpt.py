@@ -5,9 +5,8 @@
 
 The model comes from transformers. It is created on the meta device, and each worker creates its own
 rows only. It learns to write Python code, character by character. Worker 1 is killed, and the
-others take over its rows. After each epoch, every worker writes its rows to a folder. A single
-process resumes from there. Finally, the weights are saved as safetensors and loaded with
-transformers. (Needs ``pip install "raysgd[operators]"``.)
+others take over its rows. A single process resumes from the last checkpoint. Finally, the weights
+are saved as safetensors and loaded with transformers. (Needs ``pip install "raysgd[operators]"``.)
 """
 
 import argparse

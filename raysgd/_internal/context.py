@@ -64,7 +64,6 @@ class Progress:
     """Newest values of the first metrics."""
     divided: bool = False
     """Whether each worker holds only a shard of the state. A snapshot then needs all workers."""
-    is_fully_sharded: bool = False
     lacks_shards: bool = False
     """Whether every worker that held some shard of the state was lost."""
     partial: bool = False

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
 import os
-from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
-from raysgd._internal.arguments import check_choice
 from raysgd._internal.nested import map_leaves
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.logger import folder_for
 from raysgd.callbacks.values import missing_metric
 from raysgd.checkpoint import BackgroundWriter, CheckpointStore
 from raysgd.checkpoint.location import locate
-from raysgd.checkpoint.sharded import UnsharedFolderError, writable_folder
 from raysgd.errors import CheckpointError, WorkerLostError
 
 logger = logging.getLogger(__name__)
@@ -38,15 +34,10 @@ class CheckpointCallback(Callback):
             have a metric of this name, the one of validation counts. (With ``validate_every``
             above 1, use different names.) None keeps the newest checkpoints.
         mode: "min" if smaller values of the metric are better, or "max".
-        blocking: False copies the state, and writes it while training continues. A sharded state
-            is always written before training continues.
+        blocking: False copies the state, and writes it while training continues.
         resume: whether a trainer that has not trained yet starts from the newest intact checkpoint
             in the folder. A warning names damaged checkpoints.
         job: name of the job, one per folder; None for the operator's name.
-        sharded: whether each worker writes its shards of models with ``register(sharding="full")``,
-            as ``trainer.save(folder, sharded=True)`` does. A checkpoint is then a folder. False:
-            the driver gathers the state in its memory. None: True for such models if the workers
-            share the file system of `folder`, else False.
         on_exception: whether to save, also within an epoch, if an exception or Ctrl-C ends
             training. It does not save a state with NaN, or if too few workers are left.
 
@@ -68,9 +59,7 @@ class CheckpointCallback(Callback):
         resume: bool = True,
         job: str | None = None,
         on_exception: bool = False,
-        sharded: bool | None = None,
     ) -> None:
-        check_choice("CheckpointCallback", "sharded", sharded, (True, False, None))
         if every != "epoch" and (type(every) is not int or every < 1):
             raise ValueError(
                 f'CheckpointCallback(every={every!r}): must be "epoch" or a number of steps.'
@@ -82,7 +71,6 @@ class CheckpointCallback(Callback):
         self._blocking = blocking
         self._resume = resume
         self._on_exception = on_exception
-        self._sharded = sharded
         self._job = job
         self._new_store = functools.partial(CheckpointStore, keep=keep, monitor=monitor, mode=mode)
         self._new_store(folder or ".", job=job or "job")  # check the arguments early
@@ -104,9 +92,6 @@ class CheckpointCallback(Callback):
 
     def on_train_start(self, trainer: Trainer) -> None:
         folder = self._folder or folder_for(trainer, None, "checkpoints")
-        if self._sharded:
-            trainer.apply_all_operators(_check_sharded)
-            writable_folder(locate(folder))
         self._store = self._new_store(folder, job=self._job or trainer.operator_name)
         if not self._resume or trainer.epoch or trainer.global_step:
             return
@@ -187,62 +172,22 @@ class CheckpointCallback(Callback):
         self._writer.wait()  # wait before copying the state, to hold one copy at a time
         if self.monitor is not None:
             metrics = {self.monitor: math.nan, **metrics}  # the metric is unknown within an epoch
-        with self._state(trainer, self._store, unless_nan) as state:
-            if state is None:
-                logger.warning(
-                    "CheckpointCallback did not save after the exception: the state has NaN."
-                )
-                return
-            self._saved_at = trainer.global_step
-            store, labels = self._store, (trainer.num_workers, trainer.operator_name)
-
-            def write() -> None:
-                self._newest = locate(store.save(state, metrics, *labels)).shown
-
-            if self._blocking or "tensors" in state:
-                write()
-            else:
-                self._writer.submit(write, f"step {trainer.global_step}")
-
-    @contextlib.contextmanager
-    def _state(
-        self, trainer: Trainer, store: CheckpointStore, unless_nan: bool
-    ) -> Iterator[dict[str, Any] | None]:
-        """Yield the state to save, or None if `unless_nan` and it has NaN.
-
-        The state's tensors may be in a temporary folder.
-        """
-        automatic = self._sharded is None
-        if trainer._state.is_fully_sharded and store.is_local if automatic else self._sharded:
-            if unless_nan and any(trainer.apply_all_operators(_shards_have_nan)):
-                yield None
-                return
-            with contextlib.ExitStack() as writing:
-                try:
-                    yield writing.enter_context(trainer._state.sharded(store.tensors_folder))
-                    return
-                except UnsharedFolderError as error:
-                    if not automatic:
-                        raise
-                    self._sharded = False
-                    logger.warning("%s The driver gathers and saves the state instead.", error)
         state = trainer.state_dict(copy=False)
-        yield None if unless_nan and _has_nan((state["models"], state["optimizers"])) else state
+        if unless_nan and _has_nan((state["models"], state["optimizers"])):
+            logger.warning(
+                "CheckpointCallback did not save after the exception: the state has NaN."
+            )
+            return
+        self._saved_at = trainer.global_step
+        store, labels = self._store, (trainer.num_workers, trainer.operator_name)
 
+        def write() -> None:
+            self._newest = locate(store.save(state, metrics, *labels)).shown
 
-def _check_sharded(operator: Any) -> None:
-    """Check that the models are sharded. Runs on the worker."""
-    if getattr(operator._train_state, "sharding", None) != "full":
-        raise ValueError(
-            'CheckpointCallback(sharded=True) needs register(sharding="full") in the operator. '
-            "Leave out sharded."
-        )
-
-
-def _shards_have_nan(operator: Any) -> bool:
-    """Return whether the state of a worker has NaN. Runs on the worker."""
-    train_state = operator._train_state
-    return _has_nan((train_state.training_state(), train_state.shards()))
+        if self._blocking:
+            write()
+        else:
+            self._writer.submit(write, f"step {trainer.global_step}")
 
 
 def _has_nan(state: Any) -> bool:

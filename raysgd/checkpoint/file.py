@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -17,14 +15,9 @@ import numpy as np
 from raysgd._internal.imports import import_extra
 from raysgd._internal.nested import map_leaves
 from raysgd.checkpoint import arrays
-from raysgd.checkpoint.location import Location, first_line, locate
+from raysgd.checkpoint.location import first_line, locate
 from raysgd.checkpoint.manifest import Manifest, seal, sealed_size, verify
 from raysgd.errors import CheckpointError
-
-# A sharded state is a folder with a checkpoint and a subfolder. The subfolder has the tensors.
-STATE = "state.ckpt"
-TENSORS_FOLDER = re.compile(r"tensors-[0-9a-f]{8}")
-TENSORS_FILE = "model-00001-of-00001.safetensors"  # PyTorch chooses this name
 
 
 def check_writable(path: str | os.PathLike[str]) -> str:
@@ -73,11 +66,6 @@ def prepare_write(
 ) -> Callable[[], str]:
     """Check a state, and return a function that writes it. See `write_file`."""
     target = locate(path)
-    if "path" in (state.get("tensors") or ()):
-        raise CheckpointError(
-            f"Cannot save to {target.shown}: the tensors of this state are in another file, "
-            f"{state['tensors']['path']}. Load the state with a trainer, and save the trainer."
-        )
     state = map_leaves(dict(state), _plain)
     archive = arrays if _holds_arrays(state) else _tensors()
     for owner in ("operator", "callbacks"):
@@ -104,9 +92,6 @@ def prepare_write(
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a state that `write_file`, or ``torch.save`` of an older library, wrote.
 
-    For the folder of a sharded state, ``state["tensors"]["path"]`` is the path of a
-    ``.safetensors`` file with the large tensors, which a trainer loads from there.
-
     Raises:
         CheckpointError: if the file is missing, damaged, of a newer format, not a state, or has
             objects that ``torch.load(weights_only=True)`` rejects.
@@ -123,14 +108,14 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest | None:
     Raises:
         CheckpointError: if the file is missing, of a newer format, or its end is damaged.
     """
-    source = _file_at(path)
+    source = locate(path)
     with source.open(whole=False) as file:
         return verify(file, source.shown, whole=False)
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manifest | None]:
     """Read a state as `read_file` does, and its manifest."""
-    source = _file_at(path)
+    source = locate(path)
     with source.open() as file:
         manifest = verify(file, source.shown)
         # Load from the open file, because the path may lead to another file by now.
@@ -153,8 +138,6 @@ def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manif
             f"Cannot load {source.shown}: it is not the state of a trainer, because it has no "
             f"{', '.join(missing)}. Write a state with trainer.save(path)."
         )
-    if "tensors" in state:
-        state["tensors"] = _checked_tensors(source, state["tensors"])
     return state, manifest
 
 
@@ -191,32 +174,6 @@ def read_pickle(path: str | os.PathLike[str]) -> tuple[bytes, Manifest | None]:
             "does not end like a pickle."
         )
     return blob, manifest
-
-
-def _file_at(path: str | os.PathLike[str]) -> Location:
-    """Return the file to read. If the path is a sharded state, the file is in its folder."""
-    source = locate(path)
-    is_folder = source.is_local and os.path.isfile(f"{source.name}/{STATE}")
-    return source.child(STATE) if is_folder else source
-
-
-def _checked_tensors(source: Location, entry: Any) -> dict[str, str]:
-    """Verify the hash of a state's tensors, and return their path."""
-    name = entry.get("file") if isinstance(entry, dict) else None
-    folder, _, file = name.partition("/") if isinstance(name, str) else ("", "", "")
-    if not TENSORS_FOLDER.fullmatch(folder) or file != TENSORS_FILE:
-        raise CheckpointError(f"Cannot load {source.shown}: it does not name its file of tensors.")
-    path = Path(source.name).parent / folder / file
-    try:
-        with path.open("rb") as content:
-            found = hashlib.file_digest(content, "sha256").hexdigest()
-    except OSError as error:
-        raise CheckpointError(
-            f"Cannot load {source.shown}: cannot read its tensors: {error}"
-        ) from error
-    if found != entry.get("sha256"):
-        raise CheckpointError(f"Cannot load {source.shown}: {path} is damaged.")
-    return {"path": str(path)}
 
 
 def _holds_arrays(state: Mapping[str, Any]) -> bool:

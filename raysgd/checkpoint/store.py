@@ -8,21 +8,14 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from raysgd._internal.arguments import check_choice, check_int
 from raysgd._internal.files import TEMPORARY_NAME
-from raysgd.checkpoint.file import STATE, read_checkpoint, write_file
+from raysgd.checkpoint.file import read_checkpoint, write_file
 from raysgd.checkpoint.folder import CheckpointFolder, is_abandoned, position_of
 from raysgd.checkpoint.location import locate
 from raysgd.checkpoint.manifest import Manifest
-from raysgd.checkpoint.sharded import (
-    remove_folder,
-    remove_unfinished,
-    writable_folder,
-    write_folder,
-)
 from raysgd.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -63,7 +56,7 @@ class CheckpointStore(CheckpointFolder):
         CheckpointError: if no installed package can open the URL.
     """
 
-    _pattern = re.compile(r"[0-9]{4,}-epoch-[0-9]{5,}-step-[0-9]{8,}(\.ckpt)?")
+    _pattern = re.compile(r"[0-9]{4,}-epoch-[0-9]{5,}-step-[0-9]{8,}\.ckpt")
 
     def __init__(
         self,
@@ -92,8 +85,7 @@ class CheckpointStore(CheckpointFolder):
         """Write the newest checkpoint, and remove surplus ones.
 
         Args:
-            state: result of a trainer's ``state_dict``; or a sharded state, if the workers have
-                written its tensors into `tensors_folder`.
+            state: result of a trainer's ``state_dict``.
             metrics: metrics of the state. The file contains the metrics that are numbers.
             world_size: number of workers.
             operator: name of the operator.
@@ -116,27 +108,15 @@ class CheckpointStore(CheckpointFolder):
         names = self._names()
         self._learn(names)
         number = position_of(names[0])[0] + 1 if names else 1
-        name = f"{number:04d}-epoch-{state['epoch']:05d}-step-{state.get('global_step', 0):08d}"
+        step = state.get("global_step", 0)
+        name = f"{number:04d}-epoch-{state['epoch']:05d}-step-{step:08d}.ckpt"
         manifest = Manifest(
             world_size=world_size, operator=operator, job=self._job, metrics=numbers
         )
-        if "tensors" in state:
-            path = write_folder(state, writable_folder(self._folder.child(name)), manifest)
-        else:
-            name += ".ckpt"
-            path = write_file(state, self._folder.child(name).name, manifest)
+        path = write_file(state, self._folder.child(name).name, manifest)
         self._manifests[name] = manifest
         self._tidy(name)
         return path
-
-    @property
-    def is_local(self) -> bool:
-        return self._folder.is_local
-
-    @property
-    def tensors_folder(self) -> Path:
-        """The folder for the tensors of a sharded state, which workers write before `save`."""
-        return writable_folder(self._folder)
 
     @property
     def best(self) -> str | None:
@@ -165,21 +145,6 @@ class CheckpointStore(CheckpointFolder):
         name, state, _ = self._load_first(names, read_checkpoint)
         return Restored(self._folder.child(name).name, state)
 
-    def _names(self) -> list[str]:
-        files = (name for name in super()._names() if name.endswith(".ckpt"))
-        return sorted([*files, *self._folders(whole=True)], key=position_of, reverse=True)
-
-    def _folders(self, whole: bool) -> list[str]:
-        """Return the names of folders with a complete checkpoint, or with only parts of one."""
-        if not self.is_local:
-            return []
-        return [
-            path.name
-            for path in Path(self._folder.name).glob("*-epoch-*")
-            if self._pattern.fullmatch(path.name) and not path.suffix
-            if path.is_dir() and (path / STATE).is_file() is whole
-        ]
-
     def _check(self, name: str, manifest: Manifest) -> None:
         if manifest.job != self._job:
             raise CheckpointError(
@@ -196,23 +161,15 @@ class CheckpointStore(CheckpointFolder):
                     self._remove(name)
             for name in self._surplus(newest):
                 self._remove(name)
-            for name in self._folders(whole=False):  # a killed process may have left them
-                self._remove(name)
             for name in self._folder.file_names():
                 unfinished = TEMPORARY_NAME.fullmatch(name)  # the writer of this file was killed
                 if unfinished and self._pattern.fullmatch(unfinished[1]):
                     self._folder.child(name).remove()
-            if self.is_local:
-                remove_unfinished(Path(self._folder.name))
         except CheckpointError as error:
             logger.warning("Saved %s, but could not remove older checkpoints: %s", newest, error)
 
     def _remove(self, name: str) -> None:
-        file = self._folder.child(name)
-        if name.endswith(".ckpt"):
-            file.remove()
-        else:
-            remove_folder(Path(file.name))
+        self._folder.child(name).remove()
         self._manifests.pop(name, None)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from raysgd._internal.imports import import_extra
 from raysgd.checkpoint.location import locate
@@ -44,32 +42,6 @@ def save_model(
     except Exception as error:
         raise CheckpointError(f"Cannot save to {target.shown}: {error}") from error
     return target.write(content)
-
-
-def save_rows(
-    written: Path,
-    rest: Mapping[str, torch.Tensor],
-    other_names: Mapping[str, str],
-    path: str | os.PathLike[str],
-) -> str:
-    """Write the weights of the file `written` and of `rest` in the format of `save_model`.
-
-    The weights in `written` need not fit in memory. `other_names` maps each further name of a tied
-    tensor to its name in the file.
-    """
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
-    def fill(file: IO[bytes]) -> None:
-        joined = written.with_name("joined.safetensors")
-        with safe_open(written, framework="pt") as source:  # maps the file into memory
-            rows = {name: source.get_tensor(name) for name in source.keys()}  # noqa: SIM118
-            others = {name: value.contiguous() for name, value in rest.items()}
-            save_file({**rows, **others}, joined, metadata={"format": "pt", **other_names})
-        with joined.open("rb") as content:  # save_file would replace the open file
-            shutil.copyfileobj(content, file, 1 << 20)
-
-    return locate(path).write(fill)
 
 
 def _of_arrays(arrays: Mapping[str, Any]) -> bytes:

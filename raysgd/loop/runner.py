@@ -181,7 +181,6 @@ class OperatorRunner(ABC):
             compiling=any(feature.is_compiling for feature in train_state.features),
             latest={} if meters is None else self._loss.read(meters),
             divided=bool(sharded),
-            is_fully_sharded=any(feature.is_fully_sharded for feature in sharded),
             lacks_shards=any(feature.lacks_shards for feature in sharded),
             partial=train_state.step.is_partial,
         )
@@ -239,11 +238,7 @@ class OperatorRunner(ABC):
                     for each, replica in zip(self._train_state.features, request.held, strict=True):
                         each.import_replica(replica)
                     return None
-            return self.handle_own(request)
-
-    def handle_own(self, request: Request) -> Any:
-        """Handle a request that only one framework supports."""
-        raise NotImplementedError(f"Operators of this framework do not support {request.name}.")
+        raise NotImplementedError(f"Operators do not support {request.name}.")
 
     def warm_up(self) -> None:
         """Compute the gradients of a batch, so that compilation does not delay the group later."""

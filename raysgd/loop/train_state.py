@@ -58,7 +58,6 @@ class TrainState(ABC):
     """Models, optimizers, and the position in the data. Features add the rest of a step."""
 
     data: DataSources
-    sharding: str | None = None
     accumulation_steps = 1
 
     def __init__(self, settings: Settings, seed: int) -> None:

@@ -76,11 +76,10 @@ def register(
     if apex_args and options.use_fp16 != "apex":
         unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
         state.say("apex", unused, apex_args, precision.name)
-    state.sharding = sharding
     sharded: list[Any] = []
     if sharding is not None:
-        has_compile = compile_args is not None
-        sharded = _shard(state, sharding_args, init, compile=has_compile, ddp_args=bool(ddp_args))
+        others = {"compile": compile_args is not None, "ddp_args": bool(ddp_args)}
+        sharded = _shard(state, sharding, sharding_args, init, **others)
     if schedulers is not None:
         state.schedulers = checked("schedulers", schedulers, None)
         check_step_freq(state.schedulers, options.scheduler_step_freq, options.monitor)
@@ -146,10 +145,13 @@ def register(
 
 
 def _shard(
-    state: TorchTrainState, arguments: dict[str, Any], init: Init | None, **others: bool
+    state: TorchTrainState,
+    sharding: str,
+    arguments: dict[str, Any],
+    init: Init | None,
+    **others: bool,
 ) -> list[Any]:
-    precision, sharding = state.optimization.precision, str(state.sharding)
-    distributed = state.context.distributed
+    precision, distributed = state.optimization.precision, state.context.distributed
     check_shardable(sharding, state.models, state.optimizers)
     if sharding == "full":
         check_fully_shardable(state.models, state.optimizers, scales=precision.scales, **others)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from raysgd._internal.config import BATCH_SIZE
-from raysgd._internal.context import Request, WorkerContext
+from raysgd._internal.context import WorkerContext
 from raysgd._internal.dynamo import postpone_dynamo
-from raysgd._internal.nested import map_leaves
 from raysgd.loop.operator_base import check_registered, create_operator
 from raysgd.loop.runner import OperatorRunner
 from raysgd.torch.operator import TrainingOperator
@@ -20,29 +18,8 @@ from raysgd.torch.options import TorchOptions
 from raysgd.torch.register_checks import warn_of_own_schedulers, warn_of_unregistered
 from raysgd.torch.registration import adopt_wrappers
 from raysgd.torch.seeding import TorchGenerators
-from raysgd.torch.sharded_files import with_tensors, write_state, write_weights
 from raysgd.torch.sharding.pieces import gather_state
 from raysgd.torch.train_state import OperatorSettings, TorchTrainState
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveTensorsRequest(Request):
-    """Write this worker's tensors of the state into a file.
-
-    Rank 0 returns the rest of the state, and the hash of the file.
-    """
-
-    folder: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveWeightsRequest(Request):
-    """Write this worker's parameters of sharded models into a file.
-
-    Rank 0 returns the rest of the models' states, and the further names of tied parameters.
-    """
-
-    folder: str
 
 
 class TorchRunner(OperatorRunner):
@@ -87,27 +64,8 @@ class TorchRunner(OperatorRunner):
 
     # ---- answers to requests
 
-    def handle_own(self, request: Request) -> Any:
-        match request:
-            case SaveTensorsRequest():
-                return self.save_tensors(request.folder)
-            case SaveWeightsRequest():
-                return self.save_weights(request.folder)
-        return super().handle_own(request)
-
-    def save_tensors(self, folder: str) -> tuple[dict[str, Any], str] | None:
-        state = map_leaves(self.state_dict(), lambda leaf: leaf)
-        found = write_state(self._train_state, state, folder)
-        return (state, found) if self._train_state.context.world_rank == 0 else None
-
-    def save_weights(self, folder: str) -> tuple[dict[str, torch.Tensor], dict[str, str]] | None:
-        rest, other_names = write_weights(self._train_state, folder)
-        is_first = self._train_state.context.world_rank == 0
-        return (self._train_state.to_cpu(rest), other_names) if is_first else None
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        given = with_tensors(gather_state(state), copy=not self._train_state.sharded)
-        super().load_state_dict(given)
+        super().load_state_dict(gather_state(state))
 
     def update_schedulers(self, call: int, metric: float) -> None:
         loop = self._running

@@ -20,9 +20,10 @@ from raysgd.torch.operator import CreatorOperator, TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.out_of_memory import concatenated
 from raysgd.torch.runner import TorchRunner
-from raysgd.torch.trainer_state import TorchTrainerState
+from raysgd.torch.sharding.pieces import gather_state
 from raysgd.trainer.base import OperatorTrainer, known_arguments
 from raysgd.trainer.info import argument
+from raysgd.trainer.state import TrainerState
 
 __all__ = ["TorchTrainer"]
 
@@ -39,6 +40,11 @@ _OLD_ARGUMENTS = {
     "apex_args": "the arguments of self.register(...) in setup",
     "data_loader_args": "the arguments of the DataLoader that you make in setup",
 }
+
+
+class _State(TrainerState):
+    def assemble(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return gather_state(state)
 
 
 class TorchTrainer(OperatorTrainer):
@@ -98,8 +104,7 @@ class TorchTrainer(OperatorTrainer):
     """
 
     _trainable = "BaseTorchTrainable"
-    _state_cls = TorchTrainerState
-    _state: TorchTrainerState
+    _state_cls = _State
 
     @suggests
     def __init__(
@@ -181,34 +186,6 @@ class TorchTrainer(OperatorTrainer):
         if self._options.use_gpu and not to_cpu and torch.cuda.is_available():
             models = [model.to("cuda") for model in models]
         return models[0] if len(models) == 1 else models
-
-    def save(
-        self, path: str | os.PathLike[str], blocking: bool = True, sharded: bool = False
-    ) -> str:
-        """Write the state to one file, or to a folder, completely or not at all.
-
-        Args:
-            path: A path, or a URL such as ``s3://bucket/state.pt``.
-            blocking: False to write a copy of the state during training. If the write fails, the
-                next call of the trainer raises the error.
-            sharded: True: each worker writes its shards of models with ``sharding="full"`` into the
-                folder `path`, which all workers share.
-
-        Returns:
-            The absolute path, or the URL.
-
-        Raises:
-            CheckpointError: If the state cannot be written to `path`, or the last write failed.
-            ValueError: If `sharded` does not fit `blocking`, or the registered models.
-        """
-        if not sharded:
-            return super().save(path, blocking)
-        if not blocking:
-            raise ValueError(
-                "save(sharded=True, blocking=False): a sharded save always waits until all workers "
-                "have written. Leave blocking out."
-            )
-        return self._state.save_sharded(path)
 
     @staticmethod
     def _concatenate(parts: Sequence[Any]) -> Any:

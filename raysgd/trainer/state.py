@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from raysgd import checkpoint
@@ -35,11 +33,6 @@ class TrainerState:
 
     # ---- methods of each framework
 
-    @property
-    def is_fully_sharded(self) -> bool:
-        """Whether each worker holds a shard of the models."""
-        return self.calls.controller.progress.is_fully_sharded
-
     def assemble(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state with all shards merged."""
         return dict(state)
@@ -48,22 +41,12 @@ class TrainerState:
         models = self.models()
         return models[0] if len(models) == 1 else models
 
-    def write_weights(self, target: str) -> str:
-        return checkpoint.save_model(self.weights(), target)
-
-    def sharded(self, folder: Path) -> AbstractContextManager[dict[str, Any]]:
-        """Return a context with the state. The tensors are in `folder` until the context ends."""
-        raise NotImplementedError(f"{self.options.trainer} has no sharded models.")
-
     # ---- collection from the workers
 
     def collect(self, own: bool) -> dict[str, Any]:
         """Return the state. With `own`, the caller may change its tensors and arrays."""
-        return self._complete(lambda: self._collect_from_workers(own))
-
-    def _complete(self, collect_from_workers: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         callbacks = self.calls.callback_list.state_dict()
-        state = collect_from_workers()
+        state = self._collect_from_workers(own)
         if callbacks:
             state["callbacks"] = callbacks
         state["config"] = self._shown_config()
@@ -113,7 +96,8 @@ class TrainerState:
 
     def save_model(self, path: str | os.PathLike[str]) -> str:
         self.calls.check_open()
-        return self.write_weights(checkpoint.check_writable(path))
+        target = checkpoint.check_writable(path)
+        return checkpoint.save_model(self.weights(), target)
 
     def read(self, path: str | os.PathLike[str]) -> Mapping[str, Any]:
         self.calls.check_open(moves=True)

@@ -22,7 +22,7 @@ from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.meta import Init, materialize
 from raysgd.torch.sharding.fsdp import ShardedModels
 from raysgd.torch.sharding.layout import Room
-from raysgd.torch.sharding.pieces import PARAMETER, Piece, is_divided
+from raysgd.torch.sharding.pieces import PARAMETER, Piece
 from raysgd.torch.state import copy_to_cpu
 from raysgd.torch.tensors import copy_all
 
@@ -221,30 +221,6 @@ class FullyShardedModel(ShardedOptimizer):
             ]
             for of_model in known_as
         ]
-
-    def tensors(self) -> dict[str, Any]:
-        """Return this worker's rows of models and optimizer state, by their names in a file."""
-        pieces: dict[int, list[Piece]] = defaultdict(list)
-        for piece in sorted(self._pieces_of(self._layout.rank), key=lambda piece: piece.start):
-            pieces[piece.which].append(piece)
-        found: dict[str, Any] = {}
-        seen: set[int] = set()
-        for index, names in enumerate(self.models.names):
-            for name, which in names.items():
-                if which in pieces:
-                    own = self.models.local(which)
-                    if which in seen:  # tied parameters must not share memory in the file
-                        own = own.clone()
-                    seen.add(which)
-                    found[f"models.{index}.{name}"] = self.models.rows_as(which, own)
-        for which, of_parameter in pieces.items():
-            first = of_parameter[0]
-            for name, value in first.state.items():
-                if is_divided(value):
-                    rows = torch.cat([piece.state[name] for piece in of_parameter])
-                    key = f"optimizers.0.{self._numbers[which]}.{name}"
-                    found[key] = self.models.rows_as(which, rows)
-        return found
 
     def _initialize(self, source: int) -> None:
         """Copy this worker's rows of the registered models.

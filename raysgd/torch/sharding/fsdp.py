@@ -21,7 +21,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Shard
 
 from raysgd.torch.features.compilation import repeated_blocks
 
@@ -114,7 +113,6 @@ class ShardedModels:
             }
             for model in models
         ]
-        self._rows_mesh: DeviceMesh | None = None
         self._blocks: dict[torch.nn.Module, list[int]] = {}
         """Indices of the parameters to gather for each wrapped module. Inner modules come first."""
         self._units: dict[torch.nn.Module, _Unit] = {}
@@ -163,7 +161,6 @@ class ShardedModels:
         group = dist.group.WORLD
         assert group is not None
         mesh = DeviceMesh.from_group(group, self.device.type)
-        self._rows_mesh = DeviceMesh.from_group(group, self.rows_device.type)
         self.release()
         for block, numbers in self._blocks.items():
             names = {number: f"parameter_{number}" for number in numbers}
@@ -204,19 +201,6 @@ class ShardedModels:
         held: Any = self.parameters[number]
         rows: torch.Tensor = held.detach().to_local()
         return rows.view(-1)
-
-    def rows_as(self, number: int, rows: torch.Tensor) -> DTensor:
-        """Return a DTensor of this rank's `rows`, with the sharding of a parameter."""
-        parameter = self.parameters[number]
-        # PyTorch may have cached the mesh of the parameter for an equal group with another rank.
-        return DTensor.from_local(
-            rows.view(-1, *parameter.shape[1:]),
-            self._rows_mesh,
-            [Shard(0)],
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
 
     def gradient(self, number: int) -> torch.Tensor | None:
         """Return the gradient of the tensor from `local`."""

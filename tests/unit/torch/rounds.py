@@ -7,30 +7,23 @@ The result must equal that of one process.
 import copy
 import datetime
 import functools
-import hashlib
 import itertools
 import json
 import pickle
 import queue
-import shutil
-import tempfile
 import threading
 import traceback
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
-from raysgd.checkpoint.file import TENSORS_FILE
-from raysgd.checkpoint.weights import save_rows
 from raysgd.elastic.call import ExportReplicaRequest, ImportReplicaRequest
 from raysgd.elastic.snapshots import with_shares
 from raysgd.loop.requests import TrainRequest, ValidateRequest
@@ -38,7 +31,6 @@ from raysgd.torch.features.fully_sharded import FullyShardedModel
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
-from raysgd.torch.sharded_files import with_tensors
 from raysgd.torch.sharding.pieces import gather_state
 
 NUM_WORKERS = 4
@@ -71,8 +63,6 @@ class Round:
     from_meta: bool = False
     """Whether models are made on the meta device."""
     offload: bool = False
-    saved: bool = False
-    """Whether a state and weights are written to files in the end."""
     alone: bool = False
     """Whether each process sets up alone at the start."""
 
@@ -433,9 +423,6 @@ class Player:
         state = self.joined(self.runner.state_dict())
         self.runner.load_state_dict(copy.deepcopy(state))
         check_equal(self.joined(self.runner.state_dict()), state)
-        if given.saved:
-            self.runner.load_state_dict(self.through_a_folder(state))
-            check_equal(self.joined(self.runner.state_dict()), state)
         # the numbers of batches differ between workers
         if (losses := self.validate(members)) is None:
             return None
@@ -456,28 +443,6 @@ class Player:
         assert (self.process, None, "validate") not in self.leaves
         assert len(list(self.runner.operator.validation_loader)) > 1
         return state
-
-    def through_a_folder(self, state):
-        """Write the state and weights to a folder, check the weights, and return the state."""
-        told = [tempfile.mkdtemp() if self.context.world_rank == 0 else ""]
-        dist.broadcast_object_list(told, 0)
-        folder = Path(told[0])
-        told = [self.runner.save_tensors(folder=str(folder))]
-        dist.broadcast_object_list(told, 0)
-        rest, checksum = told[0]
-        held = with_tensors({**rest, "tensors": {"path": str(folder / TENSORS_FILE)}}, copy=True)
-        dist.barrier()
-        weights = self.runner.save_weights(folder=str(folder / "weights"))
-        if self.context.world_rank == 0:
-            path = save_rows(folder / "weights" / TENSORS_FILE, *weights, folder / "whole")
-            with safe_open(path, "pt") as file:
-                names, other = file.keys(), file.metadata()
-                found = {name: file.get_tensor(name) for name in names}
-            assert other == {"format": "pt", "head.weight": "embedding.weight"}
-            check_equal({**found, "head.weight": found["embedding.weight"]}, state["models"][0])
-            assert checksum == hashlib.sha256((folder / TENSORS_FILE).read_bytes()).hexdigest()
-            shutil.rmtree(folder)
-        return held
 
     def joined(self, own):
         """Return the whole state."""

@@ -135,13 +135,8 @@ CHOSEN = [
     # before the first forward pass
     replace(FULL_ROUND, leaves=[(1, 0, "fail forward")]),
     # a worker that joins gets content from the others
-    Round(sharding="full", from_meta=True, leaves=[(1, 3, "update")], joins_at=8, saved=True),
-    Round(
-        sharding="full",
-        offload=True,
-        leaves=[(1, 3, "update"), (2, None, "validate")],
-        saved=True,
-    ),
+    Round(sharding="full", from_meta=True, leaves=[(1, 3, "update")], joins_at=8),
+    Round(sharding="full", offload=True, leaves=[(1, 3, "update"), (2, None, "validate")]),
     # all workers set up alone, and none has content
     Round(sharding="full", from_meta=True, alone=True),
 ]
