@@ -3,10 +3,10 @@
     python examples/sharded_gpt.py
     python examples/sharded_gpt.py --num-workers 1 --smoke-test
 
-The model comes from transformers. It is created on the meta device, and each worker creates its own
-rows only. It learns to write Python code, character by character. Worker 1 is killed, and the
-others take over its rows. A single process resumes from the last checkpoint. Finally, the weights
-are saved as safetensors and loaded with transformers. (Needs ``pip install "raysgd[operators]"``.)
+The model comes from transformers. It learns to write Python code, character by character. Worker 1
+is killed, and the others take over its rows. A single process resumes from the last checkpoint.
+Finally, the weights are saved as safetensors and loaded with transformers. (Needs
+``pip install "raysgd[operators]"``.)
 """
 
 import argparse
@@ -53,13 +53,12 @@ def sequences(count):
 class Writer(TrainingOperator):
     def setup(self, config):
         torch.manual_seed(0)
-        with torch.device("meta"):
-            model = GPT2LMHeadModel(gpt_config(config["width"]))
+        model = GPT2LMHeadModel(gpt_config(config["width"]))
         self.model, self.optimizer = self.register(
             models=model,
             optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3),
             sharding="full",
-            sharding_args={"wrap": GPT2Block, "init_fn": model._init_weights},
+            sharding_args={"wrap": GPT2Block},
         )
         data = TensorDataset(sequences(config["num_sequences"]))
         self.register_data(

@@ -291,7 +291,7 @@ class TrainingOperator(OperatorBase):
                 models and gradients, with ``fully_shard``.
             sharding_args: ``copies``: number of other workers that hold a copy of each shard
                 (default: 1 with three or more workers, else 0). For "full" also ``wrap``,
-                ``reshard_after_forward``, ``offload``, and ``init_fn``: see the guide on sharding.
+                ``reshard_after_forward``, and ``offload``: see the guide on sharding.
 
         Returns:
             (models, optimizers), then criterion and schedulers if you passed them. Each has the

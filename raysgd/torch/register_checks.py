@@ -91,7 +91,7 @@ def _stepped(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
 
 _SHARDING_ARGS = {
     "optimizer": ("copies",),
-    "full": ("copies", "init_fn", "offload", "reshard_after_forward", "wrap"),
+    "full": ("copies", "offload", "reshard_after_forward", "wrap"),
 }
 
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._internal.arguments import check_int, checked_dict
 from raysgd.loop.train_state import listed, shaped_like
-from raysgd.torch import collectives, ddp
+from raysgd.torch import ddp
 from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.features.buffers import BufferCopies
 from raysgd.torch.features.compilation import Compilation, checked_compile, uncompile
@@ -20,7 +20,6 @@ from raysgd.torch.features.rollback import Rollback
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.features.speed import Speed
 from raysgd.torch.interop.horovod import HorovodGradients
-from raysgd.torch.meta import Init, checked_init, make_whole, move_to_device
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import (
     check_criteria,
@@ -69,9 +68,13 @@ def register(
     sharding_args = checked_sharding(sharding, sharding_args, options, state.optimizers)
     trained = [each for each in criteria if is_trained(each, state.optimizers, modules)]
     state.num_criteria = len(trained)
-    init = checked_init(modules, state.optimizers, sharding_args.pop("init_fn", None), sharding)
-    on_cpu = distributed and sharding_args.get("offload", False)
-    state.models = [move_to_device(model, device, on_cpu) for model in [*modules, *trained]]
+    keeps_parameters = distributed and sharding == "full"  # workers move only their rows
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        stays = keeps_parameters and isinstance(tensor, torch.nn.Parameter)
+        return tensor if stays else tensor.to(device)
+
+    state.models = [model._apply(move) for model in [*modules, *trained]]
     precision = state.optimization.precision
     if apex_args and options.use_fp16 != "apex":
         unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
@@ -79,7 +82,7 @@ def register(
     sharded: list[Any] = []
     if sharding is not None:
         others = {"compile": compile_args is not None, "ddp_args": bool(ddp_args)}
-        sharded = _shard(state, sharding, sharding_args, init, **others)
+        sharded = _shard(state, sharding, sharding_args, **others)
     if schedulers is not None:
         state.schedulers = checked("schedulers", schedulers, None)
         check_step_freq(state.schedulers, options.scheduler_step_freq, options.monitor)
@@ -145,20 +148,14 @@ def register(
 
 
 def _shard(
-    state: TorchTrainState,
-    sharding: str,
-    arguments: dict[str, Any],
-    init: Init | None,
-    **others: bool,
+    state: TorchTrainState, sharding: str, arguments: dict[str, Any], **others: bool
 ) -> list[Any]:
     precision, distributed = state.optimization.precision, state.context.distributed
     check_shardable(sharding, state.models, state.optimizers)
     if sharding == "full":
         check_fully_shardable(state.models, state.optimizers, scales=precision.scales, **others)
         if distributed:
-            return [_shard_fully(state, arguments, init)]
-        if init is not None:
-            make_whole(state.models, init, state.settings.device)
+            return [_shard_fully(state, arguments)]
     elif distributed:
         return [
             ShardedOptimizer(each, arguments.get("copies"), state)
@@ -185,20 +182,12 @@ def _replicate(
     return Replication(state, wraps)
 
 
-def _shard_fully(
-    state: TorchTrainState, arguments: dict[str, Any], init: Init | None
-) -> FullyShardedModel:
+def _shard_fully(state: TorchTrainState, arguments: dict[str, Any]) -> FullyShardedModel:
     from raysgd.torch.features.fully_sharded import FullyShardedModel  # takes a second to import
 
     precision, (optimizer,) = state.optimization.precision, state.optimizers
-    model = FullyShardedModel(
-        optimizer,
-        state,
-        arguments,
-        precision.dtype if isinstance(precision, NativeAmp) else None,
-        init,
-        is_alone=state.context.world_size > collectives.size(),
-    )
+    dtype = precision.dtype if isinstance(precision, NativeAmp) else None
+    model = FullyShardedModel(optimizer, state, arguments, dtype)
     if state.parts.batch_norms:
         state.parts.why_not = "batch normalization may need fewer parts on some workers"
     return model

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from raysgd.data.partition import MicroBatch
 from raysgd.torch import collectives, ddp
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
-from raysgd.torch.meta import Init, materialize
 from raysgd.torch.sharding.fsdp import ShardedModels
 from raysgd.torch.sharding.layout import Room
 from raysgd.torch.sharding.pieces import PARAMETER, Piece
@@ -41,11 +40,8 @@ class FullyShardedModel(ShardedOptimizer):
     Args:
         optimizer: an elementwise optimizer, which gets the new parameters of each generation.
         state: the training state, with the user's models. The module objects stay the same.
-        arguments: ``sharding_args`` of ``register``, without ``init_fn``.
+        arguments: ``sharding_args`` of ``register``.
         dtype: see `ShardedModels`.
-        init: initializes a module of a model on the meta device.
-        is_alone: whether this worker sets up in a group of its own. A model on the meta device
-            then gets its content when the worker joins the others.
     """
 
     is_fully_sharded = True
@@ -57,8 +53,6 @@ class FullyShardedModel(ShardedOptimizer):
         state: TorchTrainState,
         arguments: Mapping[str, Any],
         dtype: torch.dtype | None,
-        init: Init | None = None,
-        is_alone: bool = False,
     ) -> None:
         models, device = state.models, state.settings.device
         wrap, again = arguments.get("wrap"), arguments.get("reshard_after_forward")
@@ -66,23 +60,16 @@ class FullyShardedModel(ShardedOptimizer):
         self.models = ShardedModels(models, wrap, again, dtype, device, offload)
         self._sharing = [m for m in models if not ddp.only_running_statistics(m)]
         """Models with other buffers than the statistics of batch normalization."""
-        self._init = init
-        self._lacks_content = init is not None and is_alone
         self._rows: dict[tuple[int, int, int], torch.Tensor] = {}
         """Elements for `take_state`, by parameter, first element, and end."""
         self._received: dict[int, Room] = {}
         """Received gradients of the shares that this worker holds as copies, by share."""
         if dist.get_world_size() > 1:
-            with_content = [p.detach() for p in self.models.parameters if not p.is_meta]
-            collectives.broadcast_tensors(with_content, source=0)
+            collectives.broadcast_tensors([p.detach() for p in self.models.parameters], source=0)
         super().__init__(optimizer, arguments.get("copies"), state, list(self.models.parameters))
         state.optimization.rows, state.optimization.whole_norm = _rows, _whole_norm
         state.optimization.sums_each_batch = True
-        if not self._lacks_content:
-            self._initialize(source=0)
-        elif init is not None:
-            for _ in materialize(models, init, device):  # only the buffers are needed
-                pass
+        self._hold(enumerate(self.models.parameters))
 
     # ---- training step
 
@@ -165,7 +152,6 @@ class FullyShardedModel(ShardedOptimizer):
         pairs = zip(self.models.names, state["models"], strict=False)
         values = {which: saved[name] for names, saved in pairs for name, which in names.items()}
         self._hold(values.items())
-        self._lacks_content = False
         numbers = [n for group in of_optimizer["param_groups"] for n in group["params"]]
         everything = [p for group in self.optimizer.param_groups for p in group["params"]]
         given: dict[Any, Any] = {
@@ -190,21 +176,11 @@ class FullyShardedModel(ShardedOptimizer):
     def take_state(self) -> None:
         super().take_state()
         self._rows = {}
-        # If this worker has no group or no content yet, `reshard` places the rows later.
-        if dist.is_initialized() and not self._lacks_content:
+        if dist.is_initialized():  # otherwise `reshard` places the rows later
             self._place()
 
     def reshard(self, leader: int) -> None:
-        if self._init is not None:
-            own = self._lacks_content, self._token
-            lacks_content, token = collectives.broadcast_object(own, leader)
-            if lacks_content:  # all workers have set up alone
-                self._initialize(leader)
-                self._lacks_content = False
-                super().take_state()
-                self._token, self._rows = token, {}
         super().reshard(leader)
-        self._lacks_content = False
         if not self.lacks_shards:
             self._place()
 
@@ -222,24 +198,6 @@ class FullyShardedModel(ShardedOptimizer):
             for of_model in known_as
         ]
 
-    def _initialize(self, source: int) -> None:
-        """Copy this worker's rows of the registered models.
-
-        Models on the meta device are initialized with the random state of rank `source`.
-        """
-        parameters = self._parameters
-        self._hold((which, p) for which, p in enumerate(parameters) if not p.is_meta)
-        if self._init is None:
-            return
-        index = {id(parameter): which for which, parameter in enumerate(parameters)}
-        state = collectives.broadcast_object(torch.get_rng_state(), source)
-        # If setup seeds all ranks alike, their random states remain alike.
-        differ = not torch.equal(state, torch.get_rng_state())
-        with torch.random.fork_rng(devices=[], enabled=differ):
-            torch.set_rng_state(state)
-            made = materialize(self.models.models, self._init, self.models.device)
-            self._hold((index[id(parameter)], content) for parameter, content in made)
-
     def _hold(self, contents: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Copy this worker's rows of complete parameters, for `take_state`."""
         layout = self._layout
@@ -254,9 +212,6 @@ class FullyShardedModel(ShardedOptimizer):
     @property
     def _device(self) -> torch.device:
         return self.models.rows_device
-
-    def _held_shares(self) -> list[int]:
-        return [] if self._lacks_content else super()._held_shares()
 
     def _elements_of(self, which: int, start: int, stop: int) -> torch.Tensor | None:
         return self._rows[which, start, stop]

@@ -255,7 +255,7 @@ class ShardedOptimizer(ShardedFeature):
         self._undivided = self.optimizer.state = defaultdict(dict, rest)
         self._pieces, self._rooms = [], {}
         layout.lay_out()
-        for share in self._held_shares():
+        for share in layout.held_shares():
             for which, (start, stop) in layout.shares[share].items():
                 parameter = self._parameters[which]
                 state = {
@@ -369,9 +369,6 @@ class ShardedOptimizer(ShardedFeature):
     def _message(self, piece: Piece, start: int, stop: int, version: int) -> tuple[Any, ...]:
         """Return elements of a piece for workers whose parameters have this `version`."""
         return piece.message(start, stop, is_ahead=piece.version > version)
-
-    def _held_shares(self) -> list[int]:
-        return self._layout.held_shares()
 
     def _pieces_of(self, share: int) -> list[Piece]:
         """Return this worker's pieces of a share."""

@@ -60,17 +60,13 @@ class Round:
     sharding: str = "optimizer"
     is_lost: bool = False
     """Whether all holders of a share fail."""
-    from_meta: bool = False
-    """Whether models are made on the meta device."""
     offload: bool = False
-    alone: bool = False
-    """Whether each process sets up alone at the start."""
 
 
 class Tied(torch.nn.Module):
     """Has tied weights, blocks, a frozen part, a buffer, and several orders of memory."""
 
-    def __init__(self, sharding, filled=False):
+    def __init__(self, sharding):
         super().__init__()
         torch.manual_seed(3)
         is_fully_sharded = sharding == "full"
@@ -86,10 +82,6 @@ class Tied(torch.nn.Module):
         self.register_buffer("count", torch.zeros(()))
         self.frozen.requires_grad_(False)
         self.double()
-        if filled:
-            with torch.no_grad():
-                for module in self.modules():
-                    fill(module)
 
     def forward(self, tokens):
         self.count += 1
@@ -103,15 +95,12 @@ class Tied(torch.nn.Module):
 class Divided(TrainingOperator):
     def setup(self, config):
         self.at = config["at"]
-        with torch.device("meta" if config["from_meta"] else "cpu"):
-            count, filled = config["num_optimizers"], config["filled"]
-            models = [Tied(config["model"], filled) for _ in range(count)]
+        models = [Tied(config["model"]) for _ in range(config["num_optimizers"])]
         optimizers = [self.optimizer_of(model, config["optimizer"]) for model in models]
         schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in optimizers]
         self.all_models, self.optimizers, self.schedulers = self.register(
             models=models, optimizers=optimizers, schedulers=schedulers, **config["register"]
         )
-        self.drawn = torch.rand(1).item()
         generator = torch.Generator().manual_seed(5)
         tokens = torch.randint(0, 7, (BATCH * NUM_WORKERS * NUM_STEPS // 2, 4), generator=generator)
         self.register_data(
@@ -161,21 +150,10 @@ class Divided(TrainingOperator):
         self.num_updates = state["num_updates"]
 
 
-def fill(module):
-    """Fill the own tensors of a module of `Tied` with numbers that depend on their shapes."""
-    torch.rand(1)  # most functions of this kind use the global generator
-    generator = torch.Generator()
-    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-        generator.manual_seed(sum(tensor.shape))
-        tensor.copy_(torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype) - 0.5)
-
-
 def make_runner(given, at, divides, use_gpu=False):
     register = dict(given.register)
     if divides:
         arguments = {} if given.copies is None else {"copies": given.copies}
-        if given.from_meta:
-            arguments["init_fn"] = fill
         if given.offload:
             arguments["offload"] = True
         register |= {"sharding": given.sharding, "sharding_args": arguments}
@@ -185,8 +163,6 @@ def make_runner(given, at, divides, use_gpu=False):
             config={
                 "at": at,
                 "model": given.sharding,
-                "from_meta": divides and given.from_meta,
-                "filled": given.from_meta and not divides,
                 "optimizer": given.optimizer,
                 "num_optimizers": given.num_optimizers,
                 "register": register,
@@ -200,14 +176,13 @@ def make_runner(given, at, divides, use_gpu=False):
 
 
 @functools.cache
-def plain_state(optimizer, num_optimizers, register, sharding, from_meta):
+def plain_state(optimizer, num_optimizers, register, sharding):
     """Return the state of one process."""
     given = Round(
         optimizer,
         register=json.loads(register),
         num_optimizers=num_optimizers,
         sharding=sharding,
-        from_meta=from_meta,
     )
     runner = make_runner(given, lambda moment: None, divides=False)
     runner.setup(WorkerContext())
@@ -233,14 +208,9 @@ class Player:
         self.leaves = list(given.leaves)
         members, absent = list(range(NUM_WORKERS)), []
         runner = self.runner = make_runner(given, self.at, divides=True)
-        if given.alone:
-            self.enter([self.process], "alone", context_of=members)
-        else:
-            self.enter(members)
+        self.enter(members)
         runner.setup(self.context)
         self.gather("set up", members, None)  # no process leaves while another sets up
-        if given.alone:
-            self.rejoin(members, is_new=False)
         call = 0
         while True:
             goal = NUM_STEPS if given.joins_at is None or not absent else given.joins_at
@@ -417,9 +387,6 @@ class Player:
         """Return the state, after saving and loading it."""
         held = self.joined(self.runner.snapshot())
         assert self.step - held["global_step"] in range(4)
-        drawn = [None] * dist.get_world_size()
-        dist.all_gather_object(drawn, self.runner.operator.drawn)
-        assert len(set(drawn)) == 1  # setup seeds all alike
         state = self.joined(self.runner.state_dict())
         self.runner.load_state_dict(copy.deepcopy(state))
         check_equal(self.joined(self.runner.state_dict()), state)
@@ -507,9 +474,7 @@ def play_round(store, number, given):
 def check(given, result):
     """Compare the result of a round with that of one process."""
     register = json.dumps(given.register)
-    expected = plain_state(
-        given.optimizer, given.num_optimizers, register, given.sharding, given.from_meta
-    )
+    expected = plain_state(given.optimizer, given.num_optimizers, register, given.sharding)
     names = ("models", "optimizers", "schedulers", "operator", "global_step", "epoch")
     reference = {name: copy.deepcopy(expected[name]) for name in names}
     for model in (*reference["models"], *result["models"]):

@@ -134,11 +134,7 @@ CHOSEN = [
     Round(copies=0, leaves=[(1, 3, "fail within")], is_lost=True),
     # before the first forward pass
     replace(FULL_ROUND, leaves=[(1, 0, "fail forward")]),
-    # a worker that joins gets content from the others
-    Round(sharding="full", from_meta=True, leaves=[(1, 3, "update")], joins_at=8),
     Round(sharding="full", offload=True, leaves=[(1, 3, "update"), (2, None, "validate")]),
-    # all workers set up alone, and none has content
-    Round(sharding="full", from_meta=True, alone=True),
 ]
 
 
@@ -306,22 +302,6 @@ def test_a_state_can_be_loaded_between_two_groups(sharding):
         runner.teardown()
 
 
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-def test_a_worker_that_set_up_alone_on_meta_loads_a_state():
-    given = Round(sharding="full", from_meta=True)
-    with group_of_one() as enter:
-        runner = start(given)
-        runner.handle(TrainRequest(call=0, until_step=3))
-        state = whole_state(runner)
-        runner.teardown()
-        enter()
-        other = start(given, replace(ALONE, world_size=2))
-        other.load_state_dict(copy.deepcopy(state))
-        other.rejoin(replace(ALONE, generation=1), 0)
-        check_equal(whole_state(other), state)
-        other.teardown()
-
-
 @on_gpu
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_offload_keeps_only_gathered_parameters_on_the_gpu():
@@ -370,18 +350,6 @@ def several():
     return {name: [part[name] for part in parts] for name in parts[0]} | FULL
 
 
-def on_meta(**more):
-    with torch.device("meta"):
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.PReLU())
-        model.scale = torch.nn.Parameter(torch.ones(2))
-    return with_sgd(model, **more)
-
-
-def adagrad():
-    given = on_meta(**FULL)
-    return given | {"optimizers": torch.optim.Adagrad(given["models"].parameters())}
-
-
 def wrapped():
     return with_sgd(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)), **FULL)
 
@@ -424,22 +392,6 @@ HALF = {"use_fp16": True, "amp_dtype": torch.float16}
             "does not work with torch.compile",
         ),
         (wrapped, {}, ValueError, "does not work with DistributedDataParallel"),
-        ({**FULL, "sharding_args": {"init_fn": 1}}, {}, TypeError, "must be a function that takes"),
-        ({**FULL, "sharding_args": {"init_fn": id}}, {}, ValueError, "but these models have"),
-        (
-            lambda: on_meta(sharding=None),
-            {},
-            ValueError,
-            "is on the meta device, so it has no",
-        ),
-        (lambda: on_meta(**FULL), {}, ValueError, "Sequential has parameters on the meta device"),
-        (adagrad, {}, ValueError, "Adagrad already has state on the meta device"),
-        (
-            lambda: on_meta(**FULL, sharding_args={"init_fn": lambda module: None}),
-            {},
-            ValueError,
-            r"Sequential\.scale has no content, or NaN",
-        ),
         (FULL, {"backend": "horovod"}, ValueError, 'does not work with backend="horovod"'),
         ({**ON, "sharding_args": {"copies": -1}}, {}, ValueError, "at least 0"),
         (ON, {"wrap_ddp": False}, ValueError, "does not work with wrap_ddp=False"),
