@@ -268,21 +268,6 @@ def averaged_parameters(
     return required
 
 
-def begin_step(model: DistributedDataParallel) -> None:
-    """Prepare a step that calls the module of a wrapper directly."""
-    if model._check_sync_bufs_pre_fwd():
-        model._sync_buffers()
-
-
-def prepare_for_backward(model: DistributedDataParallel, loss: torch.Tensor) -> None:
-    """Make the next backward pass average gradients, after `begin_step` and a forward pass."""
-    reducer: Any = model.reducer
-    reducer._rebuild_buckets()
-    reducer.prepare_for_backward([loss] if model.find_unused_parameters else [])
-    if isinstance(model, ReplicatedModel):
-        model._has_forward = True
-
-
 @contextlib.contextmanager
 def no_forward_sync(models: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Keep models that user code wrapped from broadcasting buffers in their forward pass."""

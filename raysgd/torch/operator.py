@@ -369,7 +369,6 @@ class TrainingOperator(OperatorBase):
         train_dataloader: Iterable[Any] | None = None,
         val_dataloader: Iterable[Any] | None = None,
         *,
-        data_creator: Callable[..., Any] | None = None,
         datamodule: Any = None,
     ) -> type[TrainingOperator]:
         """Return an operator class for a LightningModule, see the guide for users of Lightning.
@@ -381,7 +380,6 @@ class TrainingOperator(OperatorBase):
             lightning_module_cls: A subclass of LightningModule, of Lightning 2.
             train_dataloader: The training loader.
             val_dataloader: The validation loader.
-            data_creator: Function of the config that returns both loaders, or the training loader.
             datamodule: A LightningDataModule, or its class.
 
         Raises:
@@ -391,9 +389,7 @@ class TrainingOperator(OperatorBase):
         from raysgd.torch.interop.lightning import lightning_operator
 
         loaders = {"train_loader": train_dataloader, "validation_loader": val_dataloader}
-        return lightning_operator(
-            cls, TrainingOperator, lightning_module_cls, loaders, data_creator, datamodule
-        )
+        return lightning_operator(cls, TrainingOperator, lightning_module_cls, loaders, datamodule)
 
     # ---- tools for custom loops
 

@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.loop.operator_base import created_loaders
 from raysgd.metrics import NUM_SAMPLES, MergeableMetric, computed
-from raysgd.torch import ddp
 from raysgd.torch.batches import mean_of
 from raysgd.torch.interop.creators import lock_of_node, mixed_bases
 
@@ -37,17 +35,17 @@ else:  # operator.py imports this module, so avoid an import cycle
 logger = logging.getLogger(__name__)
 
 _REFUSED = {
-    "backward": "call self.manual_backward() in manual optimization",
+    "backward": "override train_batch of the operator",
     "configure_callbacks": "pass raysgd.callbacks to the trainer",
     "configure_gradient_clipping": "clip in on_before_optimizer_step",
     "configure_sharded_model": "use configure_model",
-    "lr_scheduler_step": "step self.lr_schedulers() in manual optimization",
+    "lr_scheduler_step": "use scheduler_step_freq of the trainer",
     "on_fit_end": "call it in the script, after trainer.train()",
     "on_train_end": "call it in the script, after trainer.train()",
     "on_validation_model_eval": "override train_mode of the operator",
     "on_validation_model_train": "override train_mode of the operator",
     "on_validation_model_zero_grad": "raysgd zeroes gradients with the update",
-    "optimizer_step": "step self.optimizers() in manual optimization",
+    "optimizer_step": "override train_batch of the operator",
     "optimizer_zero_grad": "raysgd zeroes gradients with the update",
     "training_epoch_end": "use on_train_epoch_end",
     "training_step_end": "use training_step",
@@ -64,12 +62,10 @@ class LightningMethods(_Base):
 
     _module_cls: type[Any]
     _loaders: Mapping[str, Any]
-    _data_creator: Callable[..., Any] | None = None
     _datamodule: Any = None
 
     def setup(self, config: dict[str, Any]) -> None:
-        # A data creator may use any key of the config, so no key counts as unused.
-        unused = set() if self._data_creator is not None else set(config)
+        unused = set(config)
         module = self.module = _make(self._module_cls, config, unused)
         _check_hooks(module)
         self._surroundings = _Surroundings(self)
@@ -78,15 +74,14 @@ class LightningMethods(_Base):
             loaders = self._load(config, unused)
             module.configure_model()
             optimizers, schedulers = self._configured()
-            given: dict[str, Any] = {"models": module, "optimizers": optimizers}
+            given: dict[str, Any] = {"models": module, "optimizers": optimizers[0]}
             if schedulers:
                 given["schedulers"] = schedulers
-            if not module.automatic_optimization:
-                # A module can make several backward passes, each over some of the parameters.
-                given["ddp_args"] = {"find_unused_parameters": True}
-            self.model, self.optimizers, *_ = self.register(**given)
+            self.model, self.optimizer, *_ = self.register(**given)
             self.schedulers = schedulers
-            self._surroundings.offer(optimizers, schedulers)
+            self._surroundings.lr_scheduler_configs = [
+                SimpleNamespace(scheduler=each) for each in schedulers
+            ]
             self.register_data(**loaders)
             module.on_fit_start()
         if unused and self.world_rank == 0:
@@ -112,8 +107,6 @@ class LightningMethods(_Base):
             module.prepare_data()
             module.setup("fit")
             found = dict(self._loaders)
-            if self._data_creator is not None:
-                found.update(created_loaders(self._data_creator(config)))
         owner = module if data is None else data
         names = {"train_loader": "train_dataloader", "validation_loader": "val_dataloader"}
         for name, method in names.items():
@@ -134,18 +127,13 @@ class LightningMethods(_Base):
         module, name = self.module, type(self.module).__name__
         parser = _import_beside(module, "core.optimizer")
         optimizers, given, _ = parser._configure_optimizers(module.configure_optimizers())
-        if module.automatic_optimization and len(optimizers) > 1:
+        if not module.automatic_optimization or len(optimizers) != 1:
             raise RuntimeError(
-                f"{name} has {len(optimizers)} optimizers, which needs manual optimization. Set "
-                "self.automatic_optimization = False in its __init__, and step self.optimizers() "
-                "in training_step."
+                f"from_ptl({name}): the module must have one optimizer, and "
+                "automatic_optimization = True. For other modules, write a TrainingOperator with "
+                "your own train_batch."
             )
         frequency = self.scheduler_step_freq
-        if given and not module.automatic_optimization and frequency != "manual":
-            raise ValueError(
-                f"{name} uses manual optimization, so the trainer cannot step its schedulers with "
-                f'scheduler_step_freq={frequency!r}. Pass "manual".'
-            )
         schedulers = []
         for each in given:
             options = each if isinstance(each, dict) else {"scheduler": each}
@@ -177,7 +165,7 @@ class LightningMethods(_Base):
         }
         vars(surroundings).update(of_worker | state)
         module.trainer = module.fabric = surroundings
-        module._fabric_optimizers = surroundings.offered
+        module._fabric_optimizers = getattr(self, "optimizer", None)
         module.log, module.log_dict = surroundings.log, surroundings.log_dict
         try:
             yield surroundings
@@ -221,40 +209,30 @@ class LightningMethods(_Base):
             output = self._step(module.training_step, batch, index)
         outputs = dict(output) if isinstance(output, Mapping) else {"loss": output}
         loss, num_items = outputs.get("loss"), self._count_items(batch, num_samples)
-        if module.automatic_optimization:
-            if not isinstance(loss, torch.Tensor):
-                raise TypeError(
-                    f"{type(module).__name__}.training_step returned {output!r}. It must return "
-                    'the loss, or a dict with "loss". raysgd cannot skip a batch.'
-                )
-            self._update(loss, num_items)
-        metrics = {}
-        if isinstance(loss, torch.Tensor):
-            metrics["train_loss"] = mean_of(loss, num_items)
-        module.on_train_batch_end(outputs, batch, index)
-        return {**metrics, **self._surroundings.take_logged(), NUM_SAMPLES: num_samples}
-
-    def _update(self, loss: torch.Tensor, num_items: float | None) -> None:
-        module, optimizer = self.module, self.optimizers[0]
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(
+                f"{type(module).__name__}.training_step returned {output!r}. It must return "
+                'the loss, or a dict with "loss". raysgd cannot skip a batch.'
+            )
         with self.timers.record("grad"):
             module.on_before_backward(loss)
             self.backward(loss, num_samples=num_items)
             module.on_after_backward()
         with self.timers.record("apply"):
             if self._train_state.step.place.is_last:
-                self._train_state.optimization.precision.unscale(optimizer)
-                module.on_before_optimizer_step(optimizer)
-            if self.optimizer_step(optimizer):
-                module.on_before_zero_grad(optimizer)
+                self._train_state.optimization.precision.unscale(self.optimizer)
+                module.on_before_optimizer_step(self.optimizer)
+            if self.optimizer_step(self.optimizer):
+                module.on_before_zero_grad(self.optimizer)
+        module.on_train_batch_end(outputs, batch, index)
+        logged = self._surroundings.take_logged()
+        return {"train_loss": mean_of(loss, num_items), **logged, NUM_SAMPLES: num_samples}
 
     def _step(self, step: Callable[..., Any], batch: Any, index: int) -> Any:
         """Run a step of the module. In training, run it in the wrapper that averages gradients."""
         arguments = [batch, index][: len(inspect.signature(step).parameters)]
         wrapper, module = self.model, self.module
         if not isinstance(wrapper, DistributedDataParallel) or not torch.is_grad_enabled():
-            return step(*arguments)
-        if not module.automatic_optimization:
-            ddp.begin_step(wrapper)  # each backward pass prepares the wrapper itself
             return step(*arguments)
 
         def forward(*given: Any) -> Any:
@@ -298,10 +276,8 @@ class LightningMethods(_Base):
         with self.timers.record("eval_fwd"), self.autocast():
             output = self._step(module.validation_step, batch, index)
         module.on_validation_batch_end(output, batch, index)
-        returned = dict(output) if isinstance(output, Mapping) else {"loss": output}
-        loss = returned.pop("loss", None)
-        # Modules for older versions of Lightning return metrics instead of logging them.
-        metrics = {name: value for name, value in returned.items() if _is_scalar(value)}
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        metrics = {}
         if isinstance(loss, torch.Tensor):
             metrics["val_loss"] = mean_of(loss, self._count_items(batch, num_samples))
         return {**metrics, **self._surroundings.take_logged(), NUM_SAMPLES: num_samples}
@@ -333,16 +309,7 @@ class _Surroundings:
         self._operator = operator
         self._logged: dict[str, Any] = {}
         self.datamodule: Any = None
-        self.optimizers: list[Any] = []
         self.lr_scheduler_configs: list[Any] = []
-        self.offered: Any = []
-        """Result of ``self.optimizers()``."""
-
-    def offer(self, optimizers: list[Any], schedulers: list[Any]) -> None:
-        self.optimizers = optimizers
-        self.lr_scheduler_configs = [SimpleNamespace(scheduler=each) for each in schedulers]
-        offered = [_Optimizer(self._operator, each) for each in optimizers]
-        self.offered = offered[0] if len(offered) == 1 else offered
 
     @property
     def current_epoch(self) -> int:
@@ -366,12 +333,19 @@ class _Surroundings:
         """Collect a value for the metrics of the batch, with the arguments of ``self.log``."""
         if logger is False:
             return
-        if not isinstance(value, torch.Tensor | numbers.Number):
-            raise TypeError(f"self.log({name!r}, {value!r}): must be a number or a tensor.")
-        value = value.detach() if isinstance(value, torch.Tensor) else value
-        reduction = _reduction(reduce_fx)
-        is_other = reduction in _REDUCTIONS and _is_scalar(value)
-        self._logged[name] = _Reduced(reduction, value) if is_other else value
+        is_tensor = isinstance(value, torch.Tensor) and value.numel() == 1
+        if not is_tensor and not isinstance(value, numbers.Number):
+            raise TypeError(
+                f"self.log({name!r}, {value!r}): must be a number or a tensor of one element."
+            )
+        reduction = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
+        if reduction not in (*_REDUCTIONS, "mean", "avg"):
+            raise ValueError(
+                f'self.log(reduce_fx={reduce_fx!r}): must be "mean", "sum", "min", or "max". For '
+                "others, return a raysgd.metrics.MergeableMetric from train_batch of the operator."
+            )
+        value = value.detach() if is_tensor else value
+        self._logged[name] = _Reduced(reduction, value) if reduction in _REDUCTIONS else value
 
     def log_dict(self, dictionary: Mapping[str, Any], *arguments: Any, **keywords: Any) -> None:
         for name, value in dictionary.items():
@@ -381,50 +355,12 @@ class _Surroundings:
         logged, self._logged = self._logged, {}
         return logged
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Replace ``self.manual_backward(loss)``."""
-        operator = self._operator
-        operator.module.on_before_backward(loss)
-        if isinstance(operator.model, DistributedDataParallel):
-            ddp.prepare_for_backward(operator.model, loss)
-        operator.backward(loss)
-        operator.module.on_after_backward()
-
-    def clip_gradients(
-        self, module: Any, optimizer: Any, clip_val: float | None, max_norm: float | None
-    ) -> None:
-        """Replace ``self.clip_gradients(optimizer, ...)``."""
-        precision = self._operator._train_state.optimization.precision
-        held = getattr(optimizer, "optimizer", optimizer)
-        precision.unscale(held)
-        if clip_val is not None:
-            torch.nn.utils.clip_grad_value_(precision.parameters(held), clip_val)
-        if max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(precision.parameters(held), max_norm)
-
-
-class _Optimizer:
-    """An optimizer for manual optimization."""
-
-    def __init__(self, operator: LightningMethods, optimizer: torch.optim.Optimizer) -> None:
-        self._operator = operator
-        self.optimizer = optimizer
-
-    def step(self) -> None:
-        if self._operator._train_state.step.place.is_last:
-            self._operator.module.on_before_optimizer_step(self.optimizer)
-        self._operator.optimizer_step(self.optimizer)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
-
 
 def lightning_operator(
     base: type[TrainingOperator],
     root: type[TrainingOperator],
     module_cls: Any,
     loaders: Mapping[str, Iterable[Any] | None],
-    data_creator: Any,
     datamodule: Any,
 ) -> type[TrainingOperator]:
     if not isinstance(module_cls, type) or _base_of(module_cls) is None:
@@ -432,12 +368,9 @@ def lightning_operator(
             f"from_ptl(lightning_module_cls={module_cls!r}): must be a subclass of LightningModule "
             'of Lightning 2, not an instance. To install it: pip install "raysgd[lightning]".'
         )
-    if data_creator is not None and not callable(data_creator):
-        raise TypeError(f"from_ptl(data_creator={data_creator!r}): must be a function.")
     given = {
         "_module_cls": module_cls,
         "_loaders": {name: loader for name, loader in loaders.items() if loader is not None},
-        "_data_creator": None if data_creator is None else staticmethod(data_creator),
         "_datamodule": datamodule,
     }
     own = type("LightningOperator", (LightningMethods, root), {})
@@ -462,12 +395,6 @@ def _overrides(module: Any, name: str) -> bool:
     own = getattr(type(module), name, None)
     is_other = own is not None and own is not getattr(_base_of(type(module)), name, None)
     return is_other or name in vars(module)
-
-
-def _is_scalar(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1
-    return isinstance(value, numbers.Number)
 
 
 def _check_hooks(module: Any) -> None:
@@ -518,16 +445,6 @@ class _Reduced(MergeableMetric):
 
 
 _REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {"sum": operator.add, "min": min, "max": max}
-
-
-def _reduction(reduce_fx: Any) -> str:
-    name = str(getattr(reduce_fx, "__name__", reduce_fx)).lower()
-    if name not in (*_REDUCTIONS, "mean", "avg"):
-        raise ValueError(
-            f'self.log(reduce_fx={reduce_fx!r}): must be "mean", "sum", "min", or "max". For '
-            "others, return a raysgd.metrics.MergeableMetric from train_batch of the operator."
-        )
-    return name
 
 
 def _numbers(logged: Mapping[str, Any]) -> dict[str, Any]:
