@@ -18,7 +18,6 @@ import numpy as np
 __all__ = [
     "BATCH_COUNT",
     "NUM_SAMPLES",
-    "NUM_SKIPPED_STEPS",
     "AverageMeter",
     "AverageMeterCollection",
     "Computed",
@@ -37,8 +36,6 @@ NUM_SAMPLES = "num_samples"
 """Key of a batch's number of samples, which is the weight of its metrics."""
 BATCH_COUNT = "batch_count"
 """Key of the number of batches in a result."""
-NUM_SKIPPED_STEPS = "num_skipped_steps"
-"""Key of the number of updates in a call that were skipped because float16 gradients overflowed."""
 
 
 def is_number(value: Any) -> bool:
@@ -362,7 +359,7 @@ class AverageMeterCollection:
 
 
 def _is_mean(name: str, value: Any) -> bool:
-    is_count = name in (NUM_SAMPLES, BATCH_COUNT, NUM_SKIPPED_STEPS)
+    is_count = name in (NUM_SAMPLES, BATCH_COUNT)
     return is_number(value) and not is_count and not name.startswith("last_")
 
 
@@ -439,10 +436,10 @@ def rename_metrics(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the results of all workers, in the order of their ranks.
 
-    ``num_samples`` is summed. ``batch_count`` and ``last_k`` are averaged without weights. For
-    ``num_skipped_steps``, the maximum is kept, because workers skip together. Mergeable metrics are
-    merged and computed. Other numbers are averaged, weighted by each worker's samples. For texts
-    and other values, the value of the lowest rank is kept. The keys are the union over the workers.
+    ``num_samples`` is summed. ``batch_count`` and ``last_k`` are averaged without weights.
+    Mergeable metrics are merged and computed. Other numbers are averaged, weighted by each worker's
+    samples. For texts and other values, the value of the lowest rank is kept. The keys are the
+    union over the workers.
 
     >>> merge_workers([{"num_samples": 3, "loss": 1.0}, {"num_samples": 1, "loss": 5.0}])
     {'num_samples': 4, 'loss': 2.0}
@@ -453,8 +450,6 @@ def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             merged[name] = texts[0]
         elif name == NUM_SAMPLES:
             merged[name] = sum(map(_plain, values))
-        elif name == NUM_SKIPPED_STEPS:
-            merged[name] = max(map(_plain, values))
         elif name == BATCH_COUNT and len(set(values)) == 1:
             merged[name] = _plain(values[0])
         elif not _is_mean(name, values[0]):

@@ -10,7 +10,7 @@ from typing import Any
 
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.values import numbers_in
-from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES, NUM_SKIPPED_STEPS
+from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 
 _MOST = 8
 """Maximum number of metrics in a line."""
@@ -88,7 +88,7 @@ def _width() -> float:
 
 def means_in(metrics: dict[str, Any]) -> dict[str, float]:
     """Return the numbers in the result of a call, without counts and last values."""
-    counts = ("epoch", NUM_SAMPLES, BATCH_COUNT, NUM_SKIPPED_STEPS)
+    counts = ("epoch", NUM_SAMPLES, BATCH_COUNT)
     return {
         name: value
         for name, value in numbers_in(metrics).items()

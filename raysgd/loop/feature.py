@@ -29,11 +29,6 @@ class StepFeature:
         return False
 
     @property
-    def num_skipped(self) -> int | None:
-        """Number of updates skipped because gradients overflowed. None if it never skips."""
-        return None
-
-    @property
     def samples_per_s(self) -> float:
         """Samples that this worker computes per second, or 0 if not measured."""
         return 0.0

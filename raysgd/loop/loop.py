@@ -53,7 +53,7 @@ from raysgd.loop.state import Snapshots
 from raysgd.loop.step import WarmedUp
 from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import TrainState
-from raysgd.metrics import NUM_SKIPPED_STEPS, merge_segments
+from raysgd.metrics import merge_segments
 
 
 class Loop:
@@ -133,7 +133,6 @@ class Loop:
             "scheduled": self.scheduled,
             "began_at": self._began_at,
             "more_epochs": self._more_epochs,
-            "num_skipped": (self.train_state.num_skipped or 0) - self._skipped_before,
             "validation": self.evaluation.start,
         }
 
@@ -145,7 +144,6 @@ class Loop:
         self.scheduled = state["scheduled"]
         self._more_epochs = state["more_epochs"]
         self._began_at = state["began_at"]
-        self._skipped_before = (self.train_state.num_skipped or 0) - state["num_skipped"]
         self.evaluation.start = state["validation"]
 
     # ---- train
@@ -186,10 +184,7 @@ class Loop:
         if train_state.context.distributed:
             for feature in train_state.features:
                 feature.sync_buffers()
-        result = self.result()
-        if (num_skipped := train_state.num_skipped) is not None:
-            result[NUM_SKIPPED_STEPS] = num_skipped - self._skipped_before
-        return result
+        return self.result()
 
     def _choose_source(self, request: TrainRequest) -> BatchSource:
         source, changed = self.train_state.data.training_source(request.dataset)
@@ -383,7 +378,6 @@ class Loop:
         self._call, self.results = call, []
         self._more_epochs = 0
         self._began_at = self.train_state.global_step
-        self._skipped_before = self.train_state.num_skipped or 0
         self.train_state.timers.reset()
 
     def result(self) -> dict[str, Any]:

@@ -172,11 +172,6 @@ class TrainState(ABC):
         """Return a context that restores the models at its end."""
         yield
 
-    @property
-    def num_skipped(self) -> int | None:
-        counts = (feature.num_skipped for feature in self.features)
-        return next((count for count in counts if count is not None), None)
-
     # ---- the other workers
 
     @abstractmethod

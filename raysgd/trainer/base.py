@@ -120,8 +120,7 @@ class OperatorTrainer(TrainerInfo):
 
         Returns:
             A dict with ``epoch`` (from 1), ``num_samples``, ``batch_count``, and the mean and last
-            value of each metric; with a loss scaler also ``num_skipped_steps``. Or a list with a
-            dict for each worker.
+            value of each metric. Or a list with a dict for each worker.
 
         Raises:
             ValueError: if `num_steps` is below 1 or `max_retries` below 0.

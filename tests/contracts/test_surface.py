@@ -77,7 +77,6 @@ SURFACE = {
     "raysgd.metrics": [
         "BATCH_COUNT",
         "NUM_SAMPLES",
-        "NUM_SKIPPED_STEPS",
         "AverageMeter",
         "AverageMeterCollection",
         "Computed",

@@ -93,16 +93,15 @@ def trained(trainer):
 
 def test_overflow_on_one_rank_skips_the_update_on_all(two):
     trainer = two.trainer
-    assert trainer.train(num_steps=3)["num_skipped_steps"] == 0
+    trainer.train(num_steps=3)
     before = trained(trainer)
     order(two.folder, "overflow", 1, 3, "")
     order(two.folder, "overflow", 0, 8, "")
     for scale in (2.0**15, 2.0**14):
-        metrics = trainer.train(num_steps=3, reduce_results=False)
-        assert [one["num_skipped_steps"] for one in metrics] == [1, 1]
+        trainer.train(num_steps=3)
         assert torch.equal(trained(trainer), before)
         assert scaler_of(trainer)["scale"] == scale
-    assert trainer.train(num_steps=4)["num_skipped_steps"] == 0
+    trainer.train(num_steps=4)
     assert not torch.equal(trained(trainer), before)
     assert len(set(fingerprints(trainer))) == 1
 
@@ -115,7 +114,6 @@ def test_replacement_has_the_scaler_of_the_survivors(two):
     metrics = trainer.train()
     assert two.kinds == ["lost", "resumed", "grown"]
     assert metrics["epoch"] == 1
-    assert metrics["num_skipped_steps"] == 1
     ledger = trainer.get_model()[1].weights.detach()
     # the samples of the group that overflowed were not trained on, and each other one was
     assert int((ledger == 0).sum()) == 3 * 32

@@ -244,9 +244,3 @@ def test_a_result_keeps_its_weights_through_pickle(result):
 
 def test_nothing_merges_to_nothing():
     assert merge_segments([]) == merge_workers([]) == {}
-
-
-def test_skipped_steps_are_the_maximum_over_workers():
-    """Also over segments of a call; a replacement worker may know of fewer."""
-    parts = [{"num_samples": n, "num_skipped_steps": s} for n, s in ((3, 2), (1, 0), (5, 2))]
-    assert merge_workers(parts) == {"num_samples": 9, "num_skipped_steps": 2}

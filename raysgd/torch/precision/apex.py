@@ -33,13 +33,6 @@ class ApexAmp(Precision):
                 "the mixed precision of PyTorch."
             ) from error
         self._optimizers: list[torch.optim.Optimizer] = []
-        self._num_updates: dict[int, int] = {}
-        self._skipped = False
-        self._num_skipped = 0
-
-    @property
-    def num_skipped(self) -> int:
-        return self._num_skipped
 
     def prepare(
         self,
@@ -48,8 +41,6 @@ class ApexAmp(Precision):
         arguments: Mapping[str, Any] | None,
     ) -> list[torch.nn.Module]:
         self._optimizers = optimizers
-        for optimizer in optimizers:
-            optimizer.register_step_post_hook(self._on_update)
         patched, _ = self._amp.initialize(models, optimizers, **(arguments or {}))
         return list(patched)
 
@@ -61,25 +52,9 @@ class ApexAmp(Precision):
     def parameters(self, optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
         return list(self._amp.master_params(optimizer))
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the parameters. After an overflow, Apex makes this do nothing."""
-        before = self._num_updates.get(id(optimizer), 0)
-        optimizer.step()
-        self._skipped |= self._num_updates.get(id(optimizer), 0) == before
-
-    def commit(self) -> None:
-        self._num_skipped += self._skipped
-        self._skipped = False
-
-    def roll_back(self) -> None:
-        self._skipped = False
-
     def state_dict(self) -> dict[str, Any]:
         return {_KEY: dict(self._amp.state_dict())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if _KEY in state:
             self._amp.load_state_dict(dict(state[_KEY]))
-
-    def _on_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._num_updates[id(optimizer)] = self._num_updates.get(id(optimizer), 0) + 1

@@ -38,17 +38,10 @@ class NativeAmp(Precision):
         self._optimizers: list[torch.optim.Optimizer] = []
         self._stepped: set[int] = set()
         self._checked: set[int] = set()
-        # These tensors stay on the device, because reading them would synchronize at each step.
         self._one = torch.ones((), device=device)
-        self._num_skipped = torch.zeros((), dtype=torch.int64, device=device)
-        self._committed_skipped = self._num_skipped
 
     def _new_scaler(self) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(self.device.type)
-
-    @property
-    def num_skipped(self) -> int | None:
-        return int(self._committed_skipped.item()) if self.scales else None
 
     def prepare(
         self,
@@ -90,11 +83,9 @@ class NativeAmp(Precision):
         """Update the scale if the step has not done so."""
         if self._checked:
             self._update()
-        self._committed_skipped = self._num_skipped
 
     def roll_back(self) -> None:
         """Keep the scale, and discard the results of overflow checks."""
-        self._num_skipped = self._committed_skipped
         if self._checked and self.scaler is not None:
             state = self.scaler.state_dict()
             self.scaler = self._new_scaler()
@@ -125,8 +116,6 @@ class NativeAmp(Precision):
         before = self.scaler.scale(self._one)
         self.scaler.update()
         after = self.scaler.scale(self._one)
-        # The scale shrinks only after an overflow.
-        self._num_skipped = self._num_skipped + (after < before)
         self._stepped.clear()
         self._checked.clear()
         return before, after

@@ -162,7 +162,7 @@ def test_adversaries_train_as_by_hand(precision, times):
     with local(Adversaries, {"batch_size": 5, "times": times}, **precision) as trainer:
         use_small_scale(trainer)
         operator = trainer.get_local_operator()
-        assert trainer.train().get("num_skipped_steps", 0) == 0
+        trainer.train()
         found = flat(operator.judge, operator.maker)
     tolerance = {"atol": 2e-2 if precision else 1e-6, "rtol": 0}
     expected = by_hand_adversaries(5, [0] * times + [1])
