@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -13,7 +12,7 @@ import torch
 
 from raysgd.metrics import Sums, ratio
 from raysgd.torch.ddp import plain
-from raysgd.torch.out_of_memory import map_batch, ran_out_of_memory
+from raysgd.torch.out_of_memory import map_batch
 
 _TARGETS = ("target", "targets", "label", "labels", "y")
 
@@ -168,15 +167,7 @@ def loss_of(operator: Any, output: Any, batch: Batch) -> Any:
     # A criterion of user code may take the whole output. Losses of PyTorch take a tensor.
     modules = {type(criterion).__module__, getattr(criterion, "__module__", None)}
     is_torchs = bool(modules & {"torch.nn.modules.loss", "torch.nn.functional"})
-    given = scores_in(output) if is_torchs else output
-    try:
-        return criterion(given, batch.target)
-    except Exception as error:
-        error.add_note(
-            f"The criterion {type(criterion).__name__} raised this error for the output "
-            f"{_shapes_of(given)} and the target {_shapes_of(batch.target)}."
-        )
-        raise
+    return criterion(scores_in(output) if is_torchs else output, batch.target)
 
 
 def _own_loss(output: Any) -> torch.Tensor | None:
@@ -223,32 +214,6 @@ def accuracy_of(output: Any, target: Any) -> torch.Tensor | None:
     if list(target.shape) not in ([batch, *rest], [batch, 1, *rest]):
         return None
     return (output.argmax(dim=1).reshape(target.shape) == target).double().mean()
-
-
-# ---- notes on errors
-
-
-def note_batch(operator: Any, error: BaseException, method: str, batch: Any) -> None:
-    if not isinstance(error, Exception):
-        return
-    kind = type(operator).__name__
-    error.add_note(f"{kind}.{method} raised this error for the batch {_shapes_of(batch)}.")
-    number = operator._train_state.parts.split if method == "train_batch" else 1
-    if number > 1:
-        error.add_note(f"Each batch is split into {number} parts, because memory ran out before.")
-
-
-@contextlib.contextmanager
-def explaining(operator: Any, method: str, batch: Any) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        note_batch(operator, error, method, batch)
-        if ran_out_of_memory(error):
-            error.add_note(
-                "Batches are only split in training. Give this loader a smaller batch_size."
-            )
-        raise
 
 
 def _shapes_of(value: Any) -> str:

@@ -29,11 +29,9 @@ from raysgd.metrics import NUM_SAMPLES
 from raysgd.torch.batches import (
     Batch,
     accuracy_of,
-    explaining,
     loss_of,
     mean_of,
     move_to_device,
-    note_batch,
     read_batch,
     scores_in,
 )
@@ -107,10 +105,9 @@ class TrainingOperator(OperatorBase):
             batch_info["info"] = given
             try:
                 self._measure(meters, self.train_batch(batch, batch_info))
-            except BaseException as error:
+            except BaseException:
                 if per_batch and train_state.step.is_updated:
                     self.step_schedulers()  # the step counts as done
-                note_batch(self, error, "train_batch", batch)
                 raise
             if per_batch and train_state.step.place.is_last:
                 self.step_schedulers()
@@ -189,8 +186,7 @@ class TrainingOperator(OperatorBase):
         with torch.no_grad():
             for batch_idx, batch in enumerate(val_iterator):
                 batch_info = self._batch_info(info, batch_idx, self._train_state.epoch)
-                with explaining(self, "validate_batch", batch):
-                    metrics = self.validate_batch(batch, batch_info)
+                metrics = self.validate_batch(batch, batch_info)
                 meters.update(*checked_metrics(self.validate_batch, metrics))
         return meters.summary()
 
@@ -235,9 +231,7 @@ class TrainingOperator(OperatorBase):
         self.train_mode(False)
         for batch_idx, batch in enumerate(iterator):
             info = self._batch_info(None, batch_idx, self._train_state.epoch)
-            with explaining(self, "predict_batch", batch):
-                output = self._train_state.to_cpu(self.predict_batch(batch, info))
-            yield output
+            yield self._train_state.to_cpu(self.predict_batch(batch, info))
 
     def state_dict(self) -> dict[str, Any]:
         """Return state of your own, which raysgd saves with the models and sends to new workers."""

@@ -168,6 +168,4 @@ def test_error_in_a_batch_hides_frames_of_libraries(make_trainer):
         make_trainer(Wrong).fit(1)
     lines = "".join(traceback.format_exception(caught.value)).splitlines()
     assert len(lines) < 10
-    said = "Wrong.train_batch raised this error for the batch (float32 (5, 7), int64 (5,))."
-    assert said in lines
     assert "RAYSGD_FULL_TRACEBACK=1" in lines[-1]

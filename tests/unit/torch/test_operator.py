@@ -187,15 +187,6 @@ def test_invalid_num_items_is_an_error(found, error):
 # ---- properties and helpers
 
 
-def test_error_of_the_criterion_names_its_arguments():
-    with pytest.raises(RuntimeError) as caught:
-        run_operator(Small).train_batch((BATCH[0], BATCH[1][:, None]), {})
-    assert caught.value.__notes__ == [
-        "The criterion CrossEntropyLoss raised this error for the output float32 (4, 2) "
-        "and the target int64 (4, 1)."
-    ]
-
-
 def test_properties_of_an_operator():
     context = WorkerContext(world_rank=3, world_size=4, local_rank=1)
     options = TorchOptions(scheduler_step_freq="batch", use_tqdm=True, use_fp16=True)

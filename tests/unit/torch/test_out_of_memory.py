@@ -64,16 +64,6 @@ class Scarce(Exact):
             self.optimizer_step(optimizer)
         return {"train_loss": loss.detach(), "num_samples": len(ids)}
 
-    def validate_batch(self, batch, batch_info):
-        if len(batch[1]) > self.config.get("room_to_validate", 100):
-            raise MemoryError
-        return super().validate_batch(batch, batch_info)
-
-    def predict_batch(self, batch, batch_info):
-        if len(batch[1]) > self.config.get("room_to_validate", 100):
-            raise MemoryError
-        return {"output": self.model(*batch[:2]), "ids": batch[1].tolist()}
-
 
 def local(operator_cls=Scarce, config=None, **arguments):
     return TorchTrainer(
@@ -189,14 +179,6 @@ def test_training_continues_without_memory_for_a_snapshot(splits_on_oom, caplog)
         trainer.train()
         assert trainer.global_step == 8
     assert caplog.text.count("Memory is too small for a snapshot") == 1
-
-
-@pytest.mark.parametrize("call", ["validate", "predict"])
-def test_evaluation_that_runs_out_of_memory_raises_with_advice(call):
-    arguments = () if call == "validate" else (DataLoader(make_data(61), batch_size=8),)
-    with local(config={"room_to_validate": 1}) as trainer, pytest.raises(MemoryError) as caught:
-        getattr(trainer, call)(*arguments)
-    assert "Give this loader a smaller batch_size" in notes_of(caught.value)
 
 
 # ---- what is done about it later
