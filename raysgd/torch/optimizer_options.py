@@ -7,7 +7,6 @@ and keep the changes that schedulers made since.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 from raysgd.torch.operator import TrainingOperator
@@ -16,9 +15,7 @@ Options = list[list[dict[str, Any]]]
 """Options that are numbers or lists of numbers, by optimizer and parameter group."""
 
 Owners = Sequence[int | None]
-"""Index of the optimizer of each scheduler. None: the first optimizer with its rates."""
-
-_Rates = list[tuple[list[Any], list[Any]]]
+"""Index of the optimizer of each scheduler, or None if it has no registered optimizer."""
 
 
 def inspect(operator: TrainingOperator) -> tuple[bool, Options, Owners]:
@@ -37,23 +34,14 @@ def with_options(
     Changes by schedulers stay in proportion: a learning rate that is a tenth of its first value
     becomes a tenth of the new first value.
     """
-    rates: list[_Rates] = []
     for optimizer, groups_then, groups_now in zip(state["optimizers"], then, now, strict=True):
-        groups = optimizer["param_groups"]
-        before = [dict(group) for group in groups]
-        for group, old, new in zip(groups, groups_then, groups_now, strict=True):
+        for group, old, new in zip(optimizer["param_groups"], groups_then, groups_now, strict=True):
             for name in old.keys() & new.keys() & group.keys():
                 if old[name] != new[name]:
                     group[name] = _move(group[name], old[name], new[name])
-        rates.append(
-            [
-                ([g.get(name) for g in before], [g.get(name) for g in groups])
-                for name in ("initial_lr", "lr")
-            ]
-        )
-    schedulers = state.get("schedulers", ())
-    for scheduler, owner in zip(schedulers, owners or [None] * len(schedulers), strict=True):
-        _move_scheduler(scheduler, list(chain(*rates)) if owner is None else rates[owner])
+    for scheduler, owner in zip(state.get("schedulers", ()), owners, strict=True):
+        if owner is not None:
+            _move_scheduler(scheduler, _rates(then[owner]), _rates(now[owner]))
     return state
 
 
@@ -81,15 +69,13 @@ def _move(value: Any, old: Any, new: Any) -> Any:
     return value / old * new
 
 
-def _move_scheduler(state: Any, rates: _Rates) -> None:
-    if isinstance(state, Mapping):
-        for name in state.keys() & {"base_lrs", "_last_lr"}:
-            for before, after in rates:
-                if state[name] == before:
-                    state[name][:] = after
-                    break
-        for value in state.values():
-            _move_scheduler(value, rates)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            _move_scheduler(value, rates)
+def _rates(groups: list[dict[str, Any]]) -> list[Any]:
+    return [group.get("initial_lr", group.get("lr")) for group in groups]
+
+
+def _move_scheduler(state: Any, old: list[Any], new: list[Any]) -> None:
+    for name, value in state.items():
+        if name in ("base_lrs", "_last_lr"):
+            state[name] = _move(value, old, new)  # inner schedulers may share the list
+        for inner in value if name == "_schedulers" else ():
+            _move_scheduler(inner, old, new)
