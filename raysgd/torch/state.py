@@ -162,18 +162,17 @@ def _number_problem(held: Mapping[str, Any], state: Mapping[str, Any]) -> str:
     """Return which number or list of numbers does not fit, or an empty string."""
     for name in sorted(held.keys() & state.keys()):
         own, given = held[name], state[name]
-        if _is_number(own):
-            fits = _is_number(given)
-        elif isinstance(own, list | tuple) and all(map(_is_number, own)):
-            fits = isinstance(given, list | tuple) and len(given) == len(own)
-            fits = fits and all(map(_is_number, given))
-        elif isinstance(own, Counter):  # the milestones of MultiStepLR
-            fits = isinstance(given, Mapping) and all(map(_is_number, given))
-        else:
-            continue
-        if not fits:
+        if not _fits(own, given):
             return f"its {name!r} is {given!r}, but the registered {name!r} is {own!r}"
     return ""
+
+
+def _fits(own: Any, given: Any) -> bool:
+    if isinstance(own, Counter):  # the milestones of MultiStepLR
+        return isinstance(given, Mapping) and all(map(_is_number, given))
+    if isinstance(own, list | tuple) and all(map(_is_number, own)):
+        return isinstance(given, list | tuple) and list(map(_is_number, given)) == [True] * len(own)
+    return _is_number(given) or not _is_number(own)
 
 
 def _is_number(value: Any) -> bool:
@@ -181,9 +180,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _differing(what: str, missing: set[Any], unknown: set[Any]) -> str:
-    found = []
-    for verb, keys in (("lacks", missing), ("has unknown", unknown)):
-        shown = sorted(map(str, keys))[:3]
-        more = f" and {len(keys) - len(shown)} more" if len(keys) > len(shown) else ""
-        found += [f"{verb} {', '.join(shown)}{more}"] if keys else []
+    found = [
+        f"{verb} {', '.join(sorted(map(str, keys))[:3])}"
+        for verb, keys in (("lacks", missing), ("has unknown", unknown))
+        if keys
+    ]
     return f"{what} {', and '.join(found)}"
