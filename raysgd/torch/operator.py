@@ -441,7 +441,7 @@ class TrainingOperator(OperatorBase):
         return plain(model)
 
     def step_schedulers(self) -> None:
-        """Step every scheduler, except those that the trainer's `monitor` steps.
+        """Step every scheduler.
 
         Between the micro-batches of one batch, this does nothing.
         """

@@ -19,7 +19,6 @@ class TorchOptions(Options):
     wrap_ddp: bool = True
     amp_dtype: torch.dtype | None = None
     scheduler_step_freq: str | None = None
-    monitor: str | None = None
     split_on_oom: bool = True
 
     trainer = "TorchTrainer"
@@ -30,11 +29,6 @@ class TorchOptions(Options):
         super().__post_init__()
         frequencies = (None, "batch", "epoch", "manual")
         check_choice(self.trainer, "scheduler_step_freq", self.scheduler_step_freq, frequencies)
-        if self.monitor is not None and self.scheduler_step_freq != "epoch":
-            raise ValueError(
-                f"TorchTrainer(monitor={self.monitor!r}, scheduler_step_freq="
-                f'{self.scheduler_step_freq!r}): monitor needs scheduler_step_freq="epoch".'
-            )
         dtypes = (None, torch.float16, torch.bfloat16)
         check_choice(self.trainer, "amp_dtype", self.amp_dtype, dtypes)
         if self.amp_dtype is not None and self.use_fp16 is not True:

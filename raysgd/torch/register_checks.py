@@ -49,24 +49,19 @@ def check_criteria(criteria: Sequence[Any]) -> None:
             )
 
 
-def check_step_freq(
-    schedulers: Sequence[Any], frequency: str | None, monitor: str | None = None
-) -> None:
+def check_step_freq(schedulers: Sequence[Any], frequency: str | None) -> None:
     if frequency is None:
         raise ValueError(
             'register(schedulers=...): pass scheduler_step_freq="batch", "epoch", or "manual" to '
             "the trainer."
         )
-    if frequency != "manual" and monitor is None and any(map(needs_metric, schedulers)):
+    needs_metric = any(isinstance(each, ReduceLROnPlateau) for each in schedulers)
+    if frequency != "manual" and needs_metric:
         raise ValueError(
             f"ReduceLROnPlateau needs a metric, and scheduler_step_freq={frequency!r} has none. "
-            'Pass scheduler_step_freq="epoch" and monitor="val_loss" to the trainer, or "manual", '
-            "and call trainer.update_scheduler(metric)."
+            'Pass scheduler_step_freq="manual" to the trainer, and call '
+            "trainer.update_scheduler(metric)."
         )
-
-
-def needs_metric(scheduler: Any) -> bool:
-    return isinstance(scheduler, ReduceLROnPlateau)
 
 
 def is_trained(

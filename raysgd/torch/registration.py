@@ -85,7 +85,7 @@ def register(
         sharded = _shard(state, sharding, sharding_args, **others)
     if schedulers is not None:
         state.schedulers = checked("schedulers", schedulers, None)
-        check_step_freq(state.schedulers, options.scheduler_step_freq, options.monitor)
+        check_step_freq(state.schedulers, options.scheduler_step_freq)
     state.accumulation_steps = check_int(
         "register", "gradient_accumulation_steps", accumulation_steps, 1
     )

@@ -84,8 +84,6 @@ class TorchTrainer(OperatorTrainer):
         add_dist_sampler: Whether to partition loaders. False if each loader selects the samples of
             its worker.
         scheduler_step_freq: "batch", "epoch", or "manual". Required with schedulers.
-        monitor: Metric that steps ReduceLROnPlateau in `fit`, after each validation, or after each
-            epoch if it is a metric of training. Needs ``scheduler_step_freq="epoch"``.
         split_on_oom: Whether to repeat a step that runs out of memory with micro-batches.
         use_local: Whether worker 0 lives in this process. With ``num_workers=1``, Ray is neither
             started nor imported, and PyTorch keeps the threads of this process.
@@ -126,7 +124,6 @@ class TorchTrainer(OperatorTrainer):
         use_tqdm: bool = False,
         add_dist_sampler: bool = True,
         scheduler_step_freq: str | None = None,
-        monitor: str | None = None,
         split_on_oom: bool = True,
         use_local: bool = False,
         elastic: ElasticConfig | None = None,
@@ -153,7 +150,6 @@ class TorchTrainer(OperatorTrainer):
             use_tqdm=use_tqdm,
             add_dist_sampler=add_dist_sampler,
             scheduler_step_freq=scheduler_step_freq,
-            monitor=monitor,
             split_on_oom=split_on_oom,
             use_local=use_local,
             elastic=elastic,

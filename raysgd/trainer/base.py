@@ -77,8 +77,7 @@ class OperatorTrainer(TrainerInfo):
         )
         self._callback_list = CallbackList(attached)
         self._calls = calls = Calls(controller, self._callback_list, options.trainer)
-        monitor = getattr(options, "monitor", None)
-        self._validations = Validations(options.trainer, calls, monitor)
+        self._validations = Validations(calls)
         self._state = self._state_cls(options, calls, self._validations)
         self._fit_loop = FitLoop(options, calls, self._validations)
         # Shut down even if the script never calls shutdown().
@@ -141,8 +140,6 @@ class OperatorTrainer(TrainerInfo):
             )
             epoch = self.epoch
             metrics = {"epoch": epoch} | result.merged | {"epoch": epoch}
-            if result.completed_epoch:
-                self._validations.end_epoch(metrics)
             hook = "on_epoch_end" if result.completed_epoch else "on_steps_end"
             self._calls.results.show(hook, self, metrics, result.call)
         if reduce_results:

@@ -187,7 +187,6 @@ class FitLoop:
         if not is_ours or any(adds_metrics(each) for each in callbacks):
             return {}
         found = [(type(each).__name__, each.monitor) for each in callbacks]
-        found.append((self.options.trainer, getattr(self.options, "monitor", None)))
         return {f"{who}(monitor={name!r})": name for who, name in found if isinstance(name, str)}
 
 

@@ -1,4 +1,4 @@
-"""The validations of a trainer, and schedulers that wait for a metric."""
+"""The validations of a trainer, and the metrics that schedulers wait for."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any
 
 from raysgd._internal.context import Progress
 from raysgd.callbacks.base import Trainer
-from raysgd.callbacks.values import numbers_in
 from raysgd.elastic.call import Call
-from raysgd.errors import WorkerLostError
 from raysgd.loop.requests import UpdateSchedulersRequest
 from raysgd.trainer.calls import CallResult, Calls
 
@@ -27,10 +25,7 @@ class Validations:
     first.
     """
 
-    trainer_name: str
     calls: Calls
-    monitor: str | None
-    """Metric that ``fit()`` passes to schedulers. None if ``fit()`` steps no schedulers."""
     has_run: bool = False
     _owed_at: int | None = None
     _num_epochs: int = 0
@@ -50,9 +45,6 @@ class Validations:
             result = self.calls.validate(
                 trainer, num_steps, profile=profile, info=info, from_start=from_start
             )
-            if from_start and self.missing:
-                # Step the schedulers before callbacks save the state.
-                self._step_schedulers({**self.calls.results.metrics, **result.merged})
             self.has_run = True
             self._owed_at, self._settled = None, self._progress.epoch
             self.calls.results.show("on_validation_end", trainer, result.merged, result.call)
@@ -102,32 +94,8 @@ class Validations:
         """Record whether a validation is missing at the end of a ``fit()`` or after a load."""
         self._owed_at = self._progress.global_step if owed else None
 
-    # ---- schedulers that wait for a metric
-
     def update_schedulers(self, metric: float) -> None:
         """Call ``scheduler.step(metric)`` on every scheduler of every worker, once."""
         self.calls.controller.snapshots.outdate()  # earlier snapshots lack this metric
         request = UpdateSchedulersRequest(call=self.calls.next_number(), metric=metric)
         self.calls.make(Call(request=request, max_losses=3))
-
-    def end_epoch(self, metrics: Mapping[str, Any]) -> None:
-        """Step the schedulers after an epoch, unless the next validation will step them."""
-        if not self.due and (self.monitor in metrics or self._every is None):
-            self._step_schedulers(metrics)
-
-    def _step_schedulers(self, metrics: Mapping[str, Any]) -> None:
-        if self.monitor is None:
-            return
-        value = numbers_in({"value": metrics.get(self.monitor)}).get("value")
-        if value is None:
-            raise ValueError(
-                f"{self.trainer_name}(monitor={self.monitor!r}): no such metric for schedulers. "
-                f"The metrics are: {', '.join(numbers_in(metrics))}. In a loop of your own, set "
-                'scheduler_step_freq="manual" and call update_scheduler(metric).'
-            )
-        try:
-            self.update_schedulers(value)
-        except WorkerLostError as error:
-            logger.warning(
-                "A worker was lost before its scheduler received %s: %s", self.monitor, error
-            )

@@ -281,7 +281,6 @@ TRAINER_ARGUMENTS = {
     "use_tqdm": False,
     "add_dist_sampler": True,
     "scheduler_step_freq": None,
-    "monitor": None,
     "split_on_oom": True,
     "use_local": False,
     "elastic": None,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
-from raysgd.torch.register_checks import needs_metric
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
@@ -30,19 +29,14 @@ class Schedules(StepFeature):
             return
         if place.is_last:
             state.optimization.check_complete()
-        has_monitor = state.settings.options.monitor is not None
         with self._tolerating_a_skipped_step():
             for scheduler in state.schedulers:
-                if not (has_monitor and needs_metric(scheduler)):
-                    scheduler.step()
+                scheduler.step()
         self._note()
 
     def step_with(self, metric: float) -> None:
-        """Step the schedulers that need a metric, or all of them if there is no monitor."""
-        has_monitor = self._state.settings.options.monitor is not None
         for scheduler in self._state.schedulers:
-            if not has_monitor or needs_metric(scheduler):
-                scheduler.step(metric)
+            scheduler.step(metric)
 
     @contextlib.contextmanager
     def _tolerating_a_skipped_step(self) -> Iterator[None]:

@@ -613,21 +613,15 @@ def rate_of(trainer):
     return trainer.get_local_operator().optimizer.param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("monitor", ["val_loss", "train_loss"])
-def test_fit_steps_a_plateau_scheduler_before_and_after_a_resume(make_trainer, tmp_path, monitor):
-    settings = {"scheduler_step_freq": "epoch", "monitor": monitor}
+class ByLoss(Callback):
+    def on_validation_end(self, trainer, metrics):
+        trainer.update_scheduler(metrics["val_loss"])
+
+
+def test_a_callback_may_step_a_plateau_scheduler(make_trainer, tmp_path):
     for num_epochs in (2, 4):
-        saving = CheckpointCallback(tmp_path, monitor="val_loss")
-        trainer = make_trainer(Recorder, {"scheduler": flat}, callbacks=[saving], **settings)
+        callbacks = [ByLoss(), CheckpointCallback(tmp_path, monitor="val_loss")]
+        settings = {"callbacks": callbacks, "scheduler_step_freq": "manual"}
+        trainer = make_trainer(Recorder, {"scheduler": flat}, **settings)
         trainer.fit(num_epochs)
         assert rate_of(trainer) == 0.01 * 0.5 ** (num_epochs - 1)
-
-
-def test_a_missing_metric_for_schedulers_is_an_error(make_trainer):
-    settings = {"scheduler_step_freq": "epoch", "monitor": "los"}
-    with pytest.raises(ValueError, match=r"monitor='los'.*The metrics are: .*val_loss"):
-        make_trainer(Recorder, {"scheduler": flat}, **settings).fit(1)
-    with pytest.raises(ValueError, match=r"loop of your own"):
-        make_trainer(Recorder, {"scheduler": flat}, **settings).train()
-    with pytest.raises(ValueError, match=r"monitor='loss'.*scheduler_step_freq=\"epoch\""):
-        make_trainer(monitor="loss")
