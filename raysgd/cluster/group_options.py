@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 COME_UP_S = 60.0
@@ -26,8 +26,6 @@ class GroupOptions:
     start_timeout_s: float = 100.0
     strategy: str = "SPREAD"
     """How Ray places the workers on nodes."""
-    label_selectors: Sequence[Mapping[str, str]] = ()
-    """Label selector of each worker's node; empty for any node."""
 
     @property
     def bundle(self) -> dict[str, float]:

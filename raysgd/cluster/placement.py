@@ -40,7 +40,6 @@ def reserve(
     min_workers: int,
     timeout_s: float,
     strategy: str = "SPREAD",
-    label_selectors: Sequence[Mapping[str, str]] = (),
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> Reservation:
     """Reserve resources for `min_workers` up to `num_workers` workers, as many as fit.
@@ -68,11 +67,11 @@ def reserve(
         # Spend the remaining time on the minimum.
         left = deadline - time.monotonic() if size == min_workers else 0.0
         wait_s = max(left, SETTLE_S)
-        group = _granted([bundle] * size, strategy, wait_s, is_wanted, label_selectors[:size])
+        group = _granted([bundle] * size, strategy, wait_s, is_wanted)
         if group is not None:
-            room = Reservation(group, range(size), owned=True, labels=label_selectors)
+            room = Reservation(group, range(size), owned=True)
             return _topped_up(room, bundle, num_workers, strategy)
-    raise _no_room(f"within {timeout_s:g} s ", bundle, min_workers, num_workers, label_selectors)
+    raise _no_room(f"within {timeout_s:g} s ", bundle, min_workers, num_workers)
 
 
 def _topped_up(
@@ -118,10 +117,9 @@ def _granted(
     strategy: str,
     timeout_s: float,
     is_wanted: Callable[[], bool],
-    labels: Sequence[Mapping[str, str]],
 ) -> PlacementGroup | None:
     """Request a placement group and wait for it. After `timeout_s`, remove it and return None."""
-    group = request_group(bundles, strategy, labels)
+    group = request_group(bundles, strategy)
     is_granted = False
     try:
         started = mentioned = time.monotonic()
@@ -167,15 +165,11 @@ def _no_room(
     bundle: Mapping[str, float],
     min_workers: int,
     num_workers: int,
-    labels: Sequence[Mapping[str, str]] = (),
 ) -> InsufficientResourcesError:
     total = ray.cluster_resources()
     parts = [f"No room {when}for {demand(bundle, min_workers)}"]
     if min_workers < num_workers:
         parts.append(f"Training can start with that many of up to {_plural(num_workers)}.")
-    if labels:
-        shown = "; ".join(dict.fromkeys(str(dict(selector)) for selector in labels))
-        parts.append(f"Only nodes with the labels {shown} count (label_selector).")
     if when:
         parts += _advice()
     parts.append(

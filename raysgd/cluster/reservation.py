@@ -30,11 +30,8 @@ class Slot:
     `index` is the index of a bundle of the placement group, or -1 for any free bundle.
     """
 
-    def __init__(
-        self, group: PlacementGroup, index: int, labels: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, group: PlacementGroup, index: int) -> None:
         self.group = group
-        self.labels = dict(labels or {})
         self._index = index
         self.last_node_id: str | None = None
         """Node of the last worker that left this slot."""
@@ -63,14 +60,8 @@ class Slot:
         return is_created(self.group) if self._index < 0 else self.node_id is not None
 
 
-def request_group(
-    bundles: Sequence[Mapping[str, float]], strategy: str, labels: Sequence[Mapping[str, str]]
-) -> PlacementGroup:
-    group: PlacementGroup = placement_group(
-        [dict(bundle) for bundle in bundles],
-        strategy=strategy,
-        bundle_label_selector=[dict(selector) for selector in labels] or None,
-    )
+def request_group(bundles: Sequence[Mapping[str, float]], strategy: str) -> PlacementGroup:
+    group: PlacementGroup = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
     return group
 
 
@@ -97,45 +88,26 @@ def _is_free(group: PlacementGroup) -> bool:
 class Reservation:
     """Resources for workers: own placement groups, or the caller's group, as in a Tune trial."""
 
-    def __init__(
-        self,
-        group: PlacementGroup,
-        indexes: Iterable[int],
-        owned: bool,
-        labels: Sequence[Mapping[str, str]] = (),
-    ) -> None:
+    def __init__(self, group: PlacementGroup, indexes: Iterable[int], owned: bool) -> None:
         self._owned = owned
         self.groups = [group] if owned else []
         """Placement groups that raysgd requested."""
-        self._labels = labels
-        self.slots = [
-            Slot(group, index, labels[place] if labels else None)
-            for place, index in enumerate(indexes)
-        ]
+        self.slots = [Slot(group, index) for index in indexes]
         self._waiting_since: dict[PlacementGroup, float] = {}
         """Time when Ray began to reschedule several lost bundles of a group."""
         self._is_released = False
         unreleased.add(self)
 
-    def request_slot(
-        self, bundle: Mapping[str, float], instead_of: Collection[Any] = ()
-    ) -> Slot | None:
-        """Request a slot for one more worker. Return None if the group is the caller's.
-
-        The new slot may have the label selector of a slot in `instead_of`. That slot stays.
-        """
+    def request_slot(self, bundle: Mapping[str, float]) -> Slot | None:
+        """Request a slot for one more worker. Return None if the group is the caller's."""
         if not self._owned:
             return None
-        vacant = list(self._labels)
-        for labels in [slot.labels for slot in self.slots if slot not in instead_of]:
-            if labels in vacant:
-                vacant.remove(labels)
-        group = request_group([bundle], "SPREAD", vacant[:1])
+        group = request_group([bundle], "SPREAD")
         self.groups.append(group)
         if self._is_released:  # another thread has just called `release`
             remove_placement_group(group)
             return None
-        slot = Slot(group, 0, vacant[0] if vacant else None)
+        slot = Slot(group, 0)
         self.slots.append(slot)
         return slot
 

@@ -96,7 +96,6 @@ class WorkerGroup:
             min_workers=min_workers,
             timeout_s=timeout_s,
             strategy=self.options.strategy,
-            label_selectors=self.options.label_selectors,
             is_wanted=lambda: self._is_wanted,
         )
 
@@ -199,7 +198,7 @@ class WorkerGroup:
         num_workers = self.options.num_workers - (self._local is not None)
         unsure = [*going, *(self._slots.get(member) for member in self.leaving())]
         while len(reservation.slots) < num_workers + len(unsure):
-            slot = reservation.request_slot(self.options.bundle, unsure)
+            slot = reservation.request_slot(self.options.bundle)
             if slot is None:
                 break
             if len(reservation.slots) > num_workers:

@@ -30,9 +30,6 @@ class ScalingConfig:
     """Resources of each worker; ``CPU`` and ``GPU`` replace the default of one each."""
     placement_strategy: str = "PACK"
     """How Ray places the workers: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD"."""
-    label_selector: Mapping[str, str] | Sequence[Mapping[str, str]] | None = None
-    """Ray labels that the nodes of the workers must have: a dict for all workers, or a list with a
-    dict for each worker."""
 
 
 @dataclass
@@ -70,6 +67,11 @@ def checked_scaling(given: Any) -> ScalingConfig:
     """Return the ScalingConfig for a trainer argument: a config of raysgd or Ray, or a dict."""
     if isinstance(given, Mapping):
         return ScalingConfig(**given)
+    if getattr(given, "label_selector", None):
+        raise ValueError(
+            f"ScalingConfig(label_selector={given.label_selector!r}) is not supported. Give the "
+            "nodes a custom resource, and request it with resources_per_worker."
+        )
     config: ScalingConfig = _converted(ScalingConfig, "scaling_config", given, "num_workers")
     return config
 

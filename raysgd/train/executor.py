@@ -65,7 +65,6 @@ class BackendExecutor:
         *,
         elastic: ElasticConfig | None = None,
         placement_strategy: str | None = None,
-        label_selector: Any = None,
     ) -> None:
         max_retries = check_int("BackendExecutor", "max_retries", max_retries, -1)
         self.options = group_options(
@@ -74,7 +73,6 @@ class BackendExecutor:
             num_gpus_per_worker,
             additional_resources_per_worker,
             placement_strategy,
-            label_selector,
         )
         self._backend_config = backend_config
         self._backend: Backend = backend_class(backend_config)()
@@ -370,5 +368,4 @@ def executor_for(
         failure.max_failures,
         elastic=failure.elastic,
         placement_strategy=scaling.placement_strategy,
-        label_selector=scaling.label_selector,
     )

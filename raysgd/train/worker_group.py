@@ -147,7 +147,6 @@ def group_options(
     num_gpus: float = 0,
     resources: Mapping[str, float] | None = None,
     strategy: str | None = None,
-    label_selector: Any = None,
 ) -> GroupOptions:
     fewest, most = checked_size(num_workers)
     for name, amount in {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}.items():
@@ -159,23 +158,11 @@ def group_options(
         num_gpus=num_gpus,
         resources=dict(resources or {}),
         start_timeout_s=env_seconds(TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, 100.0),
-        label_selectors=_label_selectors(label_selector, most),
         strategy="SPREAD" if env_flag(TRAIN_ENABLE_WORKER_SPREAD_ENV) else strategy or "PACK",
     )
     if not options.bundle:
         raise ValueError("A worker must reserve a CPU, a GPU, or another resource.")
     return options
-
-
-def _label_selectors(given: Any, num_workers: int) -> list[dict[str, str]]:
-    if isinstance(given, Mapping):
-        return [dict(given)] * num_workers
-    if given and len(given) != num_workers:
-        raise ValueError(
-            f"label_selector={given!r}: must be a dict, or a list of {num_workers} dicts, one for "
-            "each worker."
-        )
-    return [dict(selector) for selector in given or ()]
 
 
 # ---- a class of the user on every worker

@@ -50,10 +50,7 @@ class FunctionTrainable(Trainable):
         """Return the resources of a trial: its workers, and one CPU for its own process."""
         workers = cls.trial_trainer(config).executor().options
         bundles: list[dict[str, float]] = [{"CPU": 1}, *([workers.bundle] * workers.num_workers)]
-        if not workers.label_selectors:
-            return PlacementGroupFactory(bundles, strategy="PACK")
-        labels = [{}, *workers.label_selectors]
-        return PlacementGroupFactory(bundles, strategy="PACK", bundle_label_selector=labels)
+        return PlacementGroupFactory(bundles, strategy="PACK")
 
     def setup(self, config: dict[str, Any]) -> None:
         """Start the workers. The first `step` starts the function, because Tune may load first."""

@@ -9,7 +9,6 @@ import signal
 import pytest
 
 from raysgd import ElasticConfig, train
-from raysgd.errors import InsufficientResourcesError
 from raysgd.train.backend import (
     Backend,
     BackendConfig,
@@ -190,14 +189,6 @@ def test_loss_without_retries_ends_the_run_and_workers_can_start_again(module_cl
         assert executor.run(train.world_size) == [1]
     finally:
         executor.shutdown()
-
-
-def test_workers_start_only_on_nodes_with_their_labels(module_cluster, monkeypatch):
-    monkeypatch.setenv("TRAIN_PLACEMENT_GROUP_TIMEOUT_S", "0.1")
-    here = module_cluster.get_runtime_context().get_node_id()
-    executor = BackendExecutor(BackendConfig(), 1, label_selector={"ray.io/node-id": f"!{here}"})
-    with pytest.raises(InsufficientResourcesError, match=r"nodes with the labels .*label_selector"):
-        executor.start()
 
 
 def test_workers_can_be_added_and_removed(module_cluster):

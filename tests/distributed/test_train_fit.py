@@ -142,13 +142,10 @@ def test_rays_own_configs_and_checkpoints_are_taken(module_cluster, tmp_path):
             made = ray.train.Checkpoint.from_directory(folder)
             train.report({"n": n, "loss": loss}, checkpoint=made)
 
-    node_id = module_cluster.get_runtime_context().get_node_id()
     keep = ray.train.CheckpointConfig(1, "loss", "min")
     result = DataParallelTrainer(
         function,
-        scaling_config=ray.train.ScalingConfig(
-            num_workers=1, label_selector={"ray.io/node-id": node_id}
-        ),
+        scaling_config=ray.train.ScalingConfig(num_workers=1),
         run_config=ray.train.RunConfig(
             name="rays", storage_path=str(tmp_path), checkpoint_config=keep
         ),

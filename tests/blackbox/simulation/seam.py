@@ -214,7 +214,7 @@ class Reservation:
     def drop_lost(self, taken):
         pass
 
-    def request_slot(self, bundle, instead_of=()):
+    def request_slot(self, bundle):
         self.slots.append(Slot(self._world, len(self.slots)))
         return self.slots[-1]
 

@@ -1,4 +1,4 @@
-"""Room for workers: which labels the nodes of further requests have."""
+"""Room for workers: slots of placement groups, and lost bundles."""
 
 from types import SimpleNamespace
 
@@ -8,28 +8,18 @@ import ray
 from raysgd.cluster import placement, reservation
 from raysgd.cluster.reservation import Reservation
 
-A, B = {"zone": "a"}, {"zone": "b"}
-
 
 @pytest.fixture
 def room(monkeypatch):
-    """Room for three workers in two zones, of which Ray looks anew for what is lost."""
+    """Room for three workers on three nodes."""
     table = {"state": "CREATED", "strategy": "SPREAD"}
     table["bundles_to_node_id"] = {0: "one", 1: "two", 2: "three"}
     monkeypatch.setattr(reservation, "placement_group_table", lambda group: table)
     monkeypatch.setattr(reservation, "request_group", lambda *arguments: object())
     monkeypatch.setattr(reservation, "SETTLE_S", 0.0)
-    room = Reservation(object(), range(3), owned=True, labels=[A, B, A])
+    room = Reservation(object(), range(3), owned=True)
     room.table = table
     return room
-
-
-def test_replacing_room_has_the_same_labels(room):
-    assert [slot.labels for slot in room.slots] == [A, B, A]
-    first, second, _ = room.slots
-    assert room.request_slot({"CPU": 1}, [second]).labels == B
-    assert room.request_slot({"CPU": 1}, [first, second]).labels == A
-    assert room.request_slot({"CPU": 1}).labels == {}
 
 
 def test_workers_start_in_the_bundle_of_their_slot(room):

@@ -79,6 +79,10 @@ def test_trainers_of_frameworks_have_their_backend(monkeypatch):
     [
         ({"scaling_config": ScalingConfig(num_workers=0)}, "num_workers"),
         ({"scaling_config": {"resources_per_worker": {"GPU": 1}}}, "use_gpu"),
+        (
+            {"scaling_config": ray.train.ScalingConfig(label_selector={"region": "eu"})},
+            "label_selector=.*custom resource",
+        ),
         ({"run_config": RunConfig(name="..")}, "must be the name of a folder"),
         ({"run_config": RunConfig(storage_path="s3://bucket/a")}, "not a URL.*CheckpointStore"),
         (

@@ -104,15 +104,6 @@ def test_workers_are_packed_unless_the_environment_says_otherwise(monkeypatch):
     assert group_options(2, strategy="PACK").strategy == "SPREAD"
 
 
-def test_labels_of_nodes_are_one_dict_or_one_for_each_worker():
-    assert group_options(2).label_selectors == []
-    one = {"region": "eu"}
-    assert group_options((1, 2), label_selector=one).label_selectors == [one, one]
-    assert group_options(2, label_selector=[one, {}]).label_selectors == [one, {}]
-    with pytest.raises(ValueError, match="a list of 2 dicts"):
-        group_options(2, label_selector=[one])
-
-
 # ---- functions
 
 
