@@ -25,7 +25,6 @@ __all__ = [
 
 _FILES = "_files"
 """Key of a packed folder: contents by relative file name."""
-_METADATA = "_metadata"
 _DICT = "dict_checkpoint.pkl"
 
 
@@ -70,7 +69,6 @@ class Checkpoint:
         self._data = data
         self._path = None if path is None else Path(path).expanduser()
         self._blob = blob
-        self._metadata: dict[str, Any] | None = None  # None: use the stored metadata
 
     # ---- create
 
@@ -79,11 +77,6 @@ class Checkpoint:
         """Create a checkpoint of values by name."""
         if not isinstance(data, Mapping):
             raise TypeError(f"Checkpoint.from_dict({data!r}): must be a dict.")
-        if _METADATA in data:
-            raise ValueError(
-                f"Checkpoint.from_dict(): the name {_METADATA!r} is reserved. Pass metadata to "
-                "set_metadata()."
-            )
         return cls(data=dict(data))
 
     @classmethod
@@ -101,7 +94,7 @@ class Checkpoint:
         if isinstance(checkpoint, Checkpoint):
             return checkpoint
         with checkpoint.as_directory() as folder:
-            return cls(_read_folder(Path(folder)))
+            return cls({_FILES: _read_folder(Path(folder))})
 
     # ---- read
 
@@ -115,7 +108,15 @@ class Checkpoint:
 
         A folder that `to_directory` did not write becomes ``{"_files": {name: bytes}}``.
         """
-        return {key: value for key, value in self.packed().items() if key != _METADATA}
+        if self._path is not None and self._path.is_dir():
+            files = _read_folder(self._path)
+            is_dict = files.keys() == {_DICT}
+            data: dict[str, Any] = pickle.loads(files[_DICT]) if is_dict else {_FILES: files}
+        elif self._path is not None:
+            data = load_checkpoint_from_path(self._path)
+        else:
+            data = dict(self._data or {}) if self._blob is None else pickle.loads(self._blob)
+        return data
 
     def to_directory(self, path: str | os.PathLike[str] | None = None) -> str:
         """Write the checkpoint into a folder, by default a new temporary one. Return its path.
@@ -144,51 +145,19 @@ class Checkpoint:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def get_metadata(self) -> dict[str, Any]:
-        """Return the metadata. A reported checkpoint also has the metadata of the trainer."""
-        return dict(self.packed().get(_METADATA, {}))
-
-    def set_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Replace the metadata, which `report` saves with the checkpoint."""
-        self._metadata = dict(metadata)
-
-    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Add items to the metadata, or replace items."""
-        self._metadata = {**self.get_metadata(), **metadata}
-
-    def packed(self, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the complete checkpoint as one dict, for transfer.
-
-        The checkpoint's own metadata takes precedence over `metadata`.
-        """
-        if self._path is not None and self._path.is_dir():
-            data = _read_folder(self._path)
-            if data[_FILES].keys() == {_DICT}:
-                data = pickle.loads(data[_FILES][_DICT])
-        elif self._path is not None:
-            data = pickle.loads(read_pickle(self._path)[0])
-        elif self._blob is not None:
-            data = pickle.loads(self._blob)
-        else:
-            data = dict(self._data or {})
-        stored = data.pop(_METADATA, {})
-        own = stored if self._metadata is None else self._metadata
-        merged = {**(metadata or {}), **own}
-        return {**data, _METADATA: merged} if merged else data
-
     def __repr__(self) -> str:
         where = "in memory" if self._path is None else f"path={str(self._path)!r}"
         return f"Checkpoint({where})"
 
     def __reduce__(self) -> Any:
-        return Checkpoint, (self.packed(),)
+        return Checkpoint, (self.to_dict(),)
 
 
-def _read_folder(folder: Path) -> dict[str, Any]:
-    """Return the packed form of a folder. Follow links."""
+def _read_folder(folder: Path) -> dict[str, bytes]:
+    """Return the contents of the files of a folder, by relative name. Follow links."""
     paths = [
         Path(parent, name)
         for parent, _, names in os.walk(folder, followlinks=True)
         for name in names
     ]
-    return {_FILES: {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}}
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}

@@ -150,7 +150,7 @@ def packed_checkpoint(checkpoint: Any) -> bytes | None:
     if isinstance(checkpoint, str | os.PathLike):
         checkpoint = Checkpoint(path=checkpoint)
     if hasattr(checkpoint, "to_directory"):
-        checkpoint = Checkpoint.taken_from(checkpoint).packed()
+        checkpoint = Checkpoint.taken_from(checkpoint).to_dict()
     if not isinstance(checkpoint, Mapping):
         raise TypeError(
             f"checkpoint={checkpoint!r}: must be a dict, a Checkpoint, or the path of a checkpoint."

@@ -144,8 +144,8 @@ class Session:
         if checkpoint is None:
             self._hand_over("report", content)
         else:
-            packed = Checkpoint.taken_from(checkpoint).packed(self.plan.metadata)
-            self._hand_over("report", content, numbers_in(metrics), packed)
+            state = Checkpoint.taken_from(checkpoint).to_dict()
+            self._hand_over("report", content, numbers_in(metrics), state)
 
     def save(self, state: Mapping[str, Any]) -> None:
         self._check_process()

@@ -62,9 +62,9 @@ def accelerate(folder, fault=no_fault):
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     first = 0
     if (checkpoint := train.get_checkpoint()) is not None:
-        first = checkpoint.get_metadata()["epoch"] + 1
         with checkpoint.as_directory() as saved:
             accelerator.load_state(saved)
+            first = int(Path(saved, "epoch").read_text()) + 1
     for epoch in range(first, NUM_EPOCHS):
         loader.set_epoch(epoch)
         for x, y in loader:
@@ -75,8 +75,8 @@ def accelerate(folder, fault=no_fault):
             fault(epoch, accelerator.process_index)
         with tempfile.TemporaryDirectory() as made:
             accelerator.save_state(made)
+            Path(made, "epoch").write_text(str(epoch))
             saved = Checkpoint.from_directory(made)
-            saved.set_metadata({"epoch": epoch})
             train.report({"loss": loss.item(), "epoch": epoch}, checkpoint=saved)
     layer = accelerator.unwrap_model(model)
     return layer.weight.tolist(), first, accelerator.num_processes

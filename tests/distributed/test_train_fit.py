@@ -94,7 +94,6 @@ def run(module_cluster, tmp_path_factory):
             callbacks=[seen],
         ),
         datasets={"train": ray.data.range(20), "val": ray.data.range(6)},
-        metadata={"by": "me"},
     )
     result = trainer.fit()
     return trainer, folder, result, seen
@@ -105,7 +104,6 @@ def test_a_result_has_metrics_and_the_best_checkpoints(run):
     _, folder, result, seen = run
     assert (result.metrics["loss"], result.metrics["epoch"]) == (3.0, 3)
     assert result.checkpoint.to_dict() == {"epoch": 3}
-    assert result.checkpoint.get_metadata() == {"by": "me"}
     assert [c.to_dict()["epoch"] for c, _ in result.best_checkpoints] == [2, 0]
     assert [numbers["loss"] for _, numbers in result.best_checkpoints] == [1.0, 2.0]
     assert result.path == str(folder / "best")

@@ -51,31 +51,7 @@ def test_the_users_folder_is_left_alone(tmp_path):
     assert tmp_path.is_dir()
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (lambda c: None, {"by": "me"}),
-        (lambda c: c.update_metadata({"at": 3}), {"by": "me", "at": 3}),
-        (lambda c: c.update_metadata({"by": "you"}), {"by": "you"}),
-        (lambda c: c.set_metadata({}), {}),
-    ],
-)
-def test_metadata_of_a_stored_checkpoint_can_be_changed(change, expected):
-    made = Checkpoint.from_dict({"a": 1})
-    made.set_metadata({"by": "me"})
-    again = Checkpoint(blob=cloudpickle.dumps(made.packed()))
-    change(again)
-    assert again.get_metadata() == expected
-    assert pickle.loads(cloudpickle.dumps(again)).get_metadata() == expected
-    assert again.to_dict() == {"a": 1}
-
-
 def test_a_path_may_start_at_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Checkpoint.from_dict({"a": 1}).to_directory("~/a") == str(tmp_path / "a")
     assert Checkpoint.from_directory("~/a").to_dict() == {"a": 1}
-
-
-def test_the_name_of_the_metadata_is_reserved():
-    with pytest.raises(ValueError, match=r"'_metadata' is reserved.*set_metadata"):
-        Checkpoint.from_dict({"_metadata": {}, "a": 1})

@@ -11,7 +11,7 @@ from raysgd.train import Checkpoint
 
 
 def packed(folder):
-    return cloudpickle.dumps(Checkpoint.from_directory(folder).packed())
+    return cloudpickle.dumps(Checkpoint.from_directory(folder).to_dict())
 
 
 def files_in(turn):
