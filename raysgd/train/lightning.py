@@ -26,11 +26,10 @@ import_extra("raysgd.train.lightning", "lightning.pytorch", "lightning")
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment  # noqa: E402
 from lightning.pytorch import LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.callbacks import Callback  # noqa: E402
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 
 __all__ = [
     "RayDDPStrategy",
-    "RayFSDPStrategy",
     "RayLightningEnvironment",
     "RayTrainReportCallback",
     "get_checkpoint_path",
@@ -38,8 +37,11 @@ __all__ = [
 ]
 
 
-class _OnWorkers:
-    """Sets the device and the sampler arguments of this worker."""
+class RayDDPStrategy(DDPStrategy):
+    """The ``DDPStrategy`` of Lightning, with its arguments, over all workers.
+
+    :class:`raysgd.train.torch.TorchConfig` sets the backend and the timeout.
+    """
 
     @property
     def root_device(self) -> torch.device:
@@ -48,20 +50,6 @@ class _OnWorkers:
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": world_size(), "rank": world_rank()}
-
-
-class RayDDPStrategy(_OnWorkers, DDPStrategy):
-    """The ``DDPStrategy`` of Lightning, with its arguments, over all workers.
-
-    :class:`raysgd.train.torch.TorchConfig` sets the backend and the timeout.
-    """
-
-
-class RayFSDPStrategy(_OnWorkers, FSDPStrategy):
-    """The ``FSDPStrategy`` of Lightning, with its arguments. Every worker needs a GPU.
-
-    :class:`raysgd.train.torch.TorchConfig` sets the backend and the timeout.
-    """
 
 
 class RayLightningEnvironment(LightningEnvironment):

@@ -64,11 +64,10 @@ def linear_epoch(loader, model, loss_fn, optimizer):
 
 def linear_func(config):
     # DistributedDataParallel makes the models one
-    torch.manual_seed(0 if "prepared" in config else train.world_rank())
+    torch.manual_seed(train.world_rank())
     loader = DataLoader(line(), batch_size=config.get("batch_size", 8), shuffle=True)
     loader = train.torch.prepare_data_loader(loader)
-    prepared = config.get("prepared", {})
-    model = train.torch.prepare_model(nn.Linear(1, config.get("hidden_size", 1)), **prepared)
+    model = train.torch.prepare_model(nn.Linear(1, config.get("hidden_size", 1)))
     loss_fn = nn.MSELoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=config.get("lr", 1e-2))
     results = []
@@ -87,13 +86,6 @@ def test_linear(trainer):
     assert results[0][2] == results[1][2] == pytest.approx(2, abs=0.1)
     losses = [result["loss"] for result in results[0][0]]
     assert losses[-1] < 0.1 * losses[0]
-    # and as scripts of today write it: divided by torch, to the same end
-    divided = {"parallel_strategy": "fsdp", "parallel_strategy_kwargs": {"use_orig_params": True}}
-    for (found, _, weight), (expected, _, of_ddp) in zip(
-        trainer.run(linear_func, config={**config, "prepared": divided}), results, strict=True
-    ):
-        assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in expected])
-        assert weight == pytest.approx(of_ddp)
 
 
 # ---- pictures, here digits; train and validate in each epoch

@@ -230,7 +230,6 @@ SURFACE = {
     ],
     "raysgd.train.lightning": [
         "RayDDPStrategy",
-        "RayFSDPStrategy",
         "RayLightningEnvironment",
         "RayTrainReportCallback",
         "get_checkpoint_path",

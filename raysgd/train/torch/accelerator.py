@@ -16,7 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from raysgd._internal.arguments import check_choice, check_flags
+from raysgd._internal.arguments import check_flags
 from raysgd._internal.nested import map_leaves
 from raysgd.torch.precision import Precision, create_precision
 from raysgd.train import session
@@ -91,8 +91,6 @@ def prepare_model(
     move_to_device: bool | torch.device = True,
     wrap_ddp: bool = True,
     ddp_kwargs: dict[str, Any] | None = None,
-    parallel_strategy: str | None = "ddp",
-    parallel_strategy_kwargs: dict[str, Any] | None = None,
 ) -> torch.nn.Module:
     """Return a model for distributed training.
 
@@ -102,16 +100,10 @@ def prepare_model(
     Args:
         model: the model.
         move_to_device: whether to move the model to `get_device()`; or another device.
-        wrap_ddp: False is the same as ``parallel_strategy=None``.
-        ddp_kwargs: the same as ``parallel_strategy_kwargs``.
-        parallel_strategy: how to wrap the model if there are several workers. "ddp" uses
-            DistributedDataParallel. "fsdp" uses FullyShardedDataParallel, also on CPUs; it shards
-            parameters, gradients and the state of optimizers that are created afterwards. None does
-            not wrap the model.
-        parallel_strategy_kwargs: arguments of the wrapper.
+        wrap_ddp: whether to wrap the model in DistributedDataParallel if there are several workers.
+        ddp_kwargs: arguments of DistributedDataParallel.
     """
     check_flags("prepare_model", wrap_ddp=wrap_ddp)
-    check_choice("prepare_model", "parallel_strategy", parallel_strategy, ("ddp", "fsdp", None))
     accelerator = _accelerator()
     device = move_to_device if isinstance(move_to_device, torch.device) else get_device()
     if device.type == "cuda":
@@ -120,20 +112,14 @@ def prepare_model(
         model = model.to(device)
     if accelerator.amp:
         model.forward = _Autocast(accelerator.precision, model.forward)
-    if parallel_strategy is None or not wrap_ddp or world_size() <= 1:
+    if not wrap_ddp or world_size() <= 1:
         return model
-    kwargs: dict[str, Any] = {**(ddp_kwargs or {}), **(parallel_strategy_kwargs or {})}
-    if parallel_strategy == "fsdp":
-        from torch.distributed.fsdp import FullyShardedDataParallel  # takes a second to import
-
-        if device.type == "cpu":  # the default is a GPU
-            kwargs.setdefault("device_id", device)
-        return FullyShardedDataParallel(model, **kwargs)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             f"prepare_model({type(model).__name__}): none of its parameters requires a gradient. "
-            "Pass parallel_strategy=None."
+            "Pass wrap_ddp=False."
         )
+    kwargs = dict(ddp_kwargs or {})
     if device.type == "cuda" and any(parameter.is_cuda for parameter in model.parameters()):
         kwargs.setdefault("device_ids", [device])
     return DistributedDataParallel(model, **kwargs)

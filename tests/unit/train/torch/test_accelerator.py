@@ -25,22 +25,14 @@ def test_only_a_loader_can_be_prepared():
         train.torch.prepare_data_loader([1, 2])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [({"wrap_ddp": "fsdp"}, TypeError), ({"parallel_strategy": "zero"}, ValueError)],
-)
-def test_wrong_arguments_of_a_model_are_refused(arguments, error):
-    (name,) = arguments
-    with pytest.raises(error, match=rf"prepare_model\({name}="):
-        train.torch.prepare_model(torch.nn.Linear(1, 1), **arguments)
-
-
-def test_a_frozen_model_needs_no_parallel_strategy(monkeypatch):
+def test_a_frozen_model_is_not_wrapped(monkeypatch):
     monkeypatch.setattr("raysgd.train.torch.accelerator.world_size", lambda: 2)
     model = torch.nn.Linear(1, 1).requires_grad_(False)
-    with pytest.raises(ValueError, match="Pass parallel_strategy=None"):
+    with pytest.raises(ValueError, match="Pass wrap_ddp=False"):
         train.torch.prepare_model(model)
-    assert train.torch.prepare_model(model, parallel_strategy=None) is model
+    assert train.torch.prepare_model(model, wrap_ddp=False) is model
+    with pytest.raises(TypeError, match=r"prepare_model\(wrap_ddp='fsdp'"):
+        train.torch.prepare_model(model, wrap_ddp="fsdp")
 
 
 @pytest.mark.parametrize(
