@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -76,15 +76,6 @@ class Progress:
     unknown."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Preemption:
-    """An announcement that workers will be preempted."""
-
-    deadline: float | None
-    """Time of the first preemption, in seconds since the Unix epoch, or None if unknown."""
-    ranks_by_node: Mapping[str, Sequence[int]]
-
-
 class Request:
     """A request from the driver to a runner. Subclasses are frozen dataclasses of arguments."""
 
@@ -145,9 +136,6 @@ class Runner(Protocol):
 
         Return the current number of committed steps.
         """
-
-    def announce(self, preemption: Preemption | None) -> None:
-        """Record the workers that will be preempted. None withdraws an announcement."""
 
     def snapshot(self) -> dict[str, Any] | None:
         """Return the newest snapshot, for a restart after the loss of all workers."""

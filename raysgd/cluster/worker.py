@@ -18,7 +18,6 @@ from typing import Any, Literal
 from raysgd._internal.context import (
     OutOfMemoryError,
     PausedError,
-    Preemption,
     Progress,
     Request,
     Runner,
@@ -89,7 +88,6 @@ CONTROL_METHODS = (
     "watch_driver",
     "progress",
     "pause_at",
-    "announce",
     "snapshot",
     "stacks",
 )
@@ -229,9 +227,6 @@ class Worker:
             progress = replace(progress, terminated=True)
         collective = None if self._backend is None else self._backend.collective()
         return progress if collective is None else replace(progress, collective=collective)
-
-    def announce(self, preemption: Preemption | None) -> None:
-        self._hosted.announce(preemption)
 
     def _note_sigterm(self) -> None:
         self._terminated = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from raysgd._internal.context import Preemption, Progress
+from raysgd._internal.context import Progress
 from raysgd.cluster.departures import Notice
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle
@@ -31,7 +31,6 @@ class PreemptionWatch:
         self._can_join = can_join
         self._step_s = 0.0
         self._known: set[WorkerHandle] = set()
-        self._announced: tuple[int, Preemption] | None = None
         self.must_save = False
         """Whether to save soon: workers leave before any worker can replace them."""
 
@@ -67,27 +66,12 @@ class PreemptionWatch:
             is_short = any(notice.leave_by <= soon for notice in news.values())
             num_staying = len(self._group.members) - len(leaving)
             self.must_save = is_short or num_staying < max(1, self._group.options.min_workers)
-        preemption, announced = None, None
-        if leaving:
-            preemption = self._preemption(leaving)
-            announced = (self._journal.generation, preemption)
-        if announced != self._announced:
-            self._announced = announced
-            for member in self._group.members:
-                member.control("announce", preemption)
 
     def _record(self, news: Mapping[WorkerHandle, Notice]) -> None:
         for cause, deadline in dict.fromkeys(notice[:2] for notice in news.values()):
             concerned = [m for m, notice in news.items() if notice[:2] == (cause, deadline)]
             left_s = 0.0 if deadline is None else max(0.0, deadline - self._clock.time())
             self._journal.record("draining", concerned, cause=cause, seconds=left_s)
-
-    def _preemption(self, leaving: Mapping[WorkerHandle, Notice]) -> Preemption:
-        ranks: dict[str, list[int]] = {}
-        for member in leaving:
-            ranks.setdefault(member.node_id, []).append(self._journal.ranks[member])
-        deadlines = [each.deadline for each in leaving.values() if each.deadline is not None]
-        return Preemption(deadline=min(deadlines, default=None), ranks_by_node=ranks)
 
     @property
     def _leave_s(self) -> float:

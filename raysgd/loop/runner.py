@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raysgd._internal.config import BATCH_SIZE, worker_config
-from raysgd._internal.context import Preemption, Progress, Request, WorkerContext
+from raysgd._internal.context import Progress, Request, WorkerContext
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.nested import loading, map_leaves
 from raysgd.cluster.serialization import unpicklable_key
@@ -191,9 +191,6 @@ class OperatorRunner(ABC):
     def pause_at(self, step: int | None) -> int:
         self.signal.driver_pause = step
         return 0 if self._loop is None else self._train_state.global_step
-
-    def announce(self, preemption: Preemption | None) -> None:
-        return  # the driver moves operators between two steps
 
     def snapshot(self) -> dict[str, Any] | None:
         return None if self._loop is None else self._loop.snapshots.get()

@@ -25,12 +25,10 @@ import importlib
 from typing import Any
 
 from raysgd.train.api import (
-    PreemptionInfo,
     TrainContext,
     get_checkpoint,
     get_context,
     get_dataset_shard,
-    get_preemption_info,
     load_checkpoint,
     local_rank,
     report,
@@ -53,7 +51,6 @@ __all__ = [
     "CheckpointStrategy",
     "DataParallelTrainer",
     "FailureConfig",
-    "PreemptionInfo",
     "Result",
     "RunConfig",
     "ScalingConfig",
@@ -64,7 +61,6 @@ __all__ = [
     "get_checkpoint",
     "get_context",
     "get_dataset_shard",
-    "get_preemption_info",
     "load_checkpoint",
     "local_rank",
     "report",

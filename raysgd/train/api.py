@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd._internal.context import Preemption, WorkerContext
+from raysgd._internal.context import WorkerContext
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.session import Session, current, here, worker_context
+from raysgd.train.session import Session, current, worker_context
 
 _WARNED: set[str] = set()
 
@@ -151,51 +150,6 @@ def get_dataset_shard(dataset_name: str | None = None) -> Any:
     if dataset_name not in shards:
         raise KeyError(f"get_dataset_shard({dataset_name!r}): must be one of {names}.")
     return shards[dataset_name]
-
-
-@dataclass(frozen=True)
-class PreemptionInfo:
-    """The announced preemption of nodes with workers, with the attributes of Ray Train."""
-
-    deadline_ms: int | None
-    """Time of the first preemption in milliseconds since the Unix epoch; None if unknown."""
-    preempted_node_to_ranks: dict[str, list[int]]
-    """Ranks of the workers on each preempted node, by Ray node ID."""
-
-    @property
-    def preempted_node_ids(self) -> list[str]:
-        """Sorted IDs of the preempted nodes."""
-        return sorted(self.preempted_node_to_ranks)
-
-    @property
-    def preempted_ranks(self) -> list[int]:
-        """Sorted ranks of the affected workers."""
-        return sorted({rank for ranks in self.preempted_node_to_ranks.values() for rank in ranks})
-
-
-def get_preemption_info() -> PreemptionInfo | None:
-    """Return the announced preemption of workers, or None if there is none.
-
-    All workers must call this equally often. If `torch.distributed` is initialized, all workers
-    get the announcement of worker 0. Otherwise, workers can get it up to two seconds apart.
-    After a preemption notice, call `report` with a checkpoint: the function restarts on other nodes
-    from its newest checkpoint. Outside of a run, it warns once and returns None.
-    """
-    if _within_run("get_preemption_info") is None:
-        return None
-    held = [None if here.preemption is None else _preemption_info(here.preemption)]
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        distributed.broadcast_object_list(held, src=0)
-    return held[0]
-
-
-def _preemption_info(preemption: Preemption) -> PreemptionInfo:
-    deadline = preemption.deadline
-    return PreemptionInfo(
-        None if deadline is None else round(1000 * deadline),
-        {node: sorted(ranks) for node, ranks in preemption.ranks_by_node.items()},
-    )
 
 
 @dataclass(frozen=True)

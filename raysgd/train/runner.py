@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd._internal.context import Preemption, Progress, Request, Runner, WorkerContext
+from raysgd._internal.context import Progress, Request, Runner, WorkerContext
 from raysgd.elastic.call import LoadRequest
 from raysgd.train.arguments import env_flag
 from raysgd.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
@@ -77,9 +77,6 @@ class FunctionRunner(Runner):
 
     def pause_at(self, step: int | None) -> int:
         return 0  # a function cannot pause
-
-    def announce(self, preemption: Preemption | None) -> None:
-        here.preemption = preemption
 
     def snapshot(self) -> dict[str, Any] | None:
         return None  # the driver holds the checkpoints

@@ -20,7 +20,7 @@ from typing import Any
 
 import cloudpickle
 
-from raysgd._internal.context import Preemption, WorkerContext
+from raysgd._internal.context import WorkerContext
 from raysgd.callbacks.values import numbers_in
 from raysgd.cluster.serialization import Packed, Portable, pack, unpicklable_key
 from raysgd.train import constants
@@ -252,7 +252,6 @@ class _Here:
     place: WorkerContext | None = None
     """Context of this worker. It stays set between runs, because `to_worker_group` needs it."""
     shards: Any = None
-    preemption: Preemption | None = None
 
 
 here = _Here()

@@ -14,9 +14,8 @@ import tracemalloc
 import pytest
 
 from raysgd import ElasticConfig, train
-from raysgd._internal.context import Preemption
 from raysgd.errors import InsufficientResourcesError, RemoteTraceback
-from raysgd.train import Trainer, TrainingCallback, session
+from raysgd.train import Trainer, TrainingCallback
 from raysgd.train.backend import BackendConfig, TrainingWorkerError
 from tests.conftest import wait_until
 
@@ -71,10 +70,6 @@ def rank_and_size():
     import torch.distributed as dist
 
     all_reduce()
-    if train.world_rank() == 0:  # the others do not know it yet
-        session.here.preemption = Preemption(deadline=1.5, ranks_by_node={"a": [1]})
-    assert train.get_preemption_info() == train.PreemptionInfo(1500, {"a": [1]})
-    session.here.preemption = None
     return dist.get_rank(), dist.get_world_size(), os.environ["RANK"]
 
 

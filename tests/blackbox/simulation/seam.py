@@ -297,7 +297,6 @@ class SimMember(WorkerHandle):
         """Whose shares it was given."""
         self.interruptions = 0
         self.terminated = False
-        self.preemption = None
 
     # ---- what the driver calls
 
@@ -351,9 +350,6 @@ class SimMember(WorkerHandle):
             lacks_shards=self.lacks_shards,
             partial=self.partial,
         )
-
-    def _announce(self, preemption):
-        self.preemption = preemption
 
     @property
     def _generation_number(self):

@@ -1,6 +1,5 @@
 """Workers that are announced to go, on a simulated cluster with a clock of its own."""
 
-import dataclasses
 import math
 
 import pytest
@@ -105,23 +104,6 @@ def test_a_worker_that_was_sent_sigterm_moves(start):
     train(controller, 200)
     assert kinds(controller) == ["draining", "moved"]
     assert controller.events[1].cause == "its process was sent SIGTERM"
-
-
-def test_all_are_told_and_told_again_when_it_is_over(start):
-    world, controller = start(room=4)
-    survivor, told = controller.members[0], []
-    world.at_step(20, lambda: controller.drain(None, 2, None))
-    world.at_step(22, lambda: told.append(survivor.preemption))
-
-    def look():
-        told.append(survivor.preemption)
-        world.plan(0.5, look)
-
-    look()
-    train(controller, 200)
-    seen = [each for each in told if each is not None]
-    assert dataclasses.asdict(seen[0]) == {"deadline": None, "ranks_by_node": {"node1": [2]}}
-    assert survivor.preemption is None
 
 
 @pytest.mark.parametrize("is_divided", [False, True])
