@@ -9,7 +9,7 @@ time of all steps, without repeated ones, divided by the time since the end of t
 
 - *in place*: raysgd's default.
 - *restart all*: each failure ends all processes, which resume from the newest snapshot
-  (``ElasticConfig(in_place=False)``). Workers that have started stay, so a failure meanwhile costs
+  as training functions do. Workers that have started stay, so a failure meanwhile costs
   one.
 - *all or nothing*: a failure during a restart also repeats the restart, as in most libraries. The
   formula is ``exp(-restart / mean)``, without repeated steps.
@@ -59,7 +59,7 @@ def simulate(mode, num_workers, mean_s, length_s, given, seed=0):
         num_workers,
         min_workers=num_workers // 2,
         resize_cooldown_s=0.0,
-        in_place=mode == "in place",
+        can_join=mode == "in place",
         timeout_s=1800.0,
     )
 

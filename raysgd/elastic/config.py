@@ -26,24 +26,17 @@ class ElasticConfig:
         ValueError: if a value is out of its range.
     """
 
-    min_workers: int | None = None
-    """Minimum number of workers for training. None uses the ``min_workers`` of the trainer."""
     max_attempts: int = 10
     """Maximum number of waits for enough workers, and of failed replacements in a row."""
     initial_s: float = 1.0
-    """Seconds before the second attempt. Each further wait is `factor` times longer."""
-    factor: float = 2.0
+    """Seconds before the second attempt. Each further wait is twice as long."""
     max_s: float = 60.0
     """Maximum duration of a wait, in seconds."""
-    jitter: float = 0.1
-    """Fraction of a wait that is randomly added or subtracted."""
     resize_cooldown_s: float = 10.0
     """Seconds between two changes of the group size when resources become free. Replacements of
     lost workers join without this wait."""
     driver_grace_s: float = 60.0
     """Seconds that driver and workers wait for each other when the driver can reach no worker."""
-    in_place: bool = True
-    """Whether survivors continue in their processes. Otherwise all restart from the snapshot."""
     grow: bool = True
     """Whether to replace lost workers, and to add missing ones when resources become free."""
     snapshot_every: Literal["epoch"] | int | None = "epoch"
@@ -60,14 +53,10 @@ class ElasticConfig:
 
     def __post_init__(self) -> None:
         where = "ElasticConfig"
-        if self.min_workers is not None:
-            set_fields(self, min_workers=check_int(where, "min_workers", self.min_workers, 1))
         set_fields(self, max_attempts=check_int(where, "max_attempts", self.max_attempts, 1))
         for name in ("initial_s", "max_s", "resize_cooldown_s", "driver_grace_s"):
             check_number(where, name, getattr(self, name))
-        check_number(where, "factor", self.factor, lowest=1.0)
-        check_number(where, "jitter", self.jitter, highest=1.0)
-        check_flags(where, in_place=self.in_place, grow=self.grow)
+        check_flags(where, grow=self.grow)
         check_choice(where, "global_batch", self.global_batch, ("keep", "scale"))
         _check_shares(self.shares)
         if isinstance(self.snapshot_every, str) or self.snapshot_every is None:
@@ -94,15 +83,10 @@ def _check_shares(shares: Any) -> None:
         )
 
 
-def checked_elastic(trainer: str, elastic: Any, num_workers: int) -> ElasticConfig:
+def checked_elastic(trainer: str, elastic: Any) -> ElasticConfig:
     """Return the ElasticConfig, or the default one for None."""
     if elastic is None:
         return ElasticConfig()
     if not isinstance(elastic, ElasticConfig):
         raise TypeError(f"{trainer}(elastic={elastic!r}): must be an ElasticConfig.")
-    if elastic.min_workers is not None and elastic.min_workers > num_workers:
-        raise ValueError(
-            f"ElasticConfig(min_workers={elastic.min_workers}), {trainer}(num_workers="
-            f"{num_workers}): min_workers must be between 1 and num_workers."
-        )
     return elastic

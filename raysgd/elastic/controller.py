@@ -67,7 +67,6 @@ class Controller:
         group.watch_hosts(elastic.driver_grace_s, stops_calls=can_join)
         self.recovery = Recovery(
             rejoins=backend is None or backend.rejoins,
-            in_place=elastic.in_place,
             can_join=can_join,
         )
         self._policy = machine.Policy(
@@ -81,11 +80,9 @@ class Controller:
         created = {"initialization_hook": hook, "the runner": runner, "backend": backend}
         if not group.options.inline:
             created = {name: sendable(name, value) for name, value in created.items()}
-        self.journal = journal = Journal(group, self.recovery.survivors_stay)
+        self.journal = journal = Journal(group, self.recovery.joins)
         self._commands = commands = Commands(group, journal, self._check_open)
-        # The driver's own worker stays unless all workers restart.
-        of_driver = not elastic.in_place and not group.options.inline
-        self.snapshots = SnapshotKeeper(group, of_driver)
+        self.snapshots = SnapshotKeeper(group)
         self._preemption = PreemptionWatch(group, journal, can_join)
         arguments = (*created.values(), sys.path)
         self._scale_up = ScaleUp(group, elastic, journal, self.recovery, arguments, timeout_s)

@@ -27,9 +27,9 @@ _WARNINGS = {
 class Journal:
     """Tracks ranks, generation, and progress, and records events."""
 
-    def __init__(self, group: WorkerGroup, survivors_stay: bool) -> None:
+    def __init__(self, group: WorkerGroup, joins: bool) -> None:
         self._group = group
-        self._survivors_stay = survivors_stay
+        self._joins = joins
         self.ranks: dict[WorkerHandle, int] = {}
         """Ranks of the members of the newest generation, including lost ones."""
         self.generation = 0
@@ -63,7 +63,7 @@ class Journal:
         """Record an event and log it. The caller logs waits, because it knows the resources."""
         num_workers = len(self._group.members)
         if kind == "lost":  # the lost worker is still a member
-            num_workers = num_workers - 1 if self._survivors_stay else 0
+            num_workers = num_workers - 1 if self._joins else 0
         event = Event(
             kind=kind,
             generation=self.generation,

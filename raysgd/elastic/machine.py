@@ -377,7 +377,7 @@ def _after_state_loss(state: Broken, why: str, policy: Policy) -> Next:
 def _after_loss(state: Broken, policy: Policy) -> Next:
     budget, recovery = state.budget, policy.recovery
     actions: list[Action] = [Do.REMOVE_LOST]
-    if not recovery.survivors_stay:
+    if not recovery.joins:
         actions += [Do.RESCUE_STATE] if recovery.rescues_state else []
         actions += [Do.DISCARD_WORKERS]
     last: Action = Do.SURVEY

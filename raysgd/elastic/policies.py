@@ -18,14 +18,8 @@ class Recovery:
     rejoins: bool
     """Whether a process can join a second process group. Otherwise any failure restarts all
     workers."""
-    in_place: bool
     can_join: bool
     """Whether workers can join a call and copy the state of the others, as with operators."""
-
-    @property
-    def survivors_stay(self) -> bool:
-        """Whether the survivors of a loss keep their processes and state. Otherwise all restart."""
-        return self.rejoins and self.in_place
 
     @property
     def rescues_state(self) -> bool:
@@ -34,7 +28,7 @@ class Recovery:
 
     @property
     def joins(self) -> bool:
-        """Whether a worker can set up alone and then join the others in the same process."""
+        """Whether survivors keep their processes and state, and replacement workers join them."""
         return self.can_join and self.rejoins
 
 
@@ -97,17 +91,13 @@ def furthest(progress: Sequence[Progress]) -> Progress:
     return progress[choose_leader(progress)]
 
 
-def backoff_s(attempt: int, config: ElasticConfig, draw: float) -> float:
-    """Return the seconds to wait after a failure. `attempt` counts from 0; `draw` is from 0 to 1.
+def backoff_s(attempt: int, config: ElasticConfig) -> float:
+    """Return the seconds to wait after a failure. `attempt` counts from 0.
 
-    >>> [backoff_s(n, ElasticConfig(max_s=5.0), draw=0.5) for n in range(4)]
+    >>> [backoff_s(n, ElasticConfig(max_s=5.0)) for n in range(4)]
     [1.0, 2.0, 4.0, 5.0]
     """
-    try:
-        wait = min(config.max_s, config.initial_s * config.factor**attempt)
-    except OverflowError:
-        wait = config.max_s if config.initial_s else 0.0
-    return max(0.0, wait * (1.0 + config.jitter * (2.0 * draw - 1.0)))
+    return min(config.max_s, config.initial_s * 2.0 ** min(attempt, 60))
 
 
 def who_leaves(

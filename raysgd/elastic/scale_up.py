@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -189,7 +188,7 @@ class ScaleUp:
                 self.error = _died_in_a_row(replacement, error, count)
         elif self._is_first or not isinstance(error, WorkerTimeoutError):
             self.error = error  # a repeated attempt may not time out
-        wait_s = backoff_s(self._failures, self.config, random.random())
+        wait_s = backoff_s(self._failures, self.config)
         self._retry_at[slot] = self.group.clock.monotonic() + wait_s
         self._failures += 1
         if self._failures == self.config.max_attempts:

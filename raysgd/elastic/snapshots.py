@@ -18,12 +18,10 @@ class SnapshotKeeper:
     """Fetches snapshots during training, and keeps the newest one.
 
     The driver keeps the snapshot, because a worker's objects in the Ray store die with the worker.
-    With `of_driver`, it also fetches from a worker in the driver's process.
     """
 
-    def __init__(self, group: WorkerGroup, of_driver: bool = False) -> None:
+    def __init__(self, group: WorkerGroup) -> None:
         self._group = group
-        self._of_driver = of_driver
         self._pickled: list[bytes] = []
         self._state: Mapping[str, Any] | None = None
         self._step = -1
@@ -52,7 +50,7 @@ class SnapshotKeeper:
             self._step = -1
         elif self._coming is None and step > self._step:
             if not newest.divided:
-                if member.remote or self._of_driver:
+                if member.remote:
                     self._coming = (step, [member.control("snapshot")])
             elif [p.snapshot for p in progress.values()] == [step] * len(self._group.members):
                 self._coming = (step, [each.control("snapshot", step) for each in progress])

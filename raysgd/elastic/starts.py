@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable, Mapping, Sequence
 
 from raysgd._internal.context import Progress
@@ -70,7 +69,7 @@ class Starts:
                 if number == config.max_attempts:
                     why = f"{missing}, and the resources for more are not free: {room}"
                     raise self._journal.failure(why, causes)
-                wait_s = backoff_s(number, config, random.random())
+                wait_s = backoff_s(number, config)
                 self._journal.record("waiting", [], cause=missing, seconds=wait_s)
                 deadline, number = now + wait_s, number + 1
                 logger.warning(

@@ -74,7 +74,7 @@ class Options(ABC):
             min_workers=min_workers,
             config=config,
             resources_per_worker=self._checked_resources(),
-            elastic=checked_elastic(self.trainer, self.elastic, num_workers),
+            elastic=checked_elastic(self.trainer, self.elastic),
         )
         check_choice(self.trainer, "use_gpu", self.use_gpu, (True, False, "auto"))
         check_choice(self.trainer, "backend", self.backend, self.backends())
@@ -183,7 +183,7 @@ class Options(ABC):
         resources = dict(self.resources_per_worker)
         return GroupOptions(
             num_workers=self.num_workers,
-            min_workers=self.elastic.min_workers or self.min_workers,
+            min_workers=self.min_workers,
             num_cpus=self.num_cpus_per_worker,
             num_gpus=resources.pop("GPU", 1) if self.use_gpu else 0,
             resources=resources,

@@ -51,7 +51,7 @@ class BackendExecutor:
     `shutdown`. Methods of training raise TrainBackendError if they are called out of order.
 
     Arguments are those of :class:`raysgd.train.Trainer` and :class:`raysgd.train.ScalingConfig`.
-    ``in_place`` and ``snapshot_every`` of `elastic` are ignored.
+    ``snapshot_every`` of `elastic` is ignored.
     """
 
     def __init__(
@@ -80,11 +80,6 @@ class BackendExecutor:
         if not isinstance(elastic, ElasticConfig | None):
             raise TypeError(f"elastic={elastic!r}: must be an ElasticConfig.")
         elastic = elastic or ElasticConfig()
-        if elastic.min_workers is not None:
-            raise ValueError(
-                f"ElasticConfig(min_workers={elastic.min_workers}) is for operators. Pass "
-                f"num_workers=({elastic.min_workers}, {self.options.num_workers})."
-            )
         if elastic.shares == "measured":
             raise ValueError(
                 'ElasticConfig(shares="measured") is for TorchTrainer: raysgd cannot time the '
@@ -92,7 +87,7 @@ class BackendExecutor:
                 "label, accelerator type, or resource."
             )
         # The newest checkpoint of the run is its snapshot.
-        self._elastic = dataclasses.replace(elastic, in_place=False, snapshot_every="epoch")
+        self._elastic = dataclasses.replace(elastic, snapshot_every="epoch")
         self._controller: Controller | None = None
         self._workers: WorkerGroup | None = None
         self._checkpoints = self._earlier = RunCheckpoints()

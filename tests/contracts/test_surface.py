@@ -286,14 +286,10 @@ TRAINER_ARGUMENTS = {
 }
 
 ELASTIC_FIELDS = {
-    "min_workers": None,
     "max_attempts": 10,
     "initial_s": 1.0,
-    "factor": 2.0,
     "max_s": 60.0,
-    "jitter": 0.1,
     "resize_cooldown_s": 10.0,
-    "in_place": True,
     "grow": True,
     "snapshot_every": "epoch",
 }

@@ -55,7 +55,7 @@ def test_others_train_while_a_replacement_compiles(ray_cluster, tmp_path):
         "step_s": STEP_S,
         "folder": str(tmp_path),
     }
-    elastic = ElasticConfig(initial_s=0.05, max_s=0.05, jitter=0.0)
+    elastic = ElasticConfig(initial_s=0.05, max_s=0.05)
     with ledger_trainer(2, elastic=elastic, operator_cls=Noting, **config) as trainer:
         trainer.train(num_steps=10)
         stays, goes = trainer.apply_all_workers(os.getpid)

@@ -55,7 +55,7 @@ class Rich(Faulty):
 def refilled_workers(module_cluster, tmp_path_factory):
     """Two that train together or not at all; a replacement takes longer than the backoff."""
     folder = tmp_path_factory.mktemp("orders")
-    elastic = ElasticConfig(initial_s=0.05, max_s=0.05, max_attempts=1, jitter=0.0)
+    elastic = ElasticConfig(initial_s=0.05, max_s=0.05, max_attempts=1)
     with faulty_trainer(
         folder,
         2,

@@ -97,7 +97,7 @@ class Driver:
             SimBackend(rejoins),
             None,
             timeout_s,
-            ElasticConfig(**{"jitter": 0.0, **elastic}),
+            ElasticConfig(**elastic),
             can_join=can_join,
         )
 
@@ -558,7 +558,7 @@ class SimGroup(WorkerGroup):
 
     def discard(self, member):
         if (driver := self._world.driver) is not None:
-            stays = driver.controller.recovery.survivors_stay
+            stays = driver.controller.recovery.joins
             is_fine = not (member.dead or member.silent or member.deaf or member.lacks_shards)
             is_fine = is_fine and not member.partial
             is_fine = is_fine and self.drains.of(member) is None

@@ -213,7 +213,7 @@ NO_ROOM = [
     grow=st.sampled_from([True, True, True, False]),
     cooldown=st.sampled_from([0.0, 1.0, 10.0]),
     snapshot_every=st.sampled_from(["epoch", "epoch", None]),
-    in_place=st.sampled_from([True, True, False]),
+    can_join=st.sampled_from([True, True, False]),
     setup_s=st.sampled_from([0.1, 1.0]),
 )
 @example(2, 1, 2, AHEAD, [(100, 4)], True, 0.0, "epoch", True, 0.1)
@@ -228,7 +228,7 @@ def test_whatever_happens_to_workers_steps_are_kept_and_calls_end(
     grow,
     cooldown,
     snapshot_every,
-    in_place,
+    can_join,
     setup_s,
 ):
     min_workers = min(min_workers, num_workers)
@@ -242,7 +242,7 @@ def test_whatever_happens_to_workers_steps_are_kept_and_calls_end(
         grow=grow,
         resize_cooldown_s=cooldown,
         snapshot_every=snapshot_every,
-        in_place=in_place,
+        can_join=can_join,
         max_attempts=4,
     )
     goal = 0
@@ -285,7 +285,7 @@ def test_changes_of_room_alone_cost_no_retry_and_redo_no_step(
 @given(
     ticks=st.integers(0, 300),
     schedule=schedules,
-    in_place=st.booleans(),
+    can_join=st.booleans(),
     rejoins=st.booleans(),
     setup_s=st.sampled_from([0.1, 1.0]),
 )
@@ -294,11 +294,11 @@ def test_changes_of_room_alone_cost_no_retry_and_redo_no_step(
 @example(60, [(8, ("room", 0)), (10, ("lose_all",)), (62, ("room", 3))], True, True, 0.1)
 # while a replacement worker comes up
 @example(14, [(10, ("lose", 0, set(), set()))], True, True, 1.0)
-def test_a_shutdown_is_final_whatever_is_under_way(ticks, schedule, in_place, rejoins, setup_s):
+def test_a_shutdown_is_final_whatever_is_under_way(ticks, schedule, can_join, rejoins, setup_s):
     """By another thread, a signal handler or a callback."""
     world = World(room=3)
     world.on_new_worker.append(lambda member: setattr(member, "setup_s", setup_s))
-    run = Run(world, 3, schedule, in_place=in_place, rejoins=rejoins, max_attempts=4)
+    run = Run(world, 3, schedule, can_join=can_join, rejoins=rejoins, max_attempts=4)
     ended_at, error = [], None
 
     def shut_down():
@@ -348,7 +348,7 @@ def test_whoever_is_killed_starting_or_training_nobody_else_starts_anew_and_nobo
     for gap, number in kills:
         at += gap
         world.plan(at * TICK_S, lambda number=number: kill(number))
-    driver = world.drive(num_workers, can_join=not is_function, in_place=not is_function)
+    driver = world.drive(num_workers, can_join=not is_function)
     assert driver.train(300, max_losses=len(kills)) == [300] * len(driver.workers)
     kinds = [event.kind for event in driver.events]
     assert "waiting" not in kinds
@@ -378,15 +378,15 @@ failures = st.one_of(
     schedule=st.lists(st.tuples(st.integers(1, 200), failures), min_size=1, max_size=6),
     calls=st.lists(st.sampled_from([60, 20, 3]), min_size=1, max_size=4),
     snapshot_every=st.sampled_from(["epoch", "epoch", None]),
-    in_place=st.booleans(),
+    can_join=st.booleans(),
 )
 @example(2, [(60, ("fail", {0, 1}, "update", False))], [99, 20], "epoch", True)
 @example(2, [(1, ("fail", {0, 1}, "update", False))], [60, 60], None, True)
 def test_a_step_that_fails_anywhere_is_kept_or_redone_by_all_workers(
-    num_workers, schedule, calls, snapshot_every, in_place
+    num_workers, schedule, calls, snapshot_every, can_join
 ):
     world = World(room=num_workers)
-    run = Run(world, num_workers, schedule, snapshot_every=snapshot_every, in_place=in_place)
+    run = Run(world, num_workers, schedule, snapshot_every=snapshot_every, can_join=can_join)
     for steps in calls:
         run.call(world.furthest + steps, max_losses=len(schedule))
     results = [run.call(world.furthest + 20, len(schedule)) for _ in range(len(schedule) + 2)]

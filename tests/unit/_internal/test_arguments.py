@@ -47,14 +47,10 @@ def test_a_dict_is_copied():
         arguments.checked_dict("T", "config", [1])
 
 
-def test_elastic_min_workers_is_at_most_num_workers():
-    assert checked_elastic("T", None, 2) == ElasticConfig()
-    mine = ElasticConfig(min_workers=2)
-    assert checked_elastic("T", mine, 2) is mine
-    with pytest.raises(ValueError, match=r"min_workers=2.*T\(num_workers=1\)"):
-        checked_elastic("T", mine, 1)
-    with pytest.raises(TypeError, match=r"elastic=\{'min_workers': 2\}\): must be an Ela"):
-        checked_elastic("T", {"min_workers": 2}, 2)
+def test_elastic_is_an_elastic_config():
+    assert checked_elastic("T", None) == ElasticConfig()
+    with pytest.raises(TypeError, match=r"elastic=\{'grow': False\}\): must be an Ela"):
+        checked_elastic("T", {"grow": False})
 
 
 @given(st.dictionaries(st.text(), st.one_of(st.integers(), st.floats(), st.booleans(), st.text())))

@@ -499,7 +499,7 @@ def test_losing_all_more_often_than_allowed_ends_the_call(world):
 
 
 def test_a_restart_waits_for_room_longer_each_time(world):
-    controller = world.drive(3, min_workers=2, initial_s=1.0, factor=2.0).controller
+    controller = world.drive(3, min_workers=2, initial_s=1.0).controller
     began = []
 
     def lose_room():
@@ -550,8 +550,8 @@ def test_error_in_setup_during_a_restart_reaches_the_caller(world):
     assert all(member.is_set_up for member in controller.members)
 
 
-def test_without_in_place_all_restart_from_the_snapshot(world):
-    controller = world.drive(3, in_place=False).controller
+def test_workers_that_others_cannot_join_restart_from_the_snapshot(world):
+    controller = world.drive(3, can_join=False).controller
     before = list(controller.members)
     world.at_step(25, lambda: world.lose(1))
     assert steps_of(run_until(controller, 60, max_losses=1)) == [60] * 3
@@ -648,7 +648,7 @@ def test_workers_restart_if_none_has_a_whole_state_and_no_snapshot_has_arrived(w
 
 
 def test_worker_that_does_not_stop_is_replaced(world):
-    controller = world.drive(2, can_join=False, in_place=False).controller
+    controller = world.drive(2, can_join=False).controller
     slow = controller.members[1]
     slow.work_s, slow.deaf = 1000.0, True
     before = world.now

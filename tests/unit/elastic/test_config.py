@@ -9,15 +9,11 @@ from raysgd import ElasticConfig
 
 DEFAULTS = {
     "shares": "even",
-    "min_workers": None,
     "max_attempts": 10,
     "initial_s": 1.0,
-    "factor": 2.0,
     "max_s": 60.0,
-    "jitter": 0.1,
     "resize_cooldown_s": 10.0,
     "driver_grace_s": 60.0,
-    "in_place": True,
     "grow": True,
     "snapshot_every": "epoch",
     "global_batch": "keep",
@@ -34,13 +30,9 @@ def test_the_defaults_are_as_promised():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("min_workers", 1),
         ("max_attempts", 1),
         ("initial_s", 0),
-        ("factor", 1),
         ("max_s", 0),
-        ("jitter", 0),
-        ("jitter", 1.0),
         ("resize_cooldown_s", 0),
         ("snapshot_every", 1),
         ("snapshot_every", None),
@@ -54,12 +46,9 @@ def test_the_ends_of_each_range_are_allowed(name, value):
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("min_workers", (0, -1)),
         ("max_attempts", (0,)),
         ("initial_s", (-0.1, math.inf, math.nan)),
-        ("factor", (0.99, math.inf, math.nan)),
         ("max_s", (-1, math.inf, math.nan)),
-        ("jitter", (-0.1, 1.1, math.nan)),
         ("resize_cooldown_s", (-1, math.inf, math.nan)),
         ("driver_grace_s", (-1, math.inf, math.nan)),
         ("snapshot_every", (0, -5, "step", "EPOCH")),
@@ -75,12 +64,8 @@ def test_a_value_out_of_its_range_is_an_error(name, values):
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("min_workers", (1.5, "1", True, [1])),
         ("max_attempts", (None, 1.5, "1", True)),
         ("initial_s", (None, "1", True, [1.0], 1j)),
-        ("factor", (None, "1")),
-        ("jitter", (None, "1")),
-        ("in_place", (None, 0, "yes")),
         ("grow", (None, 1)),
         ("snapshot_every", (True, 2.5, [3], b"epoch")),
     ],

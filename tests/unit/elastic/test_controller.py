@@ -128,7 +128,7 @@ def test_forming_a_group_is_retried(world):
 
 
 def test_a_restart_tears_down_the_worker_in_the_drivers_process(world, monkeypatch):
-    controller = world.drive(2, in_place=False).controller
+    controller = world.drive(2, rejoins=False).controller
     local, asked = controller.members[0], []
     local.remote = False
     work = local.work

@@ -18,12 +18,12 @@ ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
 MAX_ATTEMPTS = 2
 POLICIES = [
     machine.Policy(
-        recovery=Recovery(rejoins=rejoins, in_place=in_place, can_join=can_join),
+        recovery=Recovery(rejoins=rejoins, can_join=can_join),
         max_attempts=MAX_ATTEMPTS,
         may_grow=may_grow,
         keeps_snapshots=keeps_snapshots,
     )
-    for rejoins, in_place, can_join, may_grow, keeps_snapshots in product([True, False], repeat=5)
+    for rejoins, can_join, may_grow, keeps_snapshots in product([True, False], repeat=4)
 ]
 BUDGETS = [Budget(in_call=True, max_losses=number) for number in (0, 1, 3)]
 STEPS = [Progress(global_step=step, partial=each) for step in (5, 6) for each in (False, True)]
@@ -192,7 +192,7 @@ def test_no_committed_step_is_discarded(event, policy):
     assert left <= event.leaving
 
 
-@pytest.mark.parametrize("policy", [p for p in POLICIES if p.recovery.survivors_stay])
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p.recovery.joins])
 def test_a_loss_ends_no_survivor(policy):
     state = Running(Budget(in_call=True, has_begun=True, max_losses=1))
     after, actions = machine.transition(state, machine.WorkersLost(), policy)

@@ -114,12 +114,12 @@ def make(clock):
     def make(num_workers=3, present=2, **config):
         group = FakeGroup(clock, num_workers, present, config.pop("use_local", False))
         journal = FakeJournal()
-        values = {"jitter": 0.0, "resize_cooldown_s": 10.0, **config}
+        values = {"resize_cooldown_s": 10.0, **config}
         scale_up = ScaleUp(
             group,
             ElasticConfig(**values),
             journal,
-            Recovery(rejoins=True, in_place=True, can_join=True),
+            Recovery(rejoins=True, can_join=True),
             ("created",),
             timeout_s=30.0,
         )

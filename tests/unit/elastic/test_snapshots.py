@@ -35,8 +35,8 @@ def at(step):
     return Progress(global_step=100, snapshot=step)
 
 
-def make_keeper(num_members, of_driver=False):
-    return SnapshotKeeper(SimpleNamespace(members=[None] * num_members), of_driver)
+def make_keeper(num_members):
+    return SnapshotKeeper(SimpleNamespace(members=[None] * num_members))
 
 
 @pytest.fixture
@@ -154,11 +154,7 @@ def test_a_snapshot_from_before_a_state_was_loaded_does_not_come_back(keeper, ev
     assert keeper.state()["global_step"] <= train_after
 
 
-def test_a_worker_in_the_drivers_process_sends_snapshots_only_if_it_restarts():
+def test_a_worker_in_the_drivers_process_sends_no_snapshots():
     member = FakeMember(remote=False)
     make_keeper(1).poll({member: at(5)})
     assert member.asked == []
-    keeper = make_keeper(1, of_driver=True)
-    keeper.poll({member: at(5)})
-    member.send({"step": 5})
-    assert keeper.state() == {"step": 5}

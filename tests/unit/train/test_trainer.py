@@ -1,6 +1,5 @@
 """Arguments and folders of the trainers; no worker is started."""
 
-import dataclasses
 import threading
 
 import pytest
@@ -50,9 +49,7 @@ def test_trainers_of_one_second_have_their_own_folders(tmp_path, monkeypatch):
     assert names == ["train_now", "train_now_002"]
 
 
-def test_elastic_settings_of_operators_are_refused_or_ignored(tmp_path):
-    with pytest.raises(ValueError, match=r"Pass num_workers=\(1, 4\)"):
-        Trainer(BackendConfig(), 4, logdir=tmp_path, elastic=ElasticConfig(min_workers=1))
+def test_snapshots_of_operators_are_ignored(tmp_path):
     # checkpoints take the place of snapshots
     elastic = ElasticConfig(snapshot_every=None)
     trainer = Trainer(BackendConfig(), logdir=tmp_path, elastic=elastic)
@@ -181,7 +178,7 @@ def test_the_elastic_config_reaches_trials_and_fit(trainer):
     assert trainer.executor()._elastic.max_attempts == 7
     rays = ray.train.FailureConfig(max_failures=2)
     trainer = DataParallelTrainer(lambda: 1, run_config=RunConfig(failure_config=rays))
-    assert trainer.executor()._elastic == dataclasses.replace(ElasticConfig(), in_place=False)
+    assert trainer.executor()._elastic == ElasticConfig()
 
 
 def test_a_trial_calls_setup_before_it_starts_workers():
