@@ -8,6 +8,7 @@ Callers wait for a future that either gloo or an interruption completes.
 
 from __future__ import annotations
 
+import concurrent.futures
 import datetime
 import functools
 import threading
@@ -134,13 +135,19 @@ class GlooGroup(ProcessGroup):
         self._mesh = mesh
 
     def allreduce(self, *args: Any, **kwargs: Any) -> Work:
-        if self._mesh is None or not (combine := _combination(self.size(), *args, **kwargs)):
+        mesh = self._mesh
+        if mesh is None or not (combine := _combination(self.size(), *args, **kwargs)):
             return _Operation(self._running, lambda: self._gloo.allreduce(*args, **kwargs))
         tensors, options = args
         given = options.timeout > datetime.timedelta()
-        timeout = options.timeout if given else self._gloo.options._timeout
-        return _SmallReduction(
-            self._running, self._mesh, tensors, combine, timeout, options.asyncOp
+        timeout_s = (options.timeout if given else self._gloo.options._timeout).total_seconds()
+        # DistributedDataParallel would wait for the result immediately.
+        in_thread = options.asyncOp and torch._C._current_graph_task_id() == -1
+        return _Operation(
+            self._running,
+            lambda: mesh.reduce(tensors[0], combine, timeout_s, in_thread),
+            tensors,
+            then=lambda _: tensors,
         )
 
     def allgather(self, *args: Any) -> Work:
@@ -221,8 +228,6 @@ class GlooGroup(ProcessGroup):
 
     def collective(self) -> int | None:
         """See `Backend.collective`."""
-        if self._mesh is not None:
-            self._mesh.look()
         return self._running.oldest()
 
     def interrupt(self) -> None:
@@ -354,6 +359,9 @@ class _Operation(Work):
 
         try:
             work = self._work = start()
+            if isinstance(work, concurrent.futures.Future):  # of the mesh
+                work.add_done_callback(lambda done: finish(done.result))
+                return
             try:
                 future = work.get_future()
             except RuntimeError:  # operations without a future need a thread that waits
@@ -421,77 +429,6 @@ def _combination(size: int, tensors: Any, options: Any = None, **more: Any) -> A
     ):
         return None
     return _COMBINATIONS.get(options.reduceOp.op)  # type: ignore[attr-defined]
-
-
-def _in_backward_pass() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-class _SmallReduction(Work):
-    def __init__(
-        self,
-        running: _Running,
-        mesh: Mesh,
-        tensors: list[torch.Tensor],
-        combine: Any,
-        timeout: datetime.timedelta,
-        is_async: bool,
-    ) -> None:
-        super().__init__()
-        self._mesh, self._tensors, self._timeout = mesh, tensors, timeout
-        key = object()
-        running.begin(id(key), lambda _: None, collective=True)
-
-        def at_end() -> None:
-            running.finish(id(key))
-
-        try:
-            self._reduction = mesh.start(tensors[0], combine, at_end)
-        except BaseException:
-            at_end()
-            raise
-        if is_async and not _in_backward_pass():
-            # For an asynchronous operation, make progress even if no thread waits.
-            self._finish_elsewhere(Future())
-
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        if timeout:
-            self._mesh.finish(self._reduction, timeout.total_seconds(), give_up=False)
-        else:
-            self._mesh.finish(self._reduction, self._timeout.total_seconds())
-        return True
-
-    def get_future(self) -> Future[Any]:
-        """Return a future. In a backward pass, wait: DistributedDataParallel has no other work."""
-        ended: Future[Any] = Future()
-        if _in_backward_pass():
-            self._finish(ended)
-        else:
-            self._finish_elsewhere(ended)
-        return ended.then(_value)
-
-    def _finish_elsewhere(self, ended: Future[Any]) -> None:
-        args = (ended,)
-        threading.Thread(target=self._finish, args=args, name="raysgd-mesh", daemon=True).start()
-
-    def _finish(self, ended: Future[Any]) -> None:
-        try:
-            self.wait()
-        except RuntimeError as error:
-            ended.set_result(error)
-        else:
-            ended.set_result(self._tensors)
-
-    def is_completed(self) -> bool:
-        self._mesh.look()
-        return self._reduction.done or self._mesh.broken
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self._reduction.done
-
-    def result(self) -> list[torch.Tensor]:
-        self.wait()
-        return self._tensors
 
 
 def _value(ended: Future[Any]) -> Any:

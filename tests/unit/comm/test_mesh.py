@@ -2,7 +2,6 @@
 
 import contextlib
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.comm.mesh import Mesh
-from tests.conftest import wait_until
 
 PATIENCE_S = 30
 
@@ -39,13 +37,13 @@ def on_all(made, call):
         return [future.result(PATIENCE_S) for future in [threads.submit(call, m) for m in made]]
 
 
+def begin(mesh, tensor, combine=torch.add, timeout_s=PATIENCE_S / 2, in_thread=True):
+    return mesh.reduce(tensor, combine, timeout_s, in_thread)
+
+
 def reduced(made, tensors, combine=torch.add):
     """Reduce one tensor of each rank, and return them."""
-
-    def reduce(mesh):
-        mesh.finish(mesh.start(tensors[made.index(mesh)], combine, lambda: None), PATIENCE_S / 2)
-
-    on_all(made, reduce)
+    on_all(made, lambda m: begin(m, tensors[made.index(m)], combine, in_thread=False).result())
     return tensors
 
 
@@ -81,116 +79,57 @@ def test_tensors_need_not_be_contiguous_and_may_need_gradients(pair):
     assert [tensor.tolist() for tensor in tensors] == [[[2.0] * 4] * 6] * 2
 
 
-def test_many_are_under_way_at_once_and_finished_in_any_order(pair):
-    ended = []
-
+def test_reductions_run_in_the_order_of_their_start(pair):
     def reduce(mesh):
         rank = pair.index(mesh)
-        tensors = [torch.full((1000,), float(n + rank)) for n in range(200)]
-        started = [mesh.start(t, torch.add, lambda: ended.append(rank)) for t in tensors]
+        tensors = [torch.full((1000,), float(n + rank)) for n in range(100)]
+        started = [begin(mesh, t, in_thread=n % 3 != rank) for n, t in enumerate(tensors)]
         for one in reversed(started) if rank else started:
-            mesh.finish(one, PATIENCE_S)
+            one.result()
         return [tensor[7].item() for tensor in tensors]
 
-    assert on_all(pair, reduce) == [[2.0 * n + 1 for n in range(200)]] * 2
-    assert sorted(ended) == [0] * 200 + [1] * 200
+    assert on_all(pair, reduce) == [[2.0 * n + 1 for n in range(100)]] * 2
 
 
-def test_look_completes_a_reduction(pair):
-    first, second = pair
-    mine, ended = torch.ones(3), []
-    started = first.start(mine, torch.add, lambda: ended.append(True))
-    first.look()
-    assert not started.done
-    assert not ended
-    second.start(torch.ones(3), torch.add, lambda: None)
-    wait_until(lambda: first.look() or started.done, PATIENCE_S)
-    assert (mine.tolist(), ended) == ([2.0] * 3, [True])
-    second.look()
+def test_messages_may_be_longer_than_the_buffers_of_the_system(pair):
+    tensors = reduced(pair, [torch.ones(10_000_000) for _ in pair])
+    assert all(bool((tensor == 2).all()) for tensor in tensors)
 
 
 def test_different_reductions_are_an_error_on_all_ranks():
     with meshes(2) as made:
 
         def reduce(mesh):
-            mine = torch.ones(3 + made.index(mesh))
             with pytest.raises(RuntimeError, match=r"gloo/ .*(12|16) bytes.*(12|16) bytes"):
-                mesh.finish(mesh.start(mine, torch.add, lambda: None), PATIENCE_S)
+                begin(mesh, torch.ones(3 + made.index(mesh))).result()
 
         on_all(made, reduce)
 
 
-def test_threads_wait_for_several_at_once():
-    with meshes(2) as made:
-        first, second = made
-        tensors = [torch.ones(3), torch.ones(3)]
-        early = first.start(tensors[0], torch.add, lambda: None)
-        with ThreadPoolExecutor(2) as threads:
-            waits = [threads.submit(first.finish, early, PATIENCE_S)]
-            wait_until(lambda: first._reads, PATIENCE_S)
-            # the thread that waits does not keep another from beginning
-            late = first.start(tensors[1], torch.add, lambda: None)
-            waits.append(threads.submit(first.finish, late, PATIENCE_S))
-            for _ in range(2):
-                second.finish(second.start(torch.ones(3), torch.add, lambda: None), PATIENCE_S)
-            for waited in waits:
-                waited.result(PATIENCE_S)
-    assert [tensor.tolist() for tensor in tensors] == [[2.0] * 3] * 2
-
-
-def waiting(mesh):
-    """Start a reduction that others do not take part in, and a thread that waits for it."""
-    ended, errors = [], []
-    started = mesh.start(torch.ones(3), torch.add, lambda: ended.append(True))
-
-    def wait():
-        with pytest.raises(RuntimeError) as caught:
-            mesh.finish(started, PATIENCE_S)
-        errors.append(str(caught.value))
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    wait_until(lambda: mesh._reads, PATIENCE_S)
-    return thread, errors, ended
-
-
 def test_an_interruption_ends_the_wait_and_refuses_all_later_calls():
     with meshes(3) as made:
-        thread, errors, ended = waiting(made[0])
+        started = begin(made[0], torch.ones(3))
         made[0].interrupt()
-        thread.join(PATIENCE_S)
-        assert errors == ["gloo/ The driver interrupted this collective."]
-        with pytest.raises(RuntimeError, match=r"gloo/ The driver interrupted"):
-            made[0].start(torch.ones(3), torch.add, lambda: ended.append("never"))
-        assert not ended
-    assert ended == [True]
+        for each in (started, begin(made[0], torch.ones(3), in_thread=False)):
+            with pytest.raises(RuntimeError, match=r"gloo/ The driver interrupted"):
+                each.result(PATIENCE_S)
 
 
 def test_closed_rank_ends_waits_of_others():
     with meshes(3) as made:
-        thread, errors, _ = waiting(made[0])
+        started = begin(made[0], torch.ones(3))
         made[2].close()
-        thread.join(PATIENCE_S)
-        assert errors[0].startswith("gloo/ The connection to rank 2 broke")
+        with pytest.raises(RuntimeError, match="gloo/ The connection to rank 2 broke"):
+            started.result(PATIENCE_S)
 
 
-def test_a_wait_may_be_longer_than_the_system_counts(pair):
-    first, second = pair
-    started = first.start(torch.ones(3), torch.add, lambda: None)
-    with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(first.finish, started, 1e9)
-        wait_until(lambda: first._reads, PATIENCE_S)
-        second.finish(second.start(torch.ones(3), torch.add, lambda: None), 1e9)
-        waiting.result(PATIENCE_S)
-
-
-def test_waits_are_bounded():
-    with meshes(2) as made:
-        started = made[0].start(torch.ones(3), torch.add, lambda: None)
-        for give_up in (False, True):
-            with pytest.raises(RuntimeError, match=r"gloo/ Timed out after 0\.1 s.*ranks \[1\]"):
-                made[0].finish(started, 0.1, give_up)
-            assert made[0].broken is give_up
+def test_waits_are_bounded_but_may_be_longer_than_the_system_counts(pair):
+    started = begin(pair[0], torch.ones(3), timeout_s=1e9)
+    begin(pair[1], torch.ones(3)).result(PATIENCE_S)
+    started.result(PATIENCE_S)
+    late = r"gloo/ Timed out after 0\.1 s.*ranks \[1\]"
+    with meshes(2) as made, pytest.raises(RuntimeError, match=late):
+        begin(made[0], torch.ones(3), timeout_s=0.1).result(PATIENCE_S)
 
 
 def test_connecting_is_given_up_after_a_while():
