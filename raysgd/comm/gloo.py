@@ -25,6 +25,7 @@ from raysgd.comm.mesh import Mesh
 
 _COLLECTIVES = (
     "_allgather_base",
+    "_reduce_scatter_base",
     "allgather_coalesced",
     "allreduce_coalesced",
     "alltoall",
@@ -39,8 +40,10 @@ _COLLECTIVES = (
 _NEWER_NAMES = {
     "all_gather_single": "_allgather_base",
     "all_to_all_single": "alltoall_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
 }
 """Group methods that torch.distributed calls, by the backend method that implements each."""
+_TRANSFERS = ("send", "recv", "recv_anysource")
 _NAME = "raysgd_gloo"
 SMALL_BYTES = 2**19
 """Maximum number of bytes that a rank sends for a reduction by the mesh. For larger tensors or slow
@@ -171,34 +174,6 @@ class GlooGroup(ProcessGroup):
             )
         return _Operation(self._running, lambda: self._gloo.allgather(*args), args[0])
 
-    def _reduce_scatter_base(
-        self, output: torch.Tensor, tensor: torch.Tensor, options: Any = None
-    ) -> Work:
-        """Start a reduce-scatter. Sums and means use an all-to-all.
-
-        The reduce-scatter of gloo sends twice as much, because each rank reduces everything.
-        """
-        options = options or dist.ReduceScatterOptions()
-        operation, size = options.reduceOp.op, self.size()
-        known = operation in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-        if not known or tensor.dtype not in _SMALL_TYPES or tensor.device.type != "cpu":
-            start = functools.partial(self._gloo._reduce_scatter_base, output, tensor, options)
-            return _Operation(self._running, start, output)
-        found = torch.empty_like(tensor)
-
-        def add(_: Any) -> list[torch.Tensor]:
-            with torch.inference_mode():  # outputs can be inference tensors
-                parts = found.view(size, *output.shape)
-                torch.sum(parts, dim=0, out=output)
-                if operation == dist.ReduceOp.AVG:
-                    output.div_(size)
-            return [output]
-
-        start = functools.partial(self._gloo.alltoall_base, found, tensor, [], [])
-        return _Operation(self._running, start, [output], then=add)
-
-    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
-
     def allgather_into_tensor_coalesced(
         self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], options: Any = None
     ) -> Work:
@@ -212,12 +187,12 @@ class GlooGroup(ProcessGroup):
     all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
 
     def reduce_scatter_tensor_coalesced(
-        self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], options: Any = None
+        self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], *options: Any
     ) -> Work:
         *before, last = zip(outputs, tensors, strict=True)
         for output, tensor in before:
-            self._reduce_scatter_base(output, tensor, options).wait()
-        return self._reduce_scatter_base(*last, options)
+            self._reduce_scatter_base(output, tensor, *options).wait()
+        return self._reduce_scatter_base(*last, *options)
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced  # type: ignore[assignment]
 
@@ -239,41 +214,32 @@ class GlooGroup(ProcessGroup):
 
         The destructor of gloo waits for threads that may never return.
         """
-        if not self._running.ended():
-            args = (self._gloo, self._running)
-            threading.Thread(target=_keep, args=args, name="raysgd-gloo-end", daemon=True).start()
-
-    def send(self, tensors: list[torch.Tensor], *to: Any) -> Work:
-        return self._transfer(lambda: self._gloo.send(tensors, *to), tensors)
-
-    def recv(self, tensors: list[torch.Tensor], *source: Any) -> Work:
-        return self._transfer(lambda: self._gloo.recv(tensors, *source), tensors)
-
-    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work:
-        return self._transfer(lambda: self._gloo.recv_anysource(tensors, tag), tensors)
-
-    def _transfer(self, start: Callable[[], Any], tensors: list[torch.Tensor]) -> Work:
-        return _Operation(self._running, start, tensors, is_collective=False)
+        running = self._running
+        if not running.ended():
+            threading.Thread(
+                target=lambda gloo: running.wait_for_end(),
+                args=(self._gloo,),
+                name="raysgd-gloo-end",
+                daemon=True,
+            ).start()
 
 
-def _keep(gloo: Any, running: _Running) -> None:
-    """Hold a gloo group until its last operation has ended."""
-    running.wait_for_end()
-
-
-def _collective(name: str) -> Callable[..., Work]:
+def _operation(name: str, is_collective: bool = True) -> Callable[..., Work]:
     def method(self: GlooGroup, *args: Any, **kwargs: Any) -> Work:
         output = args[0] if args else None  # all operations take it as first argument
-        return _Operation(self._running, lambda: getattr(self._gloo, name)(*args, **kwargs), output)
+        start = functools.partial(getattr(self._gloo, name), *args, **kwargs)
+        return _Operation(self._running, start, output, is_collective)
 
     method.__name__ = name
     return method
 
 
 for _name in _COLLECTIVES:
-    setattr(GlooGroup, _name, _collective(_name))
+    setattr(GlooGroup, _name, _operation(_name))
 for _name, _older in _NEWER_NAMES.items():
-    setattr(GlooGroup, _name, _collective(_older))
+    setattr(GlooGroup, _name, _operation(_older))
+for _name in _TRANSFERS:
+    setattr(GlooGroup, _name, _operation(_name, is_collective=False))
 
 
 class _Running:
