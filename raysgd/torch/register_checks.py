@@ -120,12 +120,14 @@ def checked_sharding(
     if "copies" in given:
         check_int(where, "copies", given["copies"], 0)
     check_flags(where, **{n: given[n] for n in ("offload", "reshard_after_forward") if n in given})
-    _check_wrap(given.get("wrap"))
     others = {
         'backend="horovod" of the trainer': options.use_horovod,
         'use_fp16="apex" of the trainer': options.use_fp16 == "apex",
         "wrap_ddp=False of the trainer": not options.wrap_ddp,
     }
+    if sharding == "full":
+        is_measured = options.elastic.shares == "measured"
+        others['ElasticConfig(shares="measured"), but with a mapping of shares'] = is_measured
     _refuse_any(sharding, others)
     for optimizer in optimizers:
         if type(optimizer) not in ELEMENTWISE:
@@ -145,17 +147,6 @@ def _refuse_any(sharding: str, others: Mapping[str, bool]) -> None:
                 f'register(sharding="{sharding}") does not work with {name}. Leave out one of the '
                 "two."
             )
-
-
-def _check_wrap(wrap: Any) -> None:
-    kinds = wrap if isinstance(wrap, list | tuple) else [wrap]
-    are_kinds = kinds and all(isinstance(kind, type) for kind in kinds)
-    is_function = callable(wrap) and not isinstance(wrap, torch.nn.Module)
-    if not (wrap is None or are_kinds or is_function):
-        raise TypeError(
-            f"register(sharding_args={{'wrap': {wrap!r}}}): wrap must be a class of modules, a "
-            "list of classes, or a function that takes a module and returns True or False."
-        )
 
 
 def check_shardable(

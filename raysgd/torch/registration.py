@@ -97,18 +97,9 @@ def register(
     compilation = Compilation(state, compile_args)
     replication: list[Any] = []
     watched: tuple[Any, Any] = [], []
-    measures = options.elastic.shares == "measured"
     if not any(each.is_fully_sharded for each in sharded):
         replication = [_replicate(state, ddp_args, horovod_args)]
         watched = state.optimizers, state.models
-    elif measures:
-        measures = False
-        state.say(
-            "shares",
-            'ElasticConfig(shares="measured"): raysgd cannot measure workers that wait for each '
-            'other within a step, as with sharding="full". All workers get even shares. Instead, '
-            "give relative shares by node label, accelerator type, or resource.",
-        )
     state.buffers = BufferCopies(state.models, state)
     # Shards roll back before Rollback restores the optimizers.
     state.features = [
@@ -123,7 +114,7 @@ def register(
         state.schedules,
         compilation,
         Averaging(state),
-        *([Speed(state)] if measures else []),
+        *([Speed(state)] if options.elastic.shares == "measured" else []),
     ]
     state.optimization.begin()
     for each in sharded:

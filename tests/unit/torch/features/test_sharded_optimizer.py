@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from raysgd import TrainingOperator
+from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
 from raysgd.data.partition import MicroBatch
@@ -369,7 +369,6 @@ HALF = {"use_fp16": True, "amp_dtype": torch.float16}
         ({**ON, "sharding_args": {"wrap": 1}}, {}, ValueError, "takes only 'copies'"),
         ({**FULL, "sharding_args": {"unload": 1}}, {}, ValueError, "'reshard_after_forward', 'wr"),
         ({**FULL, "sharding_args": {"offload": 1}}, {}, TypeError, "True or False"),
-        ({**FULL, "sharding_args": {"wrap": 1}}, {}, TypeError, "must be a class of modules"),
         ({**FULL, "compile": True}, {}, ValueError, "does not work with register\\(compile"),
         (
             {**FULL, "ddp_args": {"bucket_cap_mb": 1}},
@@ -392,6 +391,7 @@ HALF = {"use_fp16": True, "amp_dtype": torch.float16}
             "does not work with torch.compile",
         ),
         (wrapped, {}, ValueError, "does not work with DistributedDataParallel"),
+        (FULL, {"elastic": ElasticConfig(shares="measured")}, ValueError, "mapping of shares"),
         (FULL, {"backend": "horovod"}, ValueError, 'does not work with backend="horovod"'),
         ({**ON, "sharding_args": {"copies": -1}}, {}, ValueError, "at least 0"),
         (ON, {"wrap_ddp": False}, ValueError, "does not work with wrap_ddp=False"),
