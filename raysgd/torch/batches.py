@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -127,15 +126,8 @@ def _required(model: torch.nn.Module) -> set[str]:
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _inputs_of(model: torch.nn.Module) -> tuple[inspect.Parameter, ...]:
-    forward = plain(model).forward
-    function = getattr(forward, "__func__", None)
-    return _signature(forward) if function is None else _signature(function)[1:]
-
-
-@functools.lru_cache(maxsize=16)
-def _signature(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
-    return tuple(inspect.signature(function).parameters.values())
+def _inputs_of(model: torch.nn.Module) -> list[inspect.Parameter]:
+    return list(inspect.signature(plain(model).forward).parameters.values())
 
 
 def _unclear(batch: Any, model: torch.nn.Module) -> TypeError:

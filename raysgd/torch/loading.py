@@ -263,12 +263,6 @@ class ShardedLoader(PartitionedSource):
             sizes += ", a generator of its own"
         return f"{sizes}, {_content_of(self.loader.dataset)}"
 
-    def describe(self) -> str:
-        if self._deals_batches:
-            size = self._shard.world_size
-            return f"{len(self.order_sampler)} batches of its batch sampler, for {size} workers"
-        return f"{super().describe()}, drop_last={self._shard.drop_last}"
-
 
 class HuggingFaceSource(BatchSource):
     """A streamed Hugging Face data set, alone or in a DataLoader, split by node in each epoch.
