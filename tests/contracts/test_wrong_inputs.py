@@ -48,6 +48,11 @@ def check(call, error, words):
     assert_names(caught.value, words)
 
 
+def rows(table, num_values):
+    """Return the rows of a table for `parametrize`, with the words of each in one tuple."""
+    return [(*row[:num_values], row[num_values:]) for row in table]
+
+
 def with_setup(function):
     """Make an operator class of a setup function."""
     return type("Operator", (TrainingOperator,), {"setup": function})
@@ -78,224 +83,134 @@ class Asynchronous:
 TWO = {**OPERATOR, "num_workers": 2, "use_gpu": False}
 LOCAL_TWO = {**TWO, "use_local": True}
 
-WRONG_ARGUMENTS = {
-    "operator_is_a_number": (
-        {"training_operator_cls": 5},
-        TypeError,
-        ["training_operator_cls", "TrainingOperator", "5"],
-    ),
-    "operator_is_an_instance": (
-        {"training_operator_cls": Classifier({})},
-        TypeError,
-        ["training_operator_cls", "not an instance", "Classifier"],
-    ),
-    "operator_is_another_class": (
-        {"training_operator_cls": nn.Linear},
-        TypeError,
-        ["training_operator_cls", "subclass", "Linear"],
-    ),
-    "operator_has_no_setup": (
-        {"training_operator_cls": type("Bare", (TrainingOperator,), {})},
-        NotImplementedError,
-        ["Bare", "setup(self, config)"],
-    ),
-    "operator_is_missing": ({"num_workers": 2}, TypeError, ["training_operator_cls"]),
-    "creator_operator_without_creators": (
-        {"training_operator_cls": CreatorOperator},
-        (TypeError, NotImplementedError),
-        ["CreatorOperator", "from_creators"],
-    ),
-    "unknown_keyword": (
-        {**OPERATOR, "num_worker": 2},
-        TypeError,
-        ["'num_worker'", "'num_workers'"],
-    ),
-    "num_workers_zero": ({**OPERATOR, "num_workers": 0}, ValueError, ["num_workers=0", "1"]),
-    "num_workers_negative": ({**OPERATOR, "num_workers": -2}, ValueError, ["num_workers=-2", "1"]),
-    "num_workers_million": (
-        {**OPERATOR, "num_workers": 10**6},
-        ValueError,
-        ["num_workers=1000000", "at most 10000"],
-    ),
-    "num_workers_float": ({**OPERATOR, "num_workers": 2.5}, TypeError, ["num_workers=2.5", "int"]),
-    "num_workers_bool": ({**OPERATOR, "num_workers": True}, TypeError, ["num_workers=True", "int"]),
-    "num_workers_text": ({**OPERATOR, "num_workers": "2"}, TypeError, ["num_workers='2'", "int"]),
-    "min_workers_zero": (
-        {**TWO, "min_workers": 0},
-        ValueError,
-        ["min_workers=0", "num_workers=2", "between 1 and num_workers"],
-    ),
-    "min_workers_above_num_workers": (
-        {**TWO, "min_workers": 3},
-        ValueError,
-        ["min_workers=3", "num_workers=2", "between 1 and num_workers"],
-    ),
-    "min_workers_float": ({**TWO, "min_workers": 1.5}, TypeError, ["min_workers=1.5", "int"]),
-    "min_workers_none": ({**TWO, "min_workers": None}, TypeError, ["min_workers=None", "int"]),
-    "backend_unknown": ({**TWO, "backend": "mpi"}, ValueError, ["'mpi'", "'gloo'", "'nccl'"]),
-    "backend_none": ({**TWO, "backend": None}, ValueError, ["backend=None", "'gloo'", "'nccl'"]),
-    "nccl_with_gpus_refused": (
-        {**TWO, "backend": "nccl"},
-        ValueError,
-        ["nccl", "use_gpu=True", "gloo"],
-    ),
-    "use_gpu_text": ({**TWO, "use_gpu": "yes"}, ValueError, ["use_gpu='yes'", "True", "'auto'"]),
-    "use_gpu_number": ({**TWO, "use_gpu": 1}, ValueError, ["use_gpu=1", "True", "'auto'"]),
-    "use_gpu_none": ({**TWO, "use_gpu": None}, ValueError, ["use_gpu=None", "True", "'auto'"]),
-    "gpu_for_a_local_worker_of_several": (
+WRONG_VALUES = [
+    # An error names the argument with its value, and says the words.
+    ("num_workers", 0, ValueError, "1"),
+    ("num_workers", -2, ValueError, "1"),
+    ("num_workers", 10**6, ValueError, "at most 10000"),
+    ("num_workers", 2.5, TypeError, "int"),
+    ("num_workers", True, TypeError, "int"),
+    ("num_workers", "2", TypeError, "int"),
+    ("min_workers", 0, ValueError, "num_workers=2", "between 1 and num_workers"),
+    ("min_workers", 3, ValueError, "num_workers=2", "between 1 and num_workers"),
+    ("min_workers", 1.5, TypeError, "int"),
+    ("min_workers", None, TypeError, "int"),
+    ("backend", "mpi", ValueError, "'gloo'", "'nccl'"),
+    ("backend", None, ValueError, "'gloo'", "'nccl'"),
+    ("use_gpu", "yes", ValueError, "True", "'auto'"),
+    ("use_gpu", 1, ValueError, "True", "'auto'"),
+    ("use_gpu", None, ValueError, "True", "'auto'"),
+    ("timeout_s", 0, ValueError, "positive"),
+    ("timeout_s", -1.5, ValueError, "positive"),
+    ("timeout_s", "60", ValueError, "number"),
+    ("timeout_s", float("nan"), ValueError),
+    ("timeout_s", float("inf"), ValueError),
+    ("num_cpus_per_worker", 0, ValueError, "above 0"),
+    ("num_cpus_per_worker", "1", ValueError),
+    ("scheduler_step_freq", "step", ValueError, "'batch'", "'epoch'", "'manual'"),
+    ("use_fp16", "half", ValueError, "True", "'apex'"),
+    ("use_fp16", 1, ValueError),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "error", "words"), rows(WRONG_VALUES, 3))
+def test_wrong_value_is_refused_before_a_worker_starts(name, value, error, words):
+    given = {**TWO, name: value}
+    check(lambda: TorchTrainer(**given), error, [f"{name}={value!r}", *words])
+
+
+HALF = {**TWO, "use_fp16": True}
+OLDEST = {
+    "model_creator": "from_creators",
+    "data_creator": "from_creators",
+    "optimizer_creator": "from_creators",
+    "scheduler_creator": "from_creators",
+    "loss_creator": "from_creators",
+    "num_replicas": "num_workers",
+    "batch_size": "BATCH_SIZE",
+    "apex_args": "register",
+    "data_loader_args": "DataLoader",
+}
+WITH_LOCK = type("Op", (Classifier,), {"lock": threading.Lock()})
+WITHOUT_SETUP = type("Bare", (TrainingOperator,), {})
+
+
+def of(operator_cls):
+    return {"training_operator_cls": operator_cls}
+
+
+def needs(resources):
+    return {**TWO, "resources_per_worker": resources}
+
+
+WRONG_ARGUMENTS = [
+    (of(5), TypeError, "training_operator_cls", "TrainingOperator", "5"),
+    (of(Classifier({})), TypeError, "training_operator_cls", "not an instance", "Classifier"),
+    (of(nn.Linear), TypeError, "training_operator_cls", "subclass", "Linear"),
+    (of(WITHOUT_SETUP), NotImplementedError, "Bare", "setup(self, config)"),
+    ({"num_workers": 2}, TypeError, "training_operator_cls"),
+    (of(CreatorOperator), (TypeError, NotImplementedError), "CreatorOperator", "from_creators"),
+    ({**OPERATOR, "num_worker": 2}, TypeError, "'num_worker'", "'num_workers'"),
+    ({**TWO, "backend": "nccl"}, ValueError, "nccl", "use_gpu=True", "gloo"),
+    (
         {**LOCAL_TWO, "use_gpu": True},
         ValueError,
-        ["use_local=True, use_gpu=True", "needs num_workers=1", "use_gpu=False"],
+        "use_local=True, use_gpu=True",
+        "needs num_workers=1",
+        "use_gpu=False",
     ),
-    "timeout_zero": ({**TWO, "timeout_s": 0}, ValueError, ["timeout_s=0", "positive"]),
-    "timeout_negative": ({**TWO, "timeout_s": -1.5}, ValueError, ["timeout_s=-1.5", "positive"]),
-    "timeout_text": ({**TWO, "timeout_s": "60"}, ValueError, ["timeout_s='60'", "number"]),
-    "timeout_nan": ({**TWO, "timeout_s": float("nan")}, ValueError, ["timeout_s=nan"]),
-    "timeout_infinite": ({**TWO, "timeout_s": float("inf")}, ValueError, ["timeout_s=inf"]),
-    "config_is_a_list": (
-        {**TWO, "config": [("lr", 1)]},
-        TypeError,
-        ["config", "dict", "('lr', 1)"],
-    ),
-    "config_is_a_text": ({**TWO, "config": "lr=1"}, TypeError, ["config", "dict", "'lr=1'"]),
-    "batch_smaller_than_workers": (
-        {**TWO, "config": {BATCH_SIZE: 1}},
-        ValueError,
-        ["BATCH_SIZE", "1", "num_workers=2"],
-    ),
-    "batch_negative": ({**TWO, "config": {BATCH_SIZE: -8}}, ValueError, ["BATCH_SIZE", "-8"]),
-    "batch_float": ({**TWO, "config": {BATCH_SIZE: 32.5}}, TypeError, ["BATCH_SIZE", "32.5"]),
-    "batch_text": ({**TWO, "config": {BATCH_SIZE: "32"}}, TypeError, ["BATCH_SIZE", "'32'"]),
-    "cpus_zero": (
-        {**TWO, "num_cpus_per_worker": 0},
-        ValueError,
-        ["num_cpus_per_worker=0", "above 0"],
-    ),
-    "cpus_text": ({**TWO, "num_cpus_per_worker": "1"}, ValueError, ["num_cpus_per_worker='1'"]),
-    "resources_is_a_list": (
-        {**TWO, "resources_per_worker": ["GPU"]},
-        TypeError,
-        ["resources_per_worker", "dict", "['GPU']"],
-    ),
-    "resources_zero": (
-        {**TWO, "resources_per_worker": {"disk": 0}},
-        ValueError,
-        ["resources_per_worker", "'disk'", "above 0"],
-    ),
-    "resources_negative": (
-        {**TWO, "resources_per_worker": {"disk": -1}},
-        ValueError,
-        ["resources_per_worker", "'disk'", "-1"],
-    ),
-    "resources_with_cpus": (
-        {**TWO, "resources_per_worker": {"CPU": 2}},
-        ValueError,
-        ["resources_per_worker", "num_cpus_per_worker"],
-    ),
-    "resources_of_a_local_worker": (
+    ({**TWO, "config": [("lr", 1)]}, TypeError, "config", "dict", "('lr', 1)"),
+    ({**TWO, "config": "lr=1"}, TypeError, "config", "dict", "'lr=1'"),
+    ({**TWO, "config": {BATCH_SIZE: 1}}, ValueError, "BATCH_SIZE", "1", "num_workers=2"),
+    ({**TWO, "config": {BATCH_SIZE: -8}}, ValueError, "BATCH_SIZE", "-8"),
+    ({**TWO, "config": {BATCH_SIZE: 32.5}}, TypeError, "BATCH_SIZE", "32.5"),
+    ({**TWO, "config": {BATCH_SIZE: "32"}}, TypeError, "BATCH_SIZE", "'32'"),
+    (needs(["GPU"]), TypeError, "resources_per_worker", "dict", "['GPU']"),
+    (needs({"disk": 0}), ValueError, "resources_per_worker", "'disk'", "above 0"),
+    (needs({"disk": -1}), ValueError, "resources_per_worker", "'disk'", "-1"),
+    (needs({"CPU": 2}), ValueError, "resources_per_worker", "num_cpus_per_worker"),
+    (needs({"GPU": 1}), ValueError, "resources_per_worker", "GPU", "use_gpu=False"),
+    (
         {**OPERATOR, "use_local": True, "resources_per_worker": {"GPU": 0.5}},
         ValueError,
-        ["use_local=True", "{'GPU': 0.5}", "one GPU", "Remove GPU"],
+        "use_local=True",
+        "{'GPU': 0.5}",
+        "one GPU",
+        "Remove GPU",
     ),
-    "resources_with_gpus_that_are_refused": (
-        {**TWO, "resources_per_worker": {"GPU": 1}},
-        ValueError,
-        ["resources_per_worker", "GPU", "use_gpu=False"],
-    ),
-    "scheduler_step_freq_unknown": (
-        {**TWO, "scheduler_step_freq": "step"},
-        ValueError,
-        ["scheduler_step_freq='step'", "'batch'", "'epoch'", "'manual'"],
-    ),
-    "precision_unknown": (
-        {**TWO, "use_fp16": "half"},
-        ValueError,
-        ["use_fp16='half'", "True", "'apex'"],
-    ),
-    "precision_number": ({**TWO, "use_fp16": 1}, ValueError, ["use_fp16=1"]),
-    "precision_of_64_bits": (
-        {**TWO, "use_fp16": True, "amp_dtype": torch.float64},
-        ValueError,
-        ["amp_dtype", "torch.bfloat16"],
-    ),
-    "precision_text": (
-        {**TWO, "use_fp16": True, "amp_dtype": "float16"},
-        ValueError,
-        ["amp_dtype='float16'"],
-    ),
-    "precision_without_its_flag": (
-        {**TWO, "amp_dtype": torch.float16},
-        ValueError,
-        ["amp_dtype", "pass use_fp16=True"],
-    ),
-    "precision_with_apex": (
+    ({**HALF, "amp_dtype": torch.float64}, ValueError, "amp_dtype", "torch.bfloat16"),
+    ({**HALF, "amp_dtype": "float16"}, ValueError, "amp_dtype='float16'"),
+    ({**TWO, "amp_dtype": torch.float16}, ValueError, "amp_dtype", "pass use_fp16=True"),
+    (
         {**TWO, "use_fp16": "apex", "amp_dtype": torch.float16},
         ValueError,
-        ["amp_dtype", "pass use_fp16=True"],
+        "amp_dtype",
+        "pass use_fp16=True",
     ),
-    "hook_not_callable": (
-        {**TWO, "initialization_hook": "print"},
-        TypeError,
-        ["initialization_hook", "function", "'print'"],
-    ),
-    "config_cannot_be_pickled": (
-        {**TWO, "config": {"lr": 0.1, "lock": threading.Lock()}},
-        TypeError,
-        ["config['lock']", "setup()"],
-    ),
-    **{
-        f"hook_{kind.__name__}": (
-            {**TWO, "initialization_hook": kind},
-            TypeError,
-            ["initialization_hook", kind.__name__, "plain function", "plain function"],
+    ({**TWO, "config": {"lock": threading.Lock()}}, TypeError, "config['lock']", "setup()"),
+    ({**TWO, **of(WITH_LOCK)}, TypeError, "training_operator_cls", "lock"),
+    *(
+        ({**TWO, "initialization_hook": hook}, TypeError, "initialization_hook", *words)
+        for hook, *words in (
+            ("print", "function", "'print'"),
+            (generating, "generating", "plain function"),
+            (asynchronous, "asynchronous", "plain function"),
+            (both, "both", "plain function"),
+            (Asynchronous(), "Asynchronous", "plain function"),
+            (threading.Lock().acquire, "lock"),
         )
-        for kind in (generating, asynchronous, both)
-    },
-    "hook_object_asynchronous": (
-        {**TWO, "initialization_hook": Asynchronous()},
-        TypeError,
-        ["initialization_hook", "Asynchronous", "plain function"],
     ),
-    "hook_cannot_be_pickled": (
-        {**TWO, "initialization_hook": threading.Lock().acquire},
-        TypeError,
-        ["initialization_hook", "lock"],
+    *(
+        ({**OPERATOR, name: make_model}, DeprecationWarning, f"{name}=", "Use ", instead)
+        for name, instead in OLDEST.items()
     ),
-    "operator_cannot_be_pickled": (
-        {**TWO, "training_operator_cls": type("Op", (Classifier,), {"lock": threading.Lock()})},
-        TypeError,
-        ["training_operator_cls", "lock"],
-    ),
-    **{
-        f"oldest_library_{name}": (
-            {**OPERATOR, name: make_model},
-            DeprecationWarning,
-            [f"{name}=", "Use ", instead],
-        )
-        for name, instead in {
-            "model_creator": "from_creators",
-            "data_creator": "from_creators",
-            "optimizer_creator": "from_creators",
-            "scheduler_creator": "from_creators",
-            "loss_creator": "from_creators",
-            "num_replicas": "num_workers",
-            "batch_size": "BATCH_SIZE",
-            "apex_args": "register",
-            "data_loader_args": "DataLoader",
-        }.items()
-    },
-    # it has no operator class at all, which must not be what it hears about
-    "oldest_library_script": (
-        {"model_creator": make_model, "data_creator": make_data, "num_workers": 2},
-        DeprecationWarning,
-        ["model_creator", "from_creators"],
-    ),
-}
+    # A script without an operator class must not hear about that.
+    ({"model_creator": make_model, "num_workers": 2}, DeprecationWarning, "model_creator"),
+]
 
 
-@pytest.mark.parametrize("case", WRONG_ARGUMENTS)
-def test_wrong_argument_is_refused_before_a_worker_starts(case):
-    arguments, error, words = WRONG_ARGUMENTS[case]
+@pytest.mark.parametrize(("arguments", "error", "words"), rows(WRONG_ARGUMENTS, 2))
+def test_wrong_argument_is_refused_before_a_worker_starts(arguments, error, words):
     check(lambda: TorchTrainer(**arguments), error, words)
 
 
@@ -315,86 +230,65 @@ def test_start_timeout_that_is_no_number_is_refused(monkeypatch, text):
 # ---- what setup registers
 
 
-def scheduler_of(operator):
+def with_scheduler(operator, config):
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     operator.register(models=model, optimizers=optimizer, schedulers=scheduler)
 
 
-WRONG_SETUPS = {
-    # raised as itself it would end the driver's program without a word, and with status 0
-    "exit": (lambda op, config: sys.exit(), RemoteError, ["SystemExit", "sys.exit("]),
-    "nothing_registered": (lambda op, config: None, RuntimeError, ["setup", "self.register("]),
-    "only_data_registered": (
+def registering(**arguments):
+    return lambda operator, config: register_all(operator, **arguments)
+
+
+def with_loaders(**loaders):
+    def setup(operator, config):
+        register_all(operator)
+        operator.register_data(**loaders)
+
+    return setup
+
+
+def twice(operator, config):
+    register_all(operator)
+    register_all(operator)
+
+
+TWO_LOADERS = {"a": DataLoader([1]), "b": DataLoader([1])}
+FREQUENCIES = ['"batch"', '"epoch"', '"manual"']
+WRONG_SETUPS = [
+    # Raised as itself, it would end the driver's program without a word, and with status 0.
+    (lambda op, config: sys.exit(), RemoteError, "SystemExit", "sys.exit("),
+    (lambda op, config: None, RuntimeError, "setup", "self.register("),
+    (
         lambda op, config: op.register_data(train_loader=[]),
         RuntimeError,
-        ["setup", "self.register("],
+        "setup",
+        "self.register(",
     ),
-    "registered_twice": (
-        lambda op, config: (register_all(op), register_all(op)),
-        RuntimeError,
-        ["register()", "twice", "lists"],
-    ),
-    "model_not_a_module": (
-        lambda op, config: register_all(op, models=make_model),
+    (twice, RuntimeError, "register()", "twice", "lists"),
+    (registering(models=make_model), TypeError, "models", "Module", "make_model"),
+    (registering(models=[make_model(), "model"]), TypeError, "models", "Module", "'model'"),
+    (registering(models=[]), ValueError, "models", "empty"),
+    (registering(optimizers="sgd"), TypeError, "optimizers", "Optimizer", "'sgd'"),
+    (registering(schedulers=0.5), TypeError, "schedulers", "scheduler", "0.5"),
+    (registering(ddp_args=["a"]), TypeError, "ddp_args", "dict", "['a']"),
+    (with_scheduler, ValueError, "schedulers", "scheduler_step_freq", *FREQUENCIES),
+    (
+        with_loaders(train_loader=generating()),
         TypeError,
-        ["models", "Module", "make_model"],
+        "train_loader",
+        "generator",
+        "second epoch",
+        "__iter__",
     ),
-    "model_in_list_not_a_module": (
-        lambda op, config: register_all(op, models=[make_model(), "model"]),
-        TypeError,
-        ["models", "Module", "'model'"],
-    ),
-    "no_models": (
-        lambda op, config: register_all(op, models=[]),
-        ValueError,
-        ["models", "empty"],
-    ),
-    "optimizer_not_an_optimizer": (
-        lambda op, config: register_all(op, optimizers="sgd"),
-        TypeError,
-        ["optimizers", "Optimizer", "'sgd'"],
-    ),
-    "scheduler_not_a_scheduler": (
-        lambda op, config: register_all(op, schedulers=0.5),
-        TypeError,
-        ["schedulers", "scheduler", "0.5"],
-    ),
-    "ddp_args_not_a_dict": (
-        lambda op, config: register_all(op, ddp_args=["find_unused_parameters"]),
-        TypeError,
-        ["ddp_args", "dict", "['find_unused_parameters']"],
-    ),
-    "scheduler_without_frequency": (
-        lambda op, config: scheduler_of(op),
-        ValueError,
-        ["schedulers", "scheduler_step_freq", '"batch"', '"epoch"', '"manual"'],
-    ),
-    "generator_as_loader": (
-        lambda op, config: (register_all(op), op.register_data(train_loader=(b for b in [1]))),
-        TypeError,
-        ["train_loader", "generator", "second epoch", "__iter__"],
-    ),
-    "several_loaders": (
-        lambda op, config: (
-            register_all(op),
-            op.register_data(train_loader={"a": DataLoader([1]), "b": DataLoader([1])}),
-        ),
-        TypeError,
-        ["one loader", "dict of 2", "ConcatDataset"],
-    ),
-    "loader_not_iterable": (
-        lambda op, config: (register_all(op), op.register_data(validation_loader=3)),
-        TypeError,
-        ["validation_loader", "iterable", "3"],
-    ),
-}
+    (with_loaders(train_loader=TWO_LOADERS), TypeError, "one loader", "dict of 2", "ConcatDataset"),
+    (with_loaders(validation_loader=3), TypeError, "validation_loader", "iterable", "3"),
+]
 
 
-@pytest.mark.parametrize("case", WRONG_SETUPS)
-def test_wrong_registration_is_refused(case):
-    setup, error, words = WRONG_SETUPS[case]
+@pytest.mark.parametrize(("setup", "error", "words"), rows(WRONG_SETUPS, 2))
+def test_wrong_registration_is_refused(setup, error, words):
     operator_cls = with_setup(setup)
     check(lambda: TorchTrainer(training_operator_cls=operator_cls, use_local=True), error, words)
 
@@ -416,14 +310,6 @@ def with_two_models(operator, config):
     register_all(operator, models=models, optimizers=optimizer)
 
 
-def with_loader(loader):
-    def setup(operator, config):
-        register_all(operator)
-        operator.register_data(train_loader=loader)
-
-    return setup
-
-
 def without_a_loader(operator, config):
     model = make_model()
     operator.register(models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1))
@@ -436,11 +322,11 @@ UNTRAINABLE = {
     },
     "two_models": (with_two_models, ["model", "2", "train_batch", "Override"]),
     "all_batches_dropped": (
-        with_loader(DataLoader(make_data(8), batch_size=9, drop_last=True)),
+        with_loaders(train_loader=DataLoader(make_data(8), batch_size=9, drop_last=True)),
         ["train loader", "no", "9"],
     ),
-    "empty_list": (with_loader([]), ["train loader", "no", "[]"]),
-    "empty_iterator": (with_loader(iter(())), ["train loader", "no"]),
+    "empty_list": (with_loaders(train_loader=[]), ["train loader", "no", "[]"]),
+    "empty_iterator": (with_loaders(train_loader=iter(())), ["train loader", "no"]),
     "no_loader": (without_a_loader, ["train loader", "register_data(train_loader=", "setup"]),
 }
 
@@ -502,124 +388,58 @@ def trainer(shared_trainer):
     assert shared_trainer.global_step == done + 1
 
 
-WRONG_CALLS = {
-    "no_steps": (lambda t: t.train(num_steps=0), ValueError, ["num_steps=0", "1"]),
-    "negative_steps": (lambda t: t.train(num_steps=-1), ValueError, ["num_steps=-1", "1"]),
-    "half_a_step": (lambda t: t.train(num_steps=0.5), TypeError, ["num_steps", "int", "0.5"]),
-    "steps_true": (lambda t: t.train(num_steps=True), TypeError, ["num_steps", "int", "True"]),
-    "no_validation_steps": (lambda t: t.validate(num_steps=0), ValueError, ["num_steps=0", "1"]),
-    "validation_steps_text": (lambda t: t.validate(num_steps="1"), TypeError, ["num_steps", "'1'"]),
-    "validation_steps_true": (
-        lambda t: t.validate(num_steps=True),
-        TypeError,
-        ["num_steps", "int", "True"],
+WRONG_CALLS = [
+    ("train", {"num_steps": 0}, ValueError, "num_steps=0", "1"),
+    ("train", {"num_steps": -1}, ValueError, "num_steps=-1", "1"),
+    ("train", {"num_steps": 0.5}, TypeError, "num_steps", "int", "0.5"),
+    ("train", {"num_steps": True}, TypeError, "num_steps", "int", "True"),
+    ("validate", {"num_steps": 0}, ValueError, "num_steps=0", "1"),
+    ("validate", {"num_steps": "1"}, TypeError, "num_steps", "'1'"),
+    ("validate", {"num_steps": True}, TypeError, "num_steps", "int", "True"),
+    ("train", {"max_retries": -1}, ValueError, "max_retries=-1", "0"),
+    ("train", {"max_retries": 1.5}, TypeError, "max_retries", "1.5"),
+    ("train", {"info": [1]}, TypeError, "info", "dict", "[1]"),
+    ("validate", {"info": "exam"}, TypeError, "info", "dict", "'exam'"),
+    ("train", {"dataset": [1, 2]}, TypeError, "dataset", "raysgd.data.Dataset", "[1, 2]"),
+    ("train", {"dataset": DataLoader([1])}, TypeError, "raysgd.data.Dataset", "DataLoader"),
+    ("train", {"dataset": Dataset([])}, RuntimeError, "no batch", "0 samples"),
+    ("validate", {}, RuntimeError, "validation loader", "register_data(validation_loader="),
+    ("apply_all_workers", {"fn": 3}, TypeError, "apply_all_workers", "function", "3"),
+    ("apply_all_operators", {"fn": None}, TypeError, "apply_all_operators", "function", "None"),
+    ("save", {"path": b"x.pt"}, TypeError, "path", "b'x.pt'"),
+    ("save", {"path": "~nosuch/x.pt"}, CheckpointError, "'~nosuch/x.pt'", "home folder"),
+    ("save", {"path": None}, TypeError, "None"),
+    ("load", {"path": None}, TypeError, "None"),
+    *(
+        ("load_state_dict", {"state": state}, CheckpointError, "state", "models")
+        for state in (None, "x", [1], {})
     ),
-    "negative_retries": (lambda t: t.train(max_retries=-1), ValueError, ["max_retries=-1", "0"]),
-    "retries_float": (lambda t: t.train(max_retries=1.5), TypeError, ["max_retries", "1.5"]),
-    "info_is_a_list": (lambda t: t.train(info=[1]), TypeError, ["info", "dict", "[1]"]),
-    "validation_info_is_a_text": (
-        lambda t: t.validate(info="exam"),
-        TypeError,
-        ["info", "dict", "'exam'"],
-    ),
-    "dataset_is_a_list": (
-        lambda t: t.train(dataset=[1, 2]),
-        TypeError,
-        ["dataset", "raysgd.data.Dataset", "[1, 2]"],
-    ),
-    "dataset_is_a_loader": (
-        lambda t: t.train(dataset=DataLoader(make_data(8))),
-        TypeError,
-        ["dataset", "raysgd.data.Dataset", "DataLoader"],
-    ),
-    "dataset_is_empty": (
-        lambda t: t.train(dataset=Dataset([])),
-        RuntimeError,
-        ["no batch", "0 samples"],
-    ),
-    "no_validation_loader": (
-        lambda t: t.validate(),
-        RuntimeError,
-        ["validation loader", "register_data(validation_loader="],
-    ),
-    "no_function_for_workers": (
-        lambda t: t.apply_all_workers(3),
-        TypeError,
-        ["apply_all_workers", "function", "3"],
-    ),
-    "no_function_for_operators": (
-        lambda t: t.apply_all_operators(None),
-        TypeError,
-        ["apply_all_operators", "function", "None"],
-    ),
-    "save_to_bytes": (lambda t: t.save(b"x.pt"), TypeError, ["path", "b'x.pt'"]),
-    "save_to_the_home_of_nobody": (
-        lambda t: t.save("~nosuch/x.pt"),
-        CheckpointError,
-        ["'~nosuch/x.pt'", "home folder"],
-    ),
-    "save_without_a_path": (lambda t: t.save(None), TypeError, ["None"]),
-    "load_without_a_path": (lambda t: t.load(None), TypeError, ["None"]),
-    "state_is_none": (lambda t: t.load_state_dict(None), CheckpointError, ["state", "models"]),
-    "state_is_a_text": (lambda t: t.load_state_dict("x"), CheckpointError, ["state", "models"]),
-    "state_is_a_list": (lambda t: t.load_state_dict([1]), CheckpointError, ["state", "models"]),
-    "state_is_empty": (lambda t: t.load_state_dict({}), CheckpointError, ["state", "models"]),
-}
+]
 
 
-@pytest.mark.parametrize("case", WRONG_CALLS)
-def test_wrong_call_is_refused_and_trains_nothing(trainer, case):
-    call, error, words = WRONG_CALLS[case]
+@pytest.mark.parametrize(("method", "arguments", "error", "words"), rows(WRONG_CALLS, 3))
+def test_wrong_call_is_refused_and_trains_nothing(trainer, method, arguments, error, words):
     done = trainer.global_step
-    check(lambda: call(trainer), error, words)
+    check(lambda: getattr(trainer, method)(**arguments), error, words)
     assert trainer.global_step == done
 
 
-WRONG_RESULTS = {
-    "batch_returns_nothing": (
-        "nothing",
-        TypeError,
-        ["Moody.train_batch", "NoneType", "dict"],
-    ),
-    "batch_returns_a_text": (
-        "text",
-        TypeError,
-        ["Moody.train_batch", "str", "dict"],
-    ),
-    "epoch_returns_nothing": (
-        "no result",
-        TypeError,
-        ["Moody.train_epoch", "NoneType", "dict"],
-    ),
-    "num_samples_is_a_text": (
-        {NUM_SAMPLES: "many"},
-        TypeError,
-        ["train_batch", "num_samples", "many"],
-    ),
-    **{
-        f"num_samples_{value}": (
-            {NUM_SAMPLES: value},
-            ValueError,
-            ["train_batch", f"num_samples={value}", "at least 0"],
-        )
+WRONG_RESULTS = [
+    ("nothing", TypeError, "Moody.train_batch", "NoneType", "dict"),
+    ("text", TypeError, "Moody.train_batch", "str", "dict"),
+    ("no result", TypeError, "Moody.train_epoch", "NoneType", "dict"),
+    ({NUM_SAMPLES: "many"}, TypeError, "train_batch", "num_samples", "many"),
+    *(
+        ({NUM_SAMPLES: value}, ValueError, "train_batch", f"num_samples={value}", "at least 0")
         for value in (-1, float("nan"), float("inf"))
-    },
-    "num_samples_of_an_epoch_negative": (
-        "no samples in all",
-        ValueError,
-        ["train_epoch", "num_samples=-", "at least 0"],
     ),
-    "metric_named_by_a_number": (
-        "number as name",
-        TypeError,
-        ["Moody.train_batch", "5", "must be a string"],
-    ),
-}
+    ("no samples in all", ValueError, "train_epoch", "num_samples=-", "at least 0"),
+    ("number as name", TypeError, "Moody.train_batch", "5", "must be a string"),
+]
 
 
-@pytest.mark.parametrize("case", WRONG_RESULTS)
-def test_wrong_result_of_an_own_method_is_named(trainer, case):
-    mood, error, words = WRONG_RESULTS[case]
+@pytest.mark.parametrize(("mood", "error", "words"), rows(WRONG_RESULTS, 2))
+def test_wrong_result_of_an_own_method_is_named(trainer, mood, error, words):
     check(lambda: trainer.train(info={"mood": mood}), error, words)
 
 
