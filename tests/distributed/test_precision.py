@@ -139,7 +139,7 @@ def local(operator_cls, config, **arguments):
 
 
 def test_adversaries_stay_identical_on_all_workers(module_cluster):
-    with local(Adversaries, {"batch_size": 3, "times": 2}, **HALF) as trainer:
+    with local(Adversaries, {"batch_size": 3, "times": 2}) as trainer:
         before = trainer.apply_all_operators(replica_hash)
         for _ in range(2):
             metrics = trainer.train()

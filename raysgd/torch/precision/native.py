@@ -11,7 +11,6 @@ import torch
 from raysgd._internal.arguments import is_number
 from raysgd.errors import CheckpointError
 from raysgd.torch.precision.base import Precision
-from raysgd.torch.tensors import multiply_all
 
 _KEY = "amp_native"
 
@@ -19,9 +18,8 @@ _KEY = "amp_native"
 class NativeAmp(Precision):
     """Autocasts forward passes, and scales the loss if the dtype is float16.
 
-    One scaler serves all optimizers. Its scale changes after every optimizer has stepped, or at
-    `commit` if a step uses only some of them. If an optimizer steps twice in a training step, the
-    scale changes in between, and gradients that still wait for their update are rescaled.
+    One scaler serves all optimizers, so each of them can step once in a training step. The scale
+    changes after all optimizers have stepped, or at `commit`.
 
     ``dtype=None`` means float16 on a GPU, and bfloat16 on a CPU.
     """
@@ -37,8 +35,7 @@ class NativeAmp(Precision):
         self.scales = self.scaler is not None
         self._optimizers: list[torch.optim.Optimizer] = []
         self._stepped: set[int] = set()
-        self._checked: set[int] = set()
-        self._one = torch.ones((), device=device)
+        self._is_checked = False
 
     def _new_scaler(self) -> torch.amp.GradScaler:
         return torch.amp.GradScaler(self.device.type)
@@ -60,38 +57,34 @@ class NativeAmp(Precision):
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale, and check them for overflows."""
-        if self.scaler is None or not self._has_gradients(optimizer):
-            return
-        if id(optimizer) in self._stepped:
-            self._rescale()
-        self._checked.add(id(optimizer))  # record this first, because unscale_ may raise halfway
-        self.scaler.unscale_(optimizer)
+        if self.scaler is not None and self._has_gradients(optimizer):
+            self._is_checked = True  # set this first, because unscale_ may raise halfway
+            self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.scaler is None or not self._has_gradients(optimizer):
             optimizer.step()
             return
-        if id(optimizer) in self._stepped:
-            self._rescale()
-        self._checked.add(id(optimizer))
+        self._is_checked = True
         self.scaler.step(optimizer)
         self._stepped.add(id(optimizer))
         if all(id(registered) in self._stepped for registered in self._optimizers):
-            self._update()
+            self.commit()
 
     def commit(self) -> None:
-        """Update the scale if the step has not done so."""
-        if self._checked:
-            self._update()
+        if self._is_checked and self.scaler is not None:
+            self.scaler.update()
+            self._is_checked = False
+            self._stepped.clear()
 
     def roll_back(self) -> None:
         """Keep the scale, and discard the results of overflow checks."""
-        if self._checked and self.scaler is not None:
+        if self._is_checked and self.scaler is not None:
             state = self.scaler.state_dict()
             self.scaler = self._new_scaler()
             self.scaler.load_state_dict(state)
-        self._stepped.clear()
-        self._checked.clear()
+            self._is_checked = False
+            self._stepped.clear()
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.scaler is None else {_KEY: self.scaler.state_dict()}
@@ -109,26 +102,6 @@ class NativeAmp(Precision):
                 f"Cannot load {_KEY!r} of the state: {saved!r} is not a dict with the "
                 f"numbers of a GradScaler: {', '.join(keys)}."
             )
-
-    def _update(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Update the scale from the detected overflows. Return the old and the new scale."""
-        assert self.scaler is not None
-        before = self.scaler.scale(self._one)
-        self.scaler.update()
-        after = self.scaler.scale(self._one)
-        self._stepped.clear()
-        self._checked.clear()
-        return before, after
-
-    def _rescale(self) -> None:
-        held = [
-            parameter.grad
-            for optimizer in self._optimizers
-            for parameter in self.parameters(optimizer)
-            if parameter.grad is not None
-        ]
-        before, after = self._update()
-        multiply_all(held, after / before)
 
     def _has_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether any gradient exists; GradScaler raises if there is none."""

@@ -156,8 +156,7 @@ def use_small_scale(trainer):
         scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize(("precision", "times"), [*((each, 1) for each in PRECISIONS), ({}, 3)])
 def test_adversaries_train_as_by_hand(precision, times):
     with local(Adversaries, {"batch_size": 5, "times": times}, **precision) as trainer:
         use_small_scale(trainer)

@@ -106,23 +106,6 @@ def test_missing_apex_is_an_error_before_setup(monkeypatch):
 # ---- the scale
 
 
-@pytest.mark.parametrize("overflow", [False, True])
-def test_optimizer_may_step_several_times_before_another(overflow):
-    native = create_precision(True, CPU, torch.float16)
-    (first, second), optimizers = one_layer(native, 2)
-    native.backward(second(torch.ones(1, 1)).sum(), True)
-    for turn in range(3):
-        factor = float("inf") if overflow and turn == 0 else 0.25
-        native.backward(first(torch.ones(1, 1)).sum() * factor, True)
-        native.step(optimizers[0])
-        optimizers[0].zero_grad()
-    native.step(optimizers[1])
-    native.commit()
-    assert first.weight.item() == (0.5 if overflow else 0.25)
-    assert second.weight.item() == 0.0  # its gradient was made with the scale before all that
-    assert native.scaler.get_scale() == (START / 2 if overflow else START)
-
-
 def test_optimizer_without_gradients_steps():
     native = create_precision(True, CPU, torch.float16)
     (first, second), optimizers = one_layer(native, 2)
@@ -140,14 +123,11 @@ def test_optimizer_without_gradients_steps():
 def test_discarded_step_keeps_the_scale():
     native = create_precision(True, CPU, torch.float16)
     models, optimizers = one_layer(native, 2)
-    for factor in (float("inf"), 1.0):  # the second update has changed the scale already
-        native.backward(models[0](torch.ones(1, 1)).sum() * factor, True)
-        native.step(optimizers[0])
-        optimizers[0].zero_grad()
     native.backward(models[0](torch.ones(1, 1)).sum() * float("nan"), True)
     native.unscale(optimizers[0])
     native.roll_back()
     native.commit()
+    assert native.scaler.get_scale() == START
     optimizers[0].zero_grad()
     before = models[0].weight.item()
     native.backward(models[0](torch.ones(1, 1)).sum(), True)
