@@ -100,8 +100,9 @@ class PowerCut(Callback):
 
 
 def train(args, logdir, *more):
+    saving = CheckpointCallback(every=10, keep=2, monitor="val_loss")  # also within epochs
     callbacks = [
-        CheckpointCallback(every=10, keep=2, monitor="val_loss"),  # also within epochs
+        saving,
         EMA(0.9),  # used for validation, and saved with the weights
         TerminateOnNaN(),
         ModelSummary(),
@@ -126,7 +127,7 @@ def train(args, logdir, *more):
         logdir=logdir,
     ) as trainer:
         history = trainer.fit(5 if args.smoke_test else args.num_epochs)
-        trainer.load_best()
+        trainer.load(saving.best)
         print(f"  the best is of epoch {trainer.epoch}")
         return history
 

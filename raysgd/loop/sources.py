@@ -120,14 +120,6 @@ class DataSources(ABC):
             self.trains_on, self._state.offset = name, 0
         return self.readable(name), changed
 
-    def describe(self) -> dict[str, str]:
-        return {
-            name: f"partitioned by {source.partitioned_by}: {source.describe()}"
-            if source.partitioned_by
-            else f"read whole by each worker, because {source.why_whole}: {source.describe()}"
-            for name, source in self._sources.items()
-        }
-
     def warn_of_stale_ranks(self) -> None:
         """Warn about loaders that select their part by ranks of an earlier group."""
         context = self._state.context

@@ -324,7 +324,7 @@ class TrainingOperator(OperatorBase):
         raysgd partitions map-style DataLoaders and Hugging Face streams. If it cannot partition a
         loader, select a part by ``self.world_rank`` and ``self.world_size``. Then pass
         ``add_dist_sampler=False`` to the trainer, or give the loader an attribute
-        ``num_replicas``. ``trainer.describe_data()`` shows the result.
+        ``num_replicas``.
 
         Args:
             train_loader: The training data.

@@ -360,29 +360,7 @@ class OperatorTrainer(TrainerInfo):
         """
         self.load_state_dict(self._state.read(path))
 
-    def load_best(self) -> str:
-        """Load the best checkpoint of ``CheckpointCallback(monitor=...)``, and return its path.
-
-        The callback is the first one with a best checkpoint, of the trainer or its newest `fit`.
-
-        Raises:
-            CheckpointError: if there is no best checkpoint, or it cannot be loaded.
-        """
-        best = self._state.find_best(self)
-        self.load(best)
-        return best
-
     # ---- workers
-
-    def describe_data(self) -> dict[str, str]:
-        """Return how the workers partition each registered loader, by name.
-
-        The text says that raysgd, Hugging Face datasets, or your code partitions the loader, or why
-        each worker reads the whole loader.
-        """
-        request = ApplyOperatorRequest(function=_describe_data)
-        descriptions: dict[str, str] = self._calls.make(Call(request=request))[0]
-        return descriptions
 
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
         """Call `fn` on every worker, and return the results by rank.
@@ -545,8 +523,3 @@ def _check_callable(method: str, function: Any) -> None:
 def _keeps_global_batch(operator: Any) -> bool:
     keeps: bool = operator._train_state.data.keeps_global_batch
     return keeps
-
-
-def _describe_data(operator: Any) -> dict[str, str]:
-    descriptions: dict[str, str] = operator._train_state.data.describe()
-    return descriptions

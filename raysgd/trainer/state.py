@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd import checkpoint
-from raysgd.callbacks.base import Trainer
-from raysgd.callbacks.checkpoint import CheckpointCallback
 from raysgd.callbacks.values import scalars, shown_config
 from raysgd.checkpoint.location import locate
 from raysgd.elastic.call import Call, LoadRequest
@@ -103,21 +101,6 @@ class TrainerState:
         self.calls.check_open(moves=True)
         self.calls.writer.wait()  # the running write may replace the same file
         return checkpoint.read_file(path)
-
-    def find_best(self, trainer: Trainer) -> str:
-        """Return the path of the best checkpoint of a callback."""
-        self.calls.check_open(moves=True)
-        callback_list = self.calls.callback_list
-        with callback_list.calling(trainer):  # starts callbacks
-            callbacks = callback_list.callbacks
-            paths = [each.best for each in callbacks if isinstance(each, CheckpointCallback)]
-        best = next((path for path in paths if path is not None), None)
-        if best is None:
-            raise CheckpointError(
-                "load_best(): there is no best checkpoint yet. Train with "
-                "CheckpointCallback(monitor='val_loss')."
-            )
-        return best
 
     # ---- loading
 

@@ -389,7 +389,6 @@ def test_the_elastic_config_takes_these_values_with_these_defaults():
         ),
         ("TorchTrainer", "test", ["loader", "info"]),
         ("TorchTrainer", "predict", ["loader"]),
-        ("TorchTrainer", "load_best", []),
         ("TorchTrainer", "request_stop", ["reason"]),
         ("Callback", "on_train_start", ["trainer"]),
         ("Callback", "on_train_end", ["trainer"]),

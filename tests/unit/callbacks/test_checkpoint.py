@@ -134,18 +134,13 @@ def test_trainer_that_has_trained_does_not_resume(make_trainer, tmp_path):
     assert trainer.global_step == 5
 
 
-def test_the_best_can_be_loaded_also_when_fit_has_ended(make_trainer, tmp_path):
+def test_the_path_of_the_best_is_known_when_fit_has_ended(make_trainer, tmp_path):
     trainer = make_trainer(callbacks=[Scripted([1, 9, 2, 3])])
-    with pytest.raises(CheckpointError, match=r"no best checkpoint yet.*CheckpointCallback\(monit"):
-        trainer.load_best()
     saving = CheckpointCallback(tmp_path, monitor="score", mode="max", blocking=False)
     trainer.fit(4, callbacks=[CheckpointCallback(tmp_path / "all"), saving])
-    assert trainer.load_best() == saving.best == str(tmp_path / names(tmp_path)[0])
+    assert saving.best == str(tmp_path / names(tmp_path)[0])
+    trainer.load(saving.best)
     assert (trainer.epoch, trainer.global_step) == (2, 10)
-    saving = CheckpointCallback(tmp_path, monitor="score", mode="max")
-    anew = make_trainer(callbacks=[saving])  # which has not trained yet
-    assert anew.load_best() == saving.best
-    assert anew.global_step == 10
 
 
 class Overfitting(Callback):

@@ -549,27 +549,6 @@ def test_repr_shows_operator_workers_and_progress(make_trainer):
     assert repr(trainer) == shown.format("shut down, 1 epoch done, in another, step 6")
 
 
-@pytest.mark.parametrize(
-    ("add_dist_sampler", "described"),
-    [
-        (True, "partitioned by raysgd: 40 samples, batch size 8 on each of 1 workers"),
-        (False, "partitioned by your code: DataLoader of TensorDataset"),
-    ],
-)
-def test_describe_data_says_how_loaders_are_divided(make_trainer, add_dist_sampler, described):
-    class Listed(Recorder):
-        def make_loaders(self, config):
-            loaders = super().make_loaders(config)
-            return {**loaders, "validation_loader": {"a": [1, 2], "b": loaders["train_loader"]}}
-
-    found = make_trainer(Listed, add_dist_sampler=add_dist_sampler).describe_data()
-    assert found.keys() == {"train", "validation/a", "validation/b"}
-    assert found["train"].startswith(described)
-    assert found["validation/b"].startswith(described)
-    if add_dist_sampler:
-        assert found["validation/a"].startswith("read whole by each worker, because it is not a")
-
-
 class Compiled(Classifier):
     """With a model that torch.compile has made."""
 
