@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from raysgd import checkpoint
-from raysgd.callbacks.values import scalars, shown_config
+from raysgd.callbacks.values import scalars
 from raysgd.checkpoint.location import locate
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.snapshots import with_shares
@@ -19,8 +18,6 @@ from raysgd.loop.options import Options
 from raysgd.loop.requests import ModelsRequest, RngStateRequest, StateRequest
 from raysgd.trainer.calls import Calls
 from raysgd.trainer.validations import Validations
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -47,7 +44,6 @@ class TrainerState:
         state = self._collect_from_workers(own)
         if callbacks:
             state["callbacks"] = callbacks
-        state["config"] = self._shown_config()
         if self.validations.missing:
             # Callbacks need these metrics in the next validation.
             state["validation_due"] = scalars(self.calls.results.metrics)
@@ -113,7 +109,7 @@ class TrainerState:
         ]
         if missing:
             raise CheckpointError(f"This is not a trainer state: it lacks {', '.join(missing)}.")
-        of_driver = {key: state.get(key, {}) for key in ("callbacks", "config", "validation_due")}
+        of_driver = {key: state.get(key, {}) for key in ("callbacks", "validation_due")}
         for key, value in of_driver.items():
             if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
                 raise CheckpointError(f"state[{key!r}] must be a dict, but it is {value!r}.")
@@ -124,23 +120,5 @@ class TrainerState:
             self.calls.make(call, moves=True)
         self.calls.controller.snapshots.set(of_workers)
         self.calls.results.latest.update(of_driver["validation_due"])
-        self._warn_of_changes(of_driver["config"])
         # An empty dict counts too: the state was saved before any metric.
         self.validations.note_owed("validation_due" in state)
-
-    def _shown_config(self) -> dict[str, float | int | str]:
-        return scalars(shown_config(self.options.config))
-
-    def _warn_of_changes(self, saved: Mapping[str, Any]) -> None:
-        own = self._shown_config()
-        changed = [
-            f"{name} {saved[name]!r} → {own[name]!r}"
-            for name in own
-            if name in saved and saved[name] != own[name]
-        ]
-        if changed:
-            logger.warning(
-                "The config differs from that of the checkpoint: %s. Models, optimizers, and "
-                "schedulers come from the checkpoint, with their learning rates.",
-                ", ".join(changed),
-            )
