@@ -12,8 +12,8 @@ from raysgd._internal.context import Progress
 from raysgd.cluster.serialization import sendable
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_handle import WorkerHandle
-from raysgd.elastic.attempt import Attempt
 from raysgd.elastic.call import Call
+from raysgd.elastic.commands import Attempt
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.health import HealthMonitor
 from raysgd.elastic.machine import CallFailed, CallReturned, Event, RunCall, WorkersLost

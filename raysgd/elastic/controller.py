@@ -22,18 +22,11 @@ from raysgd.comm.backend import Backend
 from raysgd.elastic import events, machine
 from raysgd.elastic.call import Call
 from raysgd.elastic.call_runner import CallRunner
-from raysgd.elastic.commands import Commands
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.generation import GroupForming
-from raysgd.elastic.journal import Journal
 from raysgd.elastic.machine import Do, Event, State, transition
 from raysgd.elastic.policies import Recovery
-from raysgd.elastic.preemption import PreemptionWatch
-from raysgd.elastic.scale_up import ScaleUp
-from raysgd.elastic.shares import Shares
-from raysgd.elastic.snapshots import SnapshotKeeper
-from raysgd.elastic.starts import Starts
 
 logger = logging.getLogger(__name__)
 
@@ -80,41 +73,26 @@ class Controller:
         created = {"initialization_hook": hook, "the runner": runner, "backend": backend}
         if not group.options.inline:
             created = {name: sendable(name, value) for name, value in created.items()}
-        self.journal = journal = Journal(group, self.recovery.joins)
-        self._commands = commands = Commands(group, journal, self._check_open)
-        self.snapshots = SnapshotKeeper(group)
-        self._preemption = PreemptionWatch(group, journal, can_join)
         arguments = (*created.values(), sys.path)
-        self._scale_up = ScaleUp(group, elastic, journal, self.recovery, arguments, timeout_s)
         self._context = context = DriverContext(
-            group=group,
-            backend=backend,
-            elastic=elastic,
-            recovery=self.recovery,
-            timeout_s=timeout_s,
-            check_open=self._check_open,
-            journal=journal,
-            commands=commands,
-            snapshots=self.snapshots,
-            preemption=self._preemption,
-            scale_up=self._scale_up,
-            shares=Shares(group, elastic, journal),
+            group, backend, elastic, self.recovery, arguments, timeout_s, self._check_open
         )
-        self._forming = GroupForming(context)
-        self.starts = Starts(context, self._forming)
+        self.journal, self.snapshots = context.journal, context.snapshots
+        self._scale_up = context.scale_up
+        self.forming = forming = GroupForming(context)
         self._calls = CallRunner(context)
         self._handlers: dict[Do, Callable[[], Event | None]] = {
             Do.SURVEY: self._survey,
-            Do.AWAIT_WORKERS: lambda: self.starts.await_workers(self.state.budget.min_workers),
-            Do.ASK_PROGRESS: self._forming.ask_progress,
-            Do.START_GROUP: self.starts.start_group,
+            Do.AWAIT_WORKERS: lambda: forming.await_workers(self.state.budget.min_workers),
+            Do.ASK_PROGRESS: forming.ask_progress,
+            Do.START_GROUP: forming.start_group,
             Do.SAVE_STATE: self._calls.save,
             Do.RAISE_ERROR: self._raise_error,
             Do.ABANDON_CALL: self._calls.abandon,
             Do.REMOVE_LOST: self._remove_lost,
-            Do.COLLECT_DEPARTING: lambda: self._forming.collect_departing(self.members),
+            Do.COLLECT_DEPARTING: lambda: forming.collect_departing(self.members),
             Do.RESCUE_STATE: self._rescue_state,
-            Do.RESTART: self.starts.restart,
+            Do.RESTART: forming.restart,
             Do.DISCARD_WORKERS: context.discard_members,
             Do.STOP_REPLACEMENTS: self._scale_up.stop,
         }
@@ -189,7 +167,7 @@ class Controller:
                     case Do():
                         event = self._handlers[action]()
                     case machine.FormGroup():
-                        event = self._forming.form_group(action)
+                        event = self.forming.form_group(action)
                     case machine.RunCall():
                         event = self._calls.run(action)
                     case machine.GiveUpState(why):
@@ -248,7 +226,7 @@ class Controller:
             num_workers=len(self.members),
             num_joining=len(joining),
             num_leaving=len(self._context.leaving),
-            must_save=self._preemption.must_save and self._context.call.can_pause,
+            must_save=self._context.preemption.must_save and self._context.call.can_pause,
             is_behind=self._calls.is_behind(),
             can_restart=self._can_restart(),
         )
@@ -264,7 +242,7 @@ class Controller:
         """
         if not isinstance(self.state, machine.Closed):
             self._react(machine.StopRequested())
-            self._commands.finish(request)
+            self._context.commands.finish(request)
 
     # ---- losses
 
@@ -275,7 +253,7 @@ class Controller:
             step = max(self.progress.global_step, self.journal.seen_step)
             self.journal.record("lost", [member], cause=said, step=step)
             self._context.call.causes.append(f"worker {rank} on {member.name}: {said}")
-            self._commands.busy.pop(member, None)
+            self._context.commands.busy.pop(member, None)
             self._scale_up.lost(member)
             self._group.discard(member)
         self._context.call.num_losses = self.state.budget.num_losses
@@ -344,8 +322,8 @@ class Controller:
         return self.journal.events
 
     def ask_progress(self) -> Mapping[WorkerHandle, Progress]:
-        return self._commands.ask_progress()
+        return self._context.commands.ask_progress()
 
     def drain(self, node_id: str | None, rank: int | None, deadline_s: float | None) -> None:
         self._check_open()
-        self._preemption.drain(node_id, rank, deadline_s)
+        self._context.preemption.drain(node_id, rank, deadline_s)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from raysgd._internal.context import Progress
 from raysgd.cluster.worker_group import WorkerGroup
@@ -16,46 +15,52 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.journal import Journal
 from raysgd.elastic.policies import Recovery
 from raysgd.elastic.preemption import PreemptionWatch
-from raysgd.elastic.replacement import Replacement
-from raysgd.elastic.scale_up import ScaleUp
+from raysgd.elastic.scale_up import Replacement, ScaleUp
 from raysgd.elastic.shares import Shares
 from raysgd.elastic.snapshots import SnapshotKeeper
 
 
 class Feature(Protocol):
-    """Observes the group, without waiting. `Controller` creates each feature."""
+    """Observes the group, without waiting. `DriverContext` creates each feature."""
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Check the group. `progress` has the members that answer; it is empty before a call."""
 
 
-@dataclass(kw_only=True, eq=False)
 class DriverContext:
     """The components of the driver that supervise one group, and the running call."""
 
-    group: WorkerGroup
-    backend: Backend | None
-    elastic: ElasticConfig
-    recovery: Recovery
-    timeout_s: float
-    check_open: Callable[[], None]
-    journal: Journal
-    commands: Commands
-    snapshots: SnapshotKeeper
-    preemption: PreemptionWatch
-    scale_up: ScaleUp
-    shares: Shares
-    call: Call = field(default_factory=Call)
-    leaving: list[WorkerHandle] = field(default_factory=list)
-    """Members that leave the group at the next restart."""
-    has_state: bool = False
-    """Whether the snapshot is the newest state of the workers."""
-    pause_step: int | None = None
-    """Step at which all workers of the generation will pause."""
-
-    @property
-    def features(self) -> list[Feature]:
-        return [self.snapshots, self.preemption, self.scale_up, self.shares]
+    def __init__(
+        self,
+        group: WorkerGroup,
+        backend: Backend | None,
+        elastic: ElasticConfig,
+        recovery: Recovery,
+        created: Sequence[Any],
+        timeout_s: float,
+        check_open: Callable[[], None],
+    ) -> None:
+        self.group, self.backend, self.elastic = group, backend, elastic
+        self.recovery, self.timeout_s, self.check_open = recovery, timeout_s, check_open
+        self.journal = journal = Journal(group, recovery.joins)
+        self.commands = Commands(group, journal, check_open)
+        self.snapshots = SnapshotKeeper(group)
+        self.preemption = PreemptionWatch(group, journal, recovery.can_join)
+        self.scale_up = ScaleUp(group, elastic, journal, recovery, created, timeout_s)
+        self.shares = Shares(group, elastic, journal)
+        self.features: list[Feature] = [
+            self.snapshots,
+            self.preemption,
+            self.scale_up,
+            self.shares,
+        ]
+        self.call = Call()
+        self.leaving: list[WorkerHandle] = []
+        """Members that leave the group at the next restart."""
+        self.has_state = False
+        """Whether the snapshot is the newest state of the workers."""
+        self.pause_step: int | None = None
+        """Step at which all workers of the generation will pause."""
 
     def who_moves(self) -> tuple[list[Replacement], list[WorkerHandle]]:
         """Return the replacements that join at the next step, and the members that leave."""

@@ -1,17 +1,17 @@
-"""Forms the group of a new generation."""
+"""Starts and restarts of all workers, and the group of each new generation."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from raysgd._internal.context import Progress, WorkerContext
+from raysgd.cluster.serialization import sendable
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of
-from raysgd.elastic.attempt import Attempt
-from raysgd.elastic.call import ExportReplicaRequest, ImportReplicaRequest
-from raysgd.elastic.commands import ANSWER_S, value_of
+from raysgd.elastic.call import ExportReplicaRequest, ImportReplicaRequest, LoadRequest
+from raysgd.elastic.commands import ANSWER_S, Attempt, value_of
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import EventKind
 from raysgd.elastic.health import await_stragglers
@@ -23,9 +23,11 @@ from raysgd.elastic.machine import (
     ProgressKnown,
     StateLost,
     WorkersLost,
+    WorkersReady,
+    too_few,
 )
-from raysgd.elastic.policies import assign_contexts
-from raysgd.elastic.replacement import Replacement
+from raysgd.elastic.policies import assign_contexts, backoff_s
+from raysgd.elastic.scale_up import Replacement
 from raysgd.errors import CollectiveError, WorkerLostError, WorkerTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -34,12 +36,12 @@ _STRAGGLER_S = 60.0
 """Seconds that the next call waits for workers that are busy with a failed call."""
 _RESTART_STRAGGLER_S = 5.0
 """The same limit in seconds for training functions, whose workers restart from a checkpoint."""
-_MENTION_S = 30.0
-"""Seconds after which to log what a start or a rejoin is waiting for."""
+_START_TICK_S = 0.01
+_BUSY_TICK_S = 0.05
 
 
 class GroupForming:
-    """Moves workers into new generations."""
+    """Starts all workers, and moves workers into new generations."""
 
     def __init__(self, context: DriverContext) -> None:
         self._context = context
@@ -50,6 +52,10 @@ class GroupForming:
         self._joining: dict[WorkerHandle, Replacement] = {}
         self._answers: dict[WorkerHandle, Progress] = {}
         self._began = 0.0
+        self._has_started = False
+        self._num_before, self._left = 0, ""
+        self.on_start: Callable[[], None] | None = None
+        """Called after all workers have started, before they load a snapshot."""
 
     # ---- next generation
 
@@ -97,7 +103,7 @@ class GroupForming:
             for held in self._commands.ask_all(leaving, ExportReplicaRequest()):
                 self._commands.ask_all([staying[0]], ImportReplicaRequest(held=held))
         entering = self._group.in_order([*staying, *joining])
-        attempt = self.enter(entering, self.next_contexts(entering), leader)
+        attempt = self._enter(entering, self._next_contexts(entering), leader)
         if any(outcome.progress.lacks_shards for outcome in attempt.outcomes.values()):
             return StateLost("all copies of some shards of the state are lost")
         if attempt.failed:
@@ -147,24 +153,148 @@ class GroupForming:
         given = self._commands.ask(members, call.farewell, ANSWER_S)
         call.departed_results += [outcome for outcome in given if value_of(outcome) is not None]
 
+    # ---- starts
+
+    def restart(self) -> None:
+        self._began, self._num_before = self._clock.monotonic(), len(self._group.members)
+        self._left = "; ".join(f"left {member.name}" for member in self._context.leaving)
+        self._context.has_state |= bool(self._context.leaving)
+        self._context.discard_members()
+        if not self._context.recovery.joins:
+            self._scale_up.stop()  # these replacements only waited for resources
+        self._scale_up.begin()
+
+    def await_workers(self, min_workers: int) -> Event:
+        """Wait until there are enough workers. Each wait for resources is longer than the last."""
+        config, causes = self._context.elastic, self._context.call.causes
+        num_members, starting = len(self._group.members), not self._group.members
+        missing = too_few(num_members, min_workers)
+        deadline, number = 0.0, 0
+        while True:
+            self._context.check_open()
+            if starting:
+                self._scale_up.tick(starting=True)
+            else:
+                self._scale_up.poll({})
+            if starting and (error := self._scale_up.error) is not None:
+                if isinstance(error, WorkerLostError) and causes:
+                    raise self._journal.failure(str(error), causes, cause=error)
+                raise error
+            if self._scale_up.are_enough(min_workers):
+                return WorkersReady()
+            now = self._clock.monotonic()
+            is_short = num_members + self._scale_up.coming() < min_workers
+            if is_short and now >= deadline and not self._group.drains.is_ray_silent:
+                room = self._group.room()
+                if number == config.max_attempts:
+                    why = f"{missing}, and the resources for more are not free: {room}"
+                    raise self._journal.failure(why, causes)
+                wait_s = backoff_s(number, config)
+                said = f"{missing}, and {room}"
+                self._journal.record("waiting", [], cause=said, seconds=wait_s)
+                deadline, number = now + wait_s, number + 1
+            self._clock.sleep(_START_TICK_S if starting else _BUSY_TICK_S)
+
+    def start_group(self) -> Event:
+        """Form a group of the ready workers, with the state of the newest snapshot."""
+        ready = self._scale_up.ready()
+        joining = {r.member: r for r in ready if r.member is not None}
+        _, lost = self._commands.reach(joining)
+        if lost:
+            for member, error in lost.items():
+                self._scale_up.fail(joining[member], error)
+            return FormingFailed(by_newcomer=True)
+        try:
+            self._enter_together(joining)
+        except WorkerLostError as failure:
+            self._abort(joining, failure)
+            self._scale_up.set_up_alone()
+            return FormingFailed(by_newcomer=True)
+        self._scale_up.forget_joined(ready)
+        self._scale_up.set_up_alone()
+        self._record_start()
+        return GroupFormed()
+
+    def _enter_together(self, joining: Mapping[WorkerHandle, Replacement]) -> None:
+        members = self._group.in_order(sorted(joining, key=lambda member: member.remote))
+        contexts = self._next_contexts(members)
+        self._journal.number(members)
+        leader = None
+        if self._scale_up.together:
+            for member, context in zip(members, contexts, strict=True):
+                joining[member].context, joining[member].step = context, "set up"
+            prepared = self._step("prepare", [(c,) for c in contexts], "get ready", members)
+            self._raise_failure(prepared)
+        else:
+            leader = members[0]
+            self._load_snapshot([leader])  # the other workers get the snapshot from the leader
+        self._raise_failure(self._enter(members, contexts, leader))
+        self._group.members[:] = members
+        if self.on_start is not None:
+            self.on_start()
+        if leader is None:
+            self._load_snapshot(members)
+
+    def _load_snapshot(self, members: Sequence[WorkerHandle]) -> None:
+        state = self._context.snapshots.state()
+        self._journal.progress = Progress()
+        if state is None:
+            return
+        packed = sendable("the snapshot", LoadRequest(state=dict(state)))
+        attempt = self._step("call", [(packed,)] * len(members), "load", members)
+        self._raise_failure(attempt)
+        self._journal.progress = next(iter(attempt.outcomes.values())).progress
+
+    def _abort(self, joining: Mapping[WorkerHandle, Replacement], error: Exception) -> None:
+        """Discard the lost workers. The other workers stay if possible."""
+        # Replace processes that `on_start` may have changed, or that can join only one group.
+        are_used = bool(self._group.members) or not self._context.recovery.rejoins
+        self._group.members.clear()
+        _, lost = self._commands.reach(joining)
+        if not lost:
+            raise error
+        for member, replacement in joining.items():
+            self._commands.busy.pop(member, None)
+            if member in lost:
+                self._scale_up.fail(replacement, lost[member])
+            elif are_used:
+                self._scale_up.drop(replacement)
+        # A late interruption of this generation must not reach later work.
+        self._next_generation()
+
+    def _record_start(self) -> None:
+        if not (self._context.recovery.joins and self._context.elastic.grow):
+            self._scale_up.stop()  # late workers could never join
+        if not self._has_started:
+            self._has_started = True
+            self._journal.record("started", self._group.members)
+            return
+        has_grown = 0 < self._num_before < len(self._group.members)
+        joining = self._group.members[self._num_before :] if has_grown else self._group.members
+        kind: EventKind = "grown" if has_grown else "restarted"
+        if self._left and len(self._group.members) >= self._num_before:
+            kind = "moved"
+        seconds = self._clock.monotonic() - self._began
+        self._journal.record(kind, joining, cause=self._left, seconds=seconds)
+
     # ---- shared helpers
 
-    def next_generation(self) -> int:
+    def _next_generation(self) -> int:
         self._journal.generation += 1
         self._context.pause_step = None  # entering workers reset their pause step too
         return self._journal.generation
 
-    def next_contexts(self, members: Sequence[WorkerHandle]) -> list[WorkerContext]:
+    def _next_contexts(self, members: Sequence[WorkerHandle]) -> list[WorkerContext]:
         contexts = assign_contexts(
             [member.info for member in members],
-            generation=self.next_generation(),
+            generation=self._next_generation(),
             distributed=self._backend is not None,
             num_cpus=self._group.options.num_cpus,
         )
         shares = self._context.shares.given(members)
         return [replace(context, shares=shares) for context in contexts]
 
-    def enter(
+    def _enter(
         self,
         entering: Sequence[WorkerHandle],
         contexts: Sequence[WorkerContext],
@@ -178,12 +308,12 @@ class GroupForming:
             leader_rank = list(entering).index(leader)
         arguments = [(context, rendezvous, leader_rank) for context in contexts]
         what = "set up" if leader is None else "join a new generation"
-        attempt = self.step("enter", arguments, what, entering, listening=leader is not None)
+        attempt = self._step("enter", arguments, what, entering, listening=leader is not None)
         if self._backend is not None and not attempt.failed:
             self._backend.met()
         return attempt
 
-    def step(
+    def _step(
         self,
         method: str,
         arguments: Sequence[tuple[Any, ...]],
@@ -199,8 +329,8 @@ class GroupForming:
         attempt = Attempt(
             {m: m.work(method, *a) for m, a in zip(members, arguments, strict=True)}, self._clock
         )
-        mentioned, timeout_s = self._clock.monotonic(), self._context.timeout_s
-        deadline = mentioned + timeout_s
+        timeout_s = self._context.timeout_s
+        deadline = self._clock.monotonic() + timeout_s
         while attempt.under_way:
             has_settled = attempt.settle(1.0)
             self._context.check_open()
@@ -208,17 +338,13 @@ class GroupForming:
                 _, lost = self._commands.reach(attempt.pending)
                 for member, error in lost.items():
                     attempt.give_up(member, error)
-            now = self._clock.monotonic()
-            waiting = self._journal.listed(attempt.pending)
-            if now > deadline and not self._group.is_cut_off():
+            if self._clock.monotonic() > deadline and not self._group.is_cut_off():
+                waiting = self._journal.listed(attempt.pending)
                 self._stop(attempt)
                 raise WorkerTimeoutError(
                     f"Workers {waiting} took longer than {timeout_s:g} s (timeout_s) to {what}.",
                     waited_s=timeout_s,
                 )
-            if now - mentioned > _MENTION_S:
-                logger.warning("Still waiting for workers %s to %s.", waiting, what)
-                mentioned = now
         if attempt.failed:
             self._stop(attempt)
         self._commands.entering = []
@@ -229,7 +355,7 @@ class GroupForming:
             self._backend.close()  # wakes workers that still wait for each other
         self._commands.stop(attempt)
 
-    def raise_failure(self, attempt: Attempt) -> None:
+    def _raise_failure(self, attempt: Attempt) -> None:
         for member, error in attempt.lost.items():
             rank = self._journal.ranks[member]
             raise WorkerLostError(

@@ -1,6 +1,6 @@
 """Supervises a call: logs what hangs, and detects collectives that cannot end.
 
-This module does not detect dead workers: `attempt.py` receives the Ray error of a dead worker.
+This module does not detect dead workers: `commands.py` receives the Ray error of a dead worker.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from raysgd._internal.tracebacks import shortened_stacks
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_handle import WorkerHandle
-from raysgd.elastic.attempt import Attempt
+from raysgd.elastic.commands import Attempt
 from raysgd.errors import WorkerTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 _STANDSTILL_S = 60.0
 """Seconds without a finished batch after which to log the stacks of all workers."""
 _STACKS_S = 2.0
-_MENTION_STRAGGLER_S = 5.0
-"""Seconds after which to log that workers are still busy with an interrupted call."""
 _BLOCKED_S = 0.7
 """Seconds that a blocked collective may take before the driver interrupts it."""
 
@@ -82,28 +80,22 @@ class HealthMonitor:
         waited_s = now - self._moved_at
         if waited_s >= _STANDSTILL_S and not self._has_shown:
             self._has_shown = True
-            stacks = _stacks(self.attempt.pending, self.ranks, self.clock)
-            logger.warning("No batch finished for %.0f s. %s", waited_s, stacks)
+            asked = {member: member.control("stacks") for member in self.attempt.pending}
+            self.clock.wait(asked.values(), _STACKS_S)
+            stacks = [
+                f"Worker {self.ranks[member]} on {member.name}:\n{_shown_stack(answer)}"
+                for member, answer in asked.items()
+            ]
+            logger.warning("No batch finished for %.0f s. %s", waited_s, "\n".join(stacks))
 
     def _listed(self, members: Iterable[WorkerHandle]) -> str:
         return ", ".join(str(rank) for rank in sorted(self.ranks[m] for m in members))
 
 
-def _stacks(
-    members: Iterable[WorkerHandle], ranks: Mapping[WorkerHandle, int], clock: Clock
-) -> str:
-    asked = {member: member.control("stacks") for member in members}
-    clock.wait(asked.values(), _STACKS_S)
-    told = {
-        member: shortened_stacks(answer.result())
-        if answer.done() and answer.exception() is None
-        else "no answer: the process is stopped or gone"
-        for member, answer in asked.items()
-    }
-    return "\n".join(
-        f"Worker {ranks.get(member, '(new)')} on {member.name}:\n{text}"
-        for member, text in told.items()
-    )
+def _shown_stack(answer: Future[str]) -> str:
+    if answer.done() and answer.exception() is None:
+        return shortened_stacks(answer.result())
+    return "no answer: the process is stopped or gone"
 
 
 def await_stragglers(
@@ -119,15 +111,7 @@ def await_stragglers(
     """
     stragglers = Attempt(busy, clock)
     try:
-        quiet_s = min(_MENTION_STRAGGLER_S, patience_s)
-        stragglers.settle_until(quiet_s, lambda: False)
-        if stragglers.pending and quiet_s < patience_s:
-            logger.warning(
-                "Waiting up to %.0f s for workers that are still busy with the failed call:\n%s",
-                patience_s - quiet_s,
-                _stacks(stragglers.pending, ranks, clock),
-            )
-            stragglers.settle_until(patience_s - quiet_s, lambda: False)
+        stragglers.settle_until(patience_s, lambda: False)
     finally:
         for member in busy.keys() - stragglers.pending.keys():
             del busy[member]

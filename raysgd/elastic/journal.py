@@ -19,6 +19,7 @@ _WARNINGS = {
     "newcomer_failed": "A replacement worker failed before it joined: %(cause)s",
     "split": "Worker %(rank)d ran out of memory after step %(step)d. From now on, each batch is "
     "split into %(factor)d micro-batches that make one update: %(cause)s",
+    "waiting": "%(cause)s. Waiting %(seconds).1f s for resources.",
     "draining": "Workers will be preempted%(within)s (%(cause)s): %(places)s.",
 }
 """Messages of the events that are logged as warnings."""
@@ -60,7 +61,7 @@ class Journal:
         old_shares: tuple[float, ...] = (),
         step: int | None = None,
     ) -> None:
-        """Record an event and log it. The caller logs waits, because it knows the resources."""
+        """Record an event and log it."""
         num_workers = len(self._group.members)
         if kind == "lost":  # the lost worker is still a member
             num_workers = num_workers - 1 if self._joins else 0
@@ -87,7 +88,7 @@ class Journal:
                 "within": f" within {seconds:.0f} s" if seconds else "",
             }
             logger.warning(_WARNINGS[kind], values)
-        elif kind != "waiting":
+        else:
             logger.info(
                 "%s: workers %s, generation %d with %d of %d workers%s%s.%s",
                 kind.capitalize(),

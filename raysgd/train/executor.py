@@ -114,7 +114,7 @@ class BackendExecutor:
         )
         # A reference to the executor would keep it from being collected.
         prepare = BackendExecutor._prepare_workers
-        controller.starts.on_start = functools.partial(prepare, weakref.proxy(self))
+        controller.forming.on_start = functools.partial(prepare, weakref.proxy(self))
         self._controller = controller
         # Shut down even if the script never calls shutdown().
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)

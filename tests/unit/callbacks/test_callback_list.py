@@ -473,7 +473,7 @@ def test_callbacks_that_save_pause_immediately_before_workers_are_taken_away(mak
     saving, other = Spy("saving", pause_every=30), Spy("other", pause_every=30)
     saving.saves_state = True
     trainer = make_trainer(callbacks=[saving, other])
-    trainer._controller._preemption.must_save = True
+    trainer._controller._context.preemption.must_save = True
     trainer.train()
     assert next(detail for _, hook, detail in saving.calls if hook == "on_pause") == 1
     assert 1 not in [detail for _, hook, detail in other.calls if hook == "on_pause"]

@@ -9,7 +9,7 @@ from raysgd._internal.context import Progress, WorkerContext
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_info import WorkerInfo
-from raysgd.elastic.replacement import Replacement
+from raysgd.elastic.scale_up import Replacement
 from tests.unit.cluster.clock import ManualClock
 
 PLACE = WorkerInfo(node_id="n", node_ip="10.0.0.9", gpu_ids=("3",))

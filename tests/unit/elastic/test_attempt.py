@@ -8,8 +8,8 @@ import ray.exceptions
 from raysgd._internal.context import Progress
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker import Outcome
-from raysgd.elastic import attempt as attempt_module
-from raysgd.elastic.attempt import Attempt
+from raysgd.elastic import commands
+from raysgd.elastic.commands import Attempt
 from raysgd.errors import CollectiveError
 from tests.blackbox.simulation.seam import LostError
 
@@ -17,7 +17,7 @@ from tests.blackbox.simulation.seam import LostError
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     for name in ("_ROOT_CAUSE_S", "_RETURN_S", "_NODE_LOSS_S"):
-        monkeypatch.setattr(attempt_module, name, 0.01)
+        monkeypatch.setattr(commands, name, 0.01)
 
 
 def outcome(kind, payload=None):
