@@ -89,7 +89,7 @@ def run(config, num_kills):
             while (left := num_steps - trainer.global_step) > 0:
                 trainer.train(num_steps=min(EVERY, left), max_retries=num_kills)
                 losses[trainer.global_step] = trainer.validate()["val_loss"]
-        killed = [injection.step for injection in chaos.injected]
+        killed = [injection.fault.step for injection in chaos.injected]
         assert not chaos.pending
         # a step that was redone has several lines, and the last one counts
         workers = dict(map(int, line.split()) for line in log)

@@ -85,7 +85,7 @@ def test_horovod_takes_the_place_of_the_strategy(module_cluster, tmp_path):
         check_that_two_work_as_one(trainer, TF_KERAS)
         check_that_two_learn_the_digits(trainer, tmp_path / "state")
         step = trainer.global_step
-        with chaos.Chaos(trainer, [chaos.Fault(kind="kill", rank=1, step=step + 5)]):
+        with chaos.Chaos(trainer, [chaos.Fault(rank=1, step=step + 5)]):
             result = trainer.train()  # all workers restart
         assert result["num_samples"] == 1440
         assert [e.kind for e in trainer.events if e.kind in ("lost", "restarted")] == [
@@ -169,7 +169,7 @@ def test_different_branches_on_workers_make_one_update(trainer):
 def test_lost_worker_costs_no_finished_step_and_is_replaced(trainer):
     before = trainer.apply_all_operators(pid)
     step, epoch, num_events = trainer.global_step, trainer.epoch, len(trainer.events)
-    with chaos.Chaos(trainer, [chaos.Fault(kind="kill", rank=1, step=step + 10)]):
+    with chaos.Chaos(trainer, [chaos.Fault(rank=1, step=step + 10)]):
         result = trainer.train()
     assert result["epoch"] == epoch + 1
     assert trainer.global_step == (epoch + 1) * 45
