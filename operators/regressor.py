@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn import functional
 from raysgd.metrics import Sums, ratio
 from raysgd.operators.base import SupervisedOperator
 
-_LOSSES = {
+_LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "mse": functional.mse_loss,
     "l1": functional.l1_loss,
     "huber": functional.huber_loss,

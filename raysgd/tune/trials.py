@@ -15,16 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from raysgd._internal.arguments import (
-    MOST_WORKERS,
-    as_int,
-    check_choice,
-    check_int,
-    checked_dict,
-    is_number,
-)
-from raysgd.callbacks.callback_list import checked_callbacks
-from raysgd.callbacks.run_folder import checked_logdir
+from raysgd._internal.arguments import as_int
 from raysgd.cluster import ray_session
 from raysgd.cluster.group_options import GroupOptions
 from raysgd.trainer.base import OperatorTrainer
@@ -97,10 +88,7 @@ class BaseTrainable(Trainable):
         """
         override = type(self).override_tune_step
         if override is not None:
-            result = override(self.trainer, {"iteration": self.training_iteration})
-            if not isinstance(result, dict):
-                raise TypeError(f"override_tune_step must return a dict, not {result!r}.")
-            return result
+            return override(self.trainer, {"iteration": self.training_iteration})
         metrics: dict[str, Any] = self.trainer.train()
         if self._has_validation:
             metrics = {**metrics, **self.trainer.validate()}
@@ -140,7 +128,6 @@ class BaseTrainable(Trainable):
         for name in cls.defaults.keys() & config.keys():
             value = config[name]
             arguments[name] = as_int(value.item() if isinstance(value, np.generic) else value)
-        _check(arguments)
         return {**given, **arguments, "config": {**(given.get("config") or {}), **config}}
 
 
@@ -165,14 +152,12 @@ class TFTrainable(BaseTrainable):
         if hasattr(cls, "trainer_kwargs"):
             return super().trainer_arguments(config)
         names = ("model_creator", "data_creator", "use_gpu", "num_cpus_per_worker", "use_local")
-        arguments = {
+        return {
             **cls.defaults,
             **{name: config[name] for name in names if name in config},
-            "num_workers": as_int(config.get("num_replicas", 1)),
+            "num_workers": config.get("num_replicas", 1),
             "config": config.get("trainer_config"),
         }
-        _check(arguments)
-        return arguments
 
     @staticmethod
     def trainer_cls(**arguments: Any) -> OperatorTrainer:
@@ -183,44 +168,19 @@ class TFTrainable(BaseTrainable):
 
 def trainable_class(
     base: type[BaseTrainable],
-    trainer_cls: Callable[..., OperatorTrainer],
+    trainer_cls: type[OperatorTrainer],
     override_tune_step: TuneStep | None,
     trainer_kwargs: Mapping[str, Any],
 ) -> type[BaseTrainable]:
-    """Create a Trainable class for one trainer class and its arguments.
-
-    Args:
-        base: the base class for the family of the trainer.
-        trainer_cls: creates the trainer. It takes ``config`` and the keys of `base.defaults`.
-        override_tune_step: replaces ``step``. Its arguments are the trainer and
-            ``{"iteration": n}``, the number of earlier results.
-        trainer_kwargs: arguments of the trainer.
-    """
-    name = getattr(trainer_cls, "__name__", "Trainer")
-    checked_dict(name, "config", trainer_kwargs.get("config"))
-    logdir = checked_logdir(trainer_kwargs.get("logdir"))
-    callbacks = trainer_kwargs.get("callbacks", ())
-    checked_callbacks(f"{name}.as_trainable(callbacks=...)", callbacks, logdir)
+    """Create the class of the trials of a trainer. See :meth:`OperatorTrainer.as_trainable`."""
     # Tune names folders and trials after the class, and Tuner.restore looks it up by name.
-    name = name.removesuffix("Trainer") + "Trainable"
-    step = None if override_tune_step is None else staticmethod(override_tune_step)
+    name = trainer_cls.__name__.removesuffix("Trainer") + "Trainable"
     attributes = {
         "trainer_cls": trainer_cls,
         "trainer_kwargs": dict(trainer_kwargs),
-        "override_tune_step": step,
+        "override_tune_step": override_tune_step and staticmethod(override_tune_step),
     }
-    trainable: type[BaseTrainable] = type(name, (base,), attributes)
-    trainable.trainer_arguments({})  # only checks the arguments
-    return trainable
-
-
-def _check(arguments: Mapping[str, Any]) -> None:
-    """Check the resources before Tune waits for what the cluster lacks."""
-    check_int("trial", "num_workers", arguments["num_workers"], 1, MOST_WORKERS)
-    cpus = arguments["num_cpus_per_worker"]
-    if not is_number(cpus) or not cpus > 0:
-        raise ValueError(f"trial(num_cpus_per_worker={cpus!r}): must be a number above 0.")
-    check_choice("trial", "use_gpu", arguments["use_gpu"], (True, False, "auto"))
+    return type(name, (base,), attributes)
 
 
 def _worker_bundle(arguments: Mapping[str, Any]) -> dict[str, float]:
