@@ -22,13 +22,12 @@ from raysgd.torch.features.speed import Speed
 from raysgd.torch.interop.horovod import HorovodGradients
 from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import (
-    check_criteria,
     check_fully_shardable,
     check_shardable,
     check_step_freq,
     checked,
+    checked_criteria,
     checked_sharding,
-    is_trained,
 )
 
 if TYPE_CHECKING:
@@ -56,8 +55,6 @@ def register(
             "register() was called twice. Pass lists to register several models or optimizers."
         )
     compile_args = checked_compile(compile)
-    criteria = [] if criterion is None else listed(criterion)
-    check_criteria(criteria)
     ddp_args = checked_dict("register", "ddp_args", ddp_args)
     apex_args = checked_dict("register", "apex_args", apex_args)
     horovod_args = checked_dict("register", "horovod_args", horovod_args)
@@ -66,19 +63,15 @@ def register(
     options, device = state.settings.options, state.settings.device
     distributed = state.context.distributed
     sharding_args = checked_sharding(sharding, sharding_args, options, state.optimizers)
-    trained = [each for each in criteria if is_trained(each, state.optimizers, modules)]
-    state.num_criteria = len(trained)
+    criteria = [] if criterion is None else checked_criteria(criterion, state.optimizers, modules)
     keeps_parameters = distributed and sharding == "full"  # workers move only their rows
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         stays = keeps_parameters and isinstance(tensor, torch.nn.Parameter)
         return tensor if stays else tensor.to(device)
 
-    state.models = [model._apply(move) for model in [*modules, *trained]]
+    state.models = [model._apply(move) for model in modules]
     precision = state.optimization.precision
-    if apex_args and options.use_fp16 != "apex":
-        unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
-        state.say("apex", unused, apex_args, precision.name)
     sharded: list[Any] = []
     if sharding is not None:
         others = {"compile": compile_args is not None, "ddp_args": bool(ddp_args)}
@@ -93,7 +86,7 @@ def register(
     for optimizer in state.optimizers:
         optimizer.register_step_post_hook(state.optimization.end_update)
     state.models = precision.prepare(state.models, state.optimizers, apex_args)
-    uncompile(state.given_models)
+    uncompile(state.models)
     compilation = Compilation(state, compile_args)
     replication: list[Any] = []
     watched: tuple[Any, Any] = [], []
@@ -119,9 +112,8 @@ def register(
     state.optimization.begin()
     for each in sharded:
         each.begin()
-    wrapped = dict(zip(map(id, trained), state.models[len(modules) :], strict=True))
     state.criteria = criteria = [
-        wrapped.get(id(c), c.to(device) if isinstance(c, torch.nn.Module) else c) for c in criteria
+        each.to(device) if isinstance(each, torch.nn.Module) else each for each in criteria
     ]
     state.frozen_modes = [
         (model, [(module, module.training) for module in model.modules()])
@@ -130,7 +122,7 @@ def register(
     ]
     state.step.optimizers = state.optimizers
     state.registered = True
-    given = [shaped_like(models, state.given_models), optimizers]
+    given = [shaped_like(models, state.models), optimizers]
     if criterion is not None:
         given.append(shaped_like(criterion, criteria))
     if schedulers is not None:
@@ -164,11 +156,8 @@ def _replicate(
         return HorovodGradients(state, horovod_args)
     wraps = distributed and options.wrap_ddp
     if wraps:
-        device, count = state.settings.device, len(state.given_models)
-        state.models = [
-            ddp.wrapped(model, device, ddp_args, is_criterion=index >= count)
-            for index, model in enumerate(state.models)
-        ]
+        device = state.settings.device
+        state.models = [ddp.wrapped(model, device, ddp_args) for model in state.models]
         ddp.check_exchanged(state.optimizers, state.models)
     return Replication(state, wraps)
 

@@ -132,12 +132,12 @@ class TorchTrainState(TrainState):
     def whole_models(self) -> list[torch.nn.Module]:
         """Return copies of the models on the CPU. If models are sharded, only rank 0 gets any."""
         if (full := self.feature("FullyShardedModel")) is not None:
-            copies: list[torch.nn.Module] = full.copies(len(self.given_models))
+            copies: list[torch.nn.Module] = full.copies()
             return copies
         if self.sharded and self.context.world_rank != 0:
             return []
         with self.evaluating():
-            return [copy_to_cpu(ddp.plain(model)) for model in self.given_models]
+            return [copy_to_cpu(ddp.plain(model)) for model in self.models]
 
     def copy_leaf(self, leaf: Any) -> Any:
         return copy_leaf(leaf)
@@ -218,12 +218,9 @@ class TorchTrainState(TrainState):
 
     def _stateful(self, state: Mapping[str, Any]) -> list[tuple[str, list[Any], Any]]:
         """Return the registered objects of each kind, and their states in `state`."""
-        models, saved = [ddp.plain(model) for model in self.models], state.get("models", [])
-        if self.num_criteria and isinstance(saved, list | tuple):
-            # Older files lack the criterion.
-            models = models[: max(len(saved), len(models) - self.num_criteria)]
+        models = [ddp.plain(model) for model in self.models]
         found: list[tuple[str, list[Any], Any]] = [
-            ("models", models, saved),
+            ("models", models, state.get("models", [])),
             ("optimizers", self.optimizers, state.get("optimizers", [])),
         ]
         if self.schedulers:

@@ -34,7 +34,7 @@ def checked_compile(given: Any) -> dict[str, Any] | None:
 class Compilation(StepFeature):
     def __init__(self, state: TorchTrainState, arguments: Mapping[str, Any] | None) -> None:
         self._state = state
-        models = [] if arguments is None else state.given_models
+        models = [] if arguments is None else state.models
         self._compiled = [CompiledModel(model, arguments or {}) for model in models]
 
     @property
