@@ -28,13 +28,10 @@ from raysgd.data import Dataset as ItemDataset
 from raysgd.data.partition import EpochPartition
 from raysgd.data.source import BatchSource, PartitionedSource, own_split
 from raysgd.loop.sources import DataSources
-from raysgd.torch.seeding import seeded
+from raysgd.torch.orders import Order, drawn_order, is_plain_shuffle, picked
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
-
-Order = torch.Tensor | list[Any] | None
-"""Order of an epoch: indices or other keys of a sampler. None means the order of the data set."""
 
 
 class TorchSources(DataSources):
@@ -154,12 +151,11 @@ class ShardedLoader(PartitionedSource):
         self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
     ) -> Iterator[Any]:
         order, shard = self._order_of(epoch), self.shard
+        spans = [*shard.batches(offset, num_steps, in_parts)]
         if self._tensors is not None:
-            spans = shard.batches(offset, num_steps, in_parts)
             keys = torch.arange(shard.total) if order is None else torch.as_tensor(order)
             return ([each[keys[start:stop]] for each in self._tensors] for start, stop in spans)
         loader = self._reader()
-        spans = [*shard.batches(offset, num_steps, in_parts)]
         loader._index_sampler.begin(order, spans)
         # The seeds of loader processes come from this generator, not from generators of the user.
         seed = self._seed + (epoch + 1) * shard.world_size + shard.rank
@@ -321,13 +317,6 @@ def _complete(batches: Iterator[Any], expected: int) -> Iterator[Any]:
         )
 
 
-def picked(order: Order, start: int, stop: int) -> list[Any]:
-    if order is None:
-        return list(range(start, stop))
-    keys = order[start:stop]
-    return keys if isinstance(keys, list) else keys.tolist()
-
-
 def wrap_loader(
     loader: Any,
     *,
@@ -458,29 +447,6 @@ def changed(loader: DataLoader[Any], **settings: Any) -> DataLoader[Any]:
         object.__setattr__(made, name, value)  # bypass the guards of DataLoader
     made._iterator = None
     return made
-
-
-# ---- orders
-
-
-def drawn_order(sampler: Any, seed: int) -> Order:
-    """Return the order that a sampler draws if all random numbers follow from `seed`."""
-    if type(sampler) is SequentialSampler:
-        return None
-    with seeded(seed, getattr(sampler, "generator", None)):
-        if is_plain_shuffle(sampler):
-            return torch.randperm(len(sampler.data_source))
-        # Stop an endless sampler at its length.
-        return list(itertools.islice(sampler, len(sampler)))
-
-
-def is_plain_shuffle(sampler: Any) -> bool:
-    """Return whether a sampler is the PyTorch shuffle of all samples."""
-    return (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and sampler.num_samples == len(sampler.data_source)
-    )
 
 
 # ---- data sets of items

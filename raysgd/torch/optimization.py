@@ -12,7 +12,7 @@ import torch
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
 from raysgd.torch.precision import Precision
-from raysgd.torch.tensors import multiply_all, version_of
+from raysgd.torch.state import multiply_all, version_of
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState

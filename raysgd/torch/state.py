@@ -1,18 +1,20 @@
-"""Copies of tensors and models, and checks whether a saved state fits."""
+"""Copies of tensors, models, and random states, and checks whether a saved state fits."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import lr_scheduler
 
 from raysgd._internal.arguments import is_number
 from raysgd._internal.nested import deep_copied, map_leaves
+from raysgd.loop.state import Generators
 
 
 def to_cpu(tree: Any, shares: bool = False) -> Any:
@@ -81,6 +83,27 @@ def _in_dtypes_of(saved: Any, held: Any) -> Any:
     elif type(held) in (list, tuple) and isinstance(saved, list | tuple):
         return type(held)(map(_in_dtypes_of, saved, held))
     return held
+
+
+# ---- random number generators
+
+
+class TorchGenerators(Generators):
+    def state(self) -> dict[str, Any]:
+        state = super().state()
+        kind, keys, *rest = state["numpy"]
+        # Use a tensor, because `weights_only` loading rejects arrays.
+        state["numpy"] = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)
+        state["torch"] = torch.get_rng_state()
+        if torch.cuda.is_initialized():
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def set(self, state: Mapping[str, Any]) -> None:
+        super().set(state)
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
 
 
 # ---- checks before anything changes
@@ -186,3 +209,31 @@ def _differing(what: str, missing: set[Any], unknown: set[Any]) -> str:
         if keys
     ]
     return f"{what} {', and '.join(found)}"
+
+
+# ---- helpers that PyTorch offers only under private names
+
+
+def buffer_names(module: torch.nn.Module) -> list[str]:
+    """Return the names of a module's own buffers. `named_buffers` omits buffers that are None."""
+    return list(module._buffers)
+
+
+def copy_all(into: Iterable[torch.Tensor], content: Iterable[torch.Tensor]) -> None:
+    """Copy each tensor of `content` into the corresponding tensor of `into`.
+
+    On a GPU, one kernel copies many tensors of one dtype.
+    """
+    if into := list(into):
+        torch._foreach_copy_(into, list(content))
+
+
+def multiply_all(tensors: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply tensors in place. On a GPU, one kernel multiplies many tensors."""
+    if tensors := list(tensors):
+        torch._foreach_mul_(tensors, factor)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place."""
+    return tensor._version

@@ -28,8 +28,8 @@ from raysgd.torch.state import (
     load_optimizer,
     state_problem,
     to_cpu,
+    version_of,
 )
-from raysgd.torch.tensors import version_of
 
 
 @dataclass

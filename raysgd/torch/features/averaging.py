@@ -12,8 +12,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from raysgd.errors import CheckpointError
 from raysgd.loop.feature import StepFeature
 from raysgd.torch import ddp
-from raysgd.torch.state import is_like
-from raysgd.torch.tensors import copy_all
+from raysgd.torch.state import copy_all, is_like
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState

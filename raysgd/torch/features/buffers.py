@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from raysgd.loop.feature import StepFeature
-from raysgd.torch.tensors import buffer_names, copy_all
+from raysgd.torch.state import buffer_names, copy_all
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState

@@ -22,8 +22,7 @@ from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.sharding.fsdp import ShardedModels
 from raysgd.torch.sharding.layout import Room
 from raysgd.torch.sharding.pieces import PARAMETER, Piece
-from raysgd.torch.state import copy_to_cpu
-from raysgd.torch.tensors import copy_all
+from raysgd.torch.state import copy_all, copy_to_cpu
 
 if TYPE_CHECKING:
     import contextlib

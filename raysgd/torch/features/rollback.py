@@ -11,7 +11,7 @@ from raysgd._internal.nested import map_leaves
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
 from raysgd.loop.step import Step
-from raysgd.torch.tensors import copy_all, version_of
+from raysgd.torch.state import copy_all, version_of
 
 
 class Rollback(StepFeature):

@@ -24,7 +24,7 @@ from raysgd.loop.feature import ShardedFeature
 from raysgd.torch import collectives
 from raysgd.torch.sharding.layout import Layout, Room, Transfer, transfers
 from raysgd.torch.sharding.pieces import Piece, cut_like, flat, on_device
-from raysgd.torch.tensors import copy_all
+from raysgd.torch.state import copy_all
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState

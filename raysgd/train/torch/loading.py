@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from raysgd.torch.batches import move_to_device
-from raysgd.torch.loading import ShardedLoader, changed, is_plain_shuffle, makes_own_batches
+from raysgd.torch.loading import ShardedLoader, changed, makes_own_batches
+from raysgd.torch.orders import is_plain_shuffle
 
 logger = logging.getLogger(__name__)
 
