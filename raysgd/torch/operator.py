@@ -129,11 +129,6 @@ class TrainingOperator(OperatorBase):
         Returns:
             ``train_loss``, the mean over the batch, and ``num_samples``. If `num_items` is
             overridden, ``train_loss`` is a `raysgd.metrics.Sums` weighted by the items.
-
-        Raises:
-            TypeError: If the batch has another format.
-            RuntimeError: If ``self.model``, ``self.optimizer``, or ``self.criterion`` is missing,
-                or if there are several models, optimizers, or criteria.
         """
         self._check_single()
         model, optimizer = self._default("model"), self._default("optimizer")
@@ -290,11 +285,6 @@ class TrainingOperator(OperatorBase):
         Returns:
             (models, optimizers), then criterion and schedulers if you passed them. Each has the
             shape of its argument: a single object, a list, or a tuple.
-
-        Raises:
-            TypeError: If an argument has the wrong type.
-            ValueError: If an argument has a value that is not allowed, or that does not work with
-                another argument.
         """
         return register(
             self._train_state,
@@ -330,9 +320,6 @@ class TrainingOperator(OperatorBase):
             train_loader: The training data.
             validation_loader: The validation data, or a dict of loaders by name, such as
                 ``{"seen": ..., "unseen": ...}``. Their metrics are ``val/seen_loss`` and so on.
-
-        Raises:
-            TypeError: If a loader is not iterable.
         """
         self._train_state.data.register(train_loader, validation_loader)
 
@@ -409,11 +396,6 @@ class TrainingOperator(OperatorBase):
             num_samples: Number of items, such as tokens, if `loss` is a mean over these items. A
                 batch of 0 items is ignored. Pass `num_samples` on all workers or on none. None
                 counts samples.
-
-        Raises:
-            TypeError: If `num_samples` is not a number or a tensor of one element.
-            ValueError: If `num_samples` is negative or infinite, or, with gradient accumulation,
-                differs between the losses of a batch.
         """
         self._train_state.optimization.backward(loss, num_samples)
 
@@ -421,15 +403,8 @@ class TrainingOperator(OperatorBase):
         """Unscale and clip the gradients of a registered optimizer, update, and zero the gradients.
 
         If float16 overflows, all workers skip the update. With gradient accumulation, call this
-        method for every batch. Only the last batch of a group makes an update.
-
-        Returns:
-            Whether this batch was the last of its group.
-
-        Raises:
-            TypeError: If the optimizer needs a closure.
-            RuntimeError: If, with gradient accumulation, the optimizer steps twice in a batch, or
-                the last batch of a group has no `backward`.
+        method for every batch. Only the last batch of a group makes an update. Return whether
+        this batch was the last of its group.
         """
         return self._train_state.optimization.step(optimizer)
 

@@ -93,8 +93,6 @@ class TorchTrainer(OperatorTrainer):
             folder of their own. None to write nothing.
 
     Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If an argument has a value that is not allowed.
         ImportError: If a worker lacks Apex, for ``use_fp16="apex"``.
         InsufficientResourcesError: If the cluster has no room for `min_workers` within the start
             timeout (``SGD_PLACEMENT_GROUP_TIMEOUT_S``, 100 s).
