@@ -13,8 +13,6 @@ from raysgd.metrics import Sums, ratio
 from raysgd.torch.ddp import plain
 from raysgd.torch.out_of_memory import map_batch
 
-_TARGETS = ("target", "targets", "label", "labels", "y")
-
 
 class Batch(NamedTuple):
     """Arguments of ``forward`` in a batch, and the target."""
@@ -61,32 +59,17 @@ def read_batch(batch: Any, model: torch.nn.Module) -> Batch:
     Raises:
         TypeError: If the arguments and the target cannot be told apart.
     """
-    if (named := _by_name(batch, model, num_others=1)) is not None:
-        return _read_named(named, batch, model)
+    if (named := _by_name(batch, model)) is not None:
+        accepted = _accepts(model, named)
+        others = [name for name in named if name not in accepted]
+        if not accepted or len(others) > 1:
+            raise _unclear(batch, model)
+        known = {name: named[name] for name in named if name in accepted}
+        return Batch((), known, named[others[0]] if others else None)
     if not isinstance(batch, tuple | list) or len(batch) < 2:
         raise _unclear(batch, model)
     *features, target = batch
-    if len(features) == 1:
-        (feature,) = features
-        named = _by_name(feature, model, num_others=0)
-        if named is not None and _accepts(model, named) == named.keys():
-            return Batch((), named, target)
-        if isinstance(feature, tuple | list) and 1 < len(feature) == len(_required(model)):
-            return Batch(tuple(feature), {}, target)
     return Batch(tuple(features), {}, target)
-
-
-def _read_named(named: Mapping[str, Any], batch: Any, model: torch.nn.Module) -> Batch:
-    accepted = _accepts(model, named)
-    others = [name for name in named if name not in accepted]
-    if accepted and len(others) < 2:
-        known = {name: named[name] for name in named if name in accepted}
-        return Batch((), known, named[others[0]] if others else None)
-    targets = [name for name in others if name in _TARGETS]
-    if not accepted and len(others) == 2 and len(targets) == 1:
-        (feature,) = (name for name in others if name not in targets)
-        return Batch((named[feature],), {}, named[targets[0]])
-    raise _unclear(batch, model)
 
 
 def _named(value: Any) -> Mapping[str, Any] | None:
@@ -98,16 +81,17 @@ def _named(value: Any) -> Mapping[str, Any] | None:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
-def _by_name(value: Any, model: torch.nn.Module, num_others: int) -> Mapping[str, Any] | None:
+def _by_name(value: Any, model: torch.nn.Module) -> Mapping[str, Any] | None:
     """Like `_named`, but also accept a named tuple with every required argument of ``forward``.
 
-    At most `num_others` fields of the named tuple may be no arguments of ``forward``.
+    At most one field of the named tuple may be no argument of ``forward``.
     """
     fields = set(getattr(value, "_fields", ())) if isinstance(value, tuple) else set()
     if not fields:
         return _named(value)
-    others = fields - {p.name for p in _inputs_of(model) if p.kind not in _VARIADIC}
-    is_like = _required(model) <= fields and len(others) <= num_others
+    inputs = [p for p in _inputs_of(model) if p.kind not in _VARIADIC]
+    required = {p.name for p in inputs if p.default is inspect.Parameter.empty}
+    is_like = required <= fields and len(fields - {p.name for p in inputs}) <= 1
     return value._asdict() if is_like else None
 
 
@@ -116,11 +100,6 @@ def _accepts(model: torch.nn.Module, names: Collection[str]) -> set[str]:
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inputs):
         return set(names)
     return {p.name for p in inputs if p.kind not in _VARIADIC} & {*names}
-
-
-def _required(model: torch.nn.Module) -> set[str]:
-    inputs = [p for p in _inputs_of(model) if p.kind not in _VARIADIC]
-    return {p.name for p in inputs if p.default is inspect.Parameter.empty}
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

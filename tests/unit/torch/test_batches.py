@@ -90,7 +90,6 @@ Masked = namedtuple("Masked", ["mask", "truth", "x"])
 Unlike = namedtuple("Unlike", ["image", "mask", "truth"])
 Labeled = namedtuple("Labeled", ["labels", "x"])
 Image = namedtuple("Image", ["image", "mask"])
-MaskFirst = namedtuple("MaskFirst", ["mask", "x"])
 KINDS = {
     "tuple": (Model, (FEATURES, TARGET)),
     "list": (Model, [FEATURES, TARGET]),
@@ -100,13 +99,9 @@ KINDS = {
     "named tuple with all of forward's": (WithLoss, Labeled(TARGET, FEATURES)),
     "named tuple, an input has another name": (MayMask, Image(FEATURES, TARGET)),
     "named tuple, any names": (AnyNames, Named(FEATURES, TARGET)),
-    "nested named tuple": (Divided, (MaskFirst(ONES, FEATURES), TARGET)),
     "two inputs": (TwoInputs, (FEATURES, ONES, TARGET)),
-    "nested": (TwoInputs, ((FEATURES, ONES), TARGET)),
     "nested, taken whole": (Takes, ((FEATURES, ONES), TARGET)),
-    "nested dict": (TwoInputs, ({"x": FEATURES, "mask": ONES}, TARGET)),
     "dict": (TwoInputs, {"truth": TARGET, "x": FEATURES, "mask": ONES}),
-    "dict, other names": (Model, {"image": FEATURES, "label": TARGET}),
     "mapping": (TwoInputs, UserDict(x=FEATURES, mask=ONES, y=TARGET)),
     "data class": (TwoInputs, Sample(FEATURES, ONES, TARGET)),
     "output with logits": (WithLogits, (FEATURES, TARGET)),
