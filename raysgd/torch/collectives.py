@@ -38,11 +38,6 @@ def rank() -> int:
     return dist.get_rank() if hvd is None else int(hvd.rank())
 
 
-def size() -> int:
-    hvd = _horovod()
-    return dist.get_world_size() if hvd is None else int(hvd.size())
-
-
 def minimum(value: int, device: torch.device) -> int:
     hvd = _horovod()
     held = torch.tensor([value], dtype=torch.int64, device=device)
@@ -58,7 +53,7 @@ def mean(value: float, device: torch.device) -> float:
     if hvd is not None:
         return float(hvd.allgather(held, name="raysgd.mean").mean())
     dist.all_reduce(held)
-    return held.item() / size()
+    return held.item() / dist.get_world_size()
 
 
 def broadcast(tensor: torch.Tensor, source: int, to: Sequence[int] | None = None) -> None:

@@ -72,6 +72,9 @@ def register(
 
     state.models = [model._apply(move) for model in modules]
     precision = state.optimization.precision
+    if apex_args and options.use_fp16 != "apex":
+        unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
+        state.say("apex", unused, apex_args, precision.name)
     sharded: list[Any] = []
     if sharding is not None:
         others = {"compile": compile_args is not None, "ddp_args": bool(ddp_args)}
