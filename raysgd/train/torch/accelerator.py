@@ -142,8 +142,8 @@ def prepare_data_loader(
     from there. For any other sampler (a subset, a weighted draw), every worker draws the whole
     order with the same random numbers. The sampler must be the same on all workers.
 
-    If a run with ``num_workers=(min, max)`` has fewer than the maximum, batches become larger, and
-    a warning is logged. ``ElasticConfig(global_batch="scale")`` makes steps smaller instead.
+    If a run with ``num_workers=(min, max)`` has fewer than the maximum, batches become larger.
+    ``ElasticConfig(global_batch="scale")`` makes steps smaller instead.
 
     Args:
         data_loader: the loader, the same on all workers. Its batch size is the batch size of one

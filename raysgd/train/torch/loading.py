@@ -38,16 +38,6 @@ def prepared_loader(
         loader = loader._loader
     full_size = full_size or world_size
     if full_size > 1 and _can_share(loader):
-        if world_size < full_size and loader.batch_size is not None:
-            logger.warning(
-                "A loader gives each of %d workers up to %d samples per batch instead of %d, so "
-                "that steps keep the size of %d workers. For smaller steps, pass "
-                'ElasticConfig(global_batch="scale").',
-                world_size,
-                -(-full_size * loader.batch_size // world_size),
-                loader.batch_size,
-                full_size,
-            )
         if loader.generator is not None:
             seed = loader.generator.initial_seed() % 2**31
         pin = ahead and device is not None and device.type == "cuda"
