@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from raysgd._internal.arguments import check_number
@@ -90,11 +92,6 @@ class WorkerGroup:
 
     def __len__(self) -> int:
         return len(self._group.members)
-
-    @property
-    def num_workers(self) -> int:
-        """Number of workers."""
-        return len(self)
 
     @property
     def workers(self) -> list[Worker]:
@@ -225,26 +222,12 @@ class HostedWorker:
         self._id = hosted_id
         self._num_returns = num_returns
 
-    def __getattr__(self, name: str) -> HostedMethod:
+    def __getattr__(self, name: str) -> Any:
+        """Return a method, whose ``remote`` returns a reference or ``num_returns`` references."""
         if name.startswith("__"):
             raise AttributeError(name)
-        return HostedMethod(self.actor, self._id, name, self._num_returns.get(name, 1))
-
-
-@dataclass(frozen=True)
-class HostedMethod:
-    actor: Any
-    hosted_id: str
-    name: str
-    num_returns: int
-
-    def options(self, *, num_returns: int) -> HostedMethod:
-        return replace(self, num_returns=num_returns)
-
-    def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Start the method. Return a reference for ``ray.get``, or ``num_returns`` references."""
-        execute = self.actor.execute.options(num_returns=self.num_returns)
-        return execute.remote(_call_hosted, self.hosted_id, self.name, *args, **kwargs)
+        execute = self.actor.execute.options(num_returns=self._num_returns.get(name, 1))
+        return SimpleNamespace(remote=partial(execute.remote, _call_hosted, self._id, name))
 
 
 def _host(
