@@ -158,7 +158,7 @@ class TrainContext:
 
     worker: WorkerContext = field(default_factory=WorkerContext)
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    experiment: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
 
     def get_world_size(self) -> int:
         """Return the number of workers."""
@@ -193,20 +193,8 @@ class TrainContext:
         return dict(self.metadata)
 
     def get_experiment_name(self) -> str:
-        """Return the name of the run."""
-        return self.experiment.get("name", "")
-
-    def get_trial_name(self) -> str:
-        """Return the name of the trial; outside of Ray Tune, the name of the run."""
-        return self.get_experiment_name()
-
-    def get_trial_id(self) -> str:
-        """Return the ID of the trial; outside of Ray Tune, the name of the run."""
-        return self.experiment.get("trial_id", self.get_experiment_name())
-
-    def get_trial_dir(self) -> str:
-        """Return the folder of the run on the driver's node."""
-        return self.experiment.get("dir", "")
+        """Return the name of the run or the trial."""
+        return self.name
 
 
 def get_context() -> TrainContext:
@@ -214,4 +202,4 @@ def get_context() -> TrainContext:
     session, worker = current(), _worker_context()
     if session is None:
         return TrainContext(worker)
-    return TrainContext(worker, session.plan.metadata, session.plan.experiment)
+    return TrainContext(worker, session.plan.metadata, session.plan.name)

@@ -10,7 +10,7 @@ import os
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import cloudpickle
 
@@ -47,16 +47,14 @@ class DataParallelTrainer:
         train_loop_config: the config that the function gets.
         backend_config: what to set up on the workers; None for nothing.
         scaling_config: number of workers and their resources: raysgd's or Ray's class, or a dict.
-        dataset_config: which data sets to split: a dict of True or False by name, or an object with
-            ``split`` or ``datasets_to_split``. By default only "train" is split, and every worker
-            gets all rows of the other data sets.
+        dataset_config: which data sets to split: a dict of True or False by name, or Ray's
+            DataConfig. By default only "train" is split, and every worker gets all rows of the
+            other data sets.
         run_config: the folder of the run, the number of allowed losses, and callbacks.
         datasets: Ray Datasets by name (`raysgd.train.get_dataset_shard`).
         metadata: a dict that ``get_context().get_metadata()`` returns on the workers.
         resume_from_checkpoint: checkpoint to start from.
     """
-
-    _dataset_config: ClassVar[Mapping[str, Any]] = {"train": True}
 
     @suggests
     def __init__(
@@ -141,16 +139,16 @@ class DataParallelTrainer:
         folder: Path | None,
         *,
         iteration: int = 0,
-        experiment: Mapping[str, str] | None = None,
+        name: str = "",
         checkpoint: Any = None,
         datasets: Datasets | None = None,
     ) -> RunCheckpoints:
         """Start the function on a started executor, for `fit` and for trials of Ray Tune.
 
         Training continues from checkpoints in `folder`, otherwise from `checkpoint`. `iteration` is
-        the number of earlier reports. A checkpoint in the folder overrides it.
+        the number of earlier reports. A checkpoint in the folder overrides it. Without a folder,
+        `name` is the name of the run.
         """
-        names = {"name": folder.name, "dir": str(folder)} if folder is not None else {}
         return executor.start_training(
             bound_function(self.train_loop_per_worker, dict(self.train_loop_config)),
             folder,
@@ -158,7 +156,7 @@ class DataParallelTrainer:
             self.resume_from_checkpoint if checkpoint is None else checkpoint,
             self.run_config.checkpoint_config,
             metadata=self.metadata,
-            experiment={**names, **(experiment or {})},
+            name=folder.name if folder is not None else name,
             iteration=iteration,
             resume=True,
         )
@@ -179,13 +177,10 @@ class DataParallelTrainer:
 
     def _is_split(self, name: str) -> bool:
         config = self.dataset_config
-        if config is None:
-            return bool(self._dataset_config.get(name, False))
-        names = getattr(config, "datasets_to_split", getattr(config, "_datasets_to_split", None))
+        names = getattr(config, "_datasets_to_split", None)  # Ray has no public name for it
         if names is not None:
             return names == "all" or name in names
-        found = config.get(name, self._dataset_config.get(name, False))
-        return bool(getattr(found, "split", found))
+        return bool((config or {}).get(name, name == "train"))
 
     # ---- keeping and restoring
 
@@ -228,26 +223,15 @@ class DataParallelTrainer:
         return (Path(path).expanduser() / _TRAINER).is_file()
 
     @classmethod
-    def restore(
-        cls,
-        path: str | os.PathLike[str],
-        train_loop_per_worker: Callable[..., Any] | None = None,
-        train_loop_config: Mapping[str, Any] | None = None,
-        datasets: Mapping[str, Any] | None = None,
-        **changed: Any,
-    ) -> Self:
+    def restore(cls, path: str | os.PathLike[str], **changed: Any) -> Self:
         """Return a trainer whose ``fit()`` continues a run from its newest checkpoint.
 
-        Arguments that you leave out keep their values. Restoring unpickles files of the folder,
-        which can run code.
+        Restoring unpickles files of the folder, which can run code.
 
         Args:
             path: folder of the run: ``Result.path``.
-            train_loop_per_worker: replaces the function.
-            train_loop_config: replaces the config.
-            datasets: replaces the data sets; required if the earlier data sets belong to another
-                cluster.
-            changed: other arguments of the trainer, such as ``scaling_config``.
+            changed: new values for arguments of the trainer, such as ``scaling_config``. Pass
+                ``datasets`` if the earlier data sets belong to another cluster.
         """
         folder = Path(path).expanduser().absolute()
         if not cls.can_restore(folder):
@@ -259,12 +243,7 @@ class DataParallelTrainer:
         for name in changed:
             if name.startswith("_") or name not in trainer.__dict__:
                 raise unknown_argument(f"{cls.__name__}.restore", name, trainer.__dict__)
-        changed |= {
-            "train_loop_per_worker": train_loop_per_worker,
-            "train_loop_config": train_loop_config,
-            "datasets": datasets,
-        }
-        trainer.__dict__.update({name: v for name, v in changed.items() if v is not None})
+        trainer.__dict__.update(changed)
         trainer._folder = folder
         trainer._check()
         return trainer

@@ -193,7 +193,7 @@ class BackendExecutor:
         latest_checkpoint_id: int | None = None,
         *,
         metadata: Mapping[str, Any] | None = None,
-        experiment: Mapping[str, str] | None = None,
+        name: str = "",
         iteration: int = 0,
         resume: bool = False,
     ) -> RunCheckpoints:
@@ -227,7 +227,7 @@ class BackendExecutor:
             checkpoints.blob,
             iteration,
             metadata=dict(metadata or {}),
-            experiment=dict(experiment or {}),
+            name=name,
             encode=self._overridden("encode_data"),
             full_size=self.options.num_workers if keeps_batch else None,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,11 +91,7 @@ class HorovodTrainer(DataParallelTrainer):
     """
 
     def __init__(
-        self,
-        train_loop_per_worker: Callable[..., Any],
-        *,
-        horovod_config: HorovodConfig | None = None,
-        **arguments: Any,
+        self, *arguments: Any, horovod_config: HorovodConfig | None = None, **others: Any
     ) -> None:
-        arguments.setdefault("backend_config", horovod_config or HorovodConfig())
-        super().__init__(train_loop_per_worker, **arguments)
+        backend_config = horovod_config or HorovodConfig()
+        super().__init__(*arguments, backend_config=backend_config, **others)

@@ -42,11 +42,6 @@ class Result:
         pandas = import_extra("Result.metrics_dataframe", "pandas", "data")
         return pandas.DataFrame(self.history)
 
-    @property
-    def log_dir(self) -> str:
-        """The same as `path`."""
-        return self.path
-
 
 def read_reports(path: Path) -> list[dict[str, Any]]:
     """Return the reports in a file of JSON lines; an empty list if the file is missing."""

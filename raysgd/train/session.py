@@ -53,7 +53,7 @@ class Plan:
     iteration: int = 0
     """Number of reports before the checkpoint."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    experiment: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
     encode: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     """`encode_data` of the user's backend; None if the backend does not override it."""
     full_size: int | None = None

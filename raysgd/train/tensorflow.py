@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,14 +43,10 @@ class TensorflowTrainer(DataParallelTrainer):
     """
 
     def __init__(
-        self,
-        train_loop_per_worker: Callable[..., Any],
-        *,
-        tensorflow_config: TensorflowConfig | None = None,
-        **arguments: Any,
+        self, *arguments: Any, tensorflow_config: TensorflowConfig | None = None, **others: Any
     ) -> None:
-        arguments.setdefault("backend_config", tensorflow_config or TensorflowConfig())
-        super().__init__(train_loop_per_worker, **arguments)
+        backend_config = tensorflow_config or TensorflowConfig()
+        super().__init__(*arguments, backend_config=backend_config, **others)
 
 
 def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:

@@ -80,16 +80,11 @@ class FunctionTrainable(Trainable):
         self._handler = self._own.callback_handler()
         folder = Path(self.logdir or "")
         self._callbacks.enter_context(self._handler.run(folder, self._own.train_loop_config))
-        name = self.trial_name or ""
         self._checkpoints = self._own.start_on(
             self._executor,
             None,
             iteration=self._reported,
-            experiment={
-                "name": name,
-                "trial_id": self.trial_id or "",
-                "dir": self.logdir or "",
-            },
+            name=self.trial_name or "",
             checkpoint=self._start,
         )
         return self._checkpoints

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,11 +98,7 @@ class TorchTrainer(DataParallelTrainer):
     """
 
     def __init__(
-        self,
-        train_loop_per_worker: Callable[..., Any],
-        *,
-        torch_config: TorchConfig | None = None,
-        **arguments: Any,
+        self, *arguments: Any, torch_config: TorchConfig | None = None, **others: Any
     ) -> None:
-        arguments.setdefault("backend_config", torch_config or TorchConfig())
-        super().__init__(train_loop_per_worker, **arguments)
+        backend_config = torch_config or TorchConfig()
+        super().__init__(*arguments, backend_config=backend_config, **others)

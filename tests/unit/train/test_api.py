@@ -110,15 +110,12 @@ def test_a_report_waits_until_the_driver_holds_its_checkpoint(run):
     assert kept.to_dict() == train.load_checkpoint() == {"epoch": 4}
 
 
-def test_a_context_has_the_names_of_the_run_and_the_trial(run):
-    run(metadata={"by": "me"}, experiment={"name": "mine", "dir": "/runs/mine"})
+def test_a_context_has_the_name_and_the_metadata_of_the_run(run):
+    run(metadata={"by": "me"}, name="mine")
     context = train.get_context()
     context.get_metadata().clear()
     assert context.get_metadata() == {"by": "me"}
     assert context.get_experiment_name() == "mine"
-    assert (context.get_trial_name(), context.get_trial_id()) == ("mine", "mine")
-    assert context.get_trial_dir() == "/runs/mine"
-    assert TrainContext(experiment={"name": "lr=1", "trial_id": "a1"}).get_trial_id() == "a1"
 
 
 def test_a_context_has_the_place_on_the_node():

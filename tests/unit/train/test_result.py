@@ -21,7 +21,6 @@ def test_the_history_is_in_the_folder_of_the_run(tmp_path, path):
     path.write_text('{"n": 0}\n{"n": 1}\n')
     assert result.history == [{"n": 0}, {"n": 1}]
     assert list(result.metrics_dataframe["n"]) == [0, 1]
-    assert result.log_dir == str(tmp_path)
     assert result.error is None
 
 
