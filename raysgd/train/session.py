@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
 import cloudpickle
@@ -24,22 +23,10 @@ from raysgd._internal.context import WorkerContext
 from raysgd.callbacks.values import numbers_in
 from raysgd.cluster.serialization import Packed, Portable, pack, unpicklable_key
 from raysgd.train import constants
-from raysgd.train.arguments import env_flag
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.report_queue import ReportQueue, Turn, TurnKind
 
 logger = logging.getLogger(__name__)
-
-_FUNCTIONS = (
-    "get_dataset_shard",
-    "load_checkpoint",
-    "local_rank",
-    "report",
-    "save_checkpoint",
-    "world_rank",
-    "world_size",
-)
-"""Functions of `raysgd.train` that older scripts import from this module."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +46,6 @@ class Plan:
     full_size: int | None = None
     """Number of workers of the full group, which sets the global batch size. None scales the batch
     with the group."""
-    detailed: bool = field(
-        default_factory=lambda: env_flag(constants.ENABLE_DETAILED_AUTOFILLED_METRICS_ENV)
-    )
-    """Whether reports include date, host, and process. The driver's environment sets it."""
 
 
 class Session:
@@ -84,7 +67,7 @@ class Session:
         self.iteration = plan.iteration
         self._checkpoint = plan.checkpoint
         self._pid = os.getpid()
-        self._began_at = self._reported_at = time.monotonic()
+        self._reported_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="raysgd-train-function", daemon=True)
 
     # ---- running the function
@@ -129,14 +112,6 @@ class Session:
             constants.TIMESTAMP: int(time.time()),
             constants.TRAINING_ITERATION: self.iteration,
         }
-        if self.plan.detailed:
-            encoded |= {
-                constants.DATE: f"{datetime.now():%Y-%m-%d_%H-%M-%S}",
-                constants.HOSTNAME: os.uname().nodename,
-                constants.NODE_IP: self.context.node_ip,
-                constants.PID: os.getpid(),
-                constants.TIME_TOTAL_S: now - self._began_at,
-            }
         if self.plan.encode is not None:
             encoded = self.plan.encode(encoded)
         content = _reported(encoded)
@@ -239,9 +214,10 @@ def _returned(value: Any) -> Packed | None:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FUNCTIONS:
-        return getattr(importlib.import_module("raysgd.train.api"), name)
-    raise AttributeError(f"module 'raysgd.train.session' has no attribute {name!r}")
+    """Return a function of `raysgd.train`. Older scripts import them from this module."""
+    if name.startswith("_"):
+        raise AttributeError(name)
+    return getattr(importlib.import_module("raysgd.train.api"), name)
 
 
 # ---- state of this process

@@ -19,12 +19,7 @@ from raysgd.train.callbacks.callback import FileCallback
 
 __all__ = ["JsonLoggerCallback", "MLflowLoggerCallback", "TBXLoggerCallback"]
 
-_NOT_SHOWN = (
-    constants.PID,
-    constants.TIMESTAMP,
-    constants.TIME_TOTAL_S,
-    constants.TRAINING_ITERATION,
-)
+_NOT_SHOWN = (constants.TIMESTAMP, constants.TRAINING_ITERATION)
 
 
 class JsonLoggerCallback(FileCallback):

@@ -1,7 +1,6 @@
 """Reports and checkpoints of a training function, with a fake queue to the driver."""
 
 import multiprocessing
-import os
 import pickle
 import threading
 
@@ -84,14 +83,3 @@ def test_a_backend_encodes_what_is_sent_but_not_what_is_loaded(run):
     assert own(train.load_checkpoint()) == {"epoch": 1}
     reported = pickle.loads(queue.turns[1].metrics)
     assert reported.keys() == {"epoch", *constants.BASIC_AUTOFILLED_KEYS}
-
-
-def test_the_drivers_environment_adds_details_to_reports(run, monkeypatch):
-    monkeypatch.setenv("TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS", "1")
-    queue = run()
-    monkeypatch.undo()  # as on a worker
-    train.report(a=1)
-    found = queue.turns[0].metrics
-    names = constants.BASIC_AUTOFILLED_KEYS | constants.DETAILED_AUTOFILLED_KEYS
-    assert found.keys() == {"a", *names}
-    assert (found["_pid"], found["_hostname"]) == (os.getpid(), os.uname().nodename)

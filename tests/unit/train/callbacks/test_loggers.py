@@ -99,7 +99,7 @@ def test_tensorboard_gets_numbers_as_scalars_and_lists_as_histograms(tmp_path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     callback = TBXLoggerCallback()
     callback.start_training(logdir=tmp_path, config={})
-    own = {"_timestamp": 1.0, "_training_iteration": 7, "_time_this_iter_s": 0.5, "_pid": 3}
+    own = {"_timestamp": 1.0, "_training_iteration": 7, "_time_this_iter_s": 0.5}
     lists = {"list": [1, 2], "array": np.ones((2, 3)), "empty": [], "texts": ["a"], "nan": [np.nan]}
     nested = {"val": {"loss": 0.25, "each": (0.5, np.inf)}}
     callback.process_results([{"loss": 0.5, "one": np.ones(1), **own, **lists, **nested}, {"b": 1}])
