@@ -28,9 +28,9 @@ from raysgd.train.callbacks.logging import (
     MLflowLoggerCallback,
     TBXLoggerCallback,
 )
-from raysgd.train.callbacks.preprocessors import AverageResultsPreprocessor
 from raysgd.train.callbacks.print import PrintCallback
 from raysgd.train.callbacks.profile import TorchTensorboardProfilerCallback
+from raysgd.train.callbacks.results_preprocessors import AverageResultsPreprocessor
 from raysgd.train.constants import TRAINING_ITERATION
 from raysgd.train.torch import TorchWorkerProfiler  # also makes train.torch
 from tests.conftest import wait_until

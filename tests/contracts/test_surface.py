@@ -174,15 +174,6 @@ SURFACE = {
         "MLflowLoggerCallback",
         "TBXLoggerCallback",
     ],
-    "raysgd.train.callbacks.preprocessors": [
-        "AverageResultsPreprocessor",
-        "ExcludedKeysResultsPreprocessor",
-        "IndexedResultsPreprocessor",
-        "MaxResultsPreprocessor",
-        "ResultsPreprocessor",
-        "SequentialResultsPreprocessor",
-        "WeightedAverageResultsPreprocessor",
-    ],
     "raysgd.train.callbacks.results_preprocessors": [
         "AverageResultsPreprocessor",
         "ExcludedKeysResultsPreprocessor",

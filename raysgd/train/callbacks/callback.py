@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._internal.paths import checked_path
-from raysgd.train.callbacks.preprocessors import (
+from raysgd.train.callbacks.results_preprocessors import (
     ExcludedKeysResultsPreprocessor,
     IndexedResultsPreprocessor,
     ResultsPreprocessor,

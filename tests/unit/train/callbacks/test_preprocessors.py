@@ -2,7 +2,7 @@
 
 import pytest
 
-from raysgd.train.callbacks.preprocessors import (
+from raysgd.train.callbacks.results_preprocessors import (
     AverageResultsPreprocessor,
     ExcludedKeysResultsPreprocessor,
     IndexedResultsPreprocessor,
