@@ -146,15 +146,6 @@ class CallbackList:
         finally:
             self._depth -= 1
 
-    @contextlib.contextmanager
-    def silenced(self) -> Iterator[None]:
-        """Call no callbacks within the context. They receive the events afterwards."""
-        entries, self._entries = self._entries, []
-        try:
-            yield
-        finally:
-            self._entries = entries
-
     # ---- hooks
 
     def call(self, hook: str, trainer: Trainer, *arguments: Any) -> None:

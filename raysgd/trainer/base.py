@@ -39,13 +39,13 @@ from raysgd.loop.requests import (
     ApplyOperatorRequest,
     ApplyRequest,
     PredictRequest,
+    UpdateSchedulersRequest,
 )
 from raysgd.metrics import merge_workers, rename_metrics
 from raysgd.trainer.calls import Calls
 from raysgd.trainer.fit import FitLoop, FitOptions
 from raysgd.trainer.info import TrainerInfo
 from raysgd.trainer.state import TrainerState
-from raysgd.trainer.validations import Validations
 
 
 class OperatorTrainer(TrainerInfo):
@@ -77,9 +77,8 @@ class OperatorTrainer(TrainerInfo):
         )
         self._callback_list = CallbackList(attached)
         self._calls = calls = Calls(controller, self._callback_list, options.trainer)
-        self._validations = Validations(calls)
-        self._state = self._state_cls(options, calls, self._validations)
-        self._fit_loop = FitLoop(options, calls, self._validations)
+        self._fit_loop = FitLoop(options, calls)
+        self._state = self._state_cls(options, calls, self._fit_loop)
         # Shut down even if the script never calls shutdown().
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
         controller.journal.on_event = _event_notifier(weakref.ref(self))
@@ -141,7 +140,7 @@ class OperatorTrainer(TrainerInfo):
             epoch = self.epoch
             metrics = {"epoch": epoch} | result.merged | {"epoch": epoch}
             hook = "on_epoch_end" if result.completed_epoch else "on_steps_end"
-            self._calls.results.show(hook, self, metrics, result.call)
+            self._calls.show(hook, self, metrics, result.call)
         if reduce_results:
             return metrics
         plain = [merge_workers([each]) for each in result.by_worker]
@@ -174,7 +173,7 @@ class OperatorTrainer(TrainerInfo):
         if num_steps is not None:
             num_steps = check_int("validate", "num_steps", num_steps, 1)
         checked_dict("validate", "info", info)
-        result = self._validations.run(self, info, num_steps, profile)
+        result = self._fit_loop.validate(self, info, num_steps, profile)
         if reduce_results:
             return result.merged
         return [merge_workers([each]) for each in result.by_worker]
@@ -285,7 +284,9 @@ class OperatorTrainer(TrainerInfo):
 
     def update_scheduler(self, metric: float) -> None:
         """Call ``scheduler.step(metric)`` on every registered scheduler of every worker, once."""
-        self._validations.update_schedulers(metric)
+        self._controller.snapshots.outdate()  # earlier snapshots lack this metric
+        request = UpdateSchedulersRequest(call=self._calls.next_number(), metric=metric)
+        self._calls.make(Call(request=request, max_losses=3))
 
     # ---- state
 

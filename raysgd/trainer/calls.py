@@ -33,43 +33,6 @@ class CallResult(NamedTuple):
     call: LastCall
 
 
-@dataclass(eq=False)
-class Results:
-    """Keeps the newest metrics, and passes each result to the callbacks."""
-
-    callback_list: CallbackList
-    latest: dict[str, Any] = field(default_factory=dict)
-    last_call: LastCall | None = None
-    _shown: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def metrics(self) -> dict[str, Any]:
-        """The newest metrics, including metrics that callbacks are handling now."""
-        return {**self.latest, **self._shown}
-
-    def show(self, hook: str, trainer: Trainer, metrics: dict[str, Any], call: LastCall) -> None:
-        """Pass the metrics of a call to the callbacks, which may add metrics."""
-        self.last_call = call
-        before, self._shown = self._shown, metrics
-        try:
-            self.callback_list.call(hook, trainer, metrics)
-        finally:
-            self._shown = before
-            self.latest.update(metrics)
-
-    @contextlib.contextmanager
-    def trial(self, trainer: Trainer) -> Iterator[None]:
-        """Train without callbacks. Restore the state and the metrics at the end of the context."""
-        state, latest, last_call = trainer.state_dict(), self.latest, self.last_call
-        self.latest = dict(latest)
-        try:
-            with self.callback_list.silenced():
-                yield
-        finally:
-            trainer.load_state_dict(state)
-            self.latest, self.last_call = latest, last_call
-
-
 @dataclass(kw_only=True)
 class TrainCall(Call):
     """A call of ``train``. Pauses of callbacks split it into parts, which share their metrics."""
@@ -115,7 +78,10 @@ class Calls:
     callback_list: CallbackList
     trainer_name: str
     writer: BackgroundWriter = field(default_factory=BackgroundWriter)
-    results: Results = field(init=False)
+    latest: dict[str, Any] = field(default_factory=dict)
+    """The newest metrics of train and validate."""
+    last_call: LastCall | None = None
+    _shown: dict[str, Any] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _newest: TrainCall | None = None
     _failed_validation: int | None = None
@@ -123,9 +89,6 @@ class Calls:
     _log_every: int | None = None
     _changed_at: int = 0
     """Step at which `info` or `dataset` of train last changed."""
-
-    def __post_init__(self) -> None:
-        self.results = Results(self.callback_list)
 
     def check_open(self, moves: bool = False) -> None:
         """Check that the trainer may call its workers now and, if `moves`, change the state."""
@@ -155,6 +118,21 @@ class Calls:
             yield
         finally:
             self._max_steps, self._log_every = None, None
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The newest metrics, including metrics that callbacks are handling now."""
+        return {**self.latest, **self._shown}
+
+    def show(self, hook: str, trainer: Trainer, metrics: dict[str, Any], call: LastCall) -> None:
+        """Pass the metrics of a call to the callbacks, which may add metrics."""
+        self.last_call = call
+        before, self._shown = self._shown, metrics
+        try:
+            self.callback_list.call(hook, trainer, metrics)
+        finally:
+            self._shown = before
+            self.latest.update(metrics)
 
     def next_number(self) -> int:
         """Return a number by which workers recognize a repeated call."""

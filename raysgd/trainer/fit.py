@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raysgd._internal.arguments import check_int, checked_dict, set_fields
-from raysgd.callbacks.base import Callback, History, adds_metrics
+from raysgd.callbacks.base import Callback, History, Trainer, adds_metrics
 from raysgd.callbacks.callback_list import checked_callbacks
 from raysgd.callbacks.epoch_lines import EpochLines, is_interactive
 from raysgd.callbacks.progress import ProgressBar
@@ -19,8 +19,7 @@ from raysgd.elastic.call import Call
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ApplyOperatorRequest, RehearseRequest
 from raysgd.metrics import merge_workers
-from raysgd.trainer.calls import Calls
-from raysgd.trainer.validations import Validations
+from raysgd.trainer.calls import CallResult, Calls
 
 if TYPE_CHECKING:
     from raysgd.trainer.base import OperatorTrainer
@@ -56,7 +55,7 @@ class FitOptions:
 
 @dataclass(eq=False)
 class FitLoop:
-    """Runs ``fit()`` of one trainer.
+    """Runs ``fit()`` of one trainer, and tracks whether the newest epoch lacks its validation.
 
     ::
 
@@ -69,8 +68,16 @@ class FitLoop:
 
     options: Options
     calls: Calls
-    validations: Validations
     stop_reason: str | None = None
+    num_epochs: int | None = None
+    """Number of epochs at which the running ``fit()`` ends."""
+    _every: int | None = None
+    """Number of epochs between the validations of the running ``fit()``."""
+    _has_validated: bool = False
+    _num_settled: int = 0
+    """Number of epochs of which no validation is missing."""
+    _owed_at: int | None = None
+    """Step at which a validation was missing when a ``fit()`` ended or a state was saved."""
 
     def run(
         self,
@@ -100,17 +107,15 @@ class FitLoop:
                 every = None
             if every is None:
                 _check_monitored(self._monitored(), ())
-            with self.validations.of_fit(options.num_epochs, every):
+            self.num_epochs, self._every = options.num_epochs, every
+            self._num_settled = self._num_completed
+            try:
                 if every and options.sanity_steps and self._num_completed < options.num_epochs:
                     self._check_validation(options.sanity_steps, options.info)
                 return self._train_epochs(trainer, options)
-
-    @property
-    def _num_completed(self) -> int:
-        return self.calls.controller.progress.epoch
-
-    def _validate(self, trainer: OperatorTrainer, options: FitOptions) -> dict[str, Any]:
-        return self.validations.run(trainer, options.info, from_start=True).merged
+            finally:
+                self.note_owed(self.lacks_validation)
+                self.num_epochs = self._every = None
 
     def _train_epochs(self, trainer: OperatorTrainer, options: FitOptions) -> History:
         history, num_epochs = History(), options.num_epochs
@@ -120,30 +125,73 @@ class FitLoop:
                 return self.stop_reason or f"max_steps={options.max_steps} is reached"
             return self.stop_reason
 
-        if self.validations.owed and self.validations.due:
-            self._validate(trainer, options)
-        if (done := self._num_completed) >= num_epochs:
+        if self._is_owed and self._is_due:
+            self.validate(trainer, options.info, from_start=True)
+        if self._num_completed >= num_epochs:
             logger.warning(
-                "fit(%d) trains nothing, because the run has already completed %d epochs. "
-                "num_epochs counts from the first epoch of the run. To train %d more, call "
-                "fit(%d).",
+                "fit(%d) trains nothing, because the run has already completed %d epochs.",
                 num_epochs,
-                done,
-                num_epochs,
-                done + num_epochs,
+                self._num_completed,
             )
         while end() is None and self._num_completed < num_epochs:
             epoch = self._num_completed
             history.append(trainer.train(max_retries=options.max_retries, info=options.info))
-            if len(history) == 1 and not self.validations.in_fit:
+            if len(history) == 1 and self._every is None:
                 self._warn_of_missing(history[0])
-            if self._num_completed > epoch and self.validations.due:
-                history[-1] = {**self._validate(trainer, options), **history[-1]}
+            if self._num_completed > epoch and self._is_due:
+                found = self.validate(trainer, options.info, from_start=True).merged
+                history[-1] = {**found, **history[-1]}
         if (reason := end()) is not None and self._num_completed < num_epochs:
             history.stop_reason = reason
             level = logging.INFO if history else logging.WARNING
             logger.log(level, "fit() ends after %d epochs: %s", self._num_completed, reason)
         return history
+
+    # ---- validations
+
+    def validate(
+        self,
+        trainer: Trainer,
+        info: Mapping[str, Any] | None,
+        num_steps: int | None = None,
+        profile: bool = False,
+        from_start: bool = False,
+    ) -> CallResult:
+        """Run a validation of ``fit()``, or of ``validate()``."""
+        self.calls.check_open(moves=True)
+        with self.calls.callback_list.calling(trainer):
+            result = self.calls.validate(
+                trainer, num_steps, profile=profile, info=info, from_start=from_start
+            )
+            self._has_validated = True
+            self._owed_at, self._num_settled = None, self._num_completed
+            self.calls.show("on_validation_end", trainer, result.merged, result.call)
+        return result
+
+    @property
+    def _num_completed(self) -> int:
+        return self.calls.controller.progress.epoch
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether ``fit()`` validates after the newest completed epoch."""
+        if self._every is None or self.num_epochs is None:
+            return False
+        return self._num_completed % self._every == 0 or self._num_completed >= self.num_epochs
+
+    @property
+    def _is_owed(self) -> bool:
+        """Whether an earlier ``fit()`` skipped a validation, and no training followed."""
+        return self._owed_at == self.calls.controller.progress.global_step
+
+    @property
+    def lacks_validation(self) -> bool:
+        """Whether the validation of the newest epoch is missing."""
+        return self._is_owed or (self._num_completed > self._num_settled and self._is_due)
+
+    def note_owed(self, owed: bool) -> None:
+        """Record whether a validation is missing at the end of a ``fit()`` or after a load."""
+        self._owed_at = self.calls.controller.progress.global_step if owed else None
 
     # ---- checks
 
@@ -153,8 +201,7 @@ class FitLoop:
 
     def _check_validation(self, num_steps: int, info: Mapping[str, Any] | None) -> None:
         """Try the validation on some batches, unless a validation has run or runs next."""
-        validations = self.validations
-        if validations.has_run or validations.missing or self.stop_reason is not None:
+        if self._has_validated or self.lacks_validation or self.stop_reason is not None:
             return
         request = RehearseRequest(num_steps=num_steps, info=dict(info or {}))
         call = Call(request=request, max_losses=3, has_batches=True)
@@ -167,7 +214,7 @@ class FitLoop:
         except Exception as error:
             error.add_note(f"This was in fit(sanity_steps={num_steps}), before any training.")
             raise
-        validations.has_run = True
+        self._has_validated = True
 
     def _warn_of_missing(self, metrics: Mapping[str, Any]) -> None:
         for given, name in self._monitored().items():

@@ -10,11 +10,9 @@ from raysgd._internal.config import rounded_config
 from raysgd.callbacks.base import LastCall
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.events import Event
-from raysgd.elastic.machine import Closed
 from raysgd.loop.options import Options
 from raysgd.trainer.calls import Calls
 from raysgd.trainer.fit import FitLoop
-from raysgd.trainer.validations import Validations
 
 
 def argument(name: str) -> Any:
@@ -28,23 +26,9 @@ class TrainerInfo:
     _options: Options
     _controller: Controller
     _calls: Calls
-    _validations: Validations
     _fit_loop: FitLoop
     _keeps_batch: bool
     _logdir: Path | None
-
-    def __repr__(self) -> str:
-        if isinstance(self._controller.state, Closed):
-            where = "shut down"
-        else:
-            where = f"{self.num_workers} of {self.max_workers} workers"
-        progress = self._controller.progress
-        within = ", in another" if progress.in_epoch else ""
-        done = f"{progress.epoch} epoch{'s' * (progress.epoch != 1)} done{within}"
-        return (
-            f"<{type(self).__name__} of {self.operator_name}: {where}, {done}, "
-            f"step {self.global_step}>"
-        )
 
     @property
     def config(self) -> dict[str, Any]:
@@ -117,12 +101,12 @@ class TrainerInfo:
     @property
     def latest_metrics(self) -> dict[str, Any]:
         """The newest metrics of `train` and `validate`, merged over workers, in one dict."""
-        return self._calls.results.metrics
+        return self._calls.metrics
 
     @property
     def last_call(self) -> LastCall | None:
         """Kind, end time, and duration of the newest call of `train` or `validate`."""
-        return self._calls.results.last_call
+        return self._calls.last_call
 
     @property
     def logdir(self) -> Path | None:
@@ -132,12 +116,12 @@ class TrainerInfo:
     @property
     def num_epochs(self) -> int | None:
         """The number of epochs at which the current `fit` ends. None outside of `fit`."""
-        return self._validations.num_epochs
+        return self._fit_loop.num_epochs
 
     @property
     def validation_due(self) -> bool:
         """Whether `fit` has yet to validate the newest epoch."""
-        return self._validations.missing
+        return self._fit_loop.lacks_validation
 
     @property
     def stop_reason(self) -> str | None:

@@ -17,14 +17,14 @@ from raysgd.errors import CheckpointError
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ModelsRequest, RngStateRequest, StateRequest
 from raysgd.trainer.calls import Calls
-from raysgd.trainer.validations import Validations
+from raysgd.trainer.fit import FitLoop
 
 
 @dataclass(eq=False)
 class TrainerState:
     options: Options
     calls: Calls
-    validations: Validations
+    fit_loop: FitLoop
 
     # ---- methods of each framework
 
@@ -44,9 +44,9 @@ class TrainerState:
         state = self._collect_from_workers(own)
         if callbacks:
             state["callbacks"] = callbacks
-        if self.validations.missing:
+        if self.fit_loop.lacks_validation:
             # Callbacks need these metrics in the next validation.
-            state["validation_due"] = scalars(self.calls.results.metrics)
+            state["validation_due"] = scalars(self.calls.metrics)
         return state
 
     def _collect_from_workers(self, own: bool) -> dict[str, Any]:
@@ -119,6 +119,6 @@ class TrainerState:
             call = Call(request=LoadRequest(state=of_workers), max_losses=3)
             self.calls.make(call, moves=True)
         self.calls.controller.snapshots.set(of_workers)
-        self.calls.results.latest.update(of_driver["validation_due"])
+        self.calls.latest.update(of_driver["validation_due"])
         # An empty dict counts too: the state was saved before any metric.
-        self.validations.note_owed("validation_due" in state)
+        self.fit_loop.note_owed("validation_due" in state)

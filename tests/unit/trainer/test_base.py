@@ -537,18 +537,6 @@ def test_a_dropped_trainer_releases_its_operator(make_trainer):
     assert operator() is None
 
 
-def test_repr_shows_operator_workers_and_progress(make_trainer):
-    trainer = make_trainer()
-    shown = "<TorchTrainer of Classifier: {}>"
-    assert repr(trainer) == shown.format("1 of 1 workers, 0 epochs done, step 0")
-    trainer.train()
-    assert repr(trainer) == shown.format("1 of 1 workers, 1 epoch done, step 5")
-    trainer.train(num_steps=1)
-    assert repr(trainer) == shown.format("1 of 1 workers, 1 epoch done, in another, step 6")
-    trainer.shutdown()
-    assert repr(trainer) == shown.format("shut down, 1 epoch done, in another, step 6")
-
-
 class Compiled(Classifier):
     """With a model that torch.compile has made."""
 
