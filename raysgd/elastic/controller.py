@@ -26,7 +26,7 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.generation import GroupForming
 from raysgd.elastic.machine import Do, Event, State, transition
-from raysgd.elastic.policies import Recovery
+from raysgd.elastic.policies import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +58,9 @@ class Controller:
         self._backend = backend
         elastic = elastic or ElasticConfig()
         group.watch_hosts(elastic.driver_grace_s, stops_calls=can_join)
-        self.recovery = Recovery(
+        self.policy = Policy(
             rejoins=backend is None or backend.rejoins,
             can_join=can_join,
-        )
-        self._policy = machine.Policy(
-            recovery=self.recovery,
             max_attempts=elastic.max_attempts,
             may_grow=elastic.grow and not group.options.inline,
             keeps_snapshots=elastic.snapshot_every is not None,
@@ -75,7 +72,7 @@ class Controller:
             created = {name: sendable(name, value) for name, value in created.items()}
         arguments = (*created.values(), sys.path)
         self._context = context = DriverContext(
-            group, backend, elastic, self.recovery, arguments, timeout_s, self._check_open
+            group, backend, elastic, self.policy, arguments, timeout_s, self._check_open
         )
         self.journal, self.snapshots = context.journal, context.snapshots
         self._scale_up = context.scale_up
@@ -104,7 +101,6 @@ class Controller:
         try:
             with self._supervised():
                 self._group.reserve(self._group.options.start_timeout_s)
-                self._context.shares.check()
                 self._react(machine.StartRequested(min_workers=self.min_workers))
         except BaseException:
             self.shutdown(force=True)
@@ -113,7 +109,7 @@ class Controller:
     def shutdown(self, force: bool = False) -> None:
         busy = isinstance(self.state, machine.Running | machine.Starting | machine.Broken)
         self._is_shut_down = True
-        self.state, _ = transition(self.state, machine.ShutDown(), self._policy)
+        self.state, _ = transition(self.state, machine.ShutDown(), self.policy)
         self._release(force or busy)
 
     def _release(self, force: bool) -> None:
@@ -182,7 +178,7 @@ class Controller:
 
     def _feed(self, event: Event) -> Sequence[machine.Action]:
         self._check_open()
-        self.state, actions = transition(self.state, event, self._policy)
+        self.state, actions = transition(self.state, event, self.policy)
         if self._is_shut_down:  # another thread has just called `shutdown`
             self.state = machine.Closed()
             raise RuntimeError(_SHUT_DOWN)
@@ -233,7 +229,7 @@ class Controller:
 
     def _can_restart(self) -> bool:
         is_new = self.progress.global_step == 0
-        return self._policy.keeps_snapshots or is_new or self._context.has_state
+        return self.policy.keeps_snapshots or is_new or self._context.has_state
 
     def stop(self, request: Request) -> None:
         """Interrupt work outside of calls, and send `request` to each idle worker.

@@ -13,7 +13,7 @@ from raysgd.elastic.call import Call
 from raysgd.elastic.commands import Commands
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.journal import Journal
-from raysgd.elastic.policies import Recovery
+from raysgd.elastic.policies import Policy
 from raysgd.elastic.preemption import PreemptionWatch
 from raysgd.elastic.scale_up import Replacement, ScaleUp
 from raysgd.elastic.shares import Shares
@@ -35,18 +35,18 @@ class DriverContext:
         group: WorkerGroup,
         backend: Backend | None,
         elastic: ElasticConfig,
-        recovery: Recovery,
+        policy: Policy,
         created: Sequence[Any],
         timeout_s: float,
         check_open: Callable[[], None],
     ) -> None:
         self.group, self.backend, self.elastic = group, backend, elastic
-        self.recovery, self.timeout_s, self.check_open = recovery, timeout_s, check_open
-        self.journal = journal = Journal(group, recovery.joins)
+        self.policy, self.timeout_s, self.check_open = policy, timeout_s, check_open
+        self.journal = journal = Journal(group, policy.joins)
         self.commands = Commands(group, journal, check_open)
         self.snapshots = SnapshotKeeper(group)
-        self.preemption = PreemptionWatch(group, journal, recovery.can_join)
-        self.scale_up = ScaleUp(group, elastic, journal, recovery, created, timeout_s)
+        self.preemption = PreemptionWatch(group, journal, policy.can_join)
+        self.scale_up = ScaleUp(group, elastic, journal, policy, created, timeout_s)
         self.shares = Shares(group, elastic, journal)
         self.features: list[Feature] = [
             self.snapshots,

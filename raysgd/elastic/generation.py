@@ -62,7 +62,7 @@ class GroupForming:
     def ask_progress(self) -> Event:
         """Wait for busy workers, and request the progress of each worker."""
         self._began = self._clock.monotonic()
-        patience_s = _STRAGGLER_S if self._context.recovery.can_join else _RESTART_STRAGGLER_S
+        patience_s = _STRAGGLER_S if self._context.policy.can_join else _RESTART_STRAGGLER_S
         ranks, busy = self._journal.ranks, self._commands.busy
         if lost := await_stragglers(busy, ranks, self._clock, patience_s):
             return self._note_lost(lost)
@@ -160,7 +160,7 @@ class GroupForming:
         self._left = "; ".join(f"left {member.name}" for member in self._context.leaving)
         self._context.has_state |= bool(self._context.leaving)
         self._context.discard_members()
-        if not self._context.recovery.joins:
+        if not self._context.policy.joins:
             self._scale_up.stop()  # these replacements only waited for resources
         self._scale_up.begin()
 
@@ -248,7 +248,7 @@ class GroupForming:
     def _abort(self, joining: Mapping[WorkerHandle, Replacement], error: Exception) -> None:
         """Discard the lost workers. The other workers stay if possible."""
         # Replace processes that `on_start` may have changed, or that can join only one group.
-        are_used = bool(self._group.members) or not self._context.recovery.rejoins
+        are_used = bool(self._group.members) or not self._context.policy.rejoins
         self._group.members.clear()
         _, lost = self._commands.reach(joining)
         if not lost:
@@ -263,7 +263,7 @@ class GroupForming:
         self._next_generation()
 
     def _record_start(self) -> None:
-        if not (self._context.recovery.joins and self._context.elastic.grow):
+        if not (self._context.policy.joins and self._context.elastic.grow):
             self._scale_up.stop()  # late workers could never join
         if not self._has_started:
             self._has_started = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from raysgd._internal.context import Progress
 from raysgd._internal.paths import without_secrets
@@ -55,13 +56,10 @@ class Journal:
         members: Sequence[WorkerHandle],
         *,
         cause: str = "",
-        seconds: float = 0.0,
-        factor: int = 1,
-        shares: tuple[float, ...] = (),
-        old_shares: tuple[float, ...] = (),
         step: int | None = None,
+        **values: Any,
     ) -> None:
-        """Record an event and log it."""
+        """Record an event with further `values` of `Event`, and log it."""
         num_workers = len(self._group.members)
         if kind == "lost":  # the lost worker is still a member
             num_workers = num_workers - 1 if self._joins else 0
@@ -72,22 +70,19 @@ class Journal:
             nodes=tuple(member.node_id for member in members),
             step=self.progress.global_step if step is None else step,
             cause=without_secrets(cause),  # events are written to files and sent to servers
-            seconds=seconds,
-            factor=factor,
-            shares=shares,
-            old_shares=old_shares,
             num_workers=num_workers,
+            **values,
         )
         self.events.append(event)
         if kind in _WARNINGS:
             places = [f"worker {self.ranks.get(member, -1)} on {member.name}" for member in members]
-            values = {
+            shown = {
                 **vars(event),
                 "rank": next(iter(event.ranks), -1),
                 "places": ", ".join(places),
-                "within": f" within {seconds:.0f} s" if seconds else "",
+                "within": f" within {event.seconds:.0f} s" if event.seconds else "",
             }
-            logger.warning(_WARNINGS[kind], values)
+            logger.warning(_WARNINGS[kind], shown)
         else:
             logger.info(
                 "%s: workers %s, generation %d with %d of %d workers%s%s.%s",
@@ -98,7 +93,7 @@ class Journal:
                 self._group.options.num_workers,
                 # A state may be loaded later, so omit the step.
                 "" if kind == "started" else f", step {event.step}",
-                f", {seconds:.2f} s" if seconds else "",
+                f", {event.seconds:.2f} s" if event.seconds else "",
                 f" {event.cause}." if event.cause else "",
             )
         if self.on_event is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from raysgd._internal.context import Progress
-from raysgd.elastic.policies import Recovery, choose_leader
+from raysgd.elastic.policies import Policy, choose_leader
 
 _MAX_FAILED_REJOINS = 2
 """Maximum number of consecutive failures to form a process group while all workers are alive."""
@@ -19,19 +19,7 @@ _NO_SNAPSHOT = "and there is no snapshot to restart from (snapshot_every=None)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy:
-    """The fixed rules of the group."""
-
-    recovery: Recovery
-    max_attempts: int = 10
-    may_grow: bool = True
-    keeps_snapshots: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The limits of the running call, and its losses so far."""
-
     in_call: bool = False
     min_workers: int = 1
     max_losses: float = 0
@@ -95,8 +83,6 @@ class StartRequested(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CallRequested(Event):
-    """The trainer makes a call."""
-
     budget: Budget
 
 
@@ -149,8 +135,6 @@ class StateLost(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StateRescued(Event):
-    """The driver has requested the state of the workers before a restart."""
-
     can_restart: bool
 
 
@@ -241,8 +225,6 @@ class GiveUpState:
 
 @dataclass(frozen=True)
 class Fail:
-    """End the call with an error."""
-
     why: str
 
 
@@ -328,7 +310,7 @@ def _restart_from_snapshot(state: State, can_restart: bool) -> Next:
 
 
 def _after_survey(state: State, event: Surveyed, policy: Policy) -> Next:
-    budget, recovery = state.budget, policy.recovery
+    budget = state.budget
     if not event.num_workers:
         return _restart_from_snapshot(state, event.can_restart)
     if event.num_workers + event.num_joining < budget.min_workers:
@@ -337,10 +319,10 @@ def _after_survey(state: State, event: Surveyed, policy: Policy) -> Next:
         number = too_few(event.num_workers, budget.min_workers)
         return state, (Fail(f"{number}, and grow=False starts no replacements"),)
     if isinstance(state, Broken) or event.num_joining or event.num_leaving:
-        if recovery.rejoins and event.num_leaving < event.num_workers:
+        if policy.rejoins and event.num_leaving < event.num_workers:
             return _broken(state), (Do.ASK_PROGRESS,)
         collect = [Do.COLLECT_DEPARTING] if event.num_leaving else []
-        if event.num_leaving or recovery.rescues_state:
+        if event.num_leaving or policy.rescues_state:
             return _broken(state), (*collect, Do.RESCUE_STATE)
         return _restart_from_snapshot(state, event.can_restart)
     save = [Do.SAVE_STATE] if event.must_save else []
@@ -375,10 +357,10 @@ def _after_state_loss(state: Broken, why: str, policy: Policy) -> Next:
 
 
 def _after_loss(state: Broken, policy: Policy) -> Next:
-    budget, recovery = state.budget, policy.recovery
+    budget = state.budget
     actions: list[Action] = [Do.REMOVE_LOST]
-    if not recovery.joins:
-        actions += [Do.RESCUE_STATE] if recovery.rescues_state else []
+    if not policy.joins:
+        actions += [Do.RESCUE_STATE] if policy.rescues_state else []
         actions += [Do.DISCARD_WORKERS]
     last: Action = Do.SURVEY
     if budget.has_begun:

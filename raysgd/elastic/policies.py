@@ -12,14 +12,17 @@ from raysgd.elastic.config import ElasticConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recovery:
-    """How a group continues after a failure."""
+class Policy:
+    """The fixed rules by which a group continues after a failure."""
 
-    rejoins: bool
+    rejoins: bool = True
     """Whether a process can join a second process group. Otherwise any failure restarts all
     workers."""
-    can_join: bool
+    can_join: bool = True
     """Whether workers can join a call and copy the state of the others, as with operators."""
+    max_attempts: int = 10
+    may_grow: bool = True
+    keeps_snapshots: bool = True
 
     @property
     def rescues_state(self) -> bool:

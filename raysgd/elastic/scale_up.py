@@ -15,13 +15,11 @@ from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of, is_loss
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.journal import Journal
-from raysgd.elastic.policies import Recovery, assign_contexts, backoff_s
+from raysgd.elastic.policies import Policy, assign_contexts, backoff_s
 from raysgd.errors import RemoteTraceback, WorkerLostError, WorkerTimeoutError
 
 logger = logging.getLogger(__name__)
 
-_HEAD_SILENCE_S = 10.0
-"""Seconds of silence from the Ray head node after which to log it."""
 _GRACE_S = COME_UP_S
 """Seconds that a start waits for late workers once ``min_workers`` are ready."""
 _SHORT_GRACE_S = 0.5
@@ -155,7 +153,7 @@ class ScaleUp:
     group: WorkerGroup
     config: ElasticConfig
     journal: Journal
-    recovery: Recovery
+    policy: Policy
     created: Sequence[Any]
     timeout_s: float
     together: bool = True
@@ -182,7 +180,7 @@ class ScaleUp:
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         """Advance the replacements. Start missing ones if the group may grow."""
-        if self.config.grow and self.recovery.can_join and not self.group.options.inline:
+        if self.policy.may_grow and self.policy.can_join:
             self.tick()
 
     def lost(self, member: WorkerHandle) -> None:
@@ -215,18 +213,12 @@ class ScaleUp:
         With `starting`, the replacements form the group in the reserved slots. While the Ray head
         node does not respond, do nothing, because requests would block the driver.
         """
-        drains = self.group.drains
-        if self._has_logged_silence and not drains.is_ray_silent:
-            self._has_logged_silence = False
-            logger.warning("The Ray head answers again.")
-        elif not self._has_logged_silence and drains.silence_s > _HEAD_SILENCE_S:
-            self._has_logged_silence = True
-            logger.warning(
-                "The Ray head has not answered for %.0f s. Replacement workers wait for it.",
-                drains.silence_s,
-            )
-        if drains.is_ray_silent:
+        if self.group.drains.is_ray_silent:
+            if not self._has_logged_silence:
+                self._has_logged_silence = True
+                logger.warning("The Ray head does not answer. Replacement workers wait for it.")
             return
+        self._has_logged_silence = False
         self._advance(self._replacements)
         missing = self._num_missing()
         if missing <= 0:
@@ -261,7 +253,7 @@ class ScaleUp:
         num_staying = num_workers - self._num_places()
         size = min(num_staying + len(taken) + len(vacant), num_workers)
         replaces = starting or num_staying < len(self.group.members)
-        goal: Goal = "setup" if self.recovery.rejoins else "room"
+        goal: Goal = "setup" if self.policy.rejoins else "room"
         if starting and self.together:
             goal = "process"
         for slot in vacant:
@@ -358,7 +350,7 @@ class ScaleUp:
             return True
         if self._enough_at is None:
             self._enough_at = now
-        may_join_later = self.recovery.joins and self.config.grow
+        may_join_later = self.policy.joins and self.config.grow
         replace_lost = all(slot in self._lost_slots for slot in late)
         is_short = may_join_later and (replace_lost or not self._is_first)
         grace_s = _SHORT_GRACE_S if is_short else _GRACE_S
@@ -366,7 +358,7 @@ class ScaleUp:
 
     def set_up_alone(self) -> None:
         """Make the remaining replacements set up alone, after the first start."""
-        if self.together and self.recovery.joins:
+        if self.together and self.policy.joins:
             self.together, self._enough_at = False, None
             for replacement in self._replacements:
                 replacement.set_up_alone(self.journal.generation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import sys
@@ -208,7 +209,10 @@ class FitLoop:
         try:
             # A worker without a batch has no metrics.
             parts = [each for each in self.calls.make(call) if each]
-            names = dict.fromkeys(itertools.chain.from_iterable([*parts, _merge_few(parts)]))
+            # A few batches may not suffice for a metric.
+            with contextlib.suppress(ValueError, RuntimeError, ArithmeticError, LookupError):
+                parts.append(merge_workers(parts))
+            names = dict.fromkeys(itertools.chain.from_iterable(parts))
             if names:
                 _check_monitored(self._monitored(), list(names))
         except Exception as error:
@@ -237,42 +241,19 @@ class FitLoop:
         return {f"{who}(monitor={name!r})": name for who, name in found if isinstance(name, str)}
 
 
-def _merge_few(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    try:
-        return merge_workers(parts)
-    except (AttributeError, NameError, TypeError):
-        raise
-    except Exception as error:  # a few batches may not suffice, for example if all are of one class
-        notes = " ".join(getattr(error, "__notes__", ()))
-        logger.warning(
-            "A metric failed when fit() tried it on the first batches: %r %s", error, notes
-        )
-        return {}
-
-
 def _check_monitored(monitored: Mapping[str, str], metrics: Sequence[str]) -> None:
     """Check that monitored metrics of validation exist. Others may be metrics of training."""
+    there_is = "fit() does not validate"
+    if metrics:
+        there_is = f"a validation has: {', '.join(metrics)}"
     for given, name in monitored.items():
         if name in metrics:
             continue
-        if not name.startswith(_OF_VALIDATION):
-            if f"val_{name}" in metrics:
-                logger.warning(
-                    "%s: validation has 'val_%s', but not this metric. If training does not have "
-                    "it either, fit() fails after the first epoch.",
-                    given,
-                    name,
-                )
-            continue
-        if not metrics:
-            raise ValueError(
-                f"{given}: there is no such metric, because fit() does not validate. Register a "
-                "validation loader and set validate_every, or name a metric of training."
-            )
-        raise ValueError(
-            f"{given}: there is no such metric. A validation has: {', '.join(metrics)}."
-            + suggest_metric(name, metrics)
-        )
+        if name.startswith(_OF_VALIDATION):
+            close = suggest_metric(name, metrics)
+            raise ValueError(f"{given}: there is no such metric, because {there_is}.{close}")
+        if f"val_{name}" in metrics:
+            logger.warning("%s: validation has 'val_%s', but not this metric.", given, name)
 
 
 def _has_validation_loader(operator: Any) -> bool:

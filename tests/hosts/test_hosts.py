@@ -229,9 +229,7 @@ def test_short_cuts_and_stopped_processes_are_not_losses(run):
     events = run.end()
     assert kinds(events) == ["lost", "resumed", "grown"], events
     assert "its host closed the connection" in events[0][1]  # as its process has died
-    said = run.log.read_text()
-    assert re.search(r"The Ray head has not answered for \d+ s\.", said)
-    assert "The Ray head answers again." in said
+    assert "The Ray head does not answer" in run.log.read_text()
     assert run.call("workers").keys() == run.workers.keys()
 
 

@@ -558,7 +558,7 @@ class SimGroup(WorkerGroup):
 
     def discard(self, member):
         if (driver := self._world.driver) is not None:
-            stays = driver.controller.recovery.joins
+            stays = driver.controller.policy.joins
             is_fine = not (member.dead or member.silent or member.deaf or member.lacks_shards)
             is_fine = is_fine and not member.partial
             is_fine = is_fine and self.drains.of(member) is None

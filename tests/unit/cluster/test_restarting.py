@@ -110,9 +110,7 @@ def test_while_rays_head_is_silent_there_are_no_vain_tries(world, silence, caplo
     world.at_step(17, lose_all)
     run_until(controller, 40, max_losses=2)
     assert "waiting" not in kinds(controller)
-    assert "The Ray head has not answered for 10 s" in caplog.text
-    assert "The Ray head answers again." in caplog.text
-    assert caplog.text.count("Ray head") == 2
+    assert caplog.text.count("The Ray head does not answer") == 1
 
 
 def test_leaving_workers_stay_while_no_worker_can_start(world, silence):

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from raysgd._internal.context import Progress
 from raysgd.elastic import machine
 from raysgd.elastic.machine import Broken, Budget, Closed, Do, New, Ready, Running, Starting
-from raysgd.elastic.policies import Recovery
+from raysgd.elastic.policies import Policy
 
 ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
 MAX_ATTEMPTS = 2
 POLICIES = [
-    machine.Policy(
-        recovery=Recovery(rejoins=rejoins, can_join=can_join),
+    Policy(
+        rejoins=rejoins,
+        can_join=can_join,
         max_attempts=MAX_ATTEMPTS,
         may_grow=may_grow,
         keeps_snapshots=keeps_snapshots,
@@ -192,7 +193,7 @@ def test_no_committed_step_is_discarded(event, policy):
     assert left <= event.leaving
 
 
-@pytest.mark.parametrize("policy", [p for p in POLICIES if p.recovery.joins])
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p.joins])
 def test_a_loss_ends_no_survivor(policy):
     state = Running(Budget(in_call=True, has_begun=True, max_losses=1))
     after, actions = machine.transition(state, machine.WorkersLost(), policy)

@@ -7,7 +7,7 @@ from raysgd.cluster.group_options import GroupOptions
 from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.elastic import scale_up as scaling_module
 from raysgd.elastic.config import ElasticConfig
-from raysgd.elastic.policies import Recovery
+from raysgd.elastic.policies import Policy
 from raysgd.elastic.scale_up import ScaleUp
 from tests.blackbox.simulation.seam import LostError
 from tests.unit.cluster.clock import ManualClock
@@ -119,7 +119,7 @@ def make(clock):
             group,
             ElasticConfig(**values),
             journal,
-            Recovery(rejoins=True, can_join=True),
+            Policy(may_grow=values.get("grow", True)),
             ("created",),
             timeout_s=30.0,
         )

@@ -123,7 +123,7 @@ class Measuring(Recorder):
         return {**measured, "val_odd": Sums(self.config["function"], total=1.0)}
 
 
-def test_a_metric_that_cannot_be_computed_is_found_before_any_training(make_trainer, caplog):
+def test_a_metric_that_cannot_be_computed_is_found_before_any_training(make_trainer):
     trainer = make_trainer(Measuring, {"function": lambda sum: sum})
     with pytest.raises(TypeError, match="unexpected keyword argument 'total'") as caught:
         trainer.fit(2)
@@ -134,7 +134,6 @@ def test_a_metric_that_cannot_be_computed_is_found_before_any_training(make_trai
         trainer.fit(1)
     assert caught.value.__notes__[0] == "The metric 'val_odd', a Sums, raised this error."
     assert trainer.global_step == 5, "all data may suffice if a few batches do not"
-    assert "on the first batches: OverflowError" in caplog.text
 
 
 @pytest.mark.parametrize(
