@@ -10,8 +10,6 @@ import numbers
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
-from raysgd._internal.tracebacks import shorten
-
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 MOST_WORKERS = 10_000
 """Upper limit of `num_workers`. For more, Ray takes minutes to report that there is no room."""
@@ -27,7 +25,7 @@ def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def suggests(method: _Method) -> _Method:
-    """Suggest a similar name for an unknown argument, and shorten tracebacks to user code."""
+    """Suggest a similar name for an unknown argument."""
     own = inspect.signature(method).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in own.values())
     is_init = method.__name__ == "__init__"
@@ -41,11 +39,7 @@ def suggests(method: _Method) -> _Method:
                 # The constructor of a subclass may pass its own arguments to this method.
                 known = {**own, **inspect.signature(type(self)).parameters}
                 raise unknown_argument(type(self).__name__, name, known)
-        try:
-            return method(self, *args, **kwargs)
-        except (Exception, KeyboardInterrupt) as error:
-            shorten(error)
-            raise
+        return method(self, *args, **kwargs)
 
     return cast(_Method, checked)
 

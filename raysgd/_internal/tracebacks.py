@@ -1,21 +1,15 @@
-"""Tracebacks without the frames of libraries."""
+"""The frames of user code in stacks."""
 
 from __future__ import annotations
 
-import contextlib
-import linecache
 import os
-import re
+import sys
 import sysconfig
+import threading
+import traceback
 from pathlib import Path
-from types import TracebackType
 
-_SWITCH = "RAYSGD_FULL_TRACEBACK"
-_FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)\n(?:    .*\n)*')
-_HIDDEN_NOTE = f"({{}} frames of libraries are hidden; {_SWITCH}=1 shows them.)"
-_HIDDEN = re.compile(r"\(\d+ frames of libraries are hidden;")
 _PACKAGE = str(Path(__file__).parents[1])
-_MANY = 4
 
 
 def is_the_users(filename: str) -> bool:
@@ -28,86 +22,19 @@ def is_the_users(filename: str) -> bool:
     return not {"site-packages", "dist-packages"} & set(Path(filename).parts)
 
 
-def is_wanted() -> bool:
-    return os.environ.get(_SWITCH, "") in ("", "0")
+def stacks() -> str:
+    """Return the stacks of the threads that run user code, from its first frame on.
 
-
-def shortened_text(text: str) -> str:
-    r"""Return a printed traceback with only the frames of user code.
-
-    The environment variable ``RAYSGD_FULL_TRACEBACK=1`` disables this.
-
-    >>> folders = "/home/me", _PACKAGE
-    >>> own, ours = (f'  File "{folder}/x.py", line 1, in f\n' for folder in folders)
-    >>> print(shortened_text(own + 4 * ours + "ValueError\n"), end="")
-      File "/home/me/x.py", line 1, in f
-    ValueError
-    (4 frames of libraries are hidden; RAYSGD_FULL_TRACEBACK=1 shows them.)
+    Return all stacks if no thread runs user code.
     """
-    hidden = 0
-
-    def kept(match: re.Match[str]) -> str:
-        nonlocal hidden
-        if is_the_users(match[1]):
-            return _with_source(match)
-        hidden += 1
-        return ""
-
-    short = _FRAME.sub(kept, text)
-    if not is_wanted() or hidden < _MANY:
-        return _FRAME.sub(_with_source, text)
-    return f"{short}{_HIDDEN_NOTE.format(hidden)}\n"
-
-
-def _with_source(frame: re.Match[str]) -> str:
-    """Add a source line that the worker could not read, for example of a notebook cell."""
-    source = linecache.getline(frame[1], int(frame[2])).strip()
-    is_bare = frame[0].count("\n") == 1
-    return f"{frame[0]}    {source}\n" if is_bare and source else frame[0]
-
-
-def shortened_stacks(text: str) -> str:
-    """Return the stacks of threads, each from its first frame of user code on, if it has one."""
-    found = []
-    for thread in re.split(r"^(?=Thread )", text, flags=re.MULTILINE):
-        own = [frame for frame in _FRAME.finditer(thread) if is_the_users(frame[1])]
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    everything, of_user = [], []
+    for ident, frame in sys._current_frames().items():
+        frames = traceback.extract_stack(frame)
+        own = [n for n, each in enumerate(frames) if is_the_users(each.filename)]
+        everything.append(f"Thread {names.get(ident, ident)}:\n{''.join(frames.format())}")
         if own:
-            path, line, function = own[-1].groups()
-            found.append(f"In {function}, {path}:{line}:\n{thread[own[0].start() :].rstrip()}")
-    return "\n".join(found) if found and is_wanted() else text
-
-
-def shorten(error: BaseException) -> None:
-    """Remove the frames of libraries from the traceback of an error and of its causes.
-
-    An error that raysgd raises is always shortened, because its message explains the problem.
-    """
-    seen: list[BaseException] = []
-    each: BaseException | None = error
-    while each is not None and each not in seen:
-        seen.append(each)
-        _shorten_one(each)
-        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
-
-
-def _shorten_one(error: BaseException) -> None:
-    frames = []
-    trace = error.__traceback__
-    while trace is not None:
-        frames.append(trace)
-        trace = trace.tb_next
-    if not frames:  # the traceback of a worker, or already shortened
-        return
-    own = [each for each in frames if is_the_users(each.tb_frame.f_code.co_filename)]
-    is_ours = frames[-1].tb_frame.f_code.co_filename.startswith(_PACKAGE + os.sep)
-    hidden = len(frames) - len(own)
-    if not is_wanted() or (hidden < _MANY and not is_ours):
-        return
-    if not is_ours and isinstance(error, Exception):  # for Ctrl-C, the place does not matter
-        with contextlib.suppress(Exception):  # user classes may refuse notes
-            if not any(map(_HIDDEN.match, getattr(error, "__notes__", []))):
-                error.add_note(_HIDDEN_NOTE.format(hidden))
-    following: TracebackType | None = None
-    for each in reversed(own):
-        following = TracebackType(following, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    error.__traceback__ = following
+            last = frames[own[-1]]
+            shown = "".join(traceback.format_list(frames[own[0] :]))
+            of_user.append(f"In {last.name}, {last.filename}:{last.lineno}:\n{shown}")
+    return "\n".join(of_user or everything)

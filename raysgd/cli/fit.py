@@ -15,7 +15,7 @@ from typing import Any
 
 from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.nested import map_leaves
-from raysgd._internal.tracebacks import is_the_users, shortened_text
+from raysgd._internal.tracebacks import is_the_users
 from raysgd.callbacks import CheckpointCallback
 from raysgd.callbacks.values import json_dict
 from raysgd.errors import RaySGDError, RemoteTraceback
@@ -124,4 +124,4 @@ def message_of(error: Exception) -> tuple[str, int]:
     )
     if is_refused:
         return str(error), 2
-    return shortened_text("".join(traceback.format_exception(error))).rstrip(), 1
+    return "".join(traceback.format_exception(error)).rstrip(), 1

@@ -24,7 +24,7 @@ from raysgd._internal.context import (
     WorkerContext,
 )
 from raysgd._internal.imports import frozen_imports
-from raysgd._internal.tracebacks import is_the_users, shortened_text
+from raysgd._internal.tracebacks import is_the_users, stacks
 from raysgd.cluster.child_processes import end_forks_with_this_process
 from raysgd.cluster.host_monitor import DriverWatch
 from raysgd.cluster.serialization import Packed, dumps, pack
@@ -65,7 +65,7 @@ class Outcome:
         """Return the exception, with the worker's traceback as its cause."""
         error: BaseException = self.value()
         if self.traceback:
-            error.__cause__ = RemoteTraceback(shortened_text(self.traceback))
+            error.__cause__ = RemoteTraceback(self.traceback)
         if self.note:
             error.add_note(self.note)
         return error
@@ -255,11 +255,7 @@ class Worker:
         return dumps(state)
 
     def stacks(self) -> str:
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        return "\n".join(
-            f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-            for ident, frame in sys._current_frames().items()
-        )
+        return stacks()
 
     def teardown(self) -> None:
         if self.runner is not None:

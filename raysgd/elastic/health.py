@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from raysgd._internal.context import Progress
-from raysgd._internal.tracebacks import shortened_stacks
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_handle import WorkerHandle
@@ -94,7 +93,7 @@ class HealthMonitor:
 
 def _shown_stack(answer: Future[str]) -> str:
     if answer.done() and answer.exception() is None:
-        return shortened_stacks(answer.result())
+        return answer.result()
     return "no answer: the process is stopped or gone"
 
 

@@ -13,8 +13,8 @@ import cloudpickle
 import pytest
 
 import raysgd
+from raysgd._internal import tracebacks
 from raysgd._internal.context import PausedError, Progress, WorkerContext
-from raysgd._internal.tracebacks import is_the_users
 from raysgd.backends import Backend
 from raysgd.cluster.serialization import Packed, pack
 from raysgd.cluster.worker import CarriedError, Worker
@@ -191,7 +191,7 @@ def test_an_error_that_is_raised_again_says_the_place_once(worker):
     ],
 )
 def test_user_code_is_neither_raysgd_nor_installed(filename, expected):
-    assert is_the_users(filename) == expected
+    assert tracebacks.is_the_users(filename) == expected
 
 
 @pytest.mark.parametrize(
@@ -451,10 +451,11 @@ def test_teardown_lets_go_of_runner_and_group(worker):
     assert worker.runner is None
 
 
-def test_the_stacks_of_all_threads_can_be_asked_for(worker):
+def test_stacks_are_those_of_threads_with_user_code(worker, monkeypatch):
     text = worker.stacks()
-    assert "MainThread" in text
-    assert "test_the_stacks_of_all_threads_can_be_asked_for" in text
+    assert text.startswith("In test_stacks_are_those_of_threads_with_user_code, ")
+    monkeypatch.setattr(tracebacks, "is_the_users", lambda filename: False)
+    assert "Thread MainThread:" in worker.stacks()
 
 
 # ---- members in the driver's process

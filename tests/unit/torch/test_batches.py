@@ -1,7 +1,6 @@
 """What the default train_batch and validate_batch take as a batch, and as a model's output."""
 
 import dataclasses
-import traceback
 from collections import UserDict, namedtuple
 from types import SimpleNamespace
 
@@ -151,16 +150,3 @@ def test_error_shows_the_batch_and_the_arguments(model, batch, said):
     operator = run_operator(Trained, {"model": model})
     with pytest.raises(TypeError, match=said):
         operator.train_batch(batch, {})
-
-
-def test_error_in_a_batch_hides_frames_of_libraries(make_trainer):
-    class Wrong(Trained):
-        def setup(self, config):
-            super().setup({"model": Model})
-            self.register_data(train_loader=[(torch.ones(5, 7), torch.zeros(5).long())])
-
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
-        make_trainer(Wrong).fit(1)
-    lines = "".join(traceback.format_exception(caught.value)).splitlines()
-    assert len(lines) < 10
-    assert "RAYSGD_FULL_TRACEBACK=1" in lines[-1]
