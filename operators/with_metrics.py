@@ -146,8 +146,7 @@ class MergedStates(MergeableMetric):
             for name, reduce in member._reductions.items():
                 setattr(member, name, _reduced([state[name] for state in held], reduce))
             member._update_count = 1
-        found = _numbers(metric.compute())
-        return found.get("", found)
+        return _named(metric.compute())
 
 
 def _reduced(states: list[Any], reduce: Any) -> Any:
@@ -161,19 +160,11 @@ def _reduced(states: list[Any], reduce: Any) -> Any:
     return stacked if reduce is None else reduce(stacked)
 
 
-def _numbers(value: Any) -> dict[str, Any]:
-    """Return the numbers in the result of a metric, by name suffix. Matrices stay tensors."""
+def _named(value: Any) -> Any:
+    """Return the result of a metric, with an underscore before each name."""
     if isinstance(value, Mapping):
-        found = {}
-        for key, entry in value.items():
-            found.update({f"_{key}{end}": v for end, v in _numbers(entry).items()})
-        return found
-    tensor = torch.as_tensor(value)
-    if tensor.numel() == 1:
-        return {"": float(tensor)}
-    if tensor.dim() == 1:
-        return {f"_{index}": float(entry) for index, entry in enumerate(tensor)}
-    return {"": tensor}
+        return {f"_{key}": _named(entry) for key, entry in value.items()}
+    return value
 
 
 def _alone(metric: Metric) -> Metric:

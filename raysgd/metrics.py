@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from statistics import mean
 from typing import Any, Self
 
 import numpy as np
@@ -20,16 +22,9 @@ __all__ = [
     "NUM_SAMPLES",
     "AverageMeter",
     "AverageMeterCollection",
-    "Computed",
     "MergeableMetric",
-    "Summary",
     "Sums",
-    "computed",
-    "is_number",
-    "merge_segments",
-    "merge_workers",
     "ratio",
-    "rename_metrics",
 ]
 
 NUM_SAMPLES = "num_samples"
@@ -119,10 +114,11 @@ class MergeableMetric(ABC):
 
     @abstractmethod
     def compute(self) -> Any:
-        """Return a number, an array of any shape, or a dict from name suffixes to such values.
+        """Return a number, an array, or a dict from name suffixes to numbers or arrays.
 
         If a metric named ``val_f1`` computes ``{"_cat": 0.9, "_dog": 0.8}``, the result contains
-        ``val_f1_cat`` and ``val_f1_dog``.
+        ``val_f1_cat`` and ``val_f1_dog``. The suffixes of an array are its indices, as in
+        ``val_f1_0``, or ``val_matrix_0_1``.
         """
 
 
@@ -157,8 +153,7 @@ class Sums(MergeableMetric):
 
     def compute(self) -> Any:
         """Call the function with the sums, and return the result."""
-        value = self.function(**self.sums)
-        return value if isinstance(value, Mapping) else _value(value)
+        return self.function(**self.sums)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"function": self.function, "_sums": self.sums}
@@ -196,59 +191,29 @@ class Computed(float):
         return Computed, (float(self), self.metric, self.end)
 
 
-class ComputedArray(np.ndarray[Any, Any]):
-    """An array that remembers its metric, like `Computed`. Slices of it have no metric."""
-
-    metric: MergeableMetric | None = None
-    end: str = ""
-
-    def __new__(cls, value: Any, metric: MergeableMetric | None, end: str = "") -> Self:
-        array = np.asarray(value).view(cls)
-        array.metric, array.end = metric, end
-        return array
-
-    def __reduce__(self) -> Any:
-        return ComputedArray, (np.asarray(self), self.metric, self.end)
+def _numbers(value: Any) -> dict[str, float]:
+    """Return what a metric computed as numbers by name suffix."""
+    if isinstance(value, Mapping):
+        parts = {end: _numbers(each) for end, each in value.items()}
+        return {f"{end}{index}": n for end, part in parts.items() for index, n in part.items()}
+    array = np.asarray(_plain(value), dtype=np.float64)
+    return {"".join(f"_{i}" for i in index): float(n) for index, n in np.ndenumerate(array)}
 
 
-def _value(value: Any) -> Any:
-    plain = _plain(value if is_number(value) else np.asarray(value, dtype=np.float64))
-    return float(plain) if isinstance(plain, numbers.Real) else plain
+def computed(name: str, metric: MergeableMetric, raises: bool = False) -> dict[str, Computed]:
+    """Return the values of a metric, by name.
 
-
-def _values(name: str, value: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield the names, suffixes, and values that a metric computed."""
-    for end, each in (value if isinstance(value, Mapping) else {"": value}).items():
-        yield f"{name}{end}", end, _value(each)
-
-
-def _is_computed(value: Any) -> bool:
-    return getattr(value, "metric", None) is not None
-
-
-def computed(name: str, metric: MergeableMetric) -> dict[str, Computed | ComputedArray]:
-    """Return a metric's values over this worker's part of the data, by name.
-
-    If the metric fails on this part alone, the value is NaN. The merged metric raises its errors.
+    A metric can fail on this worker's part of the data alone. Its value is then NaN, unless
+    `raises` is true.
     """
     try:
         value = metric.compute()
-    except Exception:
+    except Exception as error:
+        if raises:
+            error.add_note(f"The metric {name!r}, a {type(metric).__name__}, raised this error.")
+            raise
         value = float("nan")
-    return {
-        key: (Computed if isinstance(each, float) else ComputedArray)(each, metric, end)
-        for key, end, each in _values(name, value)
-    }
-
-
-class Summary(dict[str, Any]):
-    """A result dict whose means remember their `weights`, so that it can be merged."""
-
-    def __init__(self, values: Mapping[str, Any], weights: Mapping[str, float]) -> None:
-        super().__init__(values)
-        for name, weight in weights.items():
-            if _is_mean(name, self[name]) and not _is_computed(self[name]):
-                self.update(computed(name, _mean(self[name], weight)))
+    return {f"{name}{end}": Computed(n, metric, end) for end, n in _numbers(value).items()}
 
 
 class AverageMeterCollection:
@@ -330,15 +295,17 @@ class AverageMeterCollection:
     def latest(self, most: int = 4) -> dict[str, float]:
         """Return the newest values of the first `most` metrics, without arrays."""
         names = [*self._meters, *self._mergeable][:most]
-        found = {name: self.last(name) for name in names}
-        return {name: float(v) for name, v in found.items() if isinstance(v, numbers.Real)}
+        found = {name: self._newest(name) for name in names}
+        return {name: number[""] for name, number in found.items() if "" in number}
 
-    def last(self, name: str) -> Any:
-        """Return the newest value of a metric, or None."""
-        if name in self._mergeable:
-            return computed(name, self._mergeable[name][1]).get(name)
-        meter = self._meters.get(name)
-        return None if meter is None else meter.val
+    def _newest(self, name: str) -> dict[str, float]:
+        if name in self._meters:
+            return _numbers(self._meters[name].val)
+        values = computed(name, self._mergeable[name][1]).values()
+        return {value.end: float(value) for value in values}
+
+    def _last(self, name: str) -> dict[str, float]:
+        return {f"last_{name}{end}": number for end, number in self._newest(name).items()}
 
     def summary(self) -> dict[str, Any]:
         """Return ``num_samples``, ``batch_count``, and the mean and last value of each metric.
@@ -349,10 +316,10 @@ class AverageMeterCollection:
         values: dict[str, Any] = {NUM_SAMPLES: self.num_samples, BATCH_COUNT: self.batch_count}
         for name, meter in self._meters.items():
             values.update(computed(name, Sums(ratio, total=meter.sum, weight=meter.count)))
-            values[f"last_{name}"] = meter.val
-        for name, (merged, last) in self._mergeable.items():
+            values.update(self._last(name))
+        for name, (merged, _) in self._mergeable.items():
             values.update(computed(name, merged))
-            values.update({k: _value(v) for k, v in computed(f"last_{name}", last).items()})
+            values.update(self._last(name))
         for name, value in self._others.items():
             values[name] = values[f"last_{name}"] = value
         return values
@@ -368,30 +335,41 @@ def _mean(value: Any, weight: float) -> Sums:
     return Sums(ratio, total=_plain(value) * weight if weight else 0.0, weight=weight)
 
 
-def _by_name(parts: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
-    for part in parts:
-        for name, value in part.items():
-            found.setdefault(name, []).append(value)
+def weighted(metrics: Mapping[str, Any], weight: float) -> dict[str, Any]:
+    """Return the metrics of a part with the weight `weight`, unless it has ``num_samples``."""
+    found = dict(metrics)
+    for name, value in metrics.items():
+        if NUM_SAMPLES in metrics or isinstance(value, Computed) or not _is_mean(name, value):
+            continue
+        found |= computed(name, _mean(value, weight))
     return found
 
 
-def _merged(values: Mapping[str, list[Any]], parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the merged metrics of all parts. Plain numbers are means over the part's samples."""
-    merged: dict[str, MergeableMetric] = {}
-    for part in parts:
-        samples = part.get(NUM_SAMPLES, 1)
-        weight = float(samples) if isinstance(samples, numbers.Real) else 1.0
-        own: dict[str, MergeableMetric] = {}
-        for name, value in part.items():
-            if all(map(_is_computed, values[name])):
-                # All numbers of a metric hold the same object, even if a part computed only NaN.
-                own[name.removesuffix(value.end)] = value.metric
-            elif _is_mean(name, value):
-                own[name] = _mean(value, weight)
-        for name, metric in own.items():
-            merged[name] = merged[name].merge(metric) if name in merged else metric
-    return merged
+def _merge(
+    parts: Sequence[Mapping[str, Any]], combine: Callable[[str, list[Any]], Any], raises: bool
+) -> dict[str, Any]:
+    """Merge the metrics of all parts. `combine` merges counts, ``last_k``, texts, and the like.
+
+    A number without a metric is a mean over the samples of its part.
+    """
+    names = dict.fromkeys(name for part in parts for name in part)
+    metrics: dict[str, dict[int, MergeableMetric]] = {}
+    merged: dict[str, Any] = {}
+    for name in names:
+        values = {i: part[name] for i, part in enumerate(parts) if name in part}
+        if not all(_is_mean(name, value) for value in values.values()):
+            merged[name] = combine(name, [*values.values()])
+        elif all(isinstance(value, Computed) for value in values.values()):
+            # All numbers of a metric hold the same object, even if a part computed only NaN.
+            for i, value in values.items():
+                metrics.setdefault(name.removesuffix(value.end), {})[i] = value.metric
+        else:
+            weights = {i: _plain(parts[i].get(NUM_SAMPLES, 1)) for i in values}
+            metrics[name] = {i: _mean(value, weights[i]) for i, value in values.items()}
+    for name, found in metrics.items():
+        total = reduce(lambda metric, other: metric.merge(other), found.values())
+        merged = {**computed(name, total, raises), **merged}
+    return {name: merged[name] for name in names if name in merged} | merged
 
 
 def merge_segments(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -400,20 +378,11 @@ def merge_segments(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     Samples and batches are summed, means are weighted, and mergeable metrics are merged. For
     ``last_k`` and for values that are not numbers, the newest is kept.
     """
-    by_name, merged = _by_name(parts), {}
-    for name, values in by_name.items():
-        if not all(map(is_number, values)) or name.startswith("last_"):
-            merged[name] = values[-1]
-        elif not _is_mean(name, values[0]):
-            merged[name] = sum(values)
-    for name, metric in _merged(by_name, parts).items():
-        for key, value in computed(name, metric).items():
-            merged.setdefault(key, value)
-    return _sorted(merged, by_name)
 
+    def combine(name: str, values: list[Any]) -> Any:
+        return sum(values) if name in (NUM_SAMPLES, BATCH_COUNT) else values[-1]
 
-def _sorted(merged: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    return {name: merged[name] for name in names if name in merged} | merged
+    return _merge(parts, combine, raises=False)
 
 
 def rename_metrics(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -444,22 +413,11 @@ def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     >>> merge_workers([{"num_samples": 3, "loss": 1.0}, {"num_samples": 1, "loss": 5.0}])
     {'num_samples': 4, 'loss': 2.0}
     """
-    by_name, merged = _by_name(parts), {}
-    for name, values in by_name.items():
+
+    def combine(name: str, values: list[Any]) -> Any:
         if texts := [value for value in values if not is_number(value)]:
-            merged[name] = texts[0]
-        elif name == NUM_SAMPLES:
-            merged[name] = sum(map(_plain, values))
-        elif name == BATCH_COUNT and len(set(values)) == 1:
-            merged[name] = _plain(values[0])
-        elif not _is_mean(name, values[0]):
-            merged[name] = sum(map(_plain, values)) / len(values)
-    for name, metric in _merged(by_name, parts).items():
-        try:
-            value = metric.compute()
-        except Exception as error:
-            error.add_note(f"The metric {name!r}, a {type(metric).__name__}, raised this error.")
-            raise
-        for key, _, each in _values(name, value):
-            merged.setdefault(key, each)
-    return _sorted(merged, by_name)
+            return texts[0]
+        return (sum if name == NUM_SAMPLES else mean)([_plain(value) for value in values])
+
+    merged = _merge(parts, combine, raises=True)
+    return {name: float(n) if isinstance(n, Computed) else n for name, n in merged.items()}

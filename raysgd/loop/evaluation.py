@@ -10,7 +10,7 @@ from raysgd.data.source import BatchSource
 from raysgd.loop.operator_base import checked_result
 from raysgd.loop.requests import RehearseRequest, ValidateRequest
 from raysgd.loop.signal import Signal
-from raysgd.metrics import NUM_SAMPLES, Summary, rename_metrics
+from raysgd.metrics import rename_metrics, weighted
 
 if TYPE_CHECKING:
     from raysgd.loop.loop import Loop
@@ -183,13 +183,6 @@ class _Counted:
             raise
         self.count += 1
         return batch
-
-
-def weighted(metrics: Mapping[str, Any], num_batches: float) -> Mapping[str, Any]:
-    """Return metrics with the weight `num_batches`, unless they have a number of samples."""
-    if NUM_SAMPLES in metrics:
-        return metrics
-    return Summary(metrics, dict.fromkeys(metrics, num_batches))
 
 
 def no_batch(name: str, source: BatchSource, rank: int | None = None) -> RuntimeError:

@@ -44,7 +44,7 @@ from raysgd._internal.context import OutOfMemoryError, PausedError
 from raysgd._internal.nested import unchanged
 from raysgd.callbacks.measuring import learning_rates
 from raysgd.data.source import BatchSource
-from raysgd.loop.evaluation import Evaluation, no_batch, weighted
+from raysgd.loop.evaluation import Evaluation, no_batch
 from raysgd.loop.micro_batches import IndivisibleError
 from raysgd.loop.operator_base import checked_result
 from raysgd.loop.requests import TrainRequest
@@ -53,7 +53,7 @@ from raysgd.loop.state import Snapshots
 from raysgd.loop.step import WarmedUp
 from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import TrainState
-from raysgd.metrics import merge_segments
+from raysgd.metrics import merge_segments, weighted
 
 
 class Loop:
@@ -82,7 +82,6 @@ class Loop:
         # Epochs to complete in addition to the goal, because the call began at the end of one.
         self._more_epochs = 0
         self._began_at = 0
-        self._skipped_before = 0
         self.evaluation = Evaluation(self)
         self.snapshots = Snapshots(self.train_state)
 

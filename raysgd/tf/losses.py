@@ -236,8 +236,7 @@ class KerasMetric(MergeableMetric):
         merged._sums = [left + right for left, right in pairs]
         return merged
 
-    def compute(self) -> float | dict[str, float]:
-        """Return the result of Keras: a number, or a dict with ``_0``, ``_1`` for each class."""
+    def compute(self) -> Any:
         kind, config = self._config
         metric = kind.from_config(config)
         if len(metric.variables) != len(self._sums):  # F1Score creates variables in the first batch
@@ -248,10 +247,7 @@ class KerasMetric(MergeableMetric):
         result = metric.result()
         if isinstance(result, dict):
             return {f"_{name}": float(value) for name, value in result.items()}
-        result = np.asarray(result, np.float64)
-        if result.ndim == 0:
-            return float(result)
-        return {f"_{index}": float(value) for index, value in enumerate(result.ravel())}
+        return np.asarray(result)
 
 
 def _spec(leaf: Any) -> Any:

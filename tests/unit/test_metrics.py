@@ -1,9 +1,10 @@
-"""Means over batches, segments and workers."""
+"""Means and other metrics over batches, segments, and workers."""
 
 import itertools
 import math
 import pickle
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 from raysgd.metrics import (
     AverageMeter,
     AverageMeterCollection,
-    Summary,
+    MergeableMetric,
+    Sums,
     merge_segments,
     merge_workers,
+    weighted,
 )
 
 values = st.floats(-1e6, 1e6)
@@ -97,14 +100,23 @@ def test_nan_in_one_batch_makes_the_mean_nan(batches, index):
     assert result["num_samples"] == sum(n for _, n in batches)
 
 
-def test_numbers_of_samples_may_be_fractions():
-    merged = merge_workers([{"num_samples": 1.5, "loss": 1.0}, {"num_samples": 0.5, "loss": 5.0}])
-    assert merged == {"num_samples": 2.0, "loss": 2.0}
-
-
-def test_texts_come_from_the_lowest_rank():
-    merged = merge_workers([{"loss": 1.0}, {"note": "one"}, {"note": "two"}])
-    assert merged == {"loss": 1.0, "note": "one"}
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([], {}),
+        ([{"loss": 1.0}, {"note": "one"}, {"note": "two"}], {"loss": 1.0, "note": "one"}),
+        (
+            [{"num_samples": 1.5, "loss": 1.0}, {"num_samples": 0.5, "loss": 5.0}],
+            {"num_samples": 2.0, "loss": 2.0},
+        ),
+        (
+            [{"num_samples": n, "batch_count": n, "last_k": n} for n in (1, 3)],
+            {"num_samples": 4, "batch_count": 2, "last_k": 2},
+        ),
+    ],
+)
+def test_workers_are_merged_by_the_kind_of_value(parts, expected):
+    assert merge_workers(parts) == expected
 
 
 def test_the_newest_text_of_a_worker_counts():
@@ -120,17 +132,6 @@ def test_a_numpy_string_is_no_number():
     meters = AverageMeterCollection()
     meters.update({"label": np.str_("cat")}, n=2)
     assert meters.summary()["label"] == "cat"
-
-
-def test_batch_count_and_last_values_are_plain_means():
-    parts = [
-        {"num_samples": 1, "batch_count": 1, "last_k": 0.0},
-        {"num_samples": 99, "batch_count": 3, "last_k": 1.0},
-    ]
-    merged = merge_workers(parts)
-    assert merged["batch_count"] == 2.0
-    assert merged["last_k"] == 0.5
-    assert repr(merge_workers(parts[:1] * 2)["batch_count"]) == "1"
 
 
 @pytest.mark.parametrize("value", [0.1, float("nan")])
@@ -204,20 +205,18 @@ def test_lists_are_refused_by_name(value):
         AverageMeterCollection().update({"parts": value})
 
 
-def test_tensors_of_several_elements_are_averaged_element_by_element():
+def test_each_element_of_a_tensor_has_its_own_mean():
     meters = AverageMeterCollection()
     meters.update({"k": torch.tensor([1, 2])}, n=1)
     meters.update({"k": torch.tensor([5, 2])}, n=3)
     merged = merge_workers([meters.summary()])
-    assert merged["k"].tolist() == [4.0, 2.0]
-    assert merged["k"].dtype == torch.float64
+    assert [merged[key] for key in ("k_0", "k_1", "last_k_0")] == [4.0, 2.0, 5.0]
 
 
 def test_a_metric_does_not_keep_the_graph_alive():
     meters = AverageMeterCollection()
-    loss = torch.ones(1, requires_grad=True) * 2
-    meters.update({"loss": loss})
-    assert not isinstance(meters.last("loss"), torch.Tensor)
+    meters.update({"loss": torch.ones(1, requires_grad=True) * 2})
+    assert not isinstance(meters.latest()["loss"], torch.Tensor)
 
 
 def test_reset_forgets_everything():
@@ -236,11 +235,166 @@ def test_a_meter_says_value_sum_count_and_mean():
     assert (meter.val, meter.sum, meter.count) == (0.0, 0.0, 0)
 
 
-@pytest.mark.parametrize("result", [summary_of([(1.0, 3)]), Summary({"loss": 1.0}, {"loss": 3})])
+@pytest.mark.parametrize("result", [summary_of([(1.0, 3)]), weighted({"loss": 1.0}, 3)])
 def test_a_result_keeps_its_weights_through_pickle(result):
     twin = pickle.loads(pickle.dumps(result))
     assert merge_workers([twin, summary_of([(5.0, 1)])])["loss"] == 2.0
 
 
-def test_nothing_merges_to_nothing():
-    assert merge_segments([]) == merge_workers([]) == {}
+# ---- metrics that are not means
+
+
+def perplexity(total, weight):
+    return math.exp(total / weight)
+
+
+def perplexity_of(batch):
+    nats, tokens = batch
+    return Sums(perplexity, total=nats * tokens, weight=tokens)
+
+
+def summary_of_perplexities(batches):
+    meters = AverageMeterCollection()
+    for batch in batches:
+        meters.update({"perplexity": perplexity_of(batch)}, n=1)  # one sample, of many tokens
+    return meters.summary()
+
+
+token_batches = st.lists(st.tuples(st.floats(0, 10), st.integers(1, 64)), min_size=1, max_size=30)
+
+
+@given(
+    token_batches,
+    st.lists(st.integers(0, 30), max_size=3),
+    st.lists(st.integers(0, 30), max_size=3),
+    st.booleans(),
+)
+def test_mergeable_metrics_equal_one_pass(batches, workers, segments, copied):
+    """Also where user code copies a result into another dict."""
+    parts = [
+        merge_segments([summary_of_perplexities(part) for part in cut(share, segments)])
+        for share in cut(batches, workers)
+    ]
+    merged = merge_workers([{**part} for part in parts] if copied else parts)
+    tokens = sum(n for _, n in batches)
+    expected = math.exp(math.fsum(v * n for v, n in batches) / tokens)
+    assert merged["perplexity"] == pytest.approx(expected, rel=1e-9)
+    assert type(merged["perplexity"]) is float
+
+
+@pytest.mark.parametrize("pickler", [pickle, cloudpickle])
+def test_a_merged_value_can_be_merged_after_pickling(pickler):
+    parts = [summary_of_perplexities([batch]) for batch in ((0.0, 1), (2.0, 3))]
+    twins = [pickler.loads(pickler.dumps(part)) for part in parts]
+    assert merge_workers(twins)["perplexity"] == close(math.exp(1.5))
+
+
+def test_sums_may_be_tensors_and_arrays_and_are_float64():
+    sums = Sums(total_of, a=torch.full((2,), 0.1), b=np.float32(0.1), c=torch.tensor(1))
+    for _ in range(999):
+        sums = sums.merge(
+            Sums(total_of, a=torch.full((2,), 0.1), b=np.float32(0.1), c=torch.tensor(1))
+        )
+    assert sums.sums["a"].dtype == torch.float64
+    assert sums.sums["a"].tolist() == pytest.approx([1000 * float(np.float32(0.1))] * 2, rel=1e-12)
+    assert type(sums.sums["c"]) is float
+    assert sums.compute() == pytest.approx(3000 * float(np.float32(0.1)) + 1000, rel=1e-12)
+
+
+def total_of(a, b, c):
+    return a.sum() + b + c
+
+
+def test_last_of_a_mergeable_metric_is_the_value_of_the_newest_batch():
+    meters = AverageMeterCollection()
+    meters.update({"perplexity": perplexity_of((0.0, 1))})
+    meters.update({"perplexity": perplexity_of((1.0, 1))})
+    assert meters.summary()["last_perplexity"] == close(math.e)
+    assert meters.latest() == {"perplexity": close(math.e)}
+
+
+def test_a_plain_number_of_one_worker_makes_it_a_mean():
+    parts = [summary_of_perplexities([(0.0, 1)]), {"num_samples": 1, "perplexity": 3.0}]
+    assert merge_workers(parts)["perplexity"] == 2.0
+    assert merge_segments(parts)["perplexity"] == 2.0
+
+
+def test_a_custom_metric_is_merged_by_its_rule():
+    class Largest(MergeableMetric):
+        def __init__(self, value):
+            self.value = value
+
+        def merge(self, other):
+            return Largest(max(self.value, other.value))
+
+        def compute(self):
+            return self.value
+
+    meters = [AverageMeterCollection() for _ in range(2)]
+    for index, value in enumerate([3, 9, 1, 4]):
+        meters[index % 2].update({"largest": Largest(value)}, n=1)
+    assert merge_workers([m.summary() for m in meters])["largest"] == 9.0
+
+
+class Shares(MergeableMetric):
+    """Several numbers, which a part of one sample is too little for."""
+
+    def __init__(self, counts):
+        self.counts = counts
+
+    def merge(self, other):
+        return Shares([a + b for a, b in zip(self.counts, other.counts, strict=True)])
+
+    def compute(self):
+        if sum(self.counts) < 2:
+            raise ZeroDivisionError("too few")
+        return {f"_{i}": count / sum(self.counts) for i, count in enumerate(self.counts)}
+
+
+def shares_of(*batches):
+    meters = AverageMeterCollection()
+    for counts in batches:
+        meters.update({"share": Shares(counts)}, n=1)
+    return meters.summary()
+
+
+def test_a_metric_may_compute_several_numbers():
+    part = shares_of([1, 0], [1, 2])
+    assert (part["share_0"], part["share_1"]) == (0.5, 0.5)
+    assert (part["last_share_0"], part["last_share_1"]) == close((1 / 3, 2 / 3))
+    merged = merge_workers([part, merge_segments([shares_of([0, 3]), shares_of([0, 1])])])
+    assert (merged["share_0"], merged["share_1"]) == (0.25, 0.75)
+    assert "share" not in merged
+
+
+@pytest.mark.parametrize("merge", [merge_workers, merge_segments])
+def test_a_part_too_small_for_any_value_counts_in_the_merged_one(merge):
+    small = shares_of([1, 0])
+    assert math.isnan(small["share"])
+    for parts in ([small, shares_of([0, 3])], [shares_of([0, 3]), small]):
+        merged = merge(parts)
+        assert merged["share_0"] == 0.25
+        assert "share" not in merged
+
+
+def counted(counts):
+    return counts
+
+
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=12), st.integers(1, 11))
+def test_a_metric_may_compute_an_array(classes, point):
+    """Such as a confusion matrix, the same over batches, segments and workers as in one pass."""
+
+    def summary(part):
+        meters = AverageMeterCollection()
+        for index in part:
+            matrix = torch.zeros(2, 3)
+            matrix.view(-1)[index] = 1
+            meters.update({"matrix": Sums(counted, counts=matrix)}, n=1)
+        return pickle.loads(pickle.dumps(meters.summary()))
+
+    parts = [summary(part) for part in cut(classes, [point])]
+    counts = np.bincount(classes, minlength=6).reshape(2, 3)
+    expected = {f"matrix_{row}_{column}": n for (row, column), n in np.ndenumerate(counts)}
+    for merge in (merge_workers, merge_segments):
+        assert expected.items() <= merge(parts).items()

@@ -4,6 +4,7 @@ import functools
 import pickle
 import sys
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -105,13 +106,9 @@ def test_parts_give_what_one_pass_gives(metric, data, cuts):
     expected = whole.compute()
     if isinstance(expected, dict):
         expected = {f"val_it_{key}": value.item() for key, value in expected.items()}
-    elif expected.dim() == 1:
-        expected = {f"val_it_{index}": v.item() for index, v in enumerate(expected)}
-    elif expected.dim() == 2:
-        assert found["val_it"].tolist() == expected.tolist()
-        return
     else:
-        expected = {"val_it": expected.item()}
+        indexed = np.ndenumerate(expected.numpy())
+        expected = {"_".join(["val_it", *map(str, index)]): value for index, value in indexed}
     assert {k: v for k, v in found.items() if k.startswith("val_")} == pytest.approx(
         expected, abs=1e-6
     )
