@@ -8,13 +8,12 @@ import math
 import os
 from typing import Any, ClassVar, Literal
 
-from raysgd._internal.nested import map_leaves
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.logger import folder_for
 from raysgd.callbacks.values import missing_metric
 from raysgd.checkpoint import BackgroundWriter, CheckpointStore
 from raysgd.checkpoint.location import locate
-from raysgd.errors import CheckpointError, WorkerLostError
+from raysgd.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +37,6 @@ class CheckpointCallback(Callback):
         resume: whether a trainer that has not trained yet starts from the newest intact checkpoint
             in the folder. A warning names damaged checkpoints.
         job: name of the job, one per folder; None for the operator's name.
-        on_exception: whether to save, also within an epoch, if an exception or Ctrl-C ends
-            training. It does not save a state with NaN, or if too few workers are left.
 
     Raises:
         ValueError: if an argument has a value that is not allowed.
@@ -58,7 +55,6 @@ class CheckpointCallback(Callback):
         blocking: bool = True,
         resume: bool = True,
         job: str | None = None,
-        on_exception: bool = False,
     ) -> None:
         if every != "epoch" and (type(every) is not int or every < 1):
             raise ValueError(
@@ -70,7 +66,6 @@ class CheckpointCallback(Callback):
         self.monitor = monitor
         self._blocking = blocking
         self._resume = resume
-        self._on_exception = on_exception
         self._job = job
         self._new_store = functools.partial(CheckpointStore, keep=keep, monitor=monitor, mode=mode)
         self._new_store(folder or ".", job=job or "job")  # check the arguments early
@@ -78,7 +73,6 @@ class CheckpointCallback(Callback):
         self._writer = BackgroundWriter()
         self._num_epochs_missing = 0
         self._newest: str | None = None
-        self._saved_at = 0
         self._of_validation = False
         """Whether validations return the monitored metric."""
         self.restored_from: str | None = None
@@ -108,7 +102,6 @@ class CheckpointCallback(Callback):
             ) from error
         self.restored_from = restored.path
         self._newest = restored.shown
-        self._saved_at = trainer.global_step
         # Warn because, for example, the script's learning rate has no effect now.
         logger.warning(
             "Resuming from %s, with its optimizers: epoch %d, step %d. To start from scratch, use "
@@ -155,30 +148,19 @@ class CheckpointCallback(Callback):
             )
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        # After a loss, the other workers may not answer.
-        can_save = self._on_exception and not isinstance(error, WorkerLostError)
-        if can_save and trainer.global_step != self._saved_at:
-            self._save(trainer, {}, unless_nan=True)
-            self._writer.wait()
         if self._newest is not None and self._resume:
             error.add_note(f"If you start the script again, it resumes from {self._newest}.")
 
     def on_train_end(self, trainer: Trainer) -> None:
         self._writer.wait()
 
-    def _save(self, trainer: Trainer, metrics: dict[str, Any], unless_nan: bool = False) -> None:
+    def _save(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         assert self._store is not None
         self._num_epochs_missing = 0
         self._writer.wait()  # wait before copying the state, to hold one copy at a time
         if self.monitor is not None:
             metrics = {self.monitor: math.nan, **metrics}  # the metric is unknown within an epoch
         state = trainer.state_dict(copy=False)
-        if unless_nan and _has_nan((state["models"], state["optimizers"])):
-            logger.warning(
-                "CheckpointCallback did not save after the exception: the state has NaN."
-            )
-            return
-        self._saved_at = trainer.global_step
         store, labels = self._store, (trainer.num_workers, trainer.operator_name)
 
         def write() -> None:
@@ -188,9 +170,3 @@ class CheckpointCallback(Callback):
             write()
         else:
             self._writer.submit(write, f"step {trainer.global_step}")
-
-
-def _has_nan(state: Any) -> bool:
-    found = []
-    map_leaves(state, lambda x: found.append(hasattr(x, "dtype") and bool((x != x).any())))
-    return any(found)

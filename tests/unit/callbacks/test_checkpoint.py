@@ -155,34 +155,6 @@ class Overfitting(Callback):
         metrics["score"] = [2, 9, 3, 5, 1, 4][trainer.epoch - 1]
 
 
-def test_an_exception_saves_the_last_good_step_and_never_nan(make_trainer, tmp_path, caplog):
-    def fit_until(step, spoil=False):
-        saving = CheckpointCallback(tmp_path, on_exception=True)
-        trainer = make_trainer(Recorder, callbacks=[saving])
-        operator = trainer.get_local_operator()
-
-        def fail(batch_info, when):
-            if batch_info["global_step"] == step and when == "before":
-                if spoil:
-                    operator.model[0].weight.data.fill_(float("nan"))
-                raise ValueError("bad batch")
-
-        operator.fail = fail
-        with pytest.raises(ValueError, match="bad batch") as caught:
-            trainer.fit(3)
-        return "".join(caught.value.__notes__)
-
-    assert "it resumes from" in fit_until(7)
-    assert steps(tmp_path) == [5, 7]
-    assert "step-00000007" in fit_until(7)  # where nothing was trained nothing is saved
-    assert "step-00000007" in fit_until(9, spoil=True)
-    assert steps(tmp_path) == [5, 7]
-    assert "the state has NaN" in caplog.text
-    again = make_trainer(Recorder, callbacks=[CheckpointCallback(tmp_path)])
-    assert len(again.fit(2)) == 1
-    assert again.get_local_operator().trained == list(range(16, 40))
-
-
 @pytest.mark.parametrize("ends", [[6], [1, 2, 3, 4, 5, 6]], ids=["in one go", "restarted"])
 @pytest.mark.parametrize(("keep", "kept"), [(1, [10, 30]), (2, [10, 20, 30])])
 def test_validation_rates_checkpoints_if_training_has_the_same_metric(
