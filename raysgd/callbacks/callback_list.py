@@ -13,11 +13,9 @@ from raysgd._internal.context import Progress
 from raysgd._internal.nested import deep_copied, loading, map_leaves
 from raysgd._internal.paths import without_secrets
 from raysgd.callbacks.base import Callback, Trainer
-from raysgd.errors import CallbackError, RemoteTraceback
+from raysgd.errors import CallbackError
 
 logger = logging.getLogger(__name__)
-
-_HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 
 
 @dataclass(eq=False)
@@ -37,13 +35,14 @@ class _Entry:
 class CallbackList:
     """Calls the callbacks of one trainer.
 
-    An error of a callback is raised at the end of the trainer's call. The trainer is an argument
-    of the methods, because a reference would keep a dropped trainer and its workers alive.
+    Errors of callbacks are logged. The first one is raised at the end of the trainer's call. The
+    trainer is an argument of the methods, because a reference would keep a dropped trainer and its
+    workers alive.
     """
 
     def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
         self._entries: list[_Entry] = []
-        self._failures: list[CallbackError] = []
+        self._failure: CallbackError | None = None
         self._inside: list[str] = []
         self._depth = 0
         self._loaded: dict[str, Any] = {}
@@ -82,13 +81,17 @@ class CallbackList:
         before = [entry for entry in self._entries if entry.started]
         added = self._attach(callbacks, num_seen=len(trainer.events))
         self.callbacks = list(self)
-        with self._raising():
+        try:
             try:
                 self._load(added)
                 with self.calling(trainer):
                     yield
             finally:
                 self._detach(trainer, added, before)
+        except BaseException:
+            self._failure = None
+            raise
+        self.raise_failure()
 
     def _detach(self, trainer: Trainer, added: Sequence[_Entry], before: Sequence[_Entry]) -> None:
         try:
@@ -130,18 +133,14 @@ class CallbackList:
         try:
             if self._depth == 1:
                 self._start(trainer)
-                self.raise_failures()
+                self.raise_failure()
             yield
-            if not self._inside:  # otherwise the outer call raises them
-                self.raise_failures()
+            if not self._inside:  # otherwise the outer call raises it
+                self.raise_failure()
         except BaseException as error:
-            if self._depth > 1:
-                raise
-            shown = _with_position(trainer, error)
-            self.call("on_exception", trainer, shown)
-            self._add_failures_to(shown)
-            if shown is not error:
-                raise shown from None  # the traceback only shows how the driver waits for workers
+            if self._depth == 1:
+                self.call("on_exception", trainer, error)
+                self._failure = None
             raise
         finally:
             self._depth -= 1
@@ -223,31 +222,15 @@ class CallbackList:
     # ---- errors
 
     def _fail(self, entry: _Entry, hook: str, error: Exception) -> None:
-        self._failures.append(_failure(entry, hook, error))
-        if hook != "on_train_start":  # the call raises other errors only at its end
-            logger.error("%s", self._failures[-1])
+        failure = _failure(entry, hook, error)
+        self._failure = self._failure or failure
+        logger.error("%s", failure)
 
-    def raise_failures(self) -> None:
-        """Raise the first error of a callback, with the others as notes."""
-        if self._failures:
-            first = self._failures.pop(0)
-            self._add_failures_to(first)
-            raise first
-
-    def _add_failures_to(self, error: BaseException) -> None:
-        for failure in self._failures:
-            error.add_note(f"Also: {failure}")
-        self._failures = []
-
-    @contextlib.contextmanager
-    def _raising(self) -> Iterator[None]:
-        """Raise the errors of callbacks at the end, or add them to the error of the block."""
-        try:
-            yield
-        except BaseException as error:
-            self._add_failures_to(error)
-            raise
-        self.raise_failures()
+    def raise_failure(self) -> None:
+        """Raise the first error of a callback."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     # ---- state
 
@@ -310,17 +293,6 @@ def _failure(entry: _Entry, hook: str, error: Exception) -> CallbackError:
     return failure
 
 
-def _with_position(trainer: Trainer, error: BaseException) -> BaseException:
-    """Return the exception of the call. After Ctrl-C, add the current epoch and step to it."""
-    from_worker = isinstance(error.__cause__, RemoteTraceback)
-    if not isinstance(error, KeyboardInterrupt) or error.args or from_worker:
-        return error
-    return KeyboardInterrupt(
-        f"Interrupted at epoch {trainer.epoch}, step {trainer.global_step}. No finished step is "
-        "lost: the next call of this trainer continues from here."
-    )
-
-
 def checked_callbacks(where: str, callbacks: Any, logdir: Path | None) -> list[Callback]:
     """Return a list of callbacks, after checking them.
 
@@ -332,26 +304,14 @@ def checked_callbacks(where: str, callbacks: Any, logdir: Path | None) -> list[C
         raise TypeError(f"{where} takes a list of callbacks, not {callbacks!r}.")
     found = list(callbacks)
     for callback in found:
-        if isinstance(callback, type) and issubclass(callback, Callback):
-            name = callback.__name__
-            raise TypeError(f"{where} takes instances, but {name} is a class: write {name}(...).")
         if not isinstance(callback, Callback):
             raise TypeError(
-                f"{where}: {callback!r} is not a callback. Derive its class from "
+                f"{where}: {callback!r} is not an instance of a subclass of "
                 "raysgd.callbacks.Callback."
             )
-        name = type(callback).__name__
-        for hook in dir(callback):
-            if hook.startswith("on_") and hook not in _HOOKS:
-                logger.warning(
-                    "%s has %s, which is not a hook, so it is never called. The hooks are: %s.",
-                    name,
-                    hook,
-                    ", ".join(_HOOKS),
-                )
         if callback.needs_logdir and logdir is None:
             raise ValueError(
-                f"{name} needs a folder. Pass a folder to the callback, or a folder for the run to "
-                "the trainer: logdir='runs/1'."
+                f"{type(callback).__name__} needs a folder. Pass a folder to the callback, or a "
+                "folder for the run to the trainer: logdir='runs/1'."
             )
     return found

@@ -439,7 +439,7 @@ class OperatorTrainer(TrainerInfo):
             self._controller.shutdown(force)
             self._finalizer.detach()
             self._calls.writer.wait()
-        self._callback_list.raise_failures()
+        self._callback_list.raise_failure()
 
     def __enter__(self) -> Self:
         return self
