@@ -15,7 +15,6 @@ from raysgd.callbacks.base import History as History
 from raysgd.callbacks.base import LastCall as LastCall
 from raysgd.callbacks.checkpoint import CheckpointCallback as CheckpointCallback
 from raysgd.callbacks.csv_logger import CsvLogger as CsvLogger
-from raysgd.callbacks.epoch_lines import EpochLines as EpochLines
 from raysgd.callbacks.jsonl_logger import JsonlLogger as JsonlLogger
 from raysgd.callbacks.logger import LoggerCallback as LoggerCallback
 from raysgd.callbacks.measuring import DeviceStats as DeviceStats
@@ -23,6 +22,7 @@ from raysgd.callbacks.measuring import LearningRateLogger as LearningRateLogger
 from raysgd.callbacks.mlflow import MLflowLogger as MLflowLogger
 from raysgd.callbacks.model_summary import ModelSummary as ModelSummary
 from raysgd.callbacks.profiler import TorchProfiler as TorchProfiler
+from raysgd.callbacks.progress import EpochLines as EpochLines
 from raysgd.callbacks.progress import ProgressBar as ProgressBar
 from raysgd.callbacks.report import RunReport as RunReport
 from raysgd.callbacks.stopping import EarlyStopping as EarlyStopping

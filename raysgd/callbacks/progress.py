@@ -1,76 +1,124 @@
-"""The driver's progress bar: one line for the whole group."""
+"""Lines and bars that show the progress of a run on the driver."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import math
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysgd._internal.context import Progress
-from raysgd.callbacks.base import Trainer
-from raysgd.callbacks.epoch_lines import EpochLines, is_interactive, means_in, place_of
+from raysgd.callbacks.base import Callback, Trainer
+from raysgd.callbacks.values import numbers_in
 from raysgd.metrics import BATCH_COUNT, NUM_SAMPLES
 
 _MOST = 4
 """Maximum number of metrics in a bar."""
-_MOST_SHARES = 8
-"""Maximum number of workers whose shares are in a bar."""
+_LINE_EVERY_S = 30.0
+"""Seconds between two lines if there is no terminal."""
+_WITHOUT_END = sys.maxsize
+"""Value of `num_epochs` in a `fit` that only a number of steps or a duration limits."""
+
+
+class EpochLines(Callback):
+    """Prints a line for each epoch of ``fit()``, which adds this callback.
+
+    ::
+
+        epoch 2/8  train_loss 0.3123  val_loss 0.2911  val_accuracy 0.9115  3.1 s
+
+    The time covers training and validation. In a terminal, the line has the metrics that fit,
+    losses first. The callback prints to standard error, and in a notebook to standard output.
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[str, float] = {}
+        self._seconds = 0.0
+        self._waits = False
+        """Whether the line waits for a validation."""
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        self._waits = trainer.validation_due
+
+    def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+        self._means, self._seconds = {}, 0.0
+        self._waits = trainer.validation_due
+        self._add(trainer, metrics)
+
+    def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+        if self._waits:
+            self._waits = False
+            self._add(trainer, metrics)
+
+    def _add(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+        self._means |= _means_in(metrics)
+        self._seconds += 0.0 if trainer.last_call is None else trainer.last_call.seconds
+        if self._waits or trainer.num_epochs is None:
+            return
+        in_terminal = sys.stderr.isatty() and not _in_notebook()
+        width = shutil.get_terminal_size().columns if in_terminal else math.inf
+        names = sorted(self._means, key=lambda name: "loss" not in name)
+        shown = [f"{name} {self._means[name]:.4g}" for name in names]
+        begin, end = _place_of(trainer, trainer.epoch), f"{self._seconds:.1f} s"
+        while len(line := "  ".join([begin, *shown, end])) > width and shown:
+            shown.pop()
+        _print(line)
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        if trainer.stop_reason is not None:
+            _print(f"stopped after epoch {trainer.epoch}: {trainer.stop_reason}")
 
 
 class ProgressBar(EpochLines):
     """Shows batches, newest metrics, samples per second and live workers of each call.
 
     In a terminal, or a notebook with ipywidgets, this callback draws a bar. In ``fit()``, the line
-    of the epoch replaces the bar. Elsewhere, the callback prints a line from time to time, and at
+    of the epoch replaces the bar. Elsewhere, the callback prints a line every 30 seconds, and at
     the end of a call or epoch. ``TorchTrainer(use_tqdm=True)`` adds this callback. If other
     callbacks print, put this one before them, so that its line is complete.
-
-    Args:
-        every_s: seconds between two lines without a terminal.
-
-    Raises:
-        ValueError: if `every_s` is not positive.
     """
 
-    def __init__(self, every_s: float = 30.0) -> None:
-        if not every_s > 0:
-            raise ValueError(f"ProgressBar(every_s={every_s!r}): must be above 0.")
+    def __init__(self) -> None:
         super().__init__()
-        self._every_s = every_s
-        self._display: _Bar | _Lines | None = None
-        self._kind = self._label = ""
-        self._num_samples = self._samples_before = 0
+        self._kind = ""
+        """``train`` or ``validate`` during a call."""
+        self._bar: Any = None
+        self._logs_above = contextlib.ExitStack()
 
     def on_progress(self, trainer: Trainer, kind: str, progress: Sequence[Progress]) -> None:
-        if self._display is None or self._kind != kind:
-            self._begin(trainer, kind)
+        epoch = progress[0].epoch if progress else trainer.epoch
+        label = kind
+        if trainer.num_epochs is not None:
+            label = f"{_place_of(trainer, epoch)}, validation"
+            if kind == "train":
+                label = _place_of(trainer, epoch + 1)
+        if self._kind != kind:
+            self._begin(trainer, kind, label)
         if not progress:
             return
-        first, compiling = progress[0], any(each.compiling for each in progress)
+        compiling = any(each.compiling for each in progress)
         # With shares, the workers evaluate different numbers of batches.
-        num_batches = math.ceil(_mean([p.num_batches for p in progress]))
+        num_batches = math.ceil(_mean([each.num_batches for each in progress]))
         if not (num_batches or compiling):
             return
+        if self._bar is None:
+            if time.monotonic() < self._next_line:
+                return
+            self._next_line = time.monotonic() + _LINE_EVERY_S
         names = dict.fromkeys(name for each in progress for name in each.latest)
         latest = {n: _mean([p.latest[n] for p in progress if n in p.latest]) for n in names}
         # The workers restart their count after a pause or a failure within the call.
-        done = num_batches
+        done, total = num_batches, progress[0].total_batches
         if kind == "train":
-            done = max(done, first.global_step - self._first_step)
-        total = first.total_batches and done - num_batches + first.total_batches
-        num_samples = sum(p.num_samples for p in progress)
-        if num_samples < self._num_samples:
-            self._samples_before += self._num_samples
-        self._num_samples = num_samples
-        if trainer.num_epochs is not None and kind == "train":
-            self._label = place_of(trainer, first.epoch + 1)
-        assert self._display is not None
-        label = self._label + ", compiling" * compiling
-        shown = self._format(trainer, self._samples_before + num_samples, latest)
-        self._display.show(label, done, total, shown)
+            done = max(done, progress[0].global_step - self._first_step)
+        if total is not None:
+            total += done - num_batches
+        num_samples = sum(each.num_samples for each in progress) * done / max(num_batches, 1)
+        self._show(trainer, label + ", compiling" * compiling, done, total, num_samples, latest)
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         self._finish(trainer, f"train {trainer.epoch}", metrics)
@@ -90,69 +138,43 @@ class ProgressBar(EpochLines):
         self._close()
         super().on_train_end(trainer)
 
-    def _begin(self, trainer: Trainer, kind: str) -> None:
+    def _begin(self, trainer: Trainer, kind: str, label: str) -> None:
         self._close()
-        self._kind = self._label = kind
-        if trainer.num_epochs is not None:
-            is_validation = kind == "validate"
-            # Guess the epoch, because workers report it only with their first batch.
-            self._label = place_of(trainer, trainer.epoch + (not is_validation))
-            self._label += ", validation" * is_validation
-        if is_interactive():
-            self._display = _Bar(self._label, stays=trainer.num_epochs is None)
-        else:
-            self._display = _Lines(self._every_s)
+        self._kind = kind
         self._started = time.perf_counter()
         self._first_step = trainer.global_step
-        self._num_samples = self._samples_before = 0
+        self._next_line = time.monotonic() + _LINE_EVERY_S
+        if is_interactive():
+            from tqdm.auto import tqdm
+            from tqdm.contrib.logging import logging_redirect_tqdm
 
-    def _finish(self, trainer: Trainer, label: str, metrics: dict[str, Any]) -> None:
-        if self._display is not None and trainer.num_epochs is None:
-            # A user's loop may not count its batches.
-            steps = trainer.global_step - self._first_step if self._kind == "train" else None
-            counted = metrics.get(BATCH_COUNT, steps)
-            num_batches = None if counted is None else round(counted)
-            shown = self._format(trainer, metrics.get(NUM_SAMPLES), means_in(metrics))
-            self._display.finish(label, num_batches, shown)
-        self._close(is_done=True)
+            self._logs_above.enter_context(logging_redirect_tqdm(tqdm_class=tqdm))
+            stays = trainer.num_epochs is None
+            arguments = {"unit": "batch", "dynamic_ncols": True, "leave": stays}
+            self._bar = tqdm(desc=label, file=sys.stderr, **arguments)
 
-    def _format(
-        self, trainer: Trainer, num_samples: float | None, means: Mapping[str, float]
-    ) -> dict[str, str]:
+    def _show(
+        self,
+        trainer: Trainer,
+        label: str,
+        done: int,
+        total: int | None,
+        num_samples: float | None,
+        means: Mapping[str, float],
+    ) -> None:
         elapsed_s = max(time.perf_counter() - self._started, 1e-9)
-        first = [*means.items()][:_MOST]
         shown = {
-            name.removeprefix("train_").removeprefix("val_"): f"{mean:.4g}" for name, mean in first
+            name.removeprefix("train_").removeprefix("val_"): f"{mean:.4g}"
+            for name, mean in [*means.items()][:_MOST]
         }
         if num_samples is not None:
             shown["samples/s"] = f"{num_samples / elapsed_s:.0f}"
         shown["workers"] = f"{trainer.num_workers}/{trainer.max_workers}"
-        shares: Sequence[float] = ()
-        for event in trainer.events:
-            shares = event.shares or shares
-        if len(set(shares)) > 1:
-            first_ones = "/".join(f"{share:.2g}" for share in shares[:_MOST_SHARES])
-            shown["shares"] = first_ones + "/..." * (len(shares) > _MOST_SHARES)
-        return shown
-
-    def _close(self, is_done: bool = False) -> None:
-        display, self._display = self._display, None
-        if display is not None:
-            display.close(is_done)
-
-
-class _Bar:
-    """Draws a bar. Log messages appear above it."""
-
-    def __init__(self, label: str, stays: bool) -> None:
-        from tqdm.auto import tqdm  # warns in a notebook without ipywidgets
-        from tqdm.contrib.logging import logging_redirect_tqdm
-
-        self._logs_above = contextlib.ExitStack()
-        self._logs_above.enter_context(logging_redirect_tqdm(tqdm_class=tqdm))
-        self._bar = tqdm(desc=label, unit="batch", dynamic_ncols=True, file=sys.stderr, leave=stays)
-
-    def show(self, label: str, done: int, total: int | None, shown: dict[str, str]) -> None:
+        if self._bar is None:
+            parts = [f"{done}/{total or '?'} batches"] if done else []
+            parts += [f"{name}={value}" for name, value in shown.items()]
+            _print(f"{label}: {', '.join(parts)}")
+            return
         if total is not None and total != self._bar.total:
             self._bar.reset(total)  # in a notebook, an assignment does not change the widget
         self._bar.set_description(label, refresh=False)
@@ -160,38 +182,56 @@ class _Bar:
         self._bar.n = done
         self._bar.refresh()
 
-    def finish(self, label: str, num_batches: int | None, shown: dict[str, str]) -> None:
-        if num_batches is None:
-            num_batches = int(self._bar.total or self._bar.n)
-        self.show(label, num_batches, num_batches or None, shown)
+    def _finish(self, trainer: Trainer, label: str, metrics: dict[str, Any]) -> None:
+        if self._kind and trainer.num_epochs is None:
+            # A user's loop may not count its batches.
+            steps = trainer.global_step - self._first_step
+            shown = 0 if self._bar is None else self._bar.n
+            done = round(metrics.get(BATCH_COUNT, steps or shown))
+            means = _means_in(metrics)
+            self._show(trainer, label, done, done or None, metrics.get(NUM_SAMPLES), means)
+        self._close(is_done=True)
 
-    def close(self, is_done: bool) -> None:
-        if is_done:  # a notebook shows an incomplete bar as failed
-            self._bar.total = self._bar.n
-        self._bar.close()
+    def _close(self, is_done: bool = False) -> None:
+        bar, self._bar, self._kind = self._bar, None, ""
+        if bar is not None:
+            if is_done:  # a notebook shows an incomplete bar as failed
+                bar.total = bar.n
+            bar.close()
         self._logs_above.close()
 
 
-class _Lines:
-    def __init__(self, every_s: float) -> None:
-        self._every_s = every_s
-        self._next = time.monotonic() + every_s
+def is_interactive() -> bool:
+    """Return whether a bar can be redrawn: in a terminal, or a notebook with ipywidgets."""
+    if _in_notebook():
+        return importlib.util.find_spec("ipywidgets") is not None
+    return sys.stderr.isatty()
 
-    def show(self, label: str, done: int, total: int | None, shown: dict[str, str]) -> None:
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + self._every_s
-            self._print(label, f"{done}/{total or '?'}", shown)
 
-    def finish(self, label: str, num_batches: int | None, shown: dict[str, str]) -> None:
-        self._print(label, None if num_batches is None else f"{num_batches}/{num_batches}", shown)
+def _in_notebook() -> bool:
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and "IPKernelApp" in shell.config
 
-    def close(self, is_done: bool) -> None:
-        pass
 
-    def _print(self, label: str, done: str | None, shown: dict[str, str]) -> None:
-        parts = [] if done is None else [f"{done} batches"]
-        parts += [f"{name}={value}" for name, value in shown.items()]
-        print(f"{label}: {', '.join(parts)}", file=sys.stderr, flush=True)
+def _print(line: str) -> None:
+    print(line, file=sys.stdout if _in_notebook() else sys.stderr, flush=True)
+
+
+def _place_of(trainer: Trainer, epoch: int) -> str:
+    """Return "epoch 2/8", or "epoch 2" if a number of steps or a duration limits the `fit`."""
+    has_end = trainer.num_epochs is not None and trainer.num_epochs < _WITHOUT_END
+    return f"epoch {epoch}/{trainer.num_epochs}" if has_end else f"epoch {epoch}"
+
+
+def _means_in(metrics: dict[str, Any]) -> dict[str, float]:
+    """Return the numbers in the result of a call, without counts and last values."""
+    counts = ("epoch", NUM_SAMPLES, BATCH_COUNT)
+    return {
+        name: value
+        for name, value in numbers_in(metrics).items()
+        if name not in counts and not name.startswith(("last_", "profile/"))
+    }
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from raysgd._internal.arguments import check_int, checked_dict, set_fields
 from raysgd.callbacks.base import Callback, History, Trainer, adds_metrics
 from raysgd.callbacks.callback_list import checked_callbacks
-from raysgd.callbacks.epoch_lines import EpochLines, is_interactive
-from raysgd.callbacks.progress import ProgressBar
+from raysgd.callbacks.progress import EpochLines, ProgressBar, is_interactive
 from raysgd.callbacks.values import suggest_metric
 from raysgd.elastic.call import Call
 from raysgd.loop.options import Options
