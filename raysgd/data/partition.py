@@ -8,7 +8,6 @@ can continue without losing or repeating a sample.
 from __future__ import annotations
 
 import functools
-import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -89,7 +88,7 @@ class EpochPartition:
 
     def _dealt_out(self, offset: int, end: int) -> Iterator[tuple[int, int]]:
         num_batches = -(-(end - offset) // self.batch_size)
-        for batch in _dealt_to(self.rank, num_batches, self.world_size, self.shares):
+        for batch in range(self.rank, num_batches, self.world_size):
             start = offset + batch * self.batch_size
             yield start, min(start + self.batch_size, end)
 
@@ -256,21 +255,3 @@ def _bounds(total: int, shares: tuple[float, ...]) -> list[int]:
         ideal = round(total * sum_so_far / sum_of_shares)
         bounds.append(min(max(ideal, bounds[-1] + 1), total - num_later))
     return bounds
-
-
-def _dealt_to(
-    rank: int, num_batches: int, world_size: int, shares: tuple[float, ...] | None
-) -> Iterator[int]:
-    """Yield the numbers of one worker's batches if workers take batches in turn."""
-    if shares is None:
-        yield from range(rank, num_batches, world_size)
-        return
-    num_dealt = [0] * world_size
-    ends = [(1 / share, each) for each, share in enumerate(shares)]
-    heapq.heapify(ends)
-    for batch in range(num_batches):
-        chosen = ends[0][1]  # the worker that finishes one more batch first
-        num_dealt[chosen] += 1
-        heapq.heapreplace(ends, ((num_dealt[chosen] + 1) / shares[chosen], chosen))
-        if chosen == rank:
-            yield batch

@@ -43,7 +43,6 @@ class Evaluation:
         )
         with train_state.evaluating():
             for name, source in sources.items():
-                source.weigh(request.shares)
                 offset = 0 if name else self.start[1]
                 offset = self._evaluate(name, source, offset, request.num_steps, request.info)
         train_state.end_segment()

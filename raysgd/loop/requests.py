@@ -19,11 +19,6 @@ class _EpochRequest(Request):
     info: Mapping[str, Any] = field(default_factory=dict)
     profile: bool = False
     """Whether to measure the stages of a step."""
-    shares: tuple[float, ...] | None = None
-    """Relative shares of the workers, by rank. None means equal shares."""
-
-    def with_shares(self, shares: tuple[float, ...] | None) -> _EpochRequest:
-        return replace(self, shares=shares)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +43,11 @@ class TrainRequest(_EpochRequest):
     """Last step whose metrics are logged already. None if the call logs no single steps."""
     dataset: Dataset | None = None
     """Data set to train on instead of the registered loader."""
+    shares: tuple[float, ...] | None = None
+    """Relative shares of the workers, by rank. None means equal shares."""
+
+    def with_shares(self, shares: tuple[float, ...] | None) -> TrainRequest:
+        return replace(self, shares=shares)
 
     def with_split(self, split: int) -> TrainRequest:
         return replace(self, split=split)

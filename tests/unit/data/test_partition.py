@@ -246,11 +246,11 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
         assert {round(weight, 9) for weight in weights_of_steps.values()} <= {0, 1}
 
 
-@given(full_sizes, world_sizes | shares, totals, batch_sizes, st.integers(1, 9))
+@given(full_sizes, world_sizes, totals, batch_sizes, st.integers(1, 9))
 def test_so_many_steps_of_validation_are_the_same_samples_with_any_workers(
-    full_size, workers, total, batch_size, num_steps
+    full_size, world_size, total, batch_size, num_steps
 ):
-    shards = shared_group(workers, full_size, total, batch_size, even=False)
+    shards = shared_group(world_size, full_size, total, batch_size, even=False)
     spans = [span for shard in shards for span in shard.batches(0, num_steps)]
     end = min(total, num_steps * batch_size * full_size)
     assert sorted(i for span in spans for i in range(*span)) == list(range(end))
@@ -267,8 +267,3 @@ def test_parts_follow_the_shares(weights, total):
         assert spans[-1][1] == total
     if min(weights) / sum(weights) * total >= 2:
         assert sizes == pytest.approx([total * w / sum(weights) for w in weights], abs=1)
-
-
-def test_validation_batches_follow_the_shares():
-    first, second = shared_group((3.0, 1.0), 5, 80, 2, even=False)
-    assert (len(list(first.batches())), len(list(second.batches()))) == (30, 10)
