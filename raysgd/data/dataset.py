@@ -39,19 +39,12 @@ class Dataset:
         max_concurrency: int = 0,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        if not isinstance(data, Iterable):
-            raise TypeError(f"Dataset(data=...) must be iterable, but it is {data!r}.")
         if hasattr(data, "gather_sync"):  # a ParallelIterator of ray.util.iter
             if "repeat=True" in repr(data):
                 raise ValueError(f"Dataset(data={data!r}): must end. Leave out repeat=True.")
             data = data.gather_sync()
-        for name, function in (("download_func", download_func), ("transform", transform)):
-            if function is not None and not callable(function):
-                raise TypeError(f"Dataset({name}=...) must be callable, but it is {function!r}.")
         if batch_size < 1:
             raise ValueError(f"Dataset(batch_size={batch_size}): must be at least 1.")
-        if max_concurrency < 0:
-            raise ValueError(f"Dataset(max_concurrency={max_concurrency}): must be at least 0.")
         self.items = data if isinstance(data, Sequence) else list(data)
         self.batch_size = batch_size
         self.uid = uuid.uuid4().hex

@@ -189,12 +189,7 @@ def no_batch(name: str, source: BatchSource, rank: int | None = None) -> Runtime
     name = f"{name} loader"
     if rank is not None and not source.sharded:
         name += f" of worker {rank}"
-    if isinstance(source.loader, Iterator):
-        return RuntimeError(
-            f"The {name} has no more batches: {source.describe()}. An iterator can be read only "
-            "once. Register a DataLoader, a list, or another object that iter() can start again."
-        )
     return RuntimeError(
         f"The {name} has no batches: {source.describe()}. Use more data, a smaller batch size, or "
-        "drop_last=False."
+        "drop_last=False. An iterator can be read only once, so register a list or a DataLoader."
     )

@@ -83,13 +83,6 @@ def test_an_empty_train_loader_is_an_error_that_says_so(start, config, num_steps
         trainer.train(num_steps=num_steps)
 
 
-def test_an_exhausted_iterator_has_its_own_error(start):
-    trainer, _ = start(Streaming, {"wrap": iter})
-    assert trainer.train()["epoch"] == 1
-    with pytest.raises(RuntimeError, match=r"no more batches.*can be read only once"):
-        trainer.train()
-
-
 @pytest.mark.parametrize("num_steps", [None, 2])
 @pytest.mark.parametrize("wrap", [list, lambda batches: Unsized([])], ids=["list", "unsized"])
 def test_an_empty_validation_loader_is_an_error(start, num_steps, wrap):
