@@ -23,19 +23,14 @@ class EpochPartition:
     """
 
     total: int
-    batch_size: int
-    """Samples per worker and batch in a group of full size."""
+    batch_size: int  # samples per worker and batch in a group of full size
     world_size: int
     rank: int
     drop_last: bool = False
-    """Whether to skip the samples at the end that do not fill a batch."""
     even: bool = True
-    full_size: int | None = None
-    """Number of workers that defines the size of a step. None for the current number."""
-    global_batch: int | None = None
-    """Samples per step, if they are not a multiple of `batch_size`."""
-    shares: tuple[float, ...] | None = None
-    """Relative shares of the workers, by rank. None means equal shares."""
+    full_size: int | None = None  # workers that define the size of a step; None: the current ones
+    global_batch: int | None = None  # samples per step, if not a multiple of `batch_size`
+    shares: tuple[float, ...] | None = None  # relative shares of the workers, by rank
 
     @property
     def stride(self) -> int:
@@ -105,29 +100,18 @@ class EpochPartition:
 class MicroBatch:
     """The role of a batch, or of a part of one, in the group of batches of one update."""
 
-    position: int = 0
-    """Number of earlier batches and parts in the group."""
-    planned: int = 1
-    """Number of batches and parts in the group, or the maximum if the number is unknown."""
-    is_last: bool = True
-    """Whether the update follows directly."""
-    step: int = 0
-    """Number of earlier steps in the group."""
-    ends_step: bool = True
-    """Whether this is the last part of the worker's batch in the step."""
-    is_part: bool = False
-    """Whether the batches of the group are split into parts."""
-    is_large: bool = False
-    """Whether this is an unsplit batch of more than `at_once` samples."""
+    position: int = 0  # number of earlier batches and parts in the group
+    planned: int = 1  # number of batches and parts in the group, or the maximum if unknown
+    is_last: bool = True  # the update follows directly
+    step: int = 0  # number of earlier steps in the group
+    ends_step: bool = True  # the last part of the worker's batch in the step
+    is_part: bool = False  # the batches of the group are split
+    is_large: bool = False  # an unsplit batch of more than `at_once` samples
+    # Samples, without repeated ones. None: unknown, and the sizes of the parts add up to 1.
     size: float | None = None
-    """Number of samples, without repeated ones. None: unknown. In a split batch of unknown size,
-    the sizes of the parts add up to 1."""
-    total: int = 0
-    """Number of samples of this worker in the group. 0: unknown, or none."""
-    share: float = 1.0
-    """Weight of this worker's mean in the mean over the workers."""
-    weight: float = 1
-    """Weight of a part within its batch. 0 for repeated samples."""
+    total: int = 0  # samples of this worker in the group; 0: unknown, or none
+    share: float = 1.0  # weight of this worker's mean in the mean over the workers
+    weight: float = 1  # weight of a part within its batch; 0 for repeated samples
 
     def parts(self, number: int, rows: int, planned: int, repeats: int = 0) -> Sequence[MicroBatch]:
         """Return the roles of the `number` parts of this batch, which has `rows` samples.

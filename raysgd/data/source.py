@@ -33,16 +33,11 @@ class BatchSource:
     """
 
     sharded = False
-    keeps_step = False
-    """Whether the samples of a step do not depend on the number of workers."""
-    shuffles = False
-    """Whether the order of an epoch is known to be random."""
-    partitioned_by = ""
-    """Name of what partitions the data. Empty if each worker reads all of it."""
-    own_seed: int | None = None
-    """Seed of the loader's generator, if it has one."""
-    global_batch: int | None = None
-    """Samples per step of the group, or None if raysgd does not partition by samples."""
+    keeps_step = False  # the samples of a step do not depend on the number of workers
+    shuffles = False  # the order of an epoch is known to be random
+    partitioned_by = ""  # empty if each worker reads all data
+    own_seed: int | None = None  # seed of the loader's generator, if it has one
+    global_batch: int | None = None  # samples per step, if raysgd partitions by samples
 
     def __init__(
         self, loader: Any, has_length: bool = True, by_user: bool = False, why_whole: str = ""

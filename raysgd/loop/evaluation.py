@@ -23,8 +23,8 @@ class Evaluation:
         self._loop = loop
         self.batches: _Counted | None = None
         self.total: int | None = None
+        # Number of the newest call of ``validate``, and the offset at which the call began.
         self.start: tuple[int, int] | None = None
-        """Number of the newest call of ``validate``, and the offset at which the call began."""
 
     def validate(self, request: ValidateRequest) -> Mapping[str, Any]:
         """Evaluate the rest of the validation loader, or a number of steps.

@@ -72,11 +72,9 @@ class Loop:
         self._batches: Iterator[Any] | None = None
         self._in_parts = False
         self._source: BatchSource | None = None
-        # Rank of the worker whose own loader has the fewest batches.
-        self._shortest: int | None = None
+        self._shortest: int | None = None  # rank of the worker with the fewest batches
         self._call = -1
-        self.scheduled = -1
-        """Number of the newest call that stepped the schedulers with a metric."""
+        self.scheduled = -1  # the newest call that stepped the schedulers with a metric
         # Start step and metrics of each segment.
         self.results: list[tuple[int, Mapping[str, Any]]] = []
         # Epochs to complete in addition to the goal, because the call began at the end of one.

@@ -28,12 +28,9 @@ class MicroBatches(StepFeature):
 
     def __init__(self, train_state: TrainState) -> None:
         self._train_state = train_state
-        self.why_not: str | None = None
-        """Why batches must not be split. None if splitting is allowed."""
-        self.in_use = False
-        """Whether the loop takes large batches in parts."""
-        self.split = 1
-        """Parts of each batch; more than 1 after memory ran out."""
+        self.why_not: str | None = None  # why batches must not be split
+        self.in_use = False  # the loop takes large batches in parts
+        self.split = 1  # parts of each batch; more than 1 after memory ran out
 
     def refuse(self, why: str, place: MicroBatch) -> None:
         """Record why batches must not be split. Raise IndivisibleError if this batch is split."""

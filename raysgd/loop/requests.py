@@ -14,11 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _EpochRequest(Request):
-    call: int
-    """Number of the call; a repeated request has the same number."""
+    call: int  # number of the call; a repeated request has the same number
     info: Mapping[str, Any] = field(default_factory=dict)
     profile: bool = False
-    """Whether to measure the stages of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,22 +27,14 @@ class TrainRequest(_EpochRequest):
     then continues, and its metrics cover the whole call.
     """
 
-    until_epoch: int | None = None
-    """Number of completed epochs to reach. None if `until_step` is the goal."""
-    until_step: int | None = None
-    """Number of committed steps to reach."""
-    start_step: int = 0
-    """Committed steps before the call. Replayed steps of earlier calls do not count."""
-    callback_pause: int | None = None
-    """Step at which to pause; None to train up to the goal."""
-    split: int | None = None
-    """Minimum number of micro-batches per batch, after memory ran out."""
-    logged: int | None = None
-    """Last step whose metrics are logged already. None if the call logs no single steps."""
-    dataset: Dataset | None = None
-    """Data set to train on instead of the registered loader."""
-    shares: tuple[float, ...] | None = None
-    """Relative shares of the workers, by rank. None means equal shares."""
+    until_epoch: int | None = None  # completed epochs to reach; None if `until_step` is the goal
+    until_step: int | None = None  # committed steps to reach
+    start_step: int = 0  # committed steps before the call; replayed earlier steps do not count
+    callback_pause: int | None = None  # step at which to pause; None to train up to the goal
+    split: int | None = None  # minimum number of micro-batches per batch, after memory ran out
+    logged: int | None = None  # last logged step; None if the call logs no single steps
+    dataset: Dataset | None = None  # replaces the registered loader
+    shares: tuple[float, ...] | None = None  # relative shares of the workers, by rank
 
     def with_shares(self, shares: tuple[float, ...] | None) -> TrainRequest:
         return replace(self, shares=shares)
@@ -57,12 +47,9 @@ class TrainRequest(_EpochRequest):
 class ValidateRequest(_EpochRequest):
     """Evaluate the rest of the validation loader, or `num_steps` steps, and return metrics."""
 
-    num_steps: int | None = None
-    """Batches on each worker; None for the rest of the loader."""
-    from_start: bool = False
-    """Whether to start at the first batch instead of where the last call ended."""
-    loader: Any = None
-    """Loader to evaluate instead of the registered one, or a function that returns it."""
+    num_steps: int | None = None  # None for the rest of the loader
+    from_start: bool = False  # start at the first batch instead of where the last call ended
+    loader: Any = None  # replaces the registered loader; may be a function that returns a loader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +72,7 @@ class MeasuredRequest(Request):
     """Return a worker's metrics so far in a call of `train` that has not ended."""
 
     call: int
-    since: int | None = None
-    """First step that counts. None means the whole call."""
+    since: int | None = None  # first step that counts; None for the whole call
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,12 +17,10 @@ class Signal:
     """Flags that the control thread sets, and the training thread reads before each batch."""
 
     def __init__(self) -> None:
-        self.stop = False
-        """Whether the call must raise before its next batch."""
+        self.stop = False  # the call must raise before its next batch
+        # Numbers of committed steps at which the driver or a callback wants a pause.
         self.driver_pause: int | None = None
-        """Number of committed steps at which the driver wants all workers to pause."""
         self.callback_pause: int | None = None
-        """Number of committed steps at which a callback wants a pause in this call."""
         self._interrupted = False
         self._is_waiting = False
 

@@ -17,20 +17,15 @@ class Step:
     """The step in progress on this worker. The docstring of `raysgd.loop.loop` shows its life."""
 
     def __init__(self) -> None:
-        self.is_open = False
-        """Whether the step has a batch, and was neither committed nor discarded."""
+        self.is_open = False  # has a batch, and was neither committed nor discarded
+        # Every optimizer has made its updates. The step then counts, even if the loop raises.
         self.is_updated = False
-        """Whether every optimizer has made its updates. The step then counts, even if the loop
-        raises."""
         self.optimizers: Sequence[Any] = ()
         self.batches: list[Any] = []
-        self.place = MicroBatch()
-        """Role of the current batch, or part of one, in the step."""
+        self.place = MicroBatch()  # role of the current batch, or part of one, in the step
         self.updating: Any = None
-        self.is_warm_up = False
-        """Whether the step ends before an optimizer updates."""
-        self.is_partial = False
-        """Whether a discarded step left changes that no feature could restore."""
+        self.is_warm_up = False  # the step ends before an optimizer updates
+        self.is_partial = False  # a discarded step left changes that no feature could restore
         self._updates: Counter[int] = Counter()
         self._most_updates: Counter[int] = Counter()
 

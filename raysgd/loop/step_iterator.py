@@ -49,8 +49,8 @@ class StepIterator:
         self._batches = batches
         self._steps_left = steps_left
         self._is_limited = limit is not None
+        # Number of batches in this segment, or None if unknown.
         self.total_batches = min((n for n in (limit, steps_left) if n is not None), default=None)
-        """Number of batches in this segment, or None if unknown."""
         self._go_on = go_on
         self._on_commit = on_commit
         self.start_step = train_state.global_step
@@ -68,8 +68,7 @@ class StepIterator:
         self.paused = False
         self.num_batches = 0
         self.drawn_from = False
-        self.loader_failed = False
-        """Whether the loader raised an error. Its iterator cannot continue then."""
+        self.loader_failed = False  # the loader raised an error, so its iterator cannot continue
 
     @property
     def step_s(self) -> float:

@@ -31,10 +31,8 @@ class Settings:
 
     options: Options
     context: WorkerContext = field(default_factory=WorkerContext)
-    batch_share: int | None = None
-    """The operator's current ``config[BATCH_SIZE]``: a worker's share of the global batch."""
-    global_batch: int | None = None
-    """``config[BATCH_SIZE]``."""
+    batch_share: int | None = None  # ``config[BATCH_SIZE]`` of the operator
+    global_batch: int | None = None  # ``config[BATCH_SIZE]`` of the trainer
 
     @property
     def full_size(self) -> int | None:
@@ -68,8 +66,8 @@ class TrainState(ABC):
         self.optimizers: list[Any] = []
         self.registered = False
         self.epoch = self.offset = self.validation_offset = self.global_step = 0
+        # Global steps that user code set. Each key is the number of committed steps then.
         self.counted: dict[int, int] = {}
-        """Global steps that user code set. Each key is the number of committed steps then."""
         self.seed = seed
         self.step = Step()
         self.parts = MicroBatches(self)
