@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from raysgd.data.partition import MicroBatch
+
+if TYPE_CHECKING:
+    from raysgd.loop.train_state import TrainState
 
 
 class StepFeature:
@@ -143,3 +146,60 @@ class ShardedFeature(StepFeature):
 
     def load_shards(self, state: Mapping[str, Any]) -> None:
         """Load this worker's shards from a training state, after its other parts."""
+
+
+class IndivisibleError(BaseException):
+    """Raised in a part of a batch that must not be split. The loop repeats the step unsplit.
+
+    It does not derive from Exception, so that user code does not catch it.
+    """
+
+
+class MicroBatches(StepFeature):
+    """Decides whether batches may be split into parts, and splits them if memory ran out.
+
+    Parts are equivalent to the whole batch if user code computes all gradients before the update,
+    and uses the helpers of raysgd for gradients and updates.
+    """
+
+    def __init__(self, train_state: TrainState) -> None:
+        self._train_state = train_state
+        self.why_not: str | None = None  # why batches must not be split
+        self.in_use = False  # the loop takes large batches in parts
+        self.split = 1  # parts of each batch; more than 1 after memory ran out
+
+    def refuse(self, why: str, place: MicroBatch) -> None:
+        """Record why batches must not be split. Raise IndivisibleError if this batch is split."""
+        self.why_not = self.why_not or why
+        if place.is_part:
+            raise IndivisibleError(why)
+
+    def begin_batch(self, place: MicroBatch) -> None:
+        """Warn if a batch cannot be split and is larger because workers are missing."""
+        if place.is_large:
+            self._train_state.say(
+                "indivisible",
+                "With %d of %d workers, each batch has more samples than its loader's batch size, "
+                "and needs more memory. It cannot be split: %s.",
+                self._train_state.context.world_size,
+                self._train_state.settings.options.num_workers,
+                self.why_not or "only the default train_epoch takes batches in parts",
+            )
+
+    def split_batch(self, batch: Any, place: MicroBatch) -> Sequence[tuple[Any, MicroBatch]]:
+        """Return the parts of a batch with their roles. By default, this is the whole batch."""
+        return [(batch, place)]
+
+    def split_after(self, error: BaseException, batch: Any) -> int:
+        """Return the number of parts to use after an error in a step, or 0 to raise the error."""
+        return 0
+
+    def raise_split(self, factor: int) -> None:
+        """Use at least `factor` parts. All ranks must call this at the same step."""
+
+    def explain(self, error: BaseException) -> None:
+        """Add advice to an error of a step."""
+
+    def is_tolerable(self, error: BaseException) -> bool:
+        """Return whether training can continue after an error, because only memory ran out."""
+        return False

@@ -45,7 +45,7 @@ from raysgd._internal.nested import unchanged
 from raysgd.callbacks.measuring import learning_rates
 from raysgd.data.source import BatchSource
 from raysgd.loop.evaluation import Evaluation, no_batch
-from raysgd.loop.micro_batches import IndivisibleError
+from raysgd.loop.feature import IndivisibleError
 from raysgd.loop.operator_base import checked_result
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.signal import Signal

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.timers import TimerCollection
 from raysgd.data.partition import MicroBatch
-from raysgd.loop.feature import ShardedFeature, StepFeature
-from raysgd.loop.micro_batches import MicroBatches
+from raysgd.loop.feature import MicroBatches, ShardedFeature, StepFeature
 from raysgd.loop.options import Options
 from raysgd.loop.sources import DataSources
 from raysgd.loop.step import Step

@@ -11,7 +11,7 @@ from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from raysgd.data.partition import MicroBatch
-from raysgd.loop.micro_batches import MicroBatches
+from raysgd.loop.feature import MicroBatches
 from raysgd.torch.out_of_memory import (
     batch_parts,
     free_memory,
