@@ -118,25 +118,20 @@ class Generators:
 
 def check_position(state: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the epochs, steps, or offsets of a state are not counts."""
-    data = state.get("data") or {}
-    if not isinstance(data, Mapping):
-        raise CheckpointError(f"The state's data must be a dict, but it is {data!r}.")
-    seeds = data.get("loader_seeds", {})
-    if not isinstance(seeds, Mapping):
-        raise CheckpointError(
-            f"The state's data['loader_seeds'] must be a dict, but it is {seeds!r}."
-        )
     counts = {"epoch": state.get("epoch"), "global_step": state.get("global_step", 0)}
-    required = {"epoch": None, "offset": None} if data else {}
-    known = {"epoch", "offset", "validation_offset", "seed", "split", "global_batch"}
-    for key, value in {**required, **data}.items():
-        if key in known:
-            counts[f"data[{key!r}]"] = value
-    counts |= {f"data['loader_seeds'][{name!r}]": seed for name, seed in seeds.items()}
+    try:
+        if data := state.get("data"):
+            optional = ("validation_offset", "seed", "split", "global_batch")
+            known = ["epoch", "offset", *(key for key in optional if key in data)]
+            counts |= {f"data[{key!r}]": data.get(key) for key in known}
+            seeds = data.get("loader_seeds", {})
+            counts |= {f"data['loader_seeds'][{name!r}]": seed for name, seed in seeds.items()}
+    except (AttributeError, TypeError) as error:
+        raise CheckpointError(f"The state's data cannot be loaded: {error!r}.") from error
     for key, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
             raise CheckpointError(f"The state's {key} must be a count, but it is {value!r}.")
-    if data.get("split") == 0:
+    if counts.get("data['split']") == 0:
         raise CheckpointError("The state's data['split'] must be at least 1.")
 
 

@@ -237,7 +237,7 @@ def test_a_wrong_place_in_the_data_is_named(key):
 
 
 def test_data_must_be_a_dict_with_a_place():
-    with pytest.raises(CheckpointError, match="data must be a dict"):
+    with pytest.raises(CheckpointError, match="data cannot be loaded"):
         check_position({"epoch": 0, "data": [1]})
     with pytest.raises(CheckpointError, match=r"data\['offset'\] must be a count.*None"):
         check_position({"epoch": 0, "data": {"epoch": 0}})
