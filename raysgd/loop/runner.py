@@ -37,7 +37,7 @@ from raysgd.loop.requests import (
     ValidateRequest,
 )
 from raysgd.loop.signal import Signal
-from raysgd.loop.state import Generators, check_position, warn_of_other_steps
+from raysgd.loop.state import Generators, check_position
 from raysgd.loop.train_state import TrainState
 from raysgd.metrics import AverageMeterCollection
 
@@ -305,8 +305,6 @@ class OperatorRunner(ABC):
         self._running.snapshots.clear()
         if "call" in state:  # the state is a snapshot, from which the call continues
             self._running.join_call(state["call"])
-        else:
-            warn_of_other_steps(train_state, position)
         train_state.move_to(position, state.get("global_step", 0))
         if generators:
             self.generators.set(generators[context.world_rank])

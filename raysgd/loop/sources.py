@@ -17,14 +17,12 @@ logger = logging.getLogger(__name__)
 
 
 class DataSources(ABC):
-    """The batch sources of one operator.
-
-    Their keys are ``train``, ``validation`` or ``validation/NAME``, and ``dataset UID``.
-    """
+    """The batch sources of one operator."""
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
-        self._sources: dict[str, BatchSource] = {}
+        self._training: dict[str, BatchSource] = {}  # keys: ``train``, ``dataset UID``
+        self._validation: dict[str, BatchSource] = {}  # the key of a single loader is empty
         self.trains_on = "train"
 
     @abstractmethod
@@ -38,14 +36,13 @@ class DataSources(ABC):
     def register(self, train_loader: Any, validation_loader: Any) -> None:
         if train_loader is not None:
             given = "register_data(train_loader=...)"
-            self._sources["train"] = self._wrapped(given, train_loader, training=True)
+            self._training["train"] = self._wrapped(given, train_loader, training=True)
         if validation_loader is None:
             return
-        for name in [*self.validation_sources()]:
-            self._sources.pop(_key_of(name), None)
+        self._validation = {}
         for name, loader in self.by_name(validation_loader).items():
             given = f"register_data(validation_loader={f'{{{name!r}: ...}}' if name else '...'})"
-            self._sources[_key_of(name)] = self._wrapped(given, loader, training=False)
+            self._validation[name] = self._wrapped(given, loader, training=False)
 
     def _wrapped(self, given: str, loader: Any, training: bool) -> BatchSource:
         # Map-style data sets without __iter__ are iterable through __getitem__.
@@ -66,23 +63,30 @@ class DataSources(ABC):
         return source
 
     def has(self, name: str) -> bool:
-        return any(key.partition("/")[0] == name for key in self._sources)
+        return bool(self._validation) if name == "validation" else name in self._training
 
     def source(self, name: str) -> Any:
         """Return the train or validation loader, or a dict if validation loaders have names."""
         if not self.has(name):
             raise _missing(name)
-        return self._sources[name] if name in self._sources else self.validation_sources()
+        if name == "train":
+            return self._training[name]
+        return self._validation.get("", self._validation)
 
     def readable(self, name: str) -> BatchSource:
-        """Return the source of a loader. If there is none, reading the source raises an error."""
-        return self._sources[name] if name in self._sources else BatchSource(_Missing(name))
+        """Return the source of a training loader. Reading it raises an error if there is none."""
+        return self._training[name] if name in self._training else BatchSource(_Missing(name))
 
     def validation_sources(self) -> dict[str, BatchSource]:
         """Return the validation sources by name. A single source has the empty name."""
-        keys = [key for key in self._sources if key.partition("/")[0] == "validation"]
-        found = {key.partition("/")[2]: self._sources[key] for key in keys}
-        return found or {"": self.readable("validation")}
+        return self._validation or {"": BatchSource(_Missing("validation"))}
+
+    def _all(self) -> dict[str, BatchSource]:
+        validation = {
+            f"validation/{name}" if name else "validation": source
+            for name, source in self._validation.items()
+        }
+        return self._training | validation
 
     def sources_of(self, loader: Any) -> dict[str, BatchSource]:
         """Return the sources of one or several loaders that were passed to a call."""
@@ -104,10 +108,10 @@ class DataSources(ABC):
         A change discards the rest of the epoch in progress.
         """
         name = "train" if dataset is None else f"dataset {dataset.uid}"
-        if dataset is not None and name not in self._sources:
-            for old in [key for key in self._sources if key.startswith("dataset ")]:
-                del self._sources[old]
-            source = self._sources[name] = self.wrap(dataset, training=True)
+        if dataset is not None and name not in self._training:
+            source = self.wrap(dataset, training=True)
+            self._training = {k: v for k, v in self._training.items() if k == "train"}
+            self._training[name] = source
             source.set_batch_size(dataset.batch_size, follows_share=False)
         changed = name != self.trains_on
         if changed:
@@ -117,7 +121,7 @@ class DataSources(ABC):
     def warn_of_stale_ranks(self) -> None:
         """Warn about loaders that select their part by ranks of an earlier group."""
         context = self._state.context
-        for name, source in self._sources.items():
+        for name, source in self._all().items():
             split = None if source.sharded else own_split(source.loader)
             if split is None or not isinstance(split[0], int):
                 continue
@@ -141,7 +145,7 @@ class DataSources(ABC):
 
         Replacement workers do not compare batch sizes, which may differ in their setup.
         """
-        found = {name: source.fingerprint() for name, source in self._sources.items()}
+        found = {name: source.fingerprint() for name, source in self._all().items()}
         if with_batches:
             for name, (size, _) in self.batching().items():
                 found[name] += f", batch size {size}"
@@ -149,7 +153,7 @@ class DataSources(ABC):
 
     def batching(self) -> dict[str, tuple[int, bool]]:
         """Return the `BatchSource.batching` of each loader whose batches raysgd creates."""
-        batching = {name: source.batching() for name, source in self._sources.items()}
+        batching = {name: source.batching() for name, source in self._all().items()}
         return {name: each for name, each in batching.items() if each is not None}
 
     def check_like(self, expected: dict[str, str], with_batches: bool = False) -> None:
@@ -164,41 +168,31 @@ class DataSources(ABC):
                 )
 
     def set_batch_size(self, batching: dict[str, tuple[int, bool]]) -> None:
-        for name in batching.keys() & self._sources.keys():
-            self._sources[name].set_batch_size(*batching[name])
-
-    @property
-    def global_batch(self) -> int | None:
-        """Samples per training step, or None if raysgd does not partition by samples."""
-        source = self._sources.get(self.trains_on)
-        return None if source is None else source.global_batch
+        for name in batching.keys() & (sources := self._all()).keys():
+            sources[name].set_batch_size(*batching[name])
 
     @property
     def keeps_global_batch(self) -> bool:
         """Whether each step has exactly ``config[BATCH_SIZE]`` samples."""
-        source, given = self._sources.get("train"), self._state.settings.global_batch
+        source, given = self._training.get("train"), self._state.settings.global_batch
         return source is not None and source.keeps_step and source.global_batch == given
 
     def release(self) -> None:
-        for source in self._sources.values():
+        for source in self._all().values():
             source.close_workers()
 
     def own_seeds(self) -> dict[str, int]:
-        seeds = {name: source.own_seed for name, source in self._sources.items()}
+        seeds = {name: source.own_seed for name, source in self._all().items()}
         return {name: seed for name, seed in seeds.items() if seed is not None}
 
     def reseed(self, seed: int, loader_seeds: Mapping[str, int]) -> None:
-        for name, source in self._sources.items():
+        for name, source in self._all().items():
             source.reseed(seed, loader_seeds.get(name))
 
     def enter(self) -> None:
         context, share = self._state.context, self._state.settings.batch_share
-        for source in self._sources.values():
+        for source in self._all().values():
             source.reshard(context.world_size, context.world_rank, share)
-
-
-def _key_of(validation_name: str) -> str:
-    return f"validation/{validation_name}" if validation_name else "validation"
 
 
 class _Missing:

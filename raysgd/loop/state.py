@@ -121,7 +121,7 @@ def check_position(state: Mapping[str, Any]) -> None:
     counts = {"epoch": state.get("epoch"), "global_step": state.get("global_step", 0)}
     try:
         if data := state.get("data"):
-            optional = ("validation_offset", "seed", "split", "global_batch")
+            optional = ("validation_offset", "seed", "split")
             known = ["epoch", "offset", *(key for key in optional if key in data)]
             counts |= {f"data[{key!r}]": data.get(key) for key in known}
             seeds = data.get("loader_seeds", {})
@@ -133,21 +133,6 @@ def check_position(state: Mapping[str, Any]) -> None:
             raise CheckpointError(f"The state's {key} must be a count, but it is {value!r}.")
     if counts.get("data['split']") == 0:
         raise CheckpointError("The state's data['split'] must be at least 1.")
-
-
-def warn_of_other_steps(state: TrainState, position: Mapping[str, Any]) -> None:
-    now, then = state.data.global_batch, position.get("global_batch")
-    if None in (now, then, state.settings.full_size) or then == now:
-        return
-    if state.context.world_rank == 0:
-        logger.warning(
-            "A step had %d samples when the state was saved, and has %d now. This "
-            "changes the length of epochs and schedules. To keep the size, register loaders with "
-            "config[BATCH_SIZE] and pass config={BATCH_SIZE: %d}.",
-            then,
-            now,
-            then,
-        )
 
 
 def check_parts(

@@ -98,10 +98,7 @@ class TrainState(ABC):
             "offset": self.offset,
             "validation_offset": self.validation_offset,
             "seed": self.seed,
-            "num_workers": self.settings.options.num_workers,
         }
-        if (global_batch := self.data.global_batch) is not None:
-            position["global_batch"] = global_batch
         if own := self.data.own_seeds():
             position["loader_seeds"] = own
         if self.parts.split > 1:
