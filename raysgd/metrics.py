@@ -385,21 +385,13 @@ def merge_segments(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return _merge(parts, combine, raises=False)
 
 
-def rename_metrics(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the metrics of a validation with the prefix `prefix` instead of ``val``.
-
-    >>> rename_metrics({"num_samples": 4, "val_loss": 1.0, "last_val_loss": 2.0}, "val/unseen")
-    {'num_samples': 4, 'val/unseen_loss': 1.0, 'last_val/unseen_loss': 2.0}
-    """
-
-    def name_of(name: str) -> str:
-        if name in (NUM_SAMPLES, BATCH_COUNT, "profile"):
-            return name
-        last, own = ("last_" if name.startswith("last_") else ""), name.removeprefix("last_")
-        joined = own.removeprefix("val") if own.startswith(("val_", "val/")) else f"_{own}"
-        return f"{last}{prefix}{joined}"
-
-    return {name_of(name): value for name, value in metrics.items()}
+def as_test_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of a validation with the prefix ``test`` instead of ``val``."""
+    return {
+        name if name in (NUM_SAMPLES, BATCH_COUNT) else f"test_{name.removeprefix('val_')}": value
+        for name, value in metrics.items()
+        if not name.startswith("last_")
+    }
 
 
 def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from raysgd.data.source import BatchSource
 from raysgd.loop.operator_base import checked_result
 from raysgd.loop.requests import RehearseRequest, ValidateRequest
 from raysgd.loop.signal import Signal
-from raysgd.metrics import rename_metrics, weighted
+from raysgd.metrics import weighted
 
 if TYPE_CHECKING:
     from raysgd.loop.loop import Loop
@@ -29,8 +29,7 @@ class Evaluation:
     def validate(self, request: ValidateRequest) -> Mapping[str, Any]:
         """Evaluate the rest of the validation loader, or a number of steps.
 
-        A repeated call begins at the same offset. Named loaders, and a loader in the request, are
-        read from the start.
+        A repeated call begins at the same offset. A loader in the request is read from the start.
         """
         loop, call, loader = self._loop, request.call, request.loader
         loop.begin(call)
@@ -38,24 +37,20 @@ class Evaluation:
         train_state.timers.enabled = request.profile
         if self.start is None or self.start[0] != call:
             self.start = call, 0 if request.from_start else train_state.validation_offset
-        sources = (
-            train_state.data.validation_sources() if loader is None else self._sources_of(loader)
+        source = (
+            train_state.data.readable("validation") if loader is None else self._source_of(loader)
         )
         with train_state.evaluating():
-            for name, source in sources.items():
-                offset = 0 if name else self.start[1]
-                offset = self._evaluate(name, source, offset, request.num_steps, request.info)
+            offset = self._evaluate(source, self.start[1], request.num_steps, request.info)
         train_state.end_segment()
-        if loader is not None:
-            _close(sources)
-        elif "" in sources:
+        if loader is None:
             train_state.validation_offset = offset
+        else:
+            source.close_workers()
         self.batches = self.total = None
         return loop.result()
 
-    def _evaluate(
-        self, name: str, source: BatchSource, offset: int, left: int | None, info: Any
-    ) -> int:
+    def _evaluate(self, source: BatchSource, offset: int, left: int | None, info: Any) -> int:
         """Evaluate up to `left` steps of a loader, or all if None. Return the next offset."""
         operator, train_state = self._loop.operator, self._loop.train_state
         source.agree_on_order(0, offset, train_state)
@@ -73,7 +68,6 @@ class Evaluation:
             metrics = checked_result(operator.validate, metrics)
             # The metrics of a worker without a batch have no weight.
             metrics = weighted(metrics, batches.count or not batches.exhausted)
-            metrics = rename_metrics(metrics, f"val/{name}") if name else metrics
             self._loop.results.append((train_state.global_step, metrics))
             # With a known length, count the steps of the group, and not this rank's batches.
             taken = batches.count if num_left is None or limit is None else limit
@@ -89,10 +83,10 @@ class Evaluation:
             left -= taken
         return offset
 
-    def _sources_of(self, loader: Any) -> dict[str, BatchSource]:
+    def _source_of(self, loader: Any) -> BatchSource:
         if callable(loader) and not isinstance(loader, Iterable):
             loader = loader(self._loop.operator.config)
-        return self._loop.train_state.data.sources_of(loader)
+        return self._loop.train_state.data.source_of(loader)
 
     def predict(self, loader: Any) -> list[tuple[int, Any]]:
         """Return a sort key and the predictions, on the CPU, for each batch of this worker.
@@ -100,12 +94,7 @@ class Evaluation:
         The keys sort the batches of all workers into the order of the loader.
         """
         train_state, operator = self._loop.train_state, self._loop.operator
-        sources = self._sources_of(loader)
-        if [*sources] != [""]:
-            raise TypeError(
-                f"predict() takes one loader, not {len(sources)}. Call it once per loader."
-            )
-        source = sources[""]
+        source = self._source_of(loader)
         if source.shuffles:
             raise ValueError(
                 "predict(): the loader shuffles, so results would have no order. Pass a loader "
@@ -127,7 +116,7 @@ class Evaluation:
                     found.append((next(places), train_state.to_cpu(output)))
             finally:
                 self.batches = None
-                _close(sources)
+                source.close_workers()
         train_state.end_segment()
         return found
 
@@ -137,8 +126,8 @@ class Evaluation:
         Return None if reading a loader early would lose batches.
         """
         train_state = self._loop.train_state
-        sources = train_state.data.validation_sources()
-        if not all(source.can_be_tried for source in sources.values()):
+        source = train_state.data.readable("validation")
+        if not source.can_be_tried:
             return None
         trial = ValidateRequest(
             call=-1, num_steps=request.num_steps, from_start=True, info=request.info
@@ -151,13 +140,8 @@ class Evaluation:
             train_state.rehearsing(),
         ):
             metrics = self.validate(trial)
-        _close(sources)
-        return metrics
-
-
-def _close(sources: Mapping[str, BatchSource]) -> None:
-    for source in sources.values():
         source.close_workers()
+        return metrics
 
 
 class _Counted:

@@ -21,28 +21,19 @@ class DataSources(ABC):
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
-        self._training: dict[str, BatchSource] = {}  # keys: ``train``, ``dataset UID``
-        self._validation: dict[str, BatchSource] = {}  # the key of a single loader is empty
+        self._sources: dict[str, BatchSource] = {}  # keys: train, validation, dataset UID
         self.trains_on = "train"
 
     @abstractmethod
     def wrap(self, loader: Any, training: bool) -> BatchSource:
         """Return the source for a loader, or for a `Dataset` that was passed to a call."""
 
-    def by_name(self, loader: Any) -> Mapping[str, Any]:
-        """Return a dict of loaders by name. A single loader has the empty name."""
-        return {"": loader}
-
     def register(self, train_loader: Any, validation_loader: Any) -> None:
-        if train_loader is not None:
-            given = "register_data(train_loader=...)"
-            self._training["train"] = self._wrapped(given, train_loader, training=True)
-        if validation_loader is None:
-            return
-        self._validation = {}
-        for name, loader in self.by_name(validation_loader).items():
-            given = f"register_data(validation_loader={f'{{{name!r}: ...}}' if name else '...'})"
-            self._validation[name] = self._wrapped(given, loader, training=False)
+        given = {"train": train_loader, "validation": validation_loader}
+        for name, loader in given.items():
+            if loader is not None:
+                shown = f"register_data({name}_loader=...)"
+                self._sources[name] = self._wrapped(shown, loader, training=name == "train")
 
     def _wrapped(self, given: str, loader: Any, training: bool) -> BatchSource:
         # Map-style data sets without __iter__ are iterable through __getitem__.
@@ -63,44 +54,29 @@ class DataSources(ABC):
         return source
 
     def has(self, name: str) -> bool:
-        return bool(self._validation) if name == "validation" else name in self._training
+        return name in self._sources
 
     def source(self, name: str) -> Any:
-        """Return the train or validation loader, or a dict if validation loaders have names."""
+        """Return the source of the train or validation loader."""
         if not self.has(name):
             raise _missing(name)
-        if name == "train":
-            return self._training[name]
-        return self._validation.get("", self._validation)
+        return self._sources[name]
 
     def readable(self, name: str) -> BatchSource:
-        """Return the source of a training loader. Reading it raises an error if there is none."""
-        return self._training[name] if name in self._training else BatchSource(_Missing(name))
+        """Return the source of a loader. Reading it raises an error if there is none."""
+        return self._sources[name] if self.has(name) else BatchSource(_Missing(name))
 
-    def validation_sources(self) -> dict[str, BatchSource]:
-        """Return the validation sources by name. A single source has the empty name."""
-        return self._validation or {"": BatchSource(_Missing("validation"))}
-
-    def _all(self) -> dict[str, BatchSource]:
-        validation = {
-            f"validation/{name}" if name else "validation": source
-            for name, source in self._validation.items()
-        }
-        return self._training | validation
-
-    def sources_of(self, loader: Any) -> dict[str, BatchSource]:
-        """Return the sources of one or several loaders that were passed to a call."""
-        found = {}
-        for name, each in self.by_name(loader).items():
-            source = found[name] = self._wrapped("The loader", each, training=False)
-            is_partitioned = source.partitioned_by not in ("", "your code")
-            if not is_partitioned and self._state.context.world_size > 1:
-                raise TypeError(
-                    f"raysgd cannot partition this {type(each).__name__}, so every worker would "
-                    "read all of it. Pass a DataLoader of a data set that has a length and can be "
-                    "indexed, to a trainer with add_dist_sampler=True."
-                )
-        return found
+    def source_of(self, loader: Any) -> BatchSource:
+        """Return the source of a loader that was passed to a call."""
+        source = self._wrapped("The loader", loader, training=False)
+        is_partitioned = source.partitioned_by not in ("", "your code")
+        if not is_partitioned and self._state.context.world_size > 1:
+            raise TypeError(
+                f"raysgd cannot partition this {type(loader).__name__}, so every worker would read "
+                "all of it. Pass a DataLoader of a data set that has a length and can be indexed, "
+                "to a trainer with add_dist_sampler=True."
+            )
+        return source
 
     def training_source(self, dataset: Dataset | None) -> tuple[BatchSource, bool]:
         """Return the source to train on, and whether it has changed.
@@ -108,10 +84,10 @@ class DataSources(ABC):
         A change discards the rest of the epoch in progress.
         """
         name = "train" if dataset is None else f"dataset {dataset.uid}"
-        if dataset is not None and name not in self._training:
+        if dataset is not None and not self.has(name):
             source = self.wrap(dataset, training=True)
-            self._training = {k: v for k, v in self._training.items() if k == "train"}
-            self._training[name] = source
+            self._sources = {k: v for k, v in self._sources.items() if not k.startswith("dataset")}
+            self._sources[name] = source
             source.set_batch_size(dataset.batch_size, follows_share=False)
         changed = name != self.trains_on
         if changed:
@@ -121,7 +97,7 @@ class DataSources(ABC):
     def warn_of_stale_ranks(self) -> None:
         """Warn about loaders that select their part by ranks of an earlier group."""
         context = self._state.context
-        for name, source in self._all().items():
+        for name, source in self._sources.items():
             split = None if source.sharded else own_split(source.loader)
             if split is None or not isinstance(split[0], int):
                 continue
@@ -145,7 +121,7 @@ class DataSources(ABC):
 
         Replacement workers do not compare batch sizes, which may differ in their setup.
         """
-        found = {name: source.fingerprint() for name, source in self._all().items()}
+        found = {name: source.fingerprint() for name, source in self._sources.items()}
         if with_batches:
             for name, (size, _) in self.batching().items():
                 found[name] += f", batch size {size}"
@@ -153,7 +129,7 @@ class DataSources(ABC):
 
     def batching(self) -> dict[str, tuple[int, bool]]:
         """Return the `BatchSource.batching` of each loader whose batches raysgd creates."""
-        batching = {name: source.batching() for name, source in self._all().items()}
+        batching = {name: source.batching() for name, source in self._sources.items()}
         return {name: each for name, each in batching.items() if each is not None}
 
     def check_like(self, expected: dict[str, str], with_batches: bool = False) -> None:
@@ -168,30 +144,30 @@ class DataSources(ABC):
                 )
 
     def set_batch_size(self, batching: dict[str, tuple[int, bool]]) -> None:
-        for name in batching.keys() & (sources := self._all()).keys():
-            sources[name].set_batch_size(*batching[name])
+        for name in batching.keys() & self._sources.keys():
+            self._sources[name].set_batch_size(*batching[name])
 
     @property
     def keeps_global_batch(self) -> bool:
         """Whether each step has exactly ``config[BATCH_SIZE]`` samples."""
-        source, given = self._training.get("train"), self._state.settings.global_batch
+        source, given = self._sources.get("train"), self._state.settings.global_batch
         return source is not None and source.keeps_step and source.global_batch == given
 
     def release(self) -> None:
-        for source in self._all().values():
+        for source in self._sources.values():
             source.close_workers()
 
     def own_seeds(self) -> dict[str, int]:
-        seeds = {name: source.own_seed for name, source in self._all().items()}
+        seeds = {name: source.own_seed for name, source in self._sources.items()}
         return {name: seed for name, seed in seeds.items() if seed is not None}
 
     def reseed(self, seed: int, loader_seeds: Mapping[str, int]) -> None:
-        for name, source in self._all().items():
+        for name, source in self._sources.items():
             source.reseed(seed, loader_seeds.get(name))
 
     def enter(self) -> None:
         context, share = self._state.context, self._state.settings.batch_share
-        for source in self._all().values():
+        for source in self._sources.values():
             source.reshard(context.world_size, context.world_rank, share)
 
 

@@ -93,7 +93,7 @@ def _checked_optimizer(state: KerasTrainState, optimizer: Any) -> Any:
 def _complete(state: KerasTrainState) -> None:
     """Build unbuilt models and optimizers, with the shapes of the data."""
     if any(not model.built for model in state.models) and len(state.models) == 1:
-        sources = map(state.data.source, filter(state.data.has, ("train", "validation")))
+        sources = map(state.data.readable, filter(state.data.has, ("train", "validation")))
         source = next(sources, None)
         spec = None if source is None else spec_of(source)
         if spec is not None:

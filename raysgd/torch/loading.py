@@ -56,16 +56,6 @@ class TorchSources(DataSources):
                 "shuffle=True), unless you want the order of the data set.",
             )
 
-    def by_name(self, loader: Any) -> Mapping[str, Any]:
-        if not isinstance(loader, Mapping):
-            return {"": loader}
-        if not loader or not all(isinstance(name, str) and name for name in loader):
-            raise TypeError(
-                f"Pass several loaders as a dict by name, such as {{'a': loader_a}}, and not as "
-                f"{loader!r}."
-            )
-        return loader
-
     def wrap(self, loader: Any, training: bool) -> BatchSource:
         settings = self._state.settings
         return wrap_loader(
@@ -337,8 +327,8 @@ def wrap_loader(
     if is_collection and any(isinstance(each, DataLoader) for each in members):
         raise TypeError(
             f"A {type(loader).__name__} of {len(loader)} loaders cannot be trained on. Pass "
-            "one loader, and join data sets with torch.utils.data.ConcatDataset. Only validation "
-            "takes several loaders, as a dict by name."
+            "one loader, and join data sets with torch.utils.data.ConcatDataset. To validate on "
+            "several data sets, call trainer.test(loader) for each."
         )
     if isinstance(loader, ItemDataset):
         loader = DataLoader(loader, loader.batch_size, collate_fn=_join_samples)  # type: ignore[arg-type]

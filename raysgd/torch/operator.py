@@ -313,13 +313,11 @@ class TrainingOperator(OperatorBase):
 
         raysgd partitions map-style DataLoaders and Hugging Face streams. If it cannot partition a
         loader, select a part by ``self.world_rank`` and ``self.world_size``. Then pass
-        ``add_dist_sampler=False`` to the trainer, or give the loader an attribute
-        ``num_replicas``.
+        ``add_dist_sampler=False`` to the trainer, or give it an attribute ``num_replicas``.
 
         Args:
             train_loader: The training data.
-            validation_loader: The validation data, or a dict of loaders by name, such as
-                ``{"seen": ..., "unseen": ...}``. Their metrics are ``val/seen_loss`` and so on.
+            validation_loader: The validation data.
         """
         self._train_state.data.register(train_loader, validation_loader)
 

@@ -41,7 +41,7 @@ from raysgd.loop.requests import (
     PredictRequest,
     UpdateSchedulersRequest,
 )
-from raysgd.metrics import merge_workers, rename_metrics
+from raysgd.metrics import as_test_metrics, merge_workers
 from raysgd.trainer.calls import Calls
 from raysgd.trainer.fit import FitLoop, FitOptions
 from raysgd.trainer.info import TrainerInfo
@@ -197,8 +197,7 @@ class OperatorTrainer(TrainerInfo):
         result = self._calls.validate(
             self, None, profile=False, info=info, from_start=True, loader=loader
         )
-        found = rename_metrics(result.merged, "test")
-        return {name: value for name, value in found.items() if not name.startswith("last_")}
+        return as_test_metrics(result.merged)
 
     @suggests
     def predict(self, loader: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Loaders that are given with a call, and several to validate on: ``predict`` and ``test``."""
+"""Loaders that are given with a call: ``predict`` and ``test``."""
 
 import dataclasses
 
@@ -21,12 +21,6 @@ def numbers(first, last, batch_size=8, **settings):
     """A loader of the samples from `first` to before `last`, as `Recorder` has them."""
     data = torch.arange(float(first), float(last)).reshape(-1, 1)
     return DataLoader(TensorDataset(data, data / 40), batch_size=batch_size, **settings)
-
-
-class Named(Recorder):
-    def make_loaders(self, config):
-        loaders = super().make_loaders(config)
-        return {**loaders, "validation_loader": {"low": numbers(0, 20), "high": numbers(20, 33)}}
 
 
 class Echo(Recorder):
@@ -86,11 +80,10 @@ def test_places_put_what_workers_read_in_the_loaders_order(world_size, total, si
     [
         (numbers(0, 40, shuffle=True), ValueError, "the loader shuffles.*shuffle=False"),
         (numbers(0, 0), RuntimeError, "The given loader has no batches: 0 samples"),
-        ({"a": numbers(0, 9), "b": numbers(0, 9)}, TypeError, "one loader, not 2"),
-        ({1: numbers(0, 9)}, TypeError, "a dict by name"),
+        ({"a": numbers(0, 9), "b": numbers(0, 9)}, TypeError, "call trainer.test"),
         (3, TypeError, "The loader must be iterable, but it is 3"),
     ],
-    ids=["shuffled", "empty", "several", "nameless", "none"],
+    ids=["shuffled", "empty", "several", "none"],
 )
 def test_predict_refuses_loaders_without_an_order(make_trainer, loader, error, text):
     trainer = make_trainer(Recorder)
@@ -123,10 +116,10 @@ def test_a_given_loader_that_cannot_be_partitioned_is_refused():
     settings = operator._train_state.settings
     settings.context = dataclasses.replace(settings.context, world_size=2)
     with pytest.raises(TypeError, match="cannot partition this DataLoader"):
-        operator._train_state.data.sources_of(DataLoader(Endless()))
+        operator._train_state.data.source_of(DataLoader(Endless()))
 
 
-# ---- test, and several loaders by name
+# ---- test
 
 
 def test_a_test_is_a_validation_that_leaves_all_as_it_is(make_trainer):
@@ -145,29 +138,3 @@ def test_a_test_is_a_validation_that_leaves_all_as_it_is(make_trainer):
     assert (found["num_samples"], found["batch_count"]) == (40, 5)
     means = [name for name in whole if not name.startswith("last_")]
     assert set(found) == {name.replace("val_", "test_") for name in means}
-
-
-def test_each_of_several_validation_loaders_has_metrics_of_its_own(make_trainer):
-    trainer = make_trainer(Named)
-    found = trainer.validate()
-    assert (found["num_samples"], found["batch_count"]) == (33, 5)
-    assert trainer.get_local_operator().validated == list(range(33))
-    low, high = trainer.test(numbers(0, 20)), trainer.test(numbers(20, 33))
-    assert found["val/low_loss"] == low["test_loss"] != high["test_loss"]
-    assert found["val/high_loss"] == high["test_loss"]
-    assert "val_loss" not in found
-    both = trainer.test({"low": numbers(0, 20), "high": numbers(20, 33)})
-    assert both["test/low_loss"] == low["test_loss"]
-    for _ in range(2):
-        trainer.get_local_operator().validated.clear()
-        trainer.validate(num_steps=1)
-        assert trainer.get_local_operator().validated == [*range(8), *range(20, 28)]
-    assert set(trainer.get_local_operator().validation_loader) == {"low", "high"}
-    assert trainer.fit(1)[0]["val/high_loss"] > 0
-
-
-def test_several_loaders_ignore_the_position_in_a_single_one(make_trainer):
-    single, several = make_trainer(Recorder), make_trainer(Named)
-    single.validate(num_steps=1)
-    several.load_state_dict(single.state_dict())
-    assert several.validate()["num_samples"] == 33
