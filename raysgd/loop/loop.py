@@ -263,14 +263,14 @@ class Loop:
     def _new_segment(self, source: BatchSource, limit: int | None) -> StepIterator:
         train_state = self.train_state
         left = source.steps_left(train_state.offset)
-        go_on: Callable[[bool], bool] | None = None
+        go_on: Callable[[int], int] | None = None
         self._shortest = None
         if not source.sharded and train_state.context.world_size > 1:
             # The workers' own loaders can differ in length. The shortest one ends the epoch.
             if left is not None:
                 left = self._least(left)
             else:
-                go_on = self._every_rank
+                go_on = self._least
         if self._batches is None:
             source.agree_on_order(train_state.epoch, train_state.offset, train_state)
         on_commit = None
@@ -289,9 +289,6 @@ class Loop:
             self._in_parts = in_parts
         for batch in self._batches:  # noqa: UP028  "yield from" would close it
             yield batch
-
-    def _every_rank(self, has_batch: bool) -> bool:
-        return bool(self._least(int(has_batch)))
 
     def _least(self, number: int) -> int:
         """Return the minimum of `number` over all workers, and store the rank of that worker."""

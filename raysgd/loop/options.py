@@ -130,9 +130,6 @@ class Options(ABC):
         given = state.pop("training_operator_cls"), state.pop("config")
         return {**state, "packed": pack(given, shares_tensors=False)}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-
     def unpacked(self) -> tuple[Any, dict[str, Any]]:
         """Return the operator's class and the config. Each call on a worker returns new objects."""
         packed: Packed | None = vars(self).get("packed")

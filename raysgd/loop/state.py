@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,8 +12,6 @@ import numpy as np
 from raysgd._internal.nested import map_leaves
 from raysgd.errors import CheckpointError
 from raysgd.loop.train_state import TrainState
-
-logger = logging.getLogger(__name__)
 
 
 class Snapshots:

@@ -20,17 +20,8 @@ class StepIterator:
 
     The request for the next batch shows that the previous step is done. Therefore loops of users
     need not count steps. With gradient accumulation, the batches of a group are committed together.
-    A batch can be split into parts that share one update.
-
-    Args:
-        train_state: Counts the steps.
-        source: Source of the batches.
-        batches: Batches of the source from ``train_state.offset`` on.
-        limit: Maximum number of batches. None for the rest of the epoch.
-        steps_left: Steps from ``train_state.offset`` to the end of the epoch. None if unknown.
-        go_on: Returns whether all ranks have a batch. None if that is certain.
-        signal: Requests to stop or to pause.
-        on_commit: Called after each committed step.
+    A batch can be split into parts that share one update. `go_on` returns 0 if any rank has no
+    batch, and is None if all have one. `on_commit` is called after each committed step.
     """
 
     def __init__(
@@ -40,7 +31,7 @@ class StepIterator:
         batches: Iterator[Any],
         limit: int | None,
         steps_left: int | None,
-        go_on: Callable[[bool], bool] | None,
+        go_on: Callable[[int], int] | None,
         signal: Signal,
         on_commit: Callable[[], None] | None = None,
     ) -> None:
@@ -206,7 +197,7 @@ class StepIterator:
             raise
         if self._go_on is not None:
             self._next_batch = batch  # keeps the batch if a worker is lost during the collective
-            if not self._go_on(batch is not _NOTHING):
+            if not self._go_on(int(batch is not _NOTHING)):
                 batch = _NOTHING
             self._next_batch = _NOTHING
         if batch is _NOTHING:
