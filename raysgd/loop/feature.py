@@ -18,28 +18,11 @@ class StepFeature:
     A `TrainState` calls its features in order. `raysgd.loop.loop` shows the hooks of a step.
     """
 
-    needs_helper: str = ""
-    """What requires ``optimizer_step`` instead of ``optimizer.step``. Empty if nothing does."""
-
-    @property
-    def needs_warm_up(self) -> bool:
-        """Whether the first batch of a worker takes much longer than the others."""
-        return False
-
-    @property
-    def is_compiling(self) -> bool:
-        """Whether a model is probably being compiled."""
-        return False
-
-    @property
-    def samples_per_s(self) -> float:
-        """Samples that this worker computes per second, or 0 if not measured."""
-        return 0.0
-
-    @property
-    def replicates(self) -> bool:
-        """Whether this feature keeps the models equal on all workers."""
-        return False
+    needs_helper: str = ""  # what requires ``optimizer_step`` instead of ``optimizer.step``
+    needs_warm_up = False  # the first batch of a worker takes much longer than the others
+    is_compiling = False  # a model is probably being compiled
+    samples_per_s = 0.0  # speed of this worker; 0 if unknown
+    replicates = False  # keeps the models equal on all workers
 
     # ---- the group of workers
 
@@ -125,12 +108,9 @@ class ShardedFeature(StepFeature):
     """Shards the state of an optimizer over the workers, so that no worker has all of it."""
 
     optimizer: Any
-    is_fully_sharded = False
-    """Whether models are sharded too."""
-    lacks_shards = False
-    """Whether every worker that held some shard was lost."""
-    ranks_in_sync = True
-    """Whether all shards belong to the last committed step."""
+    is_fully_sharded = False  # models are sharded too
+    lacks_shards = False  # every worker that held some shard was lost
+    ranks_in_sync = True  # all shards belong to the last committed step
 
     def shards(self) -> list[Any]:
         """Return this worker's shard of the optimizer's state."""

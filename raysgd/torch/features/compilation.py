@@ -38,7 +38,7 @@ class Compilation(StepFeature):
         self._compiled = [CompiledModel(model, arguments or {}) for model in models]
 
     @property
-    def needs_warm_up(self) -> bool:
+    def needs_warm_up(self) -> bool:  # type: ignore[override]
         state = self._state
         if any(feature.is_fully_sharded for feature in state.sharded):
             return False  # a replacement worker has no compiled model before it joins
@@ -50,7 +50,7 @@ class Compilation(StepFeature):
         return compiled or state.settings.device.type == "cuda"
 
     @property
-    def is_compiling(self) -> bool:
+    def is_compiling(self) -> bool:  # type: ignore[override]
         return any(compiled.is_compiling for compiled in self._compiled)
 
 

@@ -54,7 +54,7 @@ class Replication(StepFeature):
         ]
 
     @property
-    def replicates(self) -> bool:
+    def replicates(self) -> bool:  # type: ignore[override]
         return any(map(ddp.replicated, self._state.models))
 
     def start_together(self) -> None:

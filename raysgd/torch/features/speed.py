@@ -27,6 +27,8 @@ class Speed(StepFeature):
     model communicates earlier, so its speed cannot be measured.
     """
 
+    needs_warm_up = True  # so that a replacement worker knows its speed when it joins
+
     def __init__(self, state: TorchTrainState) -> None:
         self._on_gpu = state.settings.device.type == "cuda"
         self._began: Any = None
@@ -44,12 +46,7 @@ class Speed(StepFeature):
                     parameter.register_post_accumulate_grad_hook(self._note_gradient)
 
     @property
-    def needs_warm_up(self) -> bool:
-        """True, so that a replacement worker knows its speed when it joins."""
-        return True
-
-    @property
-    def samples_per_s(self) -> float:
+    def samples_per_s(self) -> float:  # type: ignore[override]
         with self._lock:
             while self._unread and (not self._on_gpu or self._unread[0][-1][2].query()):
                 step = self._unread.popleft()
