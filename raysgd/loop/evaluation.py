@@ -23,8 +23,6 @@ class Evaluation:
         self._loop = loop
         self.batches: _Counted | None = None
         self.total: int | None = None
-        # Number of the newest call of ``validate``, and the offset at which the call began.
-        self.start: tuple[int, int] | None = None
 
     def validate(self, request: ValidateRequest) -> Mapping[str, Any]:
         """Evaluate the rest of the validation loader, or a number of steps.
@@ -35,13 +33,15 @@ class Evaluation:
         loop.begin(call)
         train_state = loop.train_state
         train_state.timers.enabled = request.profile
-        if self.start is None or self.start[0] != call:
-            self.start = call, 0 if request.from_start else train_state.validation_offset
+        start = loop.call.validation
+        if start is None or start[0] != call:
+            start = call, 0 if request.from_start else train_state.validation_offset
+            loop.call.validation = start
         source = (
             train_state.data.readable("validation") if loader is None else self._source_of(loader)
         )
         with train_state.evaluating():
-            offset = self._evaluate(source, self.start[1], request.num_steps, request.info)
+            offset = self._evaluate(source, start[1], request.num_steps, request.info)
         train_state.end_segment()
         if loader is None:
             train_state.validation_offset = offset

@@ -35,8 +35,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -56,6 +56,17 @@ from raysgd.loop.train_state import TrainState
 from raysgd.metrics import merge_segments, weighted
 
 
+@dataclass
+class CallState:
+    """What a worker that joins a call must know about it."""
+
+    number: int = -1
+    began_at: int = 0  # step
+    more_epochs: int = 0  # in addition to the goal, because the call began at the end of an epoch
+    scheduled: int = -1  # the newest call that stepped the schedulers with a metric
+    validation: tuple[int, int] | None = None  # the newest call of ``validate``, and its offset
+
+
 class Loop:
     """Runs an operator's ``train_epoch``, and merges the metrics of its segments.
 
@@ -73,13 +84,9 @@ class Loop:
         self._in_parts = False
         self._source: BatchSource | None = None
         self._shortest: int | None = None  # rank of the worker with the fewest batches
-        self._call = -1
-        self.scheduled = -1  # the newest call that stepped the schedulers with a metric
+        self.call = CallState()
         # Start step and metrics of each segment.
         self.results: list[tuple[int, Mapping[str, Any]]] = []
-        # Epochs to complete in addition to the goal, because the call began at the end of one.
-        self._more_epochs = 0
-        self._began_at = 0
         self.evaluation = Evaluation(self)
         self.snapshots = Snapshots(self.train_state)
 
@@ -125,23 +132,13 @@ class Loop:
         return {**self.state(), "call": self.call_state()}
 
     def call_state(self) -> dict[str, Any]:
-        return {
-            "call": self._call,
-            "scheduled": self.scheduled,
-            "began_at": self._began_at,
-            "more_epochs": self._more_epochs,
-            "validation": self.evaluation.start,
-        }
+        return dict(vars(self.call))
 
     def join_call(self, state: Mapping[str, Any]) -> None:
         """Join a call that other workers have begun, without their metrics."""
-        if self._call != state["call"]:
+        if self.call.number != state["number"]:
             self.results = []
-        self._call = state["call"]
-        self.scheduled = state["scheduled"]
-        self._more_epochs = state["more_epochs"]
-        self._began_at = state["began_at"]
-        self.evaluation.start = state["validation"]
+        self.call = CallState(**state)
 
     # ---- train
 
@@ -156,7 +153,7 @@ class Loop:
         train_state.step.check_whole(train_state.global_step)
         for feature in train_state.features:
             feature.begin_call(logs_steps=logged is not None)
-        if self._call != request.call:
+        if self.call.number != request.call:
             self.begin(request.call)
         if request.split is not None:
             train_state.parts.raise_split(request.split)
@@ -197,7 +194,7 @@ class Loop:
         With `since`, merge only the segments from that step on, and add learning rates and the
         metrics of features.
         """
-        if self._call != call or not self.results:
+        if self.call.number != call or not self.results:
             return None
         if since is None:
             return self.result()
@@ -210,7 +207,7 @@ class Loop:
     def _left(self, request: TrainRequest) -> int | None:
         """Return the number of steps to the goal, or None if the goal is an epoch."""
         train_state, until_epoch = self.train_state, request.until_epoch
-        if until_epoch is not None and train_state.epoch >= until_epoch + self._more_epochs:
+        if until_epoch is not None and train_state.epoch >= until_epoch + self.call.more_epochs:
             return 0
         if request.until_step is None:
             return None
@@ -317,26 +314,19 @@ class Loop:
 
         The loader is empty, was at its end, or the loop did not ask for a batch.
         """
-        name = f"{type(self.operator).__name__}.train_epoch"
         if segment.epoch_is_over and segment.start == 0:
             raise no_batch("train", source, self._shortest)
         if segment.epoch_is_over:
             train_state = self.train_state
-            is_last = train_state.epoch + 1 >= until_epoch + self._more_epochs
-            if train_state.global_step == self._began_at and is_last:
+            is_last = train_state.epoch + 1 >= until_epoch + self.call.more_epochs
+            if train_state.global_step == self.call.began_at and is_last:
                 # The previous call stopped at the end of an epoch of unknown length.
-                self._more_epochs += 1
-        elif limit is None:
-            warnings.warn(
-                f"{name} drew no batch from its iterator. No step was counted, and the epoch "
-                "counts as done.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        else:
+                self.call.more_epochs += 1
+        elif limit is not None:
             raise RuntimeError(
-                f"{name} drew no batch from its iterator, so raysgd cannot count num_steps. Draw "
-                "the batches from the iterator, or increase self.global_step."
+                f"{type(self.operator).__name__}.train_epoch drew no batch from its iterator, so "
+                "raysgd cannot count num_steps. Draw the batches from the iterator, or increase "
+                "self.global_step."
             )
 
     def warm_up(self) -> None:
@@ -369,9 +359,9 @@ class Loop:
     # ---- results
 
     def begin(self, call: int) -> None:
-        self._call, self.results = call, []
-        self._more_epochs = 0
-        self._began_at = self.train_state.global_step
+        step = self.train_state.global_step
+        self.call = replace(self.call, number=call, began_at=step, more_epochs=0)
+        self.results = []
         self.train_state.timers.reset()
 
     def result(self) -> dict[str, Any]:

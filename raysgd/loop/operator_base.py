@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -203,17 +202,12 @@ def checked_result(method: Callable[..., Any], result: Any) -> Mapping[str, Any]
 
 def create_operator(operator_cls: type[Any], *arguments: Any) -> Any:
     """Create an operator, without calling ``setup``."""
-    unfit = TypeError(
-        f"{operator_cls.__name__}.__init__ must take *args and call super().__init__(*args). Or "
-        "remove it, and use setup(self, config), which runs on the worker."
-    )
-    try:
-        inspect.signature(operator_cls).bind(*arguments)
-    except TypeError as error:
-        raise unfit from error
     operator = operator_cls(*arguments)
     if "_config" not in vars(operator):
-        raise unfit
+        raise TypeError(
+            f"{operator_cls.__name__}.__init__ must take *args and call super().__init__(*args). "
+            "Or remove it, and use setup(self, config), which runs on the worker."
+        )
     return operator
 
 

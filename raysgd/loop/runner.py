@@ -301,7 +301,7 @@ class OperatorRunner(ABC):
                 undoing.enter_context(loading(self.operator, own, state["operator"], "operator"))
             train_state.load_training_state(state)
         self._running.forget_iteration()
-        self._running.evaluation.start = None
+        self._running.call.validation = None
         self._running.snapshots.clear()
         if "call" in state:  # the state is a snapshot, from which the call continues
             self._running.join_call(state["call"])

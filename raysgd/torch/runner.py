@@ -69,10 +69,10 @@ class TorchRunner(OperatorRunner):
 
     def update_schedulers(self, call: int, metric: float) -> None:
         loop = self._running
-        if loop.scheduled == call:
+        if loop.call.scheduled == call:
             return  # the schedulers have already stepped in the loaded state
         self._train_state.schedules.step_with(metric)
-        loop.scheduled = call
+        loop.call.scheduled = call
         loop.snapshots.clear()
         loop.snapshots.maybe_take(loop.state_with_call)
 

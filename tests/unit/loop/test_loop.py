@@ -18,6 +18,7 @@ from raysgd._internal.context import PausedError
 from raysgd.data import Dataset
 from raysgd.errors import RemoteError
 from raysgd.loop.requests import TrainRequest
+from raysgd.testing import run_operator
 from tests.unit.recorder import Recorder, Streaming, Unsized
 
 EPOCH = list(range(40))
@@ -193,15 +194,13 @@ def test_a_loop_that_draws_no_batch_is_an_error_with_num_steps(start):
     assert operator.trained == EPOCH[:16]
 
 
-def test_an_epoch_without_a_batch_causes_a_warning(start):
-    class Idle(Recorder):
-        def train_epoch(self, iterator, info=None):
-            return {"idle": 1.0}
+def test_an_init_that_does_not_call_its_base_is_an_error():
+    class Forgetful(Recorder):
+        def __init__(self, config, settings):
+            pass
 
-    trainer, _ = start(Idle)
-    for epoch in (1, 2):
-        with pytest.warns(RuntimeWarning, match=r"Idle\.train_epoch drew no batch"):
-            assert trainer.train()["epoch"] == epoch
+    with pytest.raises(TypeError, match=r"Forgetful\.__init__ must take \*args and call super"):
+        run_operator(Forgetful)
 
 
 # ---- validate
@@ -560,8 +559,8 @@ def test_a_joining_worker_has_the_call_state_of_the_others(loop_of):
         train(loop, call=1, until_epoch=1)
     joining, _ = loop_of(Streaming)
     joining.join_call(loop.call_state())
-    assert joining.call_state() == loop.call_state()
-    assert joining.call_state()["more_epochs"] == 1
+    assert joining.call == loop.call
+    assert joining.call.more_epochs == 1
 
 
 def test_a_failure_just_before_the_end_of_an_epoch_does_not_keep_it_open(loop_of):
