@@ -50,11 +50,8 @@ class Options(ABC):
     elastic: Any = None
 
     trainer: ClassVar[str]
-    """Name of the trainer, for messages."""
-    flags: ClassVar[Sequence[str]] = ("use_tqdm", "add_dist_sampler", "use_local")
-    """Arguments that must be True or False."""
-    precisions: ClassVar[Collection[Any]]
-    """Allowed values of ``use_fp16``."""
+    flags: ClassVar[Sequence[str]] = ("use_tqdm", "add_dist_sampler", "use_local")  # booleans
+    precisions: ClassVar[Collection[Any]]  # allowed values of ``use_fp16``
 
     def __post_init__(self) -> None:
         num_workers = check_int(self.trainer, "num_workers", self.num_workers, 1, MOST_WORKERS)

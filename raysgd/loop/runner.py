@@ -15,27 +15,10 @@ from raysgd._internal.context import Progress, Request, WorkerContext
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.nested import loading, map_leaves
 from raysgd.cluster.serialization import unpicklable_key
-from raysgd.elastic.call import (
-    ExportReplicaRequest,
-    ImportReplicaRequest,
-    LoadRequest,
-    RestartStateRequest,
-)
+from raysgd.elastic import call
+from raysgd.loop import requests
 from raysgd.loop.loop import Loop
 from raysgd.loop.options import Options
-from raysgd.loop.requests import (
-    ApplyOperatorRequest,
-    ApplyRequest,
-    MeasuredRequest,
-    ModelsRequest,
-    PredictRequest,
-    RehearseRequest,
-    RngStateRequest,
-    StateRequest,
-    TrainRequest,
-    UpdateSchedulersRequest,
-    ValidateRequest,
-)
 from raysgd.loop.signal import Signal
 from raysgd.loop.state import Generators, check_position
 from raysgd.loop.train_state import TrainState
@@ -201,37 +184,37 @@ class OperatorRunner(ABC):
         """Handle a request of the driver. Defer Ctrl-C while a step is in progress."""
         with self.signal.deferring_ctrl_c():
             match request:
-                case TrainRequest():
+                case requests.TrainRequest():
                     return self._running.train(request)
-                case ValidateRequest():
+                case requests.ValidateRequest():
                     return self._running.evaluation.validate(request)
-                case PredictRequest():
+                case requests.PredictRequest():
                     return self._running.evaluation.predict(request.loader)
-                case RehearseRequest():
+                case requests.RehearseRequest():
                     with self.generators.unchanged():
                         return self._running.evaluation.rehearse(request)
-                case MeasuredRequest():
+                case requests.MeasuredRequest():
                     return self._running.measured(request.call, request.since)
-                case UpdateSchedulersRequest():
+                case requests.UpdateSchedulersRequest():
                     return self.update_schedulers(request.call, request.metric)
-                case StateRequest():
+                case requests.StateRequest():
                     return self.state_dict()
-                case LoadRequest():
+                case call.LoadRequest():
                     return self.load_state_dict(request.state)
-                case RngStateRequest():
+                case requests.RngStateRequest():
                     return self.generators.state()
-                case ModelsRequest():
+                case requests.ModelsRequest():
                     return self.models()
-                case ApplyRequest():
+                case requests.ApplyRequest():
                     return request.function()
-                case ApplyOperatorRequest():
+                case requests.ApplyOperatorRequest():
                     return self._apply_operator(request.function)
-                case RestartStateRequest():
+                case call.RestartStateRequest():
                     return self.restart_state(request.num_workers)
-                case ExportReplicaRequest():
+                case call.ExportReplicaRequest():
                     replicas = [each.export_replica() for each in self._train_state.features]
                     return self._train_state.to_cpu(replicas)
-                case ImportReplicaRequest():
+                case call.ImportReplicaRequest():
                     for each, replica in zip(self._train_state.features, request.held, strict=True):
                         each.import_replica(replica)
                     return None

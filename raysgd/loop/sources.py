@@ -64,7 +64,7 @@ class DataSources(ABC):
 
     def readable(self, name: str) -> BatchSource:
         """Return the source of a loader. Reading it raises an error if there is none."""
-        return self._sources[name] if self.has(name) else BatchSource(_Missing(name))
+        return self._sources[name] if self.has(name) else BatchSource(_no_batches(name))
 
     def source_of(self, loader: Any) -> BatchSource:
         """Return the source of a loader that was passed to a call."""
@@ -171,15 +171,10 @@ class DataSources(ABC):
             source.reshard(context.world_size, context.world_rank, share)
 
 
-class _Missing:
-    """A placeholder for an unregistered loader. A loop with its own batches never reads it."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __iter__(self) -> Iterator[Any]:
-        raise _missing(self._name)
-        yield  # makes this function a generator
+def _no_batches(name: str) -> Iterator[Any]:
+    """Raise an error when read. A loop with its own batches never reads it."""
+    raise _missing(name)
+    yield
 
 
 def _missing(name: str) -> RuntimeError:
