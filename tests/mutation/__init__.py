@@ -5,11 +5,11 @@ run. If the tests pass with a mutant, they do not check the changed line. From t
 repository::
 
     pip install cosmic-ray coverage
-    python -m tests.mutation --per-area 25 --seed 0 --out build/mutation/scores.json
+    python -m tests.mutation --per-area 25 --seed 0
 
 1. All tests of `TESTS` run once under coverage, which records the tests of each line.
-2. Each area gets a sample of mutants, in proportion to the lines of its files, at most one per
-   line. The seed and the text of the lines determine the sample.
+2. Each area gets a sample of mutants, at most one per line. The seed and the text of the lines
+   determine the sample.
 3. The tests of the changed line run until one fails or hangs: the mutant is killed. Otherwise it
    has survived, or no test covers the line.
 

@@ -3,7 +3,6 @@
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import tests.mutation
 from tests.mutation.mutants import AREAS, sample
@@ -13,23 +12,16 @@ OUTCOMES = ("killed", "survived", "not covered")
 
 
 def table(results):
-    """Return the scores by area and file, as Markdown."""
+    """Return the scores by area, as Markdown."""
     rows = [
-        "| area | file | mutants | killed | survived | not covered | score |",
-        "|---|---|--:|--:|--:|--:|--:|",
+        "| area | mutants | killed | survived | not covered | score |",
+        "|---|--:|--:|--:|--:|--:|",
     ]
-
-    def add(area, file, some):
+    for area in [*dict.fromkeys(result["area"] for result in results), "all"]:
+        some = [result for result in results if area in (result["area"], "all")]
         counts = [sum(result["outcome"] == outcome for result in some) for outcome in OUTCOMES]
         score = f"{100 * counts[0] / len(some):.0f} %"
-        rows.append(f"| {' | '.join(map(str, (area, file, len(some), *counts, score)))} |")
-
-    for area in dict.fromkeys(result["area"] for result in results):
-        some = [result for result in results if result["area"] == area]
-        add(f"**{area}**", "", some)
-        for file in dict.fromkeys(result["file"] for result in some):
-            add("", f"`{file}`", [result for result in some if result["file"] == file])
-    add("**all**", "", results)
+        rows.append(f"| {' | '.join(map(str, (area, len(some), *counts, score)))} |")
     return "\n".join(rows) + "\n"
 
 
@@ -52,12 +44,6 @@ def main():
     parser.add_argument("--per-area", type=int, default=25, help="mutants of each area (25)")
     parser.add_argument("--area", choices=AREAS, action="append", help="only this area; repeatable")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample (0)")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=WORK / "scores.json",
-        help="file of results; a table (.md) and survivors.md are written next to it",
-    )
     options = parser.parse_args()
     kept = WORK / f"{prepare()}.json"
     known = json.loads(kept.read_text()) if kept.exists() else {"tests": measure(), "mutants": {}}
@@ -70,10 +56,7 @@ def main():
                 kept.write_text(json.dumps(known))
             results.append({"area": area, **asdict(mutant), **known["mutants"][str(mutant)]})
             print(f"{mutant}: {results[-1]['outcome']}", flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(results, indent=1) + "\n")
-    options.out.with_suffix(".md").write_text(table(results))
-    options.out.with_name("survivors.md").write_text(survivors(results))
+    (WORK / "survivors.md").write_text(survivors(results))
     print(table(results))
 
 

@@ -121,9 +121,8 @@ def digest(*parts):
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
 
 
-@cache
 def mutants_by_line(file, seed):
-    """Return the mutants of each line of a file, both in the order of the sample."""
+    """Return (order, mutant) for the mutants of each line of a file. The seed decides the order."""
     source = (ROOT / file).read_text(encoding="utf-8")
     lines, found = source.splitlines(), {}
     nodes = list(ast_nodes(parso.parse(source)))
@@ -135,28 +134,19 @@ def mutants_by_line(file, seed):
                 kind = digest(seed, file, lines[line - 1].strip(), name.split("_")[0])
                 order = (kind, digest(kind, name, column, occurrence))
                 found.setdefault(line, []).append((order, Mutant(file, line, name, occurrence)))
-    taken = sorted(sorted(some, key=lambda pair: pair[0]) for some in found.values())
-    return [[mutant for _, mutant in some] for some in taken]
+    return [sorted(some, key=lambda pair: pair[0]) for some in found.values()]
 
 
 def sample(area, number, seed):
-    """Return the mutants of an area, for each file in proportion to its mutable lines."""
-    files = sorted(
+    """Return mutants of different lines of an area."""
+    files = [
         path.relative_to(ROOT).as_posix()
         for name in AREAS[area]
         for path in ([ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*.py"))
+    ]
+    lines = sorted(
+        (line for file in files for line in mutants_by_line(file, seed)),
+        key=lambda line: line[0][0],
     )
-    total = sum(len(mutants_by_line(file, seed)) for file in files)
-    shares = {file: number * len(mutants_by_line(file, seed)) / total for file in files}
-    # round down, and give the rest to the largest fractions
-    left = number - sum(map(int, shares.values()))
-    favoured = sorted(files, key=lambda file: int(shares[file]) - shares[file])[:left]
-    taken = []
-    for file in files:
-        firsts = (
-            next((mutant for mutant in line if mutant.source() is not None), None)
-            for line in mutants_by_line(file, seed)
-        )
-        quota = int(shares[file]) + (file in favoured)
-        taken += sorted(islice(filter(None, firsts), quota), key=lambda mutant: mutant.line)
-    return taken
+    firsts = (next((m for _, m in line if m.source() is not None), None) for line in lines)
+    return sorted(islice(filter(None, firsts), number), key=str)
