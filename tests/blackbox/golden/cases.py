@@ -9,6 +9,7 @@ a run that is resumed goes on in another order then.
 import hashlib
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -117,6 +118,17 @@ LOADERS = {
 }
 
 
+def read_operator(kind, total, size, segments, training=True, seed=0, epoch=0, global_batch=None):
+    return seam.operator_epoch(
+        lambda share: LOADERS[kind](total, share or size),
+        training=training,
+        seed=seed,
+        epoch=epoch,
+        segments=SEGMENTS[segments],
+        global_batch=global_batch,
+    )
+
+
 def operator_cases():
     """Yield (name, how to read it) for loaders of operators."""
     sizes = [(23, 4), (8, 3), (3, 2), (1, 1)]
@@ -124,60 +136,31 @@ def operator_cases():
         for seed, epoch in [(0, 0), (12345, 3)]:
             if seed and kind == "in_order":
                 continue
-            arguments = {"seed": seed, "epoch": epoch, "segments": SEGMENTS[segments]}
             name = f"operator, {kind} {total} by {size}, seed {seed}, epoch {epoch}, {segments}"
-            make = LOADERS[kind]
-            yield (
-                name,
-                lambda make=make, total=total, size=size, given=arguments: seam.operator_epoch(
-                    lambda _: make(total, size), training=True, **given
-                ),
-            )
+            yield name, partial(read_operator, kind, total, size, segments, seed=seed, epoch=epoch)
     for kind, segments, (total, size) in itertools.product(
         ("in_order", "shuffled_full_batches"), SEGMENTS, sizes
     ):
-        yield (
-            f"validation, {kind} {total} by {size}, {segments}",
-            lambda make=LOADERS[kind], total=total, size=size, parts=SEGMENTS[segments]: (
-                seam.operator_epoch(
-                    lambda _: make(total, size), training=False, seed=0, epoch=0, segments=parts
-                )
-            ),
-        )
+        name = f"validation, {kind} {total} by {size}, {segments}"
+        yield name, partial(read_operator, kind, total, size, segments, training=False)
     for segments, seed in itertools.product(SEGMENTS, (1, 7)):
-        yield (
-            f"operator, shuffled 101 by BATCH_SIZE 12, seed {seed}, epoch 1, {segments}",
-            lambda seed=seed, parts=SEGMENTS[segments]: seam.operator_epoch(
-                lambda share: shuffled(101, share),
-                training=True,
-                seed=seed,
-                epoch=1,
-                segments=parts,
-                global_batch=12,
-            ),
-        )
+        name = f"operator, shuffled 101 by BATCH_SIZE 12, seed {seed}, epoch 1, {segments}"
+        given = {"seed": seed, "epoch": 1, "global_batch": 12}
+        yield name, partial(read_operator, "shuffled", 101, None, segments, **given)
     for kind, segments in itertools.product(
         ("shuffled", "shuffled_full_batches", "weighted"), ("1", "3", "3 to 2 to 4")
     ):
-        yield (
-            f"operator, {kind}, 180 seeds, epochs and sizes, {segments}: sha256",
-            lambda make=LOADERS[kind], parts=SEGMENTS[segments]: _digest_of_many(make, parts),
-        )
+        name = f"operator, {kind}, 180 seeds, epochs and sizes, {segments}: sha256"
+        yield name, partial(_digest_of_many, kind, segments)
 
 
-def _digest_of_many(make, segments):
+def _digest_of_many(kind, segments):
     """Return a digest of the orders of many seeds, epochs and sizes."""
     digest = hashlib.sha256()
     for seed, epoch, (total, size) in itertools.product(
         range(20), (0, 1, 40), [(64, 8), (97, 5), (1003, 32)]
     ):
-        read = seam.operator_epoch(
-            lambda _, total=total, size=size: make(total, size),
-            training=True,
-            seed=seed,
-            epoch=epoch,
-            segments=segments,
-        )
+        read = read_operator(kind, total, size, segments, seed=seed, epoch=epoch)
         digest.update(json.dumps(read).encode())
     return digest.hexdigest()
 
@@ -187,12 +170,9 @@ def function_cases():
     for kind, world_size, seed in itertools.product(LOADERS, (1, 2, 3), (0, 9)):
         if world_size == 1 and kind not in ("in_order", "shuffled_by_generator", "own_sampler"):
             continue  # left as it is: torch's own order, from the process's generator
-        yield (
-            f"function, {kind} 23 by 4, seed {seed}, {world_size} workers, two passes",
-            lambda make=LOADERS[kind], size=world_size, seed=seed: seam.prepared_passes(
-                lambda _: make(23, 4), world_size=size, seed=seed, num_passes=2
-            ),
-        )
+        name = f"function, {kind} 23 by 4, seed {seed}, {world_size} workers, two passes"
+        make = partial(LOADERS[kind], 23, 4)
+        yield name, partial(seam.prepared_passes, make, world_size=world_size, seed=seed)
 
 
 def keras_cases():
@@ -202,19 +182,14 @@ def keras_cases():
 
     for segments, total, training in itertools.product(SEGMENTS, (23, 3), (True, False)):
         what = "training" if training else "validation"
-        arguments = {"training": training, "segments": SEGMENTS[segments]}
+        read = partial(seam.keras_epoch, training=training, segments=SEGMENTS[segments])
         for seed, epoch in [(0, 0), (12345, 3)]:
-            yield (
-                f"keras, arrays {total} by 4, {what}, seed {seed}, epoch {epoch}, {segments}",
-                lambda total=total, seed=seed, epoch=epoch, given=arguments: seam.keras_epoch(
-                    lambda: np.arange(total), seed=seed, epoch=epoch, batch_size=4, **given
-                ),
-            )
+            name = f"keras, arrays {total} by 4, {what}, seed {seed}, epoch {epoch}, {segments}"
+            yield name, partial(read, np.arange(total), seed=seed, epoch=epoch, batch_size=4)
+        data = tf.data.Dataset.range(total).batch(4)
         yield (
             f"keras, data set {total} by 4, {what}, {segments}",
-            lambda total=total, given=arguments: seam.keras_epoch(
-                lambda: tf.data.Dataset.range(total).batch(4), seed=0, epoch=0, **given
-            ),
+            partial(read, data, seed=0, epoch=0),
         )
 
 

@@ -56,14 +56,14 @@ def operator_epoch(make_loader, *, training, seed, epoch, segments, global_batch
     return read
 
 
-def prepared_passes(make_loader, *, world_size, seed, num_passes):
-    """Go through a loader that a training function has prepared, several times."""
+def prepared_passes(make_loader, *, world_size, seed):
+    """Go twice through a loader that a training function has prepared."""
     workers = []
     for rank in range(world_size):
         loader = prepared_loader(
-            make_loader(None), world_size=world_size, rank=rank, device=None, ahead=False, seed=seed
+            make_loader(), world_size=world_size, rank=rank, device=None, ahead=False, seed=seed
         )
-        workers.append([[_samples(batch) for batch in loader] for _ in range(num_passes)])
+        workers.append([[_samples(batch) for batch in loader] for _ in range(2)])
     return workers
 
 
@@ -82,10 +82,10 @@ def keras_epoch(data, *, training, seed, epoch, segments, batch_size=None):
             place = {"training": training, "world_size": world_size, "rank": rank}
             place["full_size"] = full_size
             if batch_size is None:
-                source = DatasetSource(data(), **place)
+                source = DatasetSource(data, **place)
             else:
                 source = ArraySource(
-                    data(), batch_size=batch_size, shuffle=training, seed=seed, **place
+                    data, batch_size=batch_size, shuffle=training, seed=seed, **place
                 )
             batches = source.batches(epoch, offset, num_steps)
             workers.append([batch.numpy().tolist() for batch in itertools.islice(batches, 1000)])
