@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -14,8 +14,6 @@ from raysgd.callbacks.logger import ServiceLogger, named_metrics
 from raysgd.callbacks.values import scalars, shown_config
 from raysgd.elastic.events import Event
 
-_LONGEST_NAME = 240
-"""Maximum length of a name. MLflow allows 250 characters, and replacements can add some."""
 _LONGEST_VALUE = 500
 """Maximum length of a parameter value that every MLflow server accepts."""
 
@@ -24,8 +22,7 @@ class MLflowLogger(ServiceLogger):
     """Writes a run of MLflow.
 
     Metrics are ``train/NAME`` and ``validate/NAME`` by step, and ``workers/num_workers``. The
-    numbers and strings in the config are parameters. The tag ``raysgd.events`` has the newest
-    events.
+    numbers and strings in the config are parameters.
 
     Args:
         tracking_uri: a server (``http://...``), a database, or a folder; None for the setting of
@@ -52,7 +49,6 @@ class MLflowLogger(ServiceLogger):
             "run_name": run_name,
             "tags": dict(tags or {}),
         }
-        self._events: list[str] = []
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         super().log(trainer, call, metrics)
@@ -60,11 +56,8 @@ class MLflowLogger(ServiceLogger):
         self._opened(trainer).log(values, trainer.global_step, call.time)
 
     def log_event(self, trainer: Trainer, event: Event) -> None:
-        run = self._opened(trainer)
-        run.log({"workers/num_workers": event.num_workers}, event.step, event.time)
-        shown = {"kind": event.kind, "step": event.step, "ranks": list(event.ranks)}
-        self._events = [*self._events[-19:], json.dumps(shown)]
-        run.client.set_tag(run.id, "raysgd.events", "\n".join(self._events))
+        values = {"workers/num_workers": event.num_workers}
+        self._opened(trainer).log(values, event.step, event.time)
 
     def _open(self, trainer: Trainer) -> MLflowRun:
         is_new = self.run_id is None
@@ -111,18 +104,17 @@ class MLflowRun:
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Write the numbers and strings in a config as parameters."""
-        shown = scalars(shown_config(config))
         # Use a dict, because two names may become one, and MLflow refuses a second value.
-        given = {name_for_mlflow(name): str(value) for name, value in shown.items()}
+        given = {_allowed(name): value for name, value in scalars(shown_config(config)).items()}
         for name, value in given.items():
-            self.client.log_param(self.id, name, value[:_LONGEST_VALUE])
+            self.client.log_param(self.id, name, str(value)[:_LONGEST_VALUE])
 
     def log(self, values: Mapping[str, float | int], step: int, time_s: float) -> None:
         """Write metrics with a time in seconds since the epoch."""
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(name_for_mlflow(name), float(value), int(time_s * 1000), step)
+            Metric(_allowed(name), float(value), int(time_s * 1000), step)
             for name, value in values.items()
         ]
         self.client.log_batch(self.id, metrics=metrics)
@@ -138,13 +130,6 @@ def _is_folder(uri: str | None) -> TypeGuard[str]:
     return "://" not in uri and not uri.startswith(("file:", "uc:"))
 
 
-def name_for_mlflow(name: str) -> str:
-    """Return a name that MLflow accepts.
-
-    >>> name_for_mlflow("train/f1: cat")
-    'train/f1_ cat'
-    >>> name_for_mlflow("train/../f1//cat/")
-    'train/_/f1/_/cat/_'
-    """
-    allowed = "".join(c if c.isalnum() or c in "_-. /" else "_" for c in name[:_LONGEST_NAME])
-    return "/".join("_" if part in ("", ".", "..") else part for part in allowed.split("/"))
+def _allowed(name: str) -> str:
+    """Return a name without characters that MLflow rejects, such as those in ``*batch_size``."""
+    return re.sub(r"[^\w\-. /]", "_", name)

@@ -87,6 +87,7 @@ class ProgressBar(EpochLines):
         self._kind = ""
         """``train`` or ``validate`` during a call."""
         self._bar: Any = None
+        self._next_line = 0.0
         self._logs_above = contextlib.ExitStack()
 
     def on_progress(self, trainer: Trainer, kind: str, progress: Sequence[Progress]) -> None:
@@ -149,9 +150,13 @@ class ProgressBar(EpochLines):
             from tqdm.contrib.logging import logging_redirect_tqdm
 
             self._logs_above.enter_context(logging_redirect_tqdm(tqdm_class=tqdm))
-            stays = trainer.num_epochs is None
-            arguments = {"unit": "batch", "dynamic_ncols": True, "leave": stays}
-            self._bar = tqdm(desc=label, file=sys.stderr, **arguments)
+            self._bar = tqdm(
+                desc=label,
+                unit="batch",
+                dynamic_ncols=True,
+                file=sys.stderr,
+                leave=trainer.num_epochs is None,
+            )
 
     def _show(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -11,12 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from raysgd._internal.imports import import_extra
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.logger import LoggerCallback, folder_for, named_metrics
-from raysgd.callbacks.values import json_dict, numbers_in, plain_values, scalars, shown_config
+from raysgd.callbacks.values import json_dict, shown_config
 from raysgd.elastic.events import Event
 
 
@@ -25,8 +22,7 @@ class TensorBoardLogger(LoggerCallback):
 
     The scalars by step are ``train/NAME`` and ``validate/NAME`` for each metric, ``step/NAME`` with
     ``fit(log_every=...)``, ``workers/num_workers``, and ``speed/train_samples_per_s``. Events are
-    texts, such as ``events/lost``. The numbers and strings in the config are hyperparameters, with
-    the last metrics as their results.
+    texts, such as ``events/lost``, and so is the ``config``.
 
     Args:
         folder: where to write; None for ``tensorboard`` in the trainer's ``logdir``.
@@ -39,7 +35,6 @@ class TensorBoardLogger(LoggerCallback):
         self._writer = TensorBoardWriter("TensorBoardLogger")
         self._folder = folder
         self.needs_logdir = folder is None
-        self._results: dict[str, float] = {}
         self._began_at = 0
 
     def on_train_start(self, trainer: Trainer) -> None:
@@ -52,7 +47,6 @@ class TensorBoardLogger(LoggerCallback):
             speed = values[f"{call.kind}/num_samples"] / call.seconds
             values[f"speed/{call.kind}_samples_per_s"] = speed
         self._opened(trainer).add_scalars(values, trainer.global_step, call.time)
-        self._results |= {k: v for k, v in values.items() if k.startswith(("train/", "validate/"))}
 
     def log_event(self, trainer: Trainer, event: Event) -> None:
         writer, step, time_s = self._opened(trainer), event.step, event.time
@@ -62,15 +56,7 @@ class TensorBoardLogger(LoggerCallback):
         writer.add_scalars({"workers/num_workers": event.num_workers}, step, time_s)
 
     def close(self, trainer: Trainer) -> None:
-        if self._writer.summary_writer is None:
-            return
-        from torch.utils.tensorboard import summary
-
-        config = scalars(shown_config(trainer.config))
-        for each in summary.hparams(config, self._results):
-            self._writer.summary_writer.file_writer.add_summary(each)
         self._writer.close()
-        self._results = {}
 
     def _opened(self, trainer: Trainer) -> TensorBoardWriter:
         if self._writer.summary_writer is None:
@@ -108,17 +94,6 @@ class TensorBoardWriter:
         for name, value in values.items():
             self.summary_writer.add_scalar(name, value, step, walltime=time_s)
         self.summary_writer.flush()
-
-    def add_histograms(self, metrics: Mapping[str, Any], step: int | None) -> None:
-        """Write a histogram of each list or array with more than one number."""
-        numbers = numbers_in(metrics)
-        for name, values in plain_values(metrics).items():
-            if name in numbers or not isinstance(values, list):
-                continue
-            with contextlib.suppress(TypeError, ValueError):  # strings, or rows of several lengths
-                array = np.asarray(values, dtype=float).ravel()
-                if (finite := array[np.isfinite(array)]).size:
-                    self.summary_writer.add_histogram(name, finite, step)
 
     def close(self) -> None:
         """Close the file, if one is open."""

@@ -127,9 +127,9 @@ class MLflowLoggerCallback(FileCallback):
 class TBXLoggerCallback(FileCallback):
     """Writes the reports of one worker for TensorBoard.
 
-    Numbers become scalars, and lists and arrays of numbers become histograms. The tags are
-    ``ray/train/NAME``, and the steps are ``_training_iteration``. The default folder is the folder
-    of the run. Needs tensorboard and torch.
+    Numbers become scalars. The tags are ``ray/train/NAME``, and the steps are
+    ``_training_iteration``. The default folder is the folder of the run. Needs tensorboard and
+    torch.
     """
 
     def __init__(
@@ -145,7 +145,6 @@ class TBXLoggerCallback(FileCallback):
         for result in results:
             step = result.get(constants.TRAINING_ITERATION)
             shown = {"ray/train": {k: v for k, v in result.items() if k not in _NOT_SHOWN}}
-            self._writer.add_histograms(shown, step)
             self._writer.add_scalars(numbers_in(shown), step)
 
     def finish_training(self, error: bool = False, **info: Any) -> None:

@@ -110,27 +110,6 @@ def test_tensorboard_shows_metrics_workers_events_and_config(make_trainer, tmp_p
     assert "started" in started
     assert "bad batch" in error
     assert '"lr": 0.5' in texts(read, "config")[0][1]
-    metadata = read.SummaryMetadata("_hparams_/session_start_info")
-    assert metadata.plugin_data.plugin_name == "hparams"
-
-
-def test_hyperparameters_have_the_metrics_as_results(make_trainer, tmp_path, board):
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
-    make_trainer(Recorder, CONFIG, callbacks=[TensorBoardLogger(tmp_path)]).fit(1, log_every=1)
-    read = board(tmp_path)
-    content = read.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    given = HParamsPluginData.FromString(content).session_start_info.hparams
-    assert {name: value.WhichOneof("kind") for name, value in given.items()} == {
-        "lr": "number_value",
-        "name": "string_value",
-        "num_samples": "number_value",
-        "batch_size": "number_value",
-    }
-    content = read.SummaryMetadata("_hparams_/experiment").plugin_data.content
-    metrics = HParamsPluginData.FromString(content).experiment.metric_infos
-    tags = {metric.name.tag for metric in metrics}
-    assert {"train/train_loss", "validate/val_loss"} <= tags <= set(read.Tags()["scalars"])
 
 
 def test_steps_after_the_checkpoint_are_hidden_when_a_run_is_resumed(make_trainer, tmp_path, board):
@@ -173,7 +152,6 @@ def test_mlflow_has_metrics_parameters_and_the_end(make_trainer, tmp_path):
         ]
         assert run.data.metrics["validate/val_loss"] == history[1]["val_loss"]
         assert run.data.tags["team"] == "vision"
-        assert json.loads(run.data.tags["raysgd.events"])["kind"] == "started"
 
         trainer.get_local_operator().fail = failing_at(12)
         with pytest.raises(ValueError, match="bad batch"):
@@ -193,17 +171,15 @@ def test_mlflow_has_metrics_parameters_and_the_end(make_trainer, tmp_path):
         assert run.info.status == "FINISHED"
 
 
-@pytest.mark.parametrize("name", ["a//b", "../a", "", "a/./b", "a:b", "a" * 300])
-def test_mlflow_gets_metrics_and_parameters_of_any_name(make_trainer, tmp_path, name):
+def test_mlflow_gets_metrics_and_parameters_with_odd_characters(make_trainer, tmp_path):
     class Adding(Callback):
         stage = -1
 
         def on_epoch_end(self, trainer, metrics):
-            metrics[name] = 0.5
+            metrics["f1: cat"] = 0.5
 
     logger = MLflowLogger(tmp_path / "mlruns")
-    config = {name: 1, "a;b": 2}
-    make_trainer(Recorder, config, callbacks=[Adding(), logger]).fit(1)
+    make_trainer(Recorder, {"*a;b": 2}, callbacks=[Adding(), logger]).fit(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
         found = mlflow_client(tmp_path / "mlruns").get_run(logger.run_id).data
