@@ -1,7 +1,6 @@
 """Checkpoint files and folders."""
 
 from raysgd.checkpoint.file import (
-    check_writable,
     prepare_write,
     read_file,
     read_manifest,
@@ -17,7 +16,6 @@ __all__ = [
     "CheckpointStore",
     "Manifest",
     "Restored",
-    "check_writable",
     "prepare_write",
     "read_file",
     "read_manifest",

@@ -20,18 +20,6 @@ from raysgd.checkpoint.manifest import Manifest, seal, sealed_size, verify
 from raysgd.errors import CheckpointError
 
 
-def check_writable(path: str | os.PathLike[str]) -> str:
-    """Return the absolute path, or the URL, if a file can be written there.
-
-    For a URL, this only checks that a package for its file system is installed.
-
-    Raises:
-        CheckpointError: if the path is a folder, the parent folder is missing or not writable,
-            or no installed package can open the URL.
-    """
-    return locate(path).check_writable()
-
-
 def write_file(
     state: Mapping[str, Any], path: str | os.PathLike[str], manifest: Manifest | None = None
 ) -> str:

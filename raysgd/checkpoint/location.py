@@ -39,28 +39,9 @@ class Location:
             self.name = self.shown = str(path)
         else:
             self.name, self.shown = text, shown_url(text)
-            self._check_protocols()
-
-    def _check_protocols(self) -> None:
-        from fsspec import get_filesystem_class
-
-        for protocol in (part.partition("://")[0] for part in self.name.split("::")):
-            try:
-                get_filesystem_class(protocol)
-            except ImportError as error:  # the error names the package to install
-                raise CheckpointError(f"Cannot open {self.shown}: {error}") from error
-            except ValueError:
-                raise CheckpointError(
-                    f"Cannot open {self.shown}: fsspec does not know its protocol. For example, "
-                    "s3:// needs s3fs, gs:// needs gcsfs, and az:// needs adlfs."
-                ) from None  # the error could show a part of a password
 
     def child(self, name: str) -> Location:
         return Location(f"{self.name.rstrip('/')}/{name}")
-
-    def check_writable(self) -> str:
-        """Check that the path is writable. Return the name of the file that a write replaces."""
-        return str(_target_of(self.name)) if self.is_local else self.name
 
     def write(self, content: bytes | Callable[[IO[bytes]], Any]) -> str:
         """Write a file completely or not at all, and return its name.
@@ -69,12 +50,12 @@ class Location:
         uploaded from a temporary file. If a path is a link, its target is replaced.
         """
         fill = operator.methodcaller("write", content) if isinstance(content, bytes) else content
-        shown = self.check_writable() if self.is_local else self.shown
         try:
             if self.is_local:
-                with replacing(Path(shown)) as file:
+                target = Path(self.name).resolve()
+                with replacing(target) as file:
                     fill(file)
-                return shown
+                return str(target)
             with _scratch_file() as local:
                 with local.open("xb+") as file:
                     fill(file)
@@ -84,8 +65,12 @@ class Location:
         except UnreachableError:
             raise
         except Exception as error:
-            cause = _system_error(error)
-            raise CheckpointError(f"Cannot save to {shown}: {cause}") from cause
+            cause: Any = error
+            # Closing the writer of `torch.save` raises another error after a failed write.
+            while cause and not isinstance(cause, OSError):
+                cause = cause.__context__
+            reason = (cause and cause.strerror) or cause or error
+            raise CheckpointError(f"Cannot save to {self.shown}: {reason}") from error
 
     @contextlib.contextmanager
     def open(self, whole: bool = True) -> Iterator[IO[bytes]]:
@@ -154,34 +139,6 @@ def locate(path: str | os.PathLike[str]) -> Location:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error, or its type if it has no text."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-def _system_error(error: BaseException) -> BaseException:
-    """Return the OSError behind `error`, or `error`.
-
-    If a write in `torch.save` fails, closing its writer raises another error that hides the first.
-    """
-    first: BaseException | None = error
-    while first is not None and not isinstance(first, OSError):
-        first = first.__context__
-    return error if first is None else first
-
-
-def _target_of(name: str) -> Path:
-    try:
-        target = Path(name).resolve()
-        folder = target.parent
-        if target.is_dir():
-            problem = "it is a folder; give the name of a file in it"
-        elif not folder.is_dir():
-            problem = f"the folder {folder} does not exist; create it first"
-        elif not os.access(folder, os.W_OK | os.X_OK):
-            problem = f"there is no permission to write into {folder}"
-        else:
-            return target
-    except (OSError, RuntimeError, ValueError) as error:  # for example, a name is too long
-        raise CheckpointError(f"Cannot save to {name}: {error}") from error
-    raise CheckpointError(f"Cannot save to {target}: {problem}.")
 
 
 def _upload(local: str, fs: Any, path: str) -> None:

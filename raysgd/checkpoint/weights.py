@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from raysgd._internal.imports import import_extra
 from raysgd.checkpoint.location import locate
-from raysgd.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -36,18 +35,16 @@ def save_model(
         ImportError: if safetensors is not installed.
     """
     import_extra("save_model", "safetensors", "torch")
-    target = locate(path)
-    try:
-        content = _of_arrays(models) if isinstance(models, Mapping) else _of_modules(models)
-    except Exception as error:
-        raise CheckpointError(f"Cannot save to {target.shown}: {error}") from error
-    return target.write(content)
 
+    def fill(file: IO[bytes]) -> None:
+        if isinstance(models, Mapping):
+            from safetensors.numpy import save
 
-def _of_arrays(arrays: Mapping[str, Any]) -> bytes:
-    from safetensors.numpy import save
+            file.write(save(dict(models), metadata={"format": "np"}))
+        else:
+            file.write(_of_modules(models))
 
-    return save(dict(arrays), metadata={"format": "np"})
+    return locate(path).write(fill)
 
 
 def _of_modules(models: torch.nn.Module | Sequence[torch.nn.Module]) -> bytes:
@@ -55,25 +52,15 @@ def _of_modules(models: torch.nn.Module | Sequence[torch.nn.Module]) -> bytes:
     from safetensors.torch import save
 
     module = models if isinstance(models, torch.nn.Module) else torch.nn.ModuleList(models)
-    tensors, other_names = _deduplicated(module)
-    return save(tensors, metadata={"format": "pt", **other_names})
-
-
-def _deduplicated(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return each tensor once, without shared memory, and the other names of tied tensors."""
-    kept: dict[tuple[object, ...], str] = {}
+    names: dict[Any, str] = {}
     tensors: dict[str, torch.Tensor] = {}
-    other_names: dict[str, str] = {}
-    storages: set[int] = set()
+    metadata = {"format": "pt"}
     for name, tensor in module.state_dict().items():
-        storage = tensor.untyped_storage()._cdata
-        identity = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        if identity in kept:
-            other_names[name] = kept[identity]
+        identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and (first := names.setdefault(identity, name)) != name:
+            metadata[name] = first  # tied
             continue
-        kept[identity] = name
         tensor = tensor.detach().cpu().contiguous()
-        # safetensors refuses views of the same memory
-        tensors[name] = tensor.clone() if storage in storages else tensor
-        storages.add(storage)
-    return tensors, other_names
+        is_view = tensor.nbytes < tensor.untyped_storage().nbytes()
+        tensors[name] = tensor.clone() if is_view else tensor  # they must not share memory
+    return save(tensors, metadata)

@@ -74,14 +74,14 @@ class TrainerState:
 
     def save(self, path: str | os.PathLike[str], blocking: bool) -> str:
         self.calls.check_open()
-        target = checkpoint.check_writable(path)
+        target = locate(path)
         self.calls.writer.wait()  # hold only one copy of the state at a time
         state = self.collect(own=False)
-        write = checkpoint.prepare_write(state, target, self._manifest())
+        write = checkpoint.prepare_write(state, target.name, self._manifest())
         if blocking:
             return write()
-        self.calls.writer.submit(write, locate(target).shown)
-        return target
+        self.calls.writer.submit(write, target.shown)
+        return target.name
 
     def _manifest(self) -> checkpoint.Manifest:
         num_workers = len(self.calls.controller.members)
@@ -90,8 +90,7 @@ class TrainerState:
 
     def save_model(self, path: str | os.PathLike[str]) -> str:
         self.calls.check_open()
-        target = checkpoint.check_writable(path)
-        return checkpoint.save_model(self.weights(), target)
+        return checkpoint.save_model(self.weights(), path)
 
     def read(self, path: str | os.PathLike[str]) -> Mapping[str, Any]:
         self.calls.check_open(moves=True)

@@ -53,7 +53,6 @@ SURFACE = {
         "CheckpointStore",
         "Manifest",
         "Restored",
-        "check_writable",
         "prepare_write",
         "read_file",
         "read_manifest",

@@ -452,12 +452,12 @@ class Custom:
 
 def test_save_into_a_missing_folder_is_refused(trainer, tmp_path):
     path = tmp_path / "missing" / "model.pt"
-    words = [str(path), "missing", "does not exist"]
+    words = [str(path), "No such file or directory"]
     check(lambda: trainer.save(path), CheckpointError, words)
 
 
 def test_save_to_a_folder_is_refused(trainer, tmp_path):
-    check(lambda: trainer.save(tmp_path), CheckpointError, [str(tmp_path), "is a folder"])
+    check(lambda: trainer.save(tmp_path), CheckpointError, [str(tmp_path), "Is a directory"])
     assert list(tmp_path.iterdir()) == []
 
 

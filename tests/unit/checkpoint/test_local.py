@@ -87,7 +87,7 @@ def test_missing_permission_is_named():
         def as_nobody():
             os.chdir("/")
             os.setuid(65534)
-            with pytest.raises(CheckpointError, match=f"no permission to write into {folder}"):
+            with pytest.raises(CheckpointError, match=f"save to {path}: Permission denied"):
                 write_file(BIG, path)
             with pytest.raises(UnreachableError, match="Permission denied"):
                 read_file(path)

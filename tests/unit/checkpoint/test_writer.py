@@ -108,4 +108,4 @@ def test_a_script_that_ends_does_not_lose_its_write(tmp_path):
     command = [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert step_of(read_file(tmp_path / "state.pt")) == 3
-    assert re.fullmatch("Could not write a checkpoint: .* it is a folder.*", done.stderr.strip())
+    assert re.fullmatch("Could not write a checkpoint: .* Is a directory.*", done.stderr.strip())

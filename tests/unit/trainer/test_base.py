@@ -240,22 +240,6 @@ def test_loading_a_state_of_other_models_fails_and_changes_nothing(make_trainer,
     assert torch.equal(parameters(trainer.get_local_operator()), before)
 
 
-def test_files_are_checked_before_the_state_is_made(make_trainer, tmp_path):
-    made = []
-
-    class Noting(Recorder):
-        def state_dict(self):
-            made.append(1)
-            return {}
-
-    trainer = make_trainer(Noting)
-    with pytest.raises(CheckpointError, match="does not exist"):
-        trainer.save(tmp_path / "missing" / "state.pt")
-    assert not made
-    with pytest.raises(CheckpointError, match="no such file"):
-        trainer.load(tmp_path / "state.pt")
-
-
 # ---- files
 
 
