@@ -92,21 +92,22 @@ class CheckpointCallback(Callback):
         restored = self._store.restore()
         if restored is None:
             return
+        shown = locate(restored.path).shown
         try:
             trainer.load_state_dict(restored.state)
         except CheckpointError as error:
             raise CheckpointError(
-                f"Cannot resume from {restored.shown}: it does not fit this trainer. Use the same "
+                f"Cannot resume from {shown}: it does not fit this trainer. Use the same "
                 "config, or another folder (or logdir) to start from scratch. "
                 f"{error}"
             ) from error
         self.restored_from = restored.path
-        self._newest = restored.shown
+        self._newest = shown
         # Warn because, for example, the script's learning rate has no effect now.
         logger.warning(
             "Resuming from %s, with its optimizers: epoch %d, step %d. To start from scratch, use "
             "another folder.",
-            restored.shown,
+            shown,
             trainer.epoch,
             trainer.global_step,
         )

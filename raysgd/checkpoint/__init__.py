@@ -1,11 +1,6 @@
 """Checkpoint files and folders."""
 
-from raysgd.checkpoint.file import (
-    prepare_write,
-    read_file,
-    read_manifest,
-    write_file,
-)
+from raysgd.checkpoint.file import read_file, read_manifest, write_file
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.store import CheckpointStore, Restored
 from raysgd.checkpoint.weights import save_model
@@ -16,7 +11,6 @@ __all__ = [
     "CheckpointStore",
     "Manifest",
     "Restored",
-    "prepare_write",
     "read_file",
     "read_manifest",
     "save_model",

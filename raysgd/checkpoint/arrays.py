@@ -22,8 +22,6 @@ import numpy as np
 
 from raysgd.checkpoint.manifest import is_archive
 
-ADVICE = "Turn it into numbers, strings, lists, dicts or arrays."
-
 _STRUCTURE = "raysgd-state/structure.json"
 _ARRAY = "raysgd-state/arrays/{}"
 
@@ -53,11 +51,6 @@ def read(file: IO[bytes]) -> Any:
         return _decode(structure, lambda: archive.read(_ARRAY.format(next(numbers))))
 
 
-def check_loadable(part: Any) -> None:
-    """Raise an error if a part of a state cannot be written."""
-    _encode(part, [])
-
-
 def _encode(tree: Any, arrays: list[Any]) -> Any:
     """Return `tree` as JSON, and append its arrays to `arrays`."""
     if tree is None or isinstance(tree, bool | int | float | str):
@@ -66,7 +59,7 @@ def _encode(tree: Any, arrays: list[Any]) -> Any:
         return {"bytes": base64.b64encode(tree).decode()}
     if isinstance(tree, np.ndarray):
         if tree.dtype.hasobject or tree.dtype.names:
-            raise TypeError(f"it has an array with the unsupported dtype {tree.dtype}")
+            raise TypeError(f"the state has an array with the unsupported dtype {tree.dtype}")
         arrays.append(tree)
         # bfloat16 has the kind V, and only its name identifies it
         dtype = tree.dtype.name if tree.dtype.kind == "V" else tree.dtype.str
@@ -76,7 +69,10 @@ def _encode(tree: Any, arrays: list[Any]) -> Any:
     if isinstance(tree, list | tuple):
         items = [_encode(item, arrays) for item in tree]
         return items if isinstance(tree, list) else {"tuple": items}
-    raise TypeError(f"it has an object of type {type(tree).__name__}")
+    raise TypeError(
+        f"the state has an object of type {type(tree).__name__}. Turn it into numbers, strings, "
+        "lists, dicts or arrays."
+    )
 
 
 def _decode(tree: Any, next_array: Callable[[], bytes]) -> Any:

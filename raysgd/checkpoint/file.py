@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+import io
 import os
 import re
 import sys
@@ -18,6 +18,11 @@ from raysgd.checkpoint import arrays
 from raysgd.checkpoint.location import first_line, locate
 from raysgd.checkpoint.manifest import Manifest, seal, sealed_size, verify
 from raysgd.errors import CheckpointError
+
+_ADVICE = (
+    "Turn it into numbers, strings, lists, dicts or torch tensors, or allow its type with "
+    "torch.serialization.add_safe_globals([...]) before saving and before loading."
+)
 
 
 def write_file(
@@ -39,7 +44,32 @@ def write_file(
     Raises:
         CheckpointError: if the state cannot be written, or could not be loaded again.
     """
-    return prepare_write(state, path, manifest)()
+    target = locate(path)
+    state = map_leaves(dict(state), _plain)
+    manifest = dataclasses.replace(
+        manifest or Manifest(),
+        epoch=state.get("epoch", 0),
+        global_step=state.get("global_step", 0),
+    )
+    write: Callable[[Any, IO[bytes]], None] = arrays.write
+    if not _holds_arrays(state):
+        write = _torch().save
+        for owner in ("operator", "callbacks"):
+            try:
+                write(state.get(owner), buffer := io.BytesIO())
+                buffer.seek(0)
+                _load(buffer)
+            except Exception as error:
+                raise CheckpointError(
+                    f"Cannot save to {target.shown}: the result of state_dict() of the {owner} "
+                    f"could not be loaded again: {_reason(error)}. {_ADVICE}"
+                ) from error
+
+    def fill(file: IO[bytes]) -> None:
+        write(state, file)
+        seal(file, manifest)
+
+    return target.write(fill)
 
 
 def _plain(leaf: Any) -> Any:
@@ -47,34 +77,6 @@ def _plain(leaf: Any) -> Any:
     if isinstance(leaf, np.generic):
         return leaf.item()
     return float(leaf) if isinstance(leaf, float) else leaf
-
-
-def prepare_write(
-    state: Mapping[str, Any], path: str | os.PathLike[str], manifest: Manifest | None = None
-) -> Callable[[], str]:
-    """Check a state, and return a function that writes it. See `write_file`."""
-    target = locate(path)
-    state = map_leaves(dict(state), _plain)
-    archive = arrays if _holds_arrays(state) else _tensors()
-    for owner in ("operator", "callbacks"):
-        try:
-            archive.check_loadable(state.get(owner))
-        except Exception as error:
-            raise CheckpointError(
-                f"Cannot save to {target.shown}: the result of state_dict() of the {owner} could "
-                f"not be loaded again: {_reason(error)}. {archive.ADVICE}"
-            ) from error
-    manifest = dataclasses.replace(
-        manifest or Manifest(),
-        epoch=state.get("epoch", 0),
-        global_step=state.get("global_step", 0),
-    )
-
-    def fill(file: IO[bytes]) -> None:
-        archive.write(state, file)
-        seal(file, manifest)
-
-    return functools.partial(target.write, fill)
 
 
 def read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -107,14 +109,14 @@ def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manif
     with source.open() as file:
         manifest = verify(file, source.shown)
         # Load from the open file, because the path may lead to another file by now.
-        archive = arrays if arrays.is_ours(file) else _tensors()
+        read = arrays.read if arrays.is_ours(file) else _load
         file.seek(0)
         try:
-            state = archive.read(file)
+            state = read(file)
         except Exception as error:
             reason = _reason(error)
             raise CheckpointError(
-                f"Cannot load {source.shown}: {reason}. Loading never runs code. {archive.ADVICE}"
+                f"Cannot load {source.shown}: {reason}. Loading never runs code. {_ADVICE}"
                 if "not allowed" in reason
                 else f"Cannot load {source.shown}: the file is damaged or is not a checkpoint "
                 f"({reason})."
@@ -174,8 +176,9 @@ def _holds_arrays(state: Mapping[str, Any]) -> bool:
     return any(isinstance(leaf, np.ndarray) for leaf in leaves)
 
 
-def _tensors() -> Any:
-    import_extra("This checkpoint", "torch", "torch")
-    from raysgd.checkpoint import tensors
+def _torch() -> Any:
+    return import_extra("This checkpoint", "torch", "torch")
 
-    return tensors
+
+def _load(file: IO[bytes]) -> Any:
+    return _torch().load(file, map_location="cpu", weights_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -43,13 +42,12 @@ class Location:
     def child(self, name: str) -> Location:
         return Location(f"{self.name.rstrip('/')}/{name}")
 
-    def write(self, content: bytes | Callable[[IO[bytes]], Any]) -> str:
+    def write(self, fill: Callable[[IO[bytes]], Any]) -> str:
         """Write a file completely or not at all, and return its name.
 
-        If `content` is a function, it fills a file that is open for reading and writing. A URL is
-        uploaded from a temporary file. If a path is a link, its target is replaced.
+        `fill` gets a file that is open for reading and writing. A URL is uploaded from a temporary
+        file. If a path is a link, its target is replaced.
         """
-        fill = operator.methodcaller("write", content) if isinstance(content, bytes) else content
         try:
             if self.is_local:
                 target = Path(self.name).resolve()

@@ -14,7 +14,6 @@ from raysgd._internal.arguments import check_choice, check_int
 from raysgd._internal.files import TEMPORARY_NAME
 from raysgd.checkpoint.file import read_checkpoint, write_file
 from raysgd.checkpoint.folder import CheckpointFolder, is_abandoned, position_of
-from raysgd.checkpoint.location import locate
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.errors import CheckpointError
 
@@ -27,19 +26,13 @@ class Restored(NamedTuple):
     path: str
     state: dict[str, Any]
 
-    @property
-    def shown(self) -> str:
-        """The location for messages, without the password of a URL."""
-        return locate(self.path).shown
-
 
 class CheckpointStore(CheckpointFolder):
     """Saves the checkpoints of one job into a folder, and loads the newest intact one.
 
     The folder has files such as ``0007-epoch-00003-step-00000512.ckpt``, in the order of the saves.
-    A sharded state is a folder, without ``.ckpt`` in its name. Older checkpoints are removed when a
-    new one is on disk. If the process is killed, at most the current save is lost. One process at a
-    time may save into the folder.
+    Older ones are removed when a new one is on disk. If the process is killed, at most the current
+    save is lost. One process at a time may save into the folder.
 
     Args:
         folder: a path, or a URL for fsspec. The first save creates it.

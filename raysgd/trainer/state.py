@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from raysgd import checkpoint
@@ -77,7 +78,7 @@ class TrainerState:
         target = locate(path)
         self.calls.writer.wait()  # hold only one copy of the state at a time
         state = self.collect(own=False)
-        write = checkpoint.prepare_write(state, target.name, self._manifest())
+        write = partial(checkpoint.write_file, state, target.name, self._manifest())
         if blocking:
             return write()
         self.calls.writer.submit(write, target.shown)

@@ -53,7 +53,6 @@ SURFACE = {
         "CheckpointStore",
         "Manifest",
         "Restored",
-        "prepare_write",
         "read_file",
         "read_manifest",
         "save_model",

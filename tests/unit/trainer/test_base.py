@@ -290,13 +290,8 @@ def test_save_model_writes_the_weights(make_trainer, tmp_path):
 @pytest.fixture
 def slow_disk(monkeypatch):
     """Writes wait until the event is set."""
-    go, prepare = threading.Event(), checkpoint.prepare_write
-
-    def prepare_slow_write(*arguments):
-        write = prepare(*arguments)
-        return lambda: go.wait(30) and write()
-
-    monkeypatch.setattr(checkpoint, "prepare_write", prepare_slow_write)
+    go, write = threading.Event(), checkpoint.write_file
+    monkeypatch.setattr(checkpoint, "write_file", lambda *given: go.wait(30) and write(*given))
     yield go
     go.set()
 
@@ -366,23 +361,23 @@ def test_a_load_waits_for_the_write_of_its_file(make_trainer, tmp_path, slow_dis
 @pytest.mark.parametrize("blocking", [False, True])
 def test_a_save_waits_for_the_write_before_it(make_trainer, tmp_path, monkeypatch, blocking):
     """It copies the state only then, so at most one copy waits to be written."""
-    done, prepared, prepare = [], threading.Event(), checkpoint.prepare_write
-
-    def noting(state, path, manifest):
-        write, step = prepare(state, path, manifest), state["global_step"]
-        done.append(("copied", step))
-        if len(done) > 1:
-            prepared.set()
-
-        def write_late():
-            prepared.wait(0.3)  # a save that does not wait would come by now
-            done.append(("written", step))
-            return write()
-
-        return write_late
-
-    monkeypatch.setattr(checkpoint, "prepare_write", noting)
+    done, copied, write = [], threading.Event(), checkpoint.write_file
     trainer = make_trainer()
+    collect = trainer._state.collect
+
+    def noting_copies(own):
+        done.append(("copied", trainer.global_step))
+        if len(done) > 1:
+            copied.set()
+        return collect(own)
+
+    def write_late(state, path, manifest):
+        copied.wait(0.3)  # a save that does not wait would come by now
+        done.append(("written", state["global_step"]))
+        return write(state, path, manifest)
+
+    monkeypatch.setattr(trainer._state, "collect", noting_copies)
+    monkeypatch.setattr(checkpoint, "write_file", write_late)
     trainer.train(num_steps=1)
     trainer.save(tmp_path / "state.pt", blocking=False)
     trainer.train(num_steps=1)
@@ -399,11 +394,11 @@ def failed_write(make_trainer, tmp_path):
     trainer.train(num_steps=2)
     (tmp_path / "run").mkdir()
 
-    def fail():
+    def fail(*arguments):
         raise CheckpointError("Cannot save to run/state.pt: the disk is full")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "prepare_write", lambda *arguments: fail)
+        patch.setattr(checkpoint, "write_file", fail)
         trainer.save(tmp_path / "run" / "state.pt", blocking=False)
     wait_until(lambda: not writing())
     return trainer
@@ -414,10 +409,10 @@ def writing():
 
 
 def test_a_failed_background_save_shows_no_password(make_trainer, monkeypatch):
-    def fail():
+    def fail(*arguments):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(checkpoint, "prepare_write", lambda *arguments: fail)
+    monkeypatch.setattr(checkpoint, "write_file", fail)
     trainer = make_trainer()
     url = "memory://me:secret@host/state.pt"
     assert trainer.save(url, blocking=False) == url
