@@ -12,7 +12,7 @@ from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.logger import folder_for
 from raysgd.callbacks.values import missing_metric
 from raysgd.checkpoint import BackgroundWriter, CheckpointStore
-from raysgd.checkpoint.location import locate
+from raysgd.checkpoint.location import Location
 from raysgd.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class CheckpointCallback(Callback):
         restored = self._store.restore()
         if restored is None:
             return
-        shown = locate(restored.path).shown
+        shown = Location(restored.path).shown
         try:
             trainer.load_state_dict(restored.state)
         except CheckpointError as error:
@@ -165,7 +165,7 @@ class CheckpointCallback(Callback):
         store, labels = self._store, (trainer.num_workers, trainer.operator_name)
 
         def write() -> None:
-            self._newest = locate(store.save(state, metrics, *labels)).shown
+            self._newest = Location(store.save(state, metrics, *labels)).shown
 
         if self._blocking:
             write()

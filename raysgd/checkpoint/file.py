@@ -15,7 +15,7 @@ import numpy as np
 from raysgd._internal.imports import import_extra
 from raysgd._internal.nested import map_leaves
 from raysgd.checkpoint import arrays
-from raysgd.checkpoint.location import first_line, locate
+from raysgd.checkpoint.location import Location, first_line
 from raysgd.checkpoint.manifest import Manifest, seal, sealed_size, verify
 from raysgd.errors import CheckpointError
 
@@ -44,7 +44,7 @@ def write_file(
     Raises:
         CheckpointError: if the state cannot be written, or could not be loaded again.
     """
-    target = locate(path)
+    target = Location(path)
     state = map_leaves(dict(state), _plain)
     manifest = dataclasses.replace(
         manifest or Manifest(),
@@ -98,14 +98,14 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest | None:
     Raises:
         CheckpointError: if the file is missing, of a newer format, or its end is damaged.
     """
-    source = locate(path)
+    source = Location(path)
     with source.open(whole=False) as file:
         return verify(file, source.shown, whole=False)
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manifest | None]:
     """Read a state as `read_file` does, and its manifest."""
-    source = locate(path)
+    source = Location(path)
     with source.open() as file:
         manifest = verify(file, source.shown)
         # Load from the open file, because the path may lead to another file by now.
@@ -147,12 +147,12 @@ def write_pickle(blob: bytes, path: str | os.PathLike[str], manifest: Manifest) 
         file.write(blob)
         seal(file, manifest)
 
-    return locate(path).write(fill)
+    return Location(path).write(fill)
 
 
 def read_pickle(path: str | os.PathLike[str]) -> tuple[bytes, Manifest | None]:
     """Return a pickle, and its manifest, or None if ``pickle.dump`` wrote the file."""
-    source = locate(path)
+    source = Location(path)
     with source.open() as file:
         manifest = verify(file, source.shown)
         size = sealed_size(file) if manifest else -1

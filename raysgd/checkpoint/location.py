@@ -27,15 +27,18 @@ class Location:
     `name` is the absolute path or the URL. `shown` is `name` without passwords and signatures.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        text = os.fspath(path)
+        if not isinstance(text, str):
+            raise TypeError(f"{path!r}: must be a path or URL.")
         scheme, separator, rest = text.partition("://")
         self.is_local = not separator or scheme in ("file", "local")
         if self.is_local:
             try:
-                path = checked_path("path", rest if separator else text).absolute()
+                local = checked_path("path", rest if separator else text)
             except ValueError as error:
                 raise CheckpointError(str(error)) from error
-            self.name = self.shown = str(path)
+            self.name = self.shown = str(local.absolute())
         else:
             self.name, self.shown = text, shown_url(text)
 
@@ -125,13 +128,6 @@ class Location:
             # The text of a remote error may contain a secret.
             cause = error if self.is_local else None
             raise kind(f"Cannot {verb} {self.shown}: {text}") from cause
-
-
-def locate(path: str | os.PathLike[str]) -> Location:
-    text = os.fspath(path)
-    if not isinstance(text, str):
-        raise TypeError(f"{path!r}: must be a path or URL.")
-    return Location(text)
 
 
 def first_line(error: BaseException) -> str:

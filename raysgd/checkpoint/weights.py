@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from raysgd._internal.imports import import_extra
-from raysgd.checkpoint.location import locate
+from raysgd.checkpoint.location import Location
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ def save_model(
         else:
             file.write(_of_modules(models))
 
-    return locate(path).write(fill)
+    return Location(path).write(fill)
 
 
 def _of_modules(models: torch.nn.Module | Sequence[torch.nn.Module]) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from raysgd._internal.arguments import check_flags, suggests
 from raysgd.callbacks.base import Callback
-from raysgd.checkpoint.location import locate
+from raysgd.checkpoint.location import Location
 from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.data import Dataset
 from raysgd.elastic.call import Call
@@ -198,7 +198,7 @@ class TFTrainer(OperatorTrainer):
 
     def restore(self, path: str | os.PathLike[str]) -> None:
         """Load a file. This is the older name of `load`."""
-        with locate(path).open(whole=False) as file:
+        with Location(path).open(whole=False) as file:
             is_pickle = file.read(1) == pickle.PROTO
         if is_pickle:
             raise CheckpointError(

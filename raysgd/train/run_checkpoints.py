@@ -13,8 +13,8 @@ from typing import Any
 import cloudpickle
 
 from raysgd.checkpoint.file import read_pickle, write_pickle
-from raysgd.checkpoint.folder import CheckpointFolder, position_of
 from raysgd.checkpoint.manifest import Manifest
+from raysgd.checkpoint.store import CheckpointFolder, position_of
 from raysgd.errors import CheckpointError
 from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
 from raysgd.train.report_queue import Turn

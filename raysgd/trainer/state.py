@@ -11,7 +11,7 @@ from typing import Any
 
 from raysgd import checkpoint
 from raysgd.callbacks.values import scalars
-from raysgd.checkpoint.location import locate
+from raysgd.checkpoint.location import Location
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.snapshots import with_shares
 from raysgd.errors import CheckpointError
@@ -75,7 +75,7 @@ class TrainerState:
 
     def save(self, path: str | os.PathLike[str], blocking: bool) -> str:
         self.calls.check_open()
-        target = locate(path)
+        target = Location(path)
         self.calls.writer.wait()  # hold only one copy of the state at a time
         state = self.collect(own=False)
         write = partial(checkpoint.write_file, state, target.name, self._manifest())

@@ -7,7 +7,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
 from raysgd.checkpoint import read_file, read_manifest, write_file
-from raysgd.checkpoint.location import UnreachableError, locate
+from raysgd.checkpoint.location import Location, UnreachableError
 from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.states import STATE, state_at, step_of
 
@@ -74,8 +74,8 @@ def test_a_url_may_go_through_another_one(tmp_path):
 def test_a_folder_lists_its_files_only():
     write_file(STATE, URL)
     write_file(STATE, "memory://run/sub/state.pt")
-    assert locate("memory://run/").file_names() == ["state.pt"]
-    assert locate("memory://missing").file_names() == []
+    assert Location("memory://run/").file_names() == ["state.pt"]
+    assert Location("memory://missing").file_names() == []
 
 
 def test_an_object_store_gets_one_upload_under_the_final_name(failing):
@@ -89,7 +89,7 @@ def test_an_object_store_gets_one_upload_under_the_final_name(failing):
     failing("put_file", put, protocol=("s3", "failing"))
     write_file(STATE, "failing://bucket/state.pt")
     assert puts == ["/bucket/state.pt"]
-    locate("failing://fresh").make_folder()
+    Location("failing://fresh").make_folder()
     assert not MemoryFileSystem().exists("/fresh")
 
 
@@ -140,9 +140,9 @@ def test_the_old_state_survives_a_failing_upload(failing, method):
     [
         ("get_file", lambda url: read_file(url)),
         ("open", lambda url: read_manifest(url)),
-        ("ls", lambda url: locate(url).file_names()),
-        ("rm_file", lambda url: locate(url).remove()),
-        ("makedirs", lambda url: locate(url).make_folder()),
+        ("ls", lambda url: Location(url).file_names()),
+        ("rm_file", lambda url: Location(url).remove()),
+        ("makedirs", lambda url: Location(url).make_folder()),
     ],
 )
 def test_errors_of_the_file_system_name_the_url(failing, method, act):

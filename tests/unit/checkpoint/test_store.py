@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from raysgd._internal.files import temporary_name
 from raysgd.checkpoint import CheckpointStore, read_manifest
 from raysgd.checkpoint.file import read_checkpoint
-from raysgd.checkpoint.location import Location, UnreachableError, locate
+from raysgd.checkpoint.location import Location, UnreachableError
 from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.processes import fork
 from tests.unit.checkpoint.states import flip, state_at, step_of
@@ -144,8 +144,8 @@ def test_what_killed_writers_left_is_removed_and_nothing_else(folder):
     left = [temporary_name(name) for name in (name_at(1), name_at(7))]
     others = ["notes.txt", ".saving-other", temporary_name("state.pt")]
     for name in (*left, *others):
-        locate(folder).make_folder()
-        locate(folder).child(name).write(lambda file: file.write(b"half of it"))
+        Location(folder).make_folder()
+        Location(folder).child(name).write(lambda file: file.write(b"half of it"))
     store = CheckpointStore(folder, job="first")
     assert store.restore() is None
     assert set(left) < set(names_in(folder))
