@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from raysgd._internal.arguments import closest
 from raysgd._internal.paths import HIDDEN, without_secrets
 
 _SECRET = re.compile(r"(?i:password|passwd|passphrase|secret|credential)")
@@ -19,25 +18,11 @@ _MAYBE_SECRET = re.compile(
 )
 
 
-def suggest_metric(name: str, metrics: Iterable[str]) -> str:
-    """Return a question with a similar name, or an empty string.
-
-    >>> known = ["val_loss", "val_f1"]
-    >>> suggest_metric("val_los", known), suggest_metric("f1", known)
-    (" Did you mean 'val_loss'?", " Did you mean 'val_f1'?")
-    """
-    known = list(metrics)
-    ends = [each for each in known if each.endswith((f"_{name}", f"/{name}"))]
-    close = ends[0] if ends else closest(name, known)
-    return f" Did you mean {close!r}?" if close else ""
-
-
 def missing_metric(callback: str, name: str, metrics: Iterable[str]) -> str:
     """Return the error message for a monitored metric that does not exist."""
-    known = list(metrics)
     return (
         f"{callback}(monitor={name!r}): there is no such metric. The metrics are: "
-        f"{', '.join(known)}." + suggest_metric(name, known)
+        f"{', '.join(metrics)}."
     )
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from typing import Any
 
-from raysgd._internal.arguments import check_choice
 from raysgd._internal.imports import import_extra
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.logger import ServiceLogger, folder_for, named_metrics
@@ -23,28 +22,21 @@ class WandbLogger(ServiceLogger):
 
     Args:
         project: name of the project.
-        mode: "online", "offline" (only files in `folder`, without network and login; ``wandb sync``
-            uploads them later) or "disabled"; None for the value of ``WANDB_MODE``.
         folder: folder of the files; None for the trainer's ``logdir``, else the current folder.
-        arguments: further arguments of ``wandb.init``.
+        arguments: further arguments of ``wandb.init``, such as ``mode="offline"``.
 
     Raises:
         ImportError: if wandb is not installed.
-        ValueError: if `mode` is unknown.
     """
 
     def __init__(
         self,
         project: str = "raysgd",
-        mode: Literal["online", "offline", "disabled"] | None = None,
         folder: str | os.PathLike[str] | None = None,
         **arguments: Any,
     ) -> None:
         import_extra("WandbLogger", "wandb", "callbacks")
-        check_choice("WandbLogger", "mode", mode, (None, "online", "offline", "disabled"))
         self._given = {"project": project, **arguments}
-        if mode is not None:
-            self._given["mode"] = mode
         self._folder = folder
         self.run_id = arguments.get("id")
 

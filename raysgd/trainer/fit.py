@@ -14,7 +14,6 @@ from raysgd._internal.arguments import check_int, checked_dict, set_fields
 from raysgd.callbacks.base import Callback, History, Trainer, adds_metrics
 from raysgd.callbacks.callback_list import checked_callbacks
 from raysgd.callbacks.progress import EpochLines, ProgressBar, is_interactive
-from raysgd.callbacks.values import suggest_metric
 from raysgd.elastic.call import Call
 from raysgd.loop.options import Options
 from raysgd.loop.requests import ApplyOperatorRequest, RehearseRequest
@@ -249,8 +248,7 @@ def _check_monitored(monitored: Mapping[str, str], metrics: Sequence[str]) -> No
         if name in metrics:
             continue
         if name.startswith(_OF_VALIDATION):
-            close = suggest_metric(name, metrics)
-            raise ValueError(f"{given}: there is no such metric, because {there_is}.{close}")
+            raise ValueError(f"{given}: there is no such metric, because {there_is}.")
         if f"val_{name}" in metrics:
             logger.warning("%s: validation has 'val_%s', but not this metric.", given, name)
 

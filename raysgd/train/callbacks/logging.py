@@ -12,7 +12,7 @@ from typing import Any
 from raysgd._internal.files import replacing
 from raysgd._internal.imports import import_extra
 from raysgd.callbacks.mlflow import MLflowRun
-from raysgd.callbacks.tensorboard import TensorBoardWriter
+from raysgd.callbacks.tensorboard import add_scalars, summary_writer_cls
 from raysgd.callbacks.values import json_dict, numbers_in
 from raysgd.train import constants
 from raysgd.train.callbacks.callback import FileCallback
@@ -136,16 +136,19 @@ class TBXLoggerCallback(FileCallback):
         self, logdir: str | os.PathLike[str] | None = None, worker_to_log: int = 0
     ) -> None:
         super().__init__(logdir, worker_to_log)
-        self._writer = TensorBoardWriter("TBXLoggerCallback")
+        self._new_board = summary_writer_cls("TBXLoggerCallback")
+        self._board: Any = None
 
     def _begin(self, config: dict[str, Any]) -> None:
-        self._writer.open(self.logdir)
+        self._board = self._new_board(str(self.logdir))
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         for result in results:
             step = result.get(constants.TRAINING_ITERATION)
             shown = {"ray/train": {k: v for k, v in result.items() if k not in _NOT_SHOWN}}
-            self._writer.add_scalars(numbers_in(shown), step)
+            add_scalars(self._board, numbers_in(shown), step)
 
     def finish_training(self, error: bool = False, **info: Any) -> None:
-        self._writer.close()
+        board, self._board = self._board, None
+        if board is not None:
+            board.close()
