@@ -14,13 +14,13 @@ from raysgd.callbacks.base import Callback as Callback
 from raysgd.callbacks.base import History as History
 from raysgd.callbacks.base import LastCall as LastCall
 from raysgd.callbacks.checkpoint import CheckpointCallback as CheckpointCallback
-from raysgd.callbacks.csv_logger import CsvLogger as CsvLogger
-from raysgd.callbacks.jsonl_logger import JsonlLogger as JsonlLogger
+from raysgd.callbacks.file_loggers import CsvLogger as CsvLogger
+from raysgd.callbacks.file_loggers import JsonlLogger as JsonlLogger
 from raysgd.callbacks.logger import LoggerCallback as LoggerCallback
 from raysgd.callbacks.measuring import DeviceStats as DeviceStats
 from raysgd.callbacks.measuring import LearningRateLogger as LearningRateLogger
+from raysgd.callbacks.measuring import ModelSummary as ModelSummary
 from raysgd.callbacks.mlflow import MLflowLogger as MLflowLogger
-from raysgd.callbacks.model_summary import ModelSummary as ModelSummary
 from raysgd.callbacks.profiler import TorchProfiler as TorchProfiler
 from raysgd.callbacks.progress import EpochLines as EpochLines
 from raysgd.callbacks.progress import ProgressBar as ProgressBar

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,11 @@ from typing import Any
 
 from raysgd._internal.context import Progress
 from raysgd._internal.nested import deep_copied, loading, map_leaves
-from raysgd._internal.paths import without_secrets
+from raysgd._internal.paths import checked_path, without_secrets
 from raysgd.callbacks.base import Callback, Trainer
+from raysgd.callbacks.file_loggers import JsonlLogger
+from raysgd.callbacks.progress import ProgressBar
+from raysgd.callbacks.report import RunReport
 from raysgd.errors import CallbackError
 
 logger = logging.getLogger(__name__)
@@ -314,4 +318,29 @@ def checked_callbacks(where: str, callbacks: Any, logdir: Path | None) -> list[C
                 f"{type(callback).__name__} needs a folder. Pass a folder to the callback, or a "
                 "folder for the run to the trainer: logdir='runs/1'."
             )
+    return found
+
+
+def checked_logdir(logdir: str | os.PathLike[str] | None) -> Path | None:
+    """Return the run folder as an absolute path. Raise ValueError for a URL or a file."""
+    if logdir is None:
+        return None
+    advice = "Only checkpoints can go to a URL: CheckpointCallback('s3://...')."
+    path = checked_path("logdir", logdir, advice).absolute()
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"logdir={str(logdir)!r}: must be a folder, but it is a file.")
+    return path
+
+
+def trainer_callbacks(
+    trainer_name: str, callbacks: Iterable[Callback], use_tqdm: bool, logdir: Path | None
+) -> list[Callback]:
+    """Return the user's callbacks, and those that ``use_tqdm`` and ``logdir`` add."""
+    found = checked_callbacks(f"{trainer_name}(callbacks=...)", callbacks, logdir)
+    if use_tqdm and not any(isinstance(callback, ProgressBar) for callback in found):
+        found.insert(0, ProgressBar())
+    if logdir is not None:
+        if not any(isinstance(c, JsonlLogger) and c.folder in (None, logdir) for c in found):
+            found.append(JsonlLogger())  # last, to run after callbacks that add metrics
+        found.append(RunReport())
     return found

@@ -25,8 +25,7 @@ from raysgd._internal.config import BATCH_SIZE, env_seconds, warn_of_rounding
 from raysgd._internal.context import Runner
 from raysgd._internal.nested import join_outputs
 from raysgd.callbacks.base import Callback, History
-from raysgd.callbacks.callback_list import CallbackList
-from raysgd.callbacks.run_folder import checked_logdir, trainer_callbacks
+from raysgd.callbacks.callback_list import CallbackList, checked_logdir, trainer_callbacks
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import InlineHandle
 from raysgd.data import Dataset

@@ -13,8 +13,8 @@ from raysgd.callbacks import (
     TensorBoardLogger,
     TorchProfiler,
 )
+from raysgd.callbacks.callback_list import checked_logdir, trainer_callbacks
 from raysgd.callbacks.report import RunReport
-from raysgd.callbacks.run_folder import checked_logdir, trainer_callbacks
 
 
 def kinds(callbacks=(), use_tqdm=False, logdir=None):

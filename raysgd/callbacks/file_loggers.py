@@ -1,7 +1,9 @@
-"""The log of a run as JSON lines, which other tools can read."""
+"""Loggers that write files: JSON lines, which other tools can read, and a table."""
 
 from __future__ import annotations
 
+import codecs
+import csv
 import dataclasses
 import importlib
 import json
@@ -9,9 +11,11 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from raysgd._internal.files import replacing
 from raysgd._internal.paths import checked_path
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.logger import LoggerCallback, end_line, folder_for, record_of
@@ -84,3 +88,59 @@ def _versions() -> dict[str, str]:
     names = ("ray", "torch", "tensorflow", "keras")
     found = {name: getattr(sys.modules.get(name), "__version__", None) for name in names}
     return {"python": platform.python_version(), **{k: v for k, v in found.items() if v}}
+
+
+class CsvLogger(LoggerCallback):
+    """Writes a row for each ``train()``, each ``validate()``, and each logged step.
+
+    The columns are ``kind``, ``time``, ``seconds``, ``epoch``, ``global_step``, ``num_workers`` and
+    the metrics. A new metric adds a column, and the file is rewritten. Rows are added to an
+    existing file.
+
+    Args:
+        path: path of the file; None for ``metrics.csv`` in the trainer's ``logdir``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self._given = path
+        self.needs_logdir = path is None
+
+    def on_train_start(self, trainer: Trainer) -> None:
+        super().on_train_start(trainer)
+        path = self._path(trainer)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        end_line(path)
+
+    def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
+        path, record = self._path(trainer), record_of(trainer, call)
+        cells = {
+            name: json.dumps(value) if isinstance(value, list) else value
+            for name, value in plain_values(metrics).items()
+        }
+        row = {**record, **cells, **record}  # keep the order and the values of the record
+        columns = _columns_of(path)
+        if missing := [name for name in row if name not in columns]:
+            columns += missing
+            _rewrite(path, columns)
+        with path.open("a", encoding="utf-8", newline="") as file:
+            csv.DictWriter(file, columns).writerow(row)
+
+    def _path(self, trainer: Trainer) -> Path:
+        return folder_for(trainer, self._given, "metrics.csv")
+
+
+def _columns_of(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return next(csv.reader(file), [])
+
+
+def _rewrite(path: Path, columns: Sequence[str]) -> None:
+    with replacing(path) as file:
+        writer = csv.DictWriter(codecs.getwriter("utf-8")(file), columns)
+        writer.writeheader()
+        if path.exists():
+            with path.open(encoding="utf-8", newline="") as old:
+                for row in csv.DictReader(old):  # a row may be cut off or too long
+                    writer.writerow({name: row.get(name) or "" for name in columns})
