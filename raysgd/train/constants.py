@@ -4,22 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = [
-    "ALL_RESERVED_KEYS",
-    "BASIC_AUTOFILLED_KEYS",
-    "DEFAULT_RESULTS_DIR",
-    "ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV",
-    "PYTORCH_PROFILER_KEY",
-    "RESULT_FILE_JSON",
-    "TIMESTAMP",
-    "TIME_THIS_ITER_S",
-    "TRAINING_ITERATION",
-    "TRAIN_CHECKPOINT_SUBDIR",
-    "TRAIN_ENABLE_WORKER_SPREAD_ENV",
-    "TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV",
-    "TUNE_CHECKPOINT_FILE_NAME",
-]
-
 TIMESTAMP = "_timestamp"
 TIME_THIS_ITER_S = "_time_this_iter_s"
 TRAINING_ITERATION = "_training_iteration"

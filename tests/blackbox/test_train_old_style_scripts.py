@@ -31,7 +31,7 @@ from raysgd.train.callbacks.logging import (
 from raysgd.train.callbacks.print import PrintCallback
 from raysgd.train.callbacks.profile import TorchTensorboardProfilerCallback
 from raysgd.train.callbacks.results_preprocessors import AverageResultsPreprocessor
-from raysgd.train.constants import TRAINING_ITERATION
+from raysgd.train.constants import TIMESTAMP, TRAINING_ITERATION
 from raysgd.train.torch import TorchWorkerProfiler  # also makes train.torch
 from tests.conftest import wait_until
 
@@ -219,7 +219,7 @@ def test_checkpoints_with_a_strategy(trainer):
     assert trainer.best_checkpoint_path is None
     assert trainer.latest_checkpoint_dir is None
     assert trainer.latest_checkpoint["epoch"] == 3
-    assert trainer.latest_checkpoint["_timestamp"] >= best["_timestamp"]
+    assert trainer.latest_checkpoint[TIMESTAMP] >= best[TIMESTAMP]
 
 
 # ---- callbacks

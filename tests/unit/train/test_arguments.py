@@ -15,6 +15,7 @@ from raysgd.train.arguments import (
     run_folder,
     worker_resources,
 )
+from raysgd.train.constants import DEFAULT_RESULTS_DIR
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,9 @@ def test_relative_folders_are_below_the_results_of_ray(monkeypatch, tmp_path, gi
 
 
 def test_by_default_a_folder_has_the_date():
-    assert re.fullmatch(r"train_\d{4}(-\d\d){2}_\d\d(-\d\d){2}", run_folder(None, "train").name)
+    folder = run_folder(None, "train")
+    assert re.fullmatch(r"train_\d{4}(-\d\d){2}_\d\d(-\d\d){2}", folder.name)
+    assert folder.parent == DEFAULT_RESULTS_DIR
 
 
 @pytest.mark.parametrize("given", ["", "s3://bucket/runs", b"runs"])
