@@ -38,10 +38,7 @@ __all__ = [
 
 
 class RayDDPStrategy(DDPStrategy):
-    """The ``DDPStrategy`` of Lightning, with its arguments, over all workers.
-
-    :class:`raysgd.train.torch.TorchConfig` sets the backend and the timeout.
-    """
+    """The ``DDPStrategy`` of Lightning over all workers. `TorchConfig` sets its backend."""
 
     @property
     def root_device(self) -> torch.device:

@@ -133,26 +133,19 @@ def prepare_data_loader(
 ) -> torch.utils.data.DataLoader[Any]:
     """Return a loader that gives each worker its part of the data, on its device.
 
-    A pass uses every sample once. Each step has the same number of samples as with the full group.
-    Batches of a step differ by at most one sample, and `backward` weights their losses by size. If
-    a last step has fewer samples than workers, some workers repeat a sample with weight 0.
-
-    All workers agree on the order of a shuffled loader, and it changes with each pass.
-    ``loader.sampler.set_epoch(n)`` sets the epoch, also before the first pass. Later passes count
-    from there. For any other sampler (a subset, a weighted draw), every worker draws the whole
-    order with the same random numbers. The sampler must be the same on all workers.
-
-    If a run with ``num_workers=(min, max)`` has fewer than the maximum, batches become larger.
-    ``ElasticConfig(global_batch="scale")`` makes steps smaller instead.
+    A pass uses every sample once, in an order that changes with each pass if the loader shuffles.
+    ``loader.sampler.set_epoch(n)`` sets the epoch of the next pass. Batches of a step may differ by
+    one sample, and `backward` weights their losses by size. If a last step has fewer samples than
+    workers, some workers repeat a sample with weight 0.
 
     Args:
-        data_loader: the loader, the same on all workers. Its batch size is the batch size of one
-            worker in the full group.
+        data_loader: the loader, with the same sampler on all workers. Its batch size is that of one
+            worker in the full group. A smaller group gets larger batches, unless you pass
+            ``ElasticConfig(global_batch="scale")``.
         add_dist_sampler: whether to split the data if there are several workers. A loader with an
-            IterableDataset, a batch sampler, or a sampler for one of several workers (a
-            DistributedSampler, or any with ``num_replicas``) is not split. Neither is a subclass
-            with its own ``__iter__``, or a loader whose sampler has no length; in these two cases
-            a warning is logged.
+            IterableDataset, a batch sampler, or a sampler with ``num_replicas`` is not split.
+            Neither is a loader with its own ``__iter__``, or whose sampler has no length; then a
+            warning is logged.
         move_to_device: whether to move the batches to `get_device`.
         auto_transfer: whether to move the next batch during the current step, on a CUDA stream of
             its own; needs a GPU.

@@ -36,7 +36,7 @@ def prepared_loader(
     """
     while isinstance(loader, PreparedLoader):
         loader = loader._loader
-    full_size = full_size or world_size
+    full_size, shared = full_size or world_size, None
     if full_size > 1 and _can_share(loader):
         if loader.generator is not None:
             seed = loader.generator.initial_seed() % 2**31
@@ -51,12 +51,8 @@ def prepared_loader(
             full_size=full_size,
         )
         source.weigh(shares if world_size == len(shares or ()) else None)
-        settings: dict[str, Any] = {"sampler": _SharedSampler(source, seed)}
-        if loader.batch_size is not None:
-            shown = settings["sampler"], loader.batch_size, loader.drop_last
-            settings["batch_sampler"] = BatchSampler(*shown)
-        loader = changed(loader, **settings)
-    return PreparedLoader(loader, device, ahead, weigh)
+        shared = _SharedSampler(source, seed)
+    return PreparedLoader(loader, shared, device, ahead, weigh)
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -68,11 +64,17 @@ class PreparedLoader(DataLoader[Any]):
     def __init__(
         self,
         loader: DataLoader[Any],
+        shared: _SharedSampler | None,
         device: torch.device | None,
         ahead: bool,
-        weigh: Callable[[float], None] | None = None,
+        weigh: Callable[[float], None] | None,
     ) -> None:
         self.__dict__.update(loader.__dict__)
+        self._shared = shared
+        if shared is not None:
+            self.sampler = shared
+            if loader.batch_size is not None:
+                self.batch_sampler = BatchSampler(shared, loader.batch_size, loader.drop_last)
         self._loader = loader
         self._weigh = weigh
         self._device = device
@@ -82,12 +84,10 @@ class PreparedLoader(DataLoader[Any]):
         object.__setattr__(self, name, value)  # bypass the guards of DataLoader
 
     def __len__(self) -> int:
-        sampler = self._loader.sampler
-        return len(sampler.source if isinstance(sampler, _SharedSampler) else self._loader)
+        return len(self._loader if self._shared is None else self._shared.source)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        sampler = self._loader.sampler
-        shared = sampler if isinstance(sampler, _SharedSampler) else None
+        shared = self._shared
         batches: Iterator[Any] = iter(self._loader) if shared is None else shared.batches()
         if (device := self._device) is not None and self._ahead:
             batches = _moved_ahead(batches, device)
