@@ -90,11 +90,15 @@ def env_flag(name: str, default: bool = False) -> bool:
     return os.environ.get(name, str(int(default))) in ("1", "true", "True")
 
 
-def run_folder(given: str | os.PathLike[str] | None, kind: str) -> Path:
-    """Return the absolute path of the folder for runs."""
+def run_folder(
+    kind: str,
+    name: str | os.PathLike[str] | None,
+    parent: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Return the absolute path of a folder. The default name is `kind` and the date."""
     date = f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}"
-    path = f"{kind}_{date}" if given is None else checked_path("logdir", given)
-    return Path(RESULTS).expanduser() / path
+    path = f"{kind}_{date}" if name is None else checked_path("logdir", name)
+    return Path(parent or RESULTS).expanduser().absolute() / path
 
 
 def make_folder(wanted: Path) -> Path:

@@ -186,11 +186,7 @@ class DataParallelTrainer:
 
     def _new_folder(self) -> Path:
         config = self.run_config
-        folder = run_folder(None, type(self).__name__)
-        if config.name is not None:
-            folder = folder.with_name(config.name)
-        if config.storage_path is not None:
-            folder = Path(config.storage_path).expanduser().absolute() / folder.name
+        folder = run_folder(type(self).__name__, config.name, config.storage_path)
         packed = self._packed()  # pack before creating the folder, because packing may fail
         folder = make_folder(folder)
         write_pickle(packed, folder / _TRAINER, Manifest())

@@ -71,7 +71,7 @@ class Trainer:
         self._num_runs = 0
         self._run_dir: Path | None = None
         self._iterator: TrainingIterator | None = None
-        self.logdir = run_folder(logdir, "train")
+        self.logdir = run_folder("train", logdir)
         if logdir is None:
             self.logdir = make_folder(self.logdir)  # another trainer may use the same name
         else:

@@ -137,11 +137,11 @@ def test_what_cannot_be_pickled_is_named(locked_config, name):
 )
 def test_relative_folders_are_below_the_results_of_ray(monkeypatch, tmp_path, given, expected):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert run_folder(given, "train") == tmp_path / expected
+    assert run_folder("train", given) == tmp_path / expected
 
 
 def test_by_default_a_folder_has_the_date():
-    folder = run_folder(None, "train")
+    folder = run_folder("train", None)
     assert re.fullmatch(r"train_\d{4}(-\d\d){2}_\d\d(-\d\d){2}", folder.name)
     assert folder.parent == DEFAULT_RESULTS_DIR
 
@@ -149,7 +149,7 @@ def test_by_default_a_folder_has_the_date():
 @pytest.mark.parametrize("given", ["", "s3://bucket/runs", b"runs"])
 def test_what_is_no_folder_is_refused(given):
     with pytest.raises((TypeError, ValueError), match="logdir"):
-        run_folder(given, "train")
+        run_folder("train", given)
 
 
 def test_a_folder_for_a_run_gets_a_number_if_it_exists(tmp_path):

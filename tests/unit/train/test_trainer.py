@@ -44,7 +44,7 @@ def test_runs_need_a_started_trainer(trainer):
 
 
 def test_trainers_of_one_second_have_their_own_folders(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer_module, "run_folder", lambda _, kind: tmp_path / f"{kind}_now")
+    monkeypatch.setattr(trainer_module, "run_folder", lambda kind, _: tmp_path / f"{kind}_now")
     names = [Trainer(BackendConfig()).logdir.name for _ in range(2)]
     assert names == ["train_now", "train_now_002"]
 
