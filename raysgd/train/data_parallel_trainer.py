@@ -108,12 +108,8 @@ class DataParallelTrainer:
         self.setup()
         folder = self._folder or self._new_folder()
         self._folder = None  # the next fit() is a new run, unless restored
-        with ReportLog(folder / REPORTS) as log:
-            return self._run(folder, log)
-
-    def _run(self, folder: Path, log: ReportLog) -> Result:
-        executor = self.executor()
-        callback_handler = self.callback_handler()
+        log = ReportLog(folder / REPORTS)
+        executor, callback_handler = self.executor(), self.callback_handler()
         datasets = Datasets(self.datasets, self._is_split)
         datasets.materialize()
         executor.start()

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raysgd._internal.files import replacing
 from raysgd._internal.imports import import_extra
+from raysgd.callbacks.logger import end_line
 from raysgd.callbacks.values import jsonable
 from raysgd.train.checkpoint import Checkpoint
 
@@ -59,19 +59,9 @@ class ReportLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.last: dict[str, Any] | None = None
-
-    def __enter__(self) -> ReportLog:
-        earlier = read_reports(self._path)
+        end_line(path)
+        earlier = read_reports(path)
         self.last = earlier[-1] if earlier else None
-        # Drop a cut-off last line. Write a new file, because this process can be killed as well.
-        with replacing(self._path) as file:
-            file.write("".join(json.dumps(entry) + "\n" for entry in earlier).encode())
-        self._file = self._path.open("a", encoding="utf-8")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
 
     def write(self, result: Mapping[str, Any]) -> None:
         """Append a report, without the values that JSON cannot represent."""
@@ -80,5 +70,5 @@ class ReportLog:
         for key, value in result.items():
             with contextlib.suppress(TypeError, ValueError, RecursionError):
                 shown |= jsonable({key: value}, keep_nan=True)
-        self._file.write(json.dumps(shown) + "\n")
-        self._file.flush()
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(shown) + "\n")
