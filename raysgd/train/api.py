@@ -9,14 +9,14 @@ from typing import Any
 
 from raysgd._internal.context import WorkerContext
 from raysgd.train.checkpoint import Checkpoint
-from raysgd.train.session import Session, current, worker_context
+from raysgd.train.session import Session, here, worker_context
 
 _WARNED: set[str] = set()
 
 
 def _within_run(name: str) -> Session | None:
     """Return the session. Outside of a run, warn once for each function and return None."""
-    session = current()
+    session = here.session
     if session is None and name not in _WARNED:
         _WARNED.add(name)
         warnings.warn(
@@ -199,7 +199,7 @@ class TrainContext:
 
 def get_context() -> TrainContext:
     """Return this worker's context; outside of a worker, the context of a single worker."""
-    session, worker = current(), _worker_context()
+    session, worker = here.session, _worker_context()
     if session is None:
         return TrainContext(worker)
     return TrainContext(worker, session.plan.metadata, session.plan.name)

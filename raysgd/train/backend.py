@@ -80,6 +80,9 @@ class Backend:
 class BackendConfig:
     """Base class for the settings of a `Backend`."""
 
+    timeout_s: float = 1800
+    """Seconds that the setup of the workers may take."""
+
     @property
     def backend_cls(self) -> type[Backend]:
         """The class of the backend. A method that returns the class works as well."""
@@ -92,11 +95,6 @@ class BackendConfig:
         Return None if `on_start` sets up everything.
         """
         return None
-
-    @property
-    def timeout(self) -> float:
-        """Seconds that the setup of the workers may take."""
-        return float(getattr(self, "timeout_s", 1800))
 
 
 def backend_class(config: BackendConfig) -> type[Backend]:

@@ -108,7 +108,7 @@ class BackendExecutor:
             FunctionRunner(self._backend.share_cuda_visible_devices),
             self._backend_config.transport(use_gpu=self.options.num_gpus > 0),
             initialization_hook,
-            self._backend_config.timeout,
+            self._backend_config.timeout_s,
             self._elastic,
             can_join=False,
         )

@@ -8,7 +8,7 @@ import weakref
 from pathlib import Path
 
 from raysgd.train.api import get_checkpoint, world_rank, world_size
-from raysgd.train.session import current, worker_context
+from raysgd.train.session import here, worker_context
 
 
 def newest_checkpoint_path(name: str) -> str | None:
@@ -20,7 +20,7 @@ def newest_checkpoint_path(name: str) -> str | None:
     if checkpoint is None:
         return None
     folder = tempfile.mkdtemp(prefix="checkpoint_")
-    weakref.finalize(current(), shutil.rmtree, folder, ignore_errors=True)
+    weakref.finalize(here.session, shutil.rmtree, folder, ignore_errors=True)
     checkpoint.to_directory(folder)
     path = Path(folder, name)
     if not path.exists():

@@ -233,11 +233,6 @@ class _Here:
 here = _Here()
 
 
-def current() -> Session | None:
-    """Return the session of this process, if any."""
-    return here.session
-
-
 def worker_context() -> WorkerContext | None:
     """Return this worker's context, also between runs. None outside of a worker."""
     return here.place if here.session is None else here.session.context

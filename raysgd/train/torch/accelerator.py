@@ -45,7 +45,7 @@ _OUTSIDE: dict[str, Any] = {}  # replaces `Session.extras` outside of a run
 
 
 def _extras() -> dict[str, Any]:
-    running = session.current()
+    running = session.here.session
     return _OUTSIDE if running is None else running.extras
 
 
@@ -156,7 +156,7 @@ def prepare_data_loader(
             "Partition other data yourself, by raysgd.train.world_rank()."
         )
     accelerator = _accelerator()  # makes a later accelerate() raise
-    running = session.current()
+    running = session.here.session
     return prepared_loader(
         data_loader,
         world_size=world_size() if add_dist_sampler else 1,

@@ -24,8 +24,6 @@ class TorchWorkerProfiler:
     `trace_dir` is a folder on the worker's node for copies of the traces.
     """
 
-    WORKER_TRACE_DIR_NAME = "pytorch_profiler"
-
     def __init__(self, trace_dir: str | os.PathLike[str] | None = None) -> None:
         self._folder = None if trace_dir is None else Path(trace_dir).expanduser()
         self._traces: list[tuple[str, str]] = []

@@ -97,7 +97,7 @@ def test_a_stop_ends_a_function_that_waits_for_the_driver(make_worker):
     worker.runner.handle(EndRunRequest())
     with pytest.raises(RuntimeError, match="was stopped"):
         worker.next()
-    assert session.current() is None
+    assert session.here.session is None
 
 
 def test_a_new_generation_drops_the_function(make_worker):
