@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils import parametrize
 from torch.optim import lr_scheduler
 
 from raysgd._internal.arguments import is_number
@@ -41,16 +43,34 @@ def copy_leaf(leaf: Any) -> Any:
 
 
 def copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a CPU copy of `model`, without a temporary copy on its device."""
+    """Return a CPU copy that can be pickled, without a temporary copy on the model's device."""
     held = itertools.chain(model.parameters(), model.buffers())
     memo = {id(tensor): _twin(tensor) for tensor in held}
     try:
-        return copy.deepcopy(model, memo)
+        copied = copy.deepcopy(model, memo)
     except Exception as error:
         raise TypeError(
             f"The model, a {type(model).__name__}, cannot be copied: {error!r}. Use its weights: "
             'trainer.state_dict()["models"].'
         ) from error
+    for module in copied.modules():
+        if parametrize.is_parametrized(module):
+            copyreg.pickle(type(module), _reduced)
+    return copied
+
+
+def _reduced(module: Any) -> tuple[Any, ...]:
+    """Reduce a parametrized module, whose generated class cannot be pickled."""
+    kind: Any = parametrize.type_before_parametrizations(module)
+    return kind.__new__, (kind,), kind.__getstate__(module), None, None, _parametrize
+
+
+def _parametrize(module: Any, state: Any) -> None:
+    """Restore a module's state, and the class that PyTorch generates for its parametrizations."""
+    module.__setstate__(state)
+    parametrize._inject_new_class(module)
+    for name in module.parametrizations:
+        parametrize._inject_property(module, name)
 
 
 def _twin(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,11 @@
 
 import copy
 import io
+import pickle
 import random
 import threading
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -77,6 +79,13 @@ def test_copied_model_is_independent():
     for own, other in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
         assert torch.equal(own, other)
         assert own.data_ptr() != other.data_ptr()
+
+
+def test_copied_model_with_parametrizations_can_be_pickled():
+    model = torch.nn.Sequential(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2)))
+    twin = pickle.loads(cloudpickle.dumps(copy_to_cpu(model)))
+    twin[0].parametrizations["weight"].original0.data *= 2
+    assert torch.equal(twin[0].weight, 2 * model[0].weight)
 
 
 # ---- whether a state fits
