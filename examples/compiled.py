@@ -45,11 +45,12 @@ class Compiled(TrainingOperator):
     def setup(self, config):
         torch.manual_seed(0)
         model = Deep()
+        for block in model.blocks:
+            block.compile(backend=config["backend"])
         self.model, self.optimizer, self.criterion = self.register(
             models=model,
             optimizers=torch.optim.SGD(model.parameters(), lr=0.01),
             criterion=torch.nn.CrossEntropyLoss(),
-            compile={"backend": config["backend"], "regional": True},
         )
         data = TensorDataset(torch.randn(config["num_samples"], 128), torch.arange(10).repeat(800))
         self.register_data(train_loader=DataLoader(data, batch_size=20, shuffle=True))

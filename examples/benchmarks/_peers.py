@@ -283,10 +283,9 @@ class Regression(TrainingOperator):
     def setup(self, config):
         model = make_model(config["name"])
         self.model, self.optimizer, self.criterion = self.register(
-            models=model,
+            models=torch.compile(model) if config["compiled"] else model,
             optimizers=make_optimizer(model),
             criterion=torch.nn.MSELoss(),
-            compile=config["compiled"],
         )
         data = make_data(config["name"], config["num_steps"])
         torch.manual_seed(0)  # the seed of DistributedSampler

@@ -58,8 +58,6 @@ class Progress:
     """Committed steps in the newest snapshot that this worker holds for the driver."""
     split: int = 1
     """Number of micro-batches per batch. Above 1 after a worker ran out of memory."""
-    compiling: bool = False
-    """Whether a model is probably being compiled."""
     latest: Mapping[str, float] = field(default_factory=dict)
     """Newest values of the first metrics."""
     divided: bool = False

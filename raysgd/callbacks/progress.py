@@ -101,10 +101,9 @@ class ProgressBar(EpochLines):
             self._begin(trainer, kind, label)
         if not progress:
             return
-        compiling = any(each.compiling for each in progress)
         # With shares, the workers evaluate different numbers of batches.
         num_batches = math.ceil(_mean([each.num_batches for each in progress]))
-        if not (num_batches or compiling):
+        if not num_batches:
             return
         if self._bar is None:
             if time.monotonic() < self._next_line:
@@ -119,7 +118,7 @@ class ProgressBar(EpochLines):
         if total is not None:
             total += done - num_batches
         num_samples = sum(each.num_samples for each in progress) * done / max(num_batches, 1)
-        self._show(trainer, label + ", compiling" * compiling, done, total, num_samples, latest)
+        self._show(trainer, label, done, total, num_samples, latest)
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         self._finish(trainer, f"train {trainer.epoch}", metrics)

@@ -20,7 +20,6 @@ class StepFeature:
 
     needs_helper: str = ""  # what requires ``optimizer_step`` instead of ``optimizer.step``
     needs_warm_up = False  # the first batch of a worker takes much longer than the others
-    is_compiling = False  # a model is probably being compiled
     samples_per_s = 0.0  # speed of this worker; 0 if unknown
     replicates = False  # keeps the models equal on all workers
 

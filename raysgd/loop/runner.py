@@ -161,7 +161,6 @@ class OperatorRunner(ABC):
             samples_per_s=max(feature.samples_per_s for feature in train_state.features),
             snapshot=self._loop.snapshots.step,
             split=train_state.parts.split,
-            compiling=any(feature.is_compiling for feature in train_state.features),
             latest={} if meters is None else self._loss.read(meters),
             divided=bool(sharded),
             lacks_shards=any(feature.lacks_shards for feature in sharded),

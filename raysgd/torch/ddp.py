@@ -180,6 +180,12 @@ def plain(model: torch.nn.Module) -> torch.nn.Module:
     return plain
 
 
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Return whether ``torch.compile``, or ``compile()`` of a module, compiles parts of `model`."""
+    has_own = any(module._compiled_call_impl is not None for module in model.modules())
+    return has_own or plain(model) is not unwrap(model)
+
+
 def without_buffers(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     buffers = {name for name, _ in plain(model).named_buffers()}
     return {name: value for name, value in state.items() if name not in buffers}

@@ -254,7 +254,6 @@ class TrainingOperator(OperatorBase):
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = None,
         horovod_args: dict[str, Any] | None = None,
-        compile: bool | dict[str, Any] = False,
         sharding: str | None = None,
         sharding_args: dict[str, Any] | None = None,
     ) -> Any:
@@ -274,8 +273,6 @@ class TrainingOperator(OperatorBase):
             gradient_accumulation_steps: Number of batches per update.
             max_grad_norm: Largest 2-norm of all gradients of an optimizer. None: no clipping.
             horovod_args: More arguments of ``hvd.DistributedOptimizer``, such as ``compression``.
-            compile: True, or a dict of arguments, to compile each model with ``torch.compile``.
-                ``"regional": True`` compiles repeated blocks one by one.
             sharding: "optimizer" shards the optimizer's state over the workers. "full" also shards
                 models and gradients, with ``fully_shard``.
             sharding_args: ``copies``: number of other workers that hold a copy of each shard
@@ -297,7 +294,6 @@ class TrainingOperator(OperatorBase):
             gradient_accumulation_steps,
             max_grad_norm,
             horovod_args,
-            compile,
             sharding,
             sharding_args,
         )

@@ -11,6 +11,7 @@ import torch
 
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
+from raysgd.torch import ddp
 from raysgd.torch.precision import Precision
 from raysgd.torch.state import multiply_all, version_of
 
@@ -167,6 +168,13 @@ class Optimization(StepFeature):
         self.sums_each_batch = False
         """Whether workers sum the gradients of each batch, also within a group."""
         self.mean_over_workers = state.mean_over_workers
+
+    @property
+    def needs_warm_up(self) -> bool:  # type: ignore[override]
+        state = self._state
+        if any(feature.is_fully_sharded for feature in state.sharded):
+            return False
+        return state.settings.device.type == "cuda" or any(map(ddp.is_compiled, state.models))
 
     @property
     def _optimizers(self) -> list[torch.optim.Optimizer]:

@@ -177,9 +177,7 @@ def check_shardable(
 def check_fully_shardable(
     models: Sequence[torch.nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
-    *,
-    compile: bool,
-    ddp_args: bool,
+    has_ddp_args: bool,
     scales: bool,
 ) -> None:
     """Reject arguments and models that do not work with ``sharding="full"``."""
@@ -188,13 +186,11 @@ def check_fully_shardable(
         raise ValueError(
             f"{given} got {len(optimizers)} optimizers. Pass one, with parameter groups."
         )
-    is_compiled = any(ddp.plain(model) is not ddp.unwrap(model) for model in models)
     is_wrapped = any(isinstance(model, DistributedDataParallel) for model in models)
     others = {
-        "torch.compile(model)": is_compiled,
-        "register(compile=...)": compile,
+        "torch.compile": any(map(ddp.is_compiled, models)),
         "DistributedDataParallel(model)": is_wrapped,
-        "register(ddp_args=...)": ddp_args,
+        "register(ddp_args=...)": has_ddp_args,
         "the scaled gradients of float16, and works with amp_dtype=torch.bfloat16": scales,
     }
     _refuse_any("full", others)

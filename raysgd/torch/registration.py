@@ -13,7 +13,6 @@ from raysgd.loop.train_state import listed, shaped_like
 from raysgd.torch import ddp
 from raysgd.torch.features.averaging import Averaging
 from raysgd.torch.features.buffers import BufferCopies
-from raysgd.torch.features.compilation import Compilation, checked_compile, uncompile
 from raysgd.torch.features.gradient_norms import GradientNorms
 from raysgd.torch.features.replication import Replication
 from raysgd.torch.features.rollback import Rollback
@@ -46,7 +45,6 @@ def register(
     accumulation_steps: Any = 1,
     max_grad_norm: Any = None,
     horovod_args: Any = None,
-    compile: Any = None,
     sharding: Any = None,
     sharding_args: Any = None,
 ) -> Any:
@@ -54,7 +52,6 @@ def register(
         raise RuntimeError(
             "register() was called twice. Pass lists to register several models or optimizers."
         )
-    compile_args = checked_compile(compile)
     ddp_args = checked_dict("register", "ddp_args", ddp_args)
     apex_args = checked_dict("register", "apex_args", apex_args)
     horovod_args = checked_dict("register", "horovod_args", horovod_args)
@@ -77,8 +74,7 @@ def register(
         state.say("apex", unused, apex_args, precision.name)
     sharded: list[Any] = []
     if sharding is not None:
-        others = {"compile": compile_args is not None, "ddp_args": bool(ddp_args)}
-        sharded = _shard(state, sharding, sharding_args, **others)
+        sharded = _shard(state, sharding, sharding_args, bool(ddp_args))
     if schedulers is not None:
         state.schedulers = checked("schedulers", schedulers, None)
         check_step_freq(state.schedulers, options.scheduler_step_freq)
@@ -89,8 +85,6 @@ def register(
     for optimizer in state.optimizers:
         optimizer.register_step_post_hook(state.optimization.end_update)
     state.models = precision.prepare(state.models, state.optimizers, apex_args)
-    uncompile(state.models)
-    compilation = Compilation(state, compile_args)
     replication: list[Any] = []
     watched: tuple[Any, Any] = [], []
     if not any(each.is_fully_sharded for each in sharded):
@@ -108,7 +102,6 @@ def register(
         state.buffers,
         state.parts,
         state.schedules,
-        compilation,
         Averaging(state),
         *([Speed(state)] if options.elastic.shares == "measured" else []),
     ]
@@ -134,12 +127,12 @@ def register(
 
 
 def _shard(
-    state: TorchTrainState, sharding: str, arguments: dict[str, Any], **others: bool
+    state: TorchTrainState, sharding: str, arguments: dict[str, Any], has_ddp_args: bool
 ) -> list[Any]:
     precision, distributed = state.optimization.precision, state.context.distributed
     check_shardable(sharding, state.models, state.optimizers)
     if sharding == "full":
-        check_fully_shardable(state.models, state.optimizers, scales=precision.scales, **others)
+        check_fully_shardable(state.models, state.optimizers, has_ddp_args, precision.scales)
         if distributed:
             return [_shard_fully(state, arguments)]
     elif distributed:

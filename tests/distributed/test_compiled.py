@@ -29,7 +29,8 @@ class Noting(PacedLedger):
             self.note(f"compiled-{len(ids)}")
             return graph.forward
 
-        super().setup({**config, "register": {"compile": {"backend": compile_slowly}}})
+        super().setup(config)
+        self.unwrapped(self.model).compile(backend=compile_slowly)
 
     def note(self, what):
         self.notes.write(f"{time.monotonic()} {self.world_size} {what}\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
@@ -21,8 +22,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-
-from raysgd.torch.features.compilation import repeated_blocks
 
 
 class _Unit(torch.nn.Module):
@@ -63,6 +62,17 @@ class _Unit(torch.nn.Module):
         if isinstance(value, torch.nn.Parameter):
             for module, name_there in self._places[name]:
                 setattr(module, name_there, value)
+
+
+def _repeated_blocks(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the outermost blocks of lists that contain several blocks of one class."""
+    is_list = isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
+    kinds = Counter(type(child) for child in module.children())
+    for child in module.children():
+        if is_list and kinds[type(child)] > 1 and next(child.children(), None) is not None:
+            yield child
+        else:
+            yield from _repeated_blocks(child)
 
 
 def _refuse_copy(module: torch.nn.Module, memo: Any) -> NoReturn:
@@ -125,7 +135,7 @@ class ShardedModels:
     def _chosen_blocks(self, wrap: Any) -> Iterator[torch.nn.Module]:
         inside = dict.fromkeys(module for model in self.models for module in model.modules())
         if wrap is None:
-            blocks = {block for model in self.models for block in repeated_blocks(model)}
+            blocks = {block for model in self.models for block in _repeated_blocks(model)}
             chosen = {block for block in blocks if not self._shared(block)}
         elif isinstance(wrap, type | list | tuple):
             kinds = wrap if isinstance(wrap, type) else tuple(wrap)

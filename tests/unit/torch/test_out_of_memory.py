@@ -402,10 +402,9 @@ class Wide(TrainingOperator):
             torch.nn.Linear(4, 2**17), torch.nn.Tanh(), torch.nn.Tanh(), torch.nn.Linear(2**17, 1)
         ).double()
         self.model, self.optimizer, self.criterion = self.register(
-            models=model,
+            models=torch.compile(model) if config["compiled"] else model,
             optimizers=torch.optim.SGD(model.parameters(), lr=1e-5),
             criterion=torch.nn.MSELoss(),
-            compile=config["compiled"],
         )
         self.register_data(train_loader=wide_loader(), validation_loader=wide_loader())
 

@@ -369,7 +369,6 @@ HALF = {"use_fp16": True, "amp_dtype": torch.float16}
         ({**ON, "sharding_args": {"wrap": 1}}, {}, ValueError, "takes only 'copies'"),
         ({**FULL, "sharding_args": {"unload": 1}}, {}, ValueError, "'reshard_after_forward', 'wr"),
         ({**FULL, "sharding_args": {"offload": 1}}, {}, TypeError, "True or False"),
-        ({**FULL, "compile": True}, {}, ValueError, "does not work with register\\(compile"),
         (
             {**FULL, "ddp_args": {"bucket_cap_mb": 1}},
             {},
