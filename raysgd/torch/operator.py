@@ -276,8 +276,8 @@ class TrainingOperator(OperatorBase):
             sharding: "optimizer" shards the optimizer's state over the workers. "full" also shards
                 models and gradients, with ``fully_shard``.
             sharding_args: ``copies``: number of other workers that hold a copy of each shard
-                (default: 1 with three or more workers, else 0). For "full" also ``wrap``,
-                ``reshard_after_forward``, and ``offload``: see the guide on sharding.
+                (default: 1 with three or more workers, else 0). For "full" also ``wrap``, the
+                class or classes of modules to gather separately.
 
         Returns:
             (models, optimizers), then criterion and schedulers if you passed them. Each has the

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
-from raysgd._internal.arguments import check_flags, check_int, checked_dict
+from raysgd._internal.arguments import check_int, checked_dict
 from raysgd.loop.train_state import listed
 from raysgd.torch import ddp
 from raysgd.torch.features.sharded_optimizer import ELEMENTWISE
@@ -82,10 +82,7 @@ def _stepped(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
 
 # ---- sharding
 
-_SHARDING_ARGS = {
-    "optimizer": ("copies",),
-    "full": ("copies", "offload", "reshard_after_forward", "wrap"),
-}
+_SHARDING_ARGS = {"optimizer": ("copies",), "full": ("copies", "wrap")}
 
 
 def checked_sharding(
@@ -114,10 +111,8 @@ def checked_sharding(
             f"{', '.join(map(repr, allowed))}."
         )
     given = {name: value for name, value in given.items() if value is not None}
-    where = "register(sharding_args=...)"
     if "copies" in given:
-        check_int(where, "copies", given["copies"], 0)
-    check_flags(where, **{n: given[n] for n in ("offload", "reshard_after_forward") if n in given})
+        check_int("register(sharding_args=...)", "copies", given["copies"], 0)
     others = {
         'backend="horovod" of the trainer': options.use_horovod,
         'use_fp16="apex" of the trainer': options.use_fp16 == "apex",

@@ -54,9 +54,7 @@ class FullyShardedModel(ShardedOptimizer):
         dtype: torch.dtype | None,
     ) -> None:
         models, device = state.models, state.settings.device
-        wrap, again = arguments.get("wrap"), arguments.get("reshard_after_forward")
-        offload = arguments.get("offload", False)
-        self.models = ShardedModels(models, wrap, again, dtype, device, offload)
+        self.models = ShardedModels(models, arguments.get("wrap"), dtype, device)
         self._sharing = [m for m in models if not ddp.only_running_statistics(m)]
         """Models with other buffers than the statistics of batch normalization."""
         self._rows: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -117,7 +115,7 @@ class FullyShardedModel(ShardedOptimizer):
 
     def _wait_for_updates(self) -> None:
         if self._layout.size > 1:
-            collectives.minimum(self._version, self._parameters[0].device)
+            collectives.minimum(self._version, self._device)
 
     def roll_back(self) -> None:
         super().roll_back()
@@ -210,7 +208,7 @@ class FullyShardedModel(ShardedOptimizer):
 
     @property
     def _device(self) -> torch.device:
-        return self.models.rows_device
+        return self.models.device
 
     def _elements_of(self, which: int, start: int, stop: int) -> torch.Tensor | None:
         return self._rows[which, start, stop]

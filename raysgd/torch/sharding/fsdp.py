@@ -15,13 +15,7 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
 class _Unit(torch.nn.Module):
@@ -92,17 +86,10 @@ class ShardedModels:
         self,
         models: Sequence[torch.nn.Module],
         wrap: Any,
-        reshard_after_forward: bool | None,
         dtype: torch.dtype | None,
         device: torch.device,
-        offload: bool = False,
     ) -> None:
         self.models, self.device = models, device
-        self.rows_device = torch.device("cpu") if offload else device
-        self._offload = OffloadPolicy()
-        if offload:  # without a GPU there is no memory to pin
-            self._offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")
-        self.reshard_after_forward = reshard_after_forward
         self._policy = (
             MixedPrecisionPolicy()
             if dtype is None
@@ -136,35 +123,24 @@ class ShardedModels:
         inside = dict.fromkeys(module for model in self.models for module in model.modules())
         if wrap is None:
             blocks = {block for model in self.models for block in _repeated_blocks(model)}
-            chosen = {block for block in blocks if not self._shared(block)}
-        elif isinstance(wrap, type | list | tuple):
+        else:
             kinds = wrap if isinstance(wrap, type) else tuple(wrap)
-            chosen = {module for module in inside if isinstance(module, kinds)}
-            if not chosen:
+            blocks = {module for module in inside if isinstance(module, kinds)}
+            if not blocks:
                 names = sorted({type(module).__name__ for module in inside})
                 raise ValueError(
                     f"register(sharding_args={{'wrap': {wrap!r}}}): the models have no module of "
                     f"this class. They have {', '.join(names)}."
                 )
-        else:
-            chosen = {module for module in inside if wrap(module)}
-        for block in chosen:
-            if name := self._shared(block):
-                raise ValueError(
-                    f"register(sharding_args={{'wrap': ...}}): {type(block).__name__} shares "
-                    f"its parameter {name} with other modules. Leave this class out of wrap."
-                )
         for module in reversed(inside):
-            if module in chosen or module in self.models:
+            if (module in blocks and not self._shares(module)) or module in self.models:
                 yield module
 
-    def _shared(self, block: torch.nn.Module) -> str:
-        """Return the name of a parameter that a block shares with modules outside of it, or ""."""
-        within, index = set(block.modules()), self._index
-        for name, parameter in block.named_parameters():
-            if any(module not in within for module, _ in self._places[index[id(parameter)]]):
-                return name
-        return ""
+    def _shares(self, block: torch.nn.Module) -> bool:
+        """Return whether a block shares a parameter with modules outside of it."""
+        within = set(block.modules())
+        places = (self._places[self._index[id(parameter)]] for parameter in block.parameters())
+        return any(module not in within for held in places for module, _ in held)
 
     def shard(self) -> None:
         """Shard the models over the current group. The rows are uninitialized."""
@@ -181,13 +157,7 @@ class ShardedModels:
                 old = self.parameters[number]
                 room = torch.empty(old.shape, dtype=old.dtype, device=self.device)
                 setattr(unit, name, torch.nn.Parameter(room, self.trained[number]))
-            fully_shard(
-                unit,
-                mesh=mesh,
-                reshard_after_forward=self.reshard_after_forward,
-                mp_policy=self._policy,
-                offload_policy=self._offload,
-            )
+            fully_shard(unit, mesh=mesh, mp_policy=self._policy)
             for number, name in names.items():
                 self.parameters[number] = getattr(unit, name)
 
@@ -248,10 +218,9 @@ class ShardedModels:
             for handle in handles:
                 handle.remove()
             self.reset()
-            given, outermost = self.reshard_after_forward, {self._units[m] for m in self.models}
-            for unit in units:
-                again = unit not in outermost if given is None else given
-                unit.set_reshard_after_forward(again, recurse=False)
+            outermost = {self._units[model] for model in self.models}
+            for unit in units:  # the default of PyTorch
+                unit.set_reshard_after_forward(unit not in outermost, recurse=False)
                 unit.reshard()
 
     def _before_gathering(self, number: int, *_: Any) -> None:

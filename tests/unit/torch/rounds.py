@@ -60,7 +60,6 @@ class Round:
     sharding: str = "optimizer"
     is_lost: bool = False
     """Whether all holders of a share fail."""
-    offload: bool = False
 
 
 class Tied(torch.nn.Module):
@@ -150,12 +149,10 @@ class Divided(TrainingOperator):
         self.num_updates = state["num_updates"]
 
 
-def make_runner(given, at, divides, use_gpu=False):
+def make_runner(given, at, divides):
     register = dict(given.register)
     if divides:
         arguments = {} if given.copies is None else {"copies": given.copies}
-        if given.offload:
-            arguments["offload"] = True
         register |= {"sharding": given.sharding, "sharding_args": arguments}
     return TorchRunner(
         TorchOptions(
@@ -168,7 +165,7 @@ def make_runner(given, at, divides, use_gpu=False):
                 "register": register,
             },
             num_workers=NUM_WORKERS,
-            use_gpu=use_gpu,
+            use_gpu=False,
             scheduler_step_freq="batch",
             elastic=ElasticConfig(snapshot_every=3),
         )

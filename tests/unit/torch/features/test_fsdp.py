@@ -39,8 +39,8 @@ def test_blocks_are_gathered_separately_and_the_same_modules_become_plain_again(
     kinds = [type(module) for module in model.modules()]
     before, names = copy.deepcopy(model), [set(vars(module)) for module in model.modules()]
     inputs = torch.randn(2, 4, dtype=torch.float64)
-    for wrap in (None, Block, [Block], lambda module: isinstance(module, Block)):
-        models = ShardedModels([model], wrap, None, None, CPU)
+    for wrap in (None, Block, [Block]):
+        models = ShardedModels([model], wrap, None, CPU)
         values = [parameter.detach().clone() for parameter in model.parameters()]
         models.shard()
         assert sharded_modules(model) == [True, False, True, False, True, False]
@@ -77,7 +77,7 @@ def test_hooks_and_recomputation_find_whole_parameters(process_group):
     seen = []
     for block in model:
         block.register_forward_pre_hook(lambda block, _: seen.append(block.inner.weight.sum()))
-    models = ShardedModels([model], None, True, None, CPU)
+    models = ShardedModels([model], None, None, CPU)
     values = [parameter.detach().clone() for parameter in model.parameters()]
     models.shard()
     for number, value in enumerate(values):
@@ -93,7 +93,7 @@ def test_hooks_and_recomputation_find_whole_parameters(process_group):
 
 def test_workers_that_evaluate_different_blocks_raise(process_group, monkeypatch):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), Block(), Block())
-    models = ShardedModels([model], None, None, None, CPU)
+    models = ShardedModels([model], None, None, CPU)
     models.shard()
     reduced = []
 
@@ -113,13 +113,14 @@ def test_workers_that_evaluate_different_blocks_raise(process_group, monkeypatch
     assert whole_parts(model) == [False, False, False]
 
 
-def test_a_block_that_shares_a_parameter_is_gathered_with_the_rest_or_refused(process_group):
+def test_a_block_that_shares_a_parameter_is_gathered_with_the_rest(process_group):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), Block(), Block())
     model[1].inner.weight = model[0].weight
-    with pytest.raises(ValueError, match=r"Block shares its parameter inner\.weight"):
-        ShardedModels([model], Block, None, None, CPU)
     said = r"have no module of this class\. They have Block, Linear, Sequential"
     with pytest.raises(ValueError, match=said):
-        ShardedModels([model], torch.nn.Conv2d, None, None, CPU)
-    ShardedModels([model], None, None, None, CPU).shard()
-    assert sharded_modules(model) == [True, False, False, False, True, False]
+        ShardedModels([model], torch.nn.Conv2d, None, CPU)
+    for wrap in (None, Block):
+        models = ShardedModels([model], wrap, None, CPU)
+        models.shard()
+        assert sharded_modules(model) == [True, False, False, False, True, False]
+        models.release()

@@ -25,11 +25,9 @@ from raysgd.torch.sharding.layout import Layout, transfers
 from raysgd.torch.sharding.pieces import gather_state
 from raysgd.torch.train_state import OperatorSettings
 from tests.conftest import IN_SOAK, running_ranks
-from tests.operators import on_gpu, register_all
+from tests.operators import register_all
 from tests.unit.torch.rounds import (
-    NUM_STEPS,
     Round,
-    check,
     check_equal,
     make_runner,
     play_round,
@@ -134,7 +132,7 @@ CHOSEN = [
     Round(copies=0, leaves=[(1, 3, "fail within")], is_lost=True),
     # before the first forward pass
     replace(FULL_ROUND, leaves=[(1, 0, "fail forward")]),
-    Round(sharding="full", offload=True, leaves=[(1, 3, "update"), (2, None, "validate")]),
+    replace(FULL_ROUND, leaves=[(1, 3, "update"), (2, None, "validate")]),
 ]
 
 
@@ -259,9 +257,9 @@ def test_a_closure_and_added_parameters_are_refused(process_group):
 
 
 @contextlib.contextmanager
-def group_of_one(backend_name="gloo"):
+def group_of_one():
     """Yield a function that enters a new process group, and leaves the one before."""
-    backend = create_backend(backend_name, 30)
+    backend = create_backend("gloo", 30)
 
     def enter():
         if torch.distributed.is_initialized():
@@ -274,12 +272,12 @@ def group_of_one(backend_name="gloo"):
     backend.close()
 
 
-ALONE = WorkerContext(distributed=True, gpu_index=0)
+ALONE = WorkerContext(distributed=True)
 
 
-def start(given, context=ALONE, use_gpu=False):
-    runner = make_runner(given, lambda moment: None, divides=True, use_gpu=use_gpu)
-    runner.setup(context)
+def start(given):
+    runner = make_runner(given, lambda moment: None, divides=True)
+    runner.setup(ALONE)
     return runner
 
 
@@ -299,20 +297,6 @@ def test_a_state_can_be_loaded_between_two_groups(sharding):
         enter()
         runner.rejoin(replace(ALONE, generation=1), 0)
         check_equal(whole_state(runner), state)
-        runner.teardown()
-
-
-@on_gpu
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-def test_offload_keeps_only_gathered_parameters_on_the_gpu():
-    given = Round(optimizer="SGD", sharding="full", offload=True)
-    with group_of_one("nccl"):
-        runner = start(given, use_gpu=True)
-        runner.handle(TrainRequest(call=0, until_step=NUM_STEPS))
-        (model,) = runner.operator.all_models
-        assert model.count.is_cuda
-        assert all(not parameter.to_local().is_cuda for parameter in model.parameters())
-        check(given, whole_state(runner))
         runner.teardown()
 
 
@@ -367,8 +351,7 @@ HALF = {"use_fp16": True, "amp_dtype": torch.float16}
         ({"sharding_args": {"copies": 1}}, {}, ValueError, "has no effect without sharding"),
         ({**ON, "sharding_args": [1]}, {}, TypeError, "must be a dict"),
         ({**ON, "sharding_args": {"wrap": 1}}, {}, ValueError, "takes only 'copies'"),
-        ({**FULL, "sharding_args": {"unload": 1}}, {}, ValueError, "'reshard_after_forward', 'wr"),
-        ({**FULL, "sharding_args": {"offload": 1}}, {}, TypeError, "True or False"),
+        ({**FULL, "sharding_args": {"unload": 1}}, {}, ValueError, "'copies', 'wrap'"),
         (
             {**FULL, "ddp_args": {"bucket_cap_mb": 1}},
             {},
