@@ -16,7 +16,6 @@ from raysgd.loop.train_state import listed
 from raysgd.torch import ddp
 from raysgd.torch.features.sharded_optimizer import ELEMENTWISE
 from raysgd.torch.options import TorchOptions
-from raysgd.torch.sharding.pieces import is_dense
 
 logger = logging.getLogger(__name__)
 
@@ -162,10 +161,10 @@ def check_shardable(
                 "no registered model. Register their model."
             )
         for parameter in trained:
-            if not is_dense(parameter):
+            if not parameter.is_contiguous():
                 raise ValueError(
-                    f"{given}: a parameter of shape {tuple(parameter.shape)} and strides "
-                    f"{tuple(parameter.stride())} does not fill its memory. Make it contiguous()."
+                    f"{given}: a parameter of shape {tuple(parameter.shape)} is not contiguous. "
+                    "Make it contiguous(), for example without channels_last."
                 )
 
 

@@ -23,7 +23,7 @@ from torch import optim
 from raysgd.loop.feature import ShardedFeature
 from raysgd.torch import collectives
 from raysgd.torch.sharding.layout import Layout, Room, Transfer, transfers
-from raysgd.torch.sharding.pieces import Piece, cut_like, flat, on_device
+from raysgd.torch.sharding.pieces import Piece, elements_of, flat, on_device
 from raysgd.torch.state import copy_all
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class ShardedOptimizer(ShardedFeature):
         parameter = self._parameters[piece.which]
         if parameter.grad is None:
             return None
-        return flat(parameter.grad, like=parameter)[piece.start : piece.stop]
+        return parameter.grad.reshape(-1)[piece.start : piece.stop]
 
     @torch.no_grad()
     def _end_step(self, *_: Any) -> None:
@@ -259,7 +259,7 @@ class ShardedOptimizer(ShardedFeature):
             for which, (start, stop) in layout.shares[share].items():
                 parameter = self._parameters[which]
                 state = {
-                    name: self._convert(name, cut_like(value, parameter, start, stop), parameter)
+                    name: self._convert(name, elements_of(value, parameter, start, stop), parameter)
                     for name, value in whole.get(parameter, {}).items()
                     if parameter in updated
                 }
@@ -291,7 +291,7 @@ class ShardedOptimizer(ShardedFeature):
 
     def _place_of(self, piece: Piece) -> tuple[Any, ...]:
         parameter = self._parameters[piece.which]
-        return piece.start, piece.stop, tuple(parameter.shape), tuple(parameter.stride())
+        return piece.start, piece.stop, tuple(parameter.shape)
 
     def export_replica(self) -> Any:
         messages = [self._message(p, p.start, p.stop, self._version) for p in self._pieces]

@@ -19,7 +19,7 @@ PARAMETER = "parameter"
 
 @dataclass(eq=False)
 class Piece:
-    """Consecutive elements of one parameter, in the order of memory."""
+    """Consecutive elements of one parameter."""
 
     which: int
     """Index of the parameter that the piece belongs to."""
@@ -54,38 +54,20 @@ def on_device(message: tuple[Any, ...], device: torch.device) -> Piece:
     return Piece(*map_leaves(message, lambda x: x.to(device) if is_divided(x) else x))
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill consecutive memory, in any order of dimensions."""
-    if tensor.layout is not torch.strided:
-        return False
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def flat(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the elements in the order of memory, or in the memory order of `like`."""
-    tensor = tensor.detach()
-    if like is not None and tensor.stride() != like.stride():
-        ordered = torch.empty_strided(
-            like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device
-        )
-        tensor = ordered.copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
 def is_divided(value: Any) -> bool:
     """Return whether a value of a piece has an entry per element. Other values are scalars."""
     return isinstance(value, torch.Tensor) and value.dim() == 1
 
 
-def cut_like(value: Any, parameter: torch.Tensor, start: int, stop: int) -> Any:
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a contiguous tensor, without a copy."""
+    return tensor.detach().view(-1)
+
+
+def elements_of(value: Any, parameter: torch.Tensor, start: int, stop: int) -> Any:
     """Return a copy of a value of the state, for some elements of a parameter."""
     if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-        value = flat(value, like=parameter)[start:stop]
+        value = value.reshape(-1)[start:stop]
     return copy_leaf(value)
 
 
@@ -121,7 +103,7 @@ def _named(found: Mapping[tuple[str, ...], Mapping[str, torch.Tensor]]) -> dict[
 def _join(parts: Iterable[tuple[Any, ...]]) -> dict[Any, dict[str, Any]]:
     found: dict[Any, dict[str, Any]] = {}
     missing: dict[Any, int] = {}
-    for number, start, stop, shape, stride, values in parts:
+    for number, start, stop, shape, values in parts:
         of_parameter = found.setdefault(number, {})
         missing[number] = missing.get(number, torch.Size(shape).numel()) - (stop - start)
         for name, value in values.items():
@@ -129,9 +111,7 @@ def _join(parts: Iterable[tuple[Any, ...]]) -> dict[Any, dict[str, Any]]:
                 of_parameter[name] = value
                 continue
             if name not in of_parameter:
-                of_parameter[name] = torch.empty_strided(
-                    shape, stride, dtype=value.dtype, device=value.device
-                )
+                of_parameter[name] = value.new_empty(shape)
             flat(of_parameter[name])[start:stop].copy_(value)
     if any(missing.values()):
         raise CheckpointError("Cannot merge the workers' shards: they have gaps or overlap.")

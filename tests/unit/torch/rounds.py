@@ -63,15 +63,14 @@ class Round:
 
 
 class Tied(torch.nn.Module):
-    """Has tied weights, blocks, a frozen part, a buffer, and several orders of memory."""
+    """Has tied weights, blocks, a frozen part, and a buffer."""
 
     def __init__(self, sharding):
         super().__init__()
         torch.manual_seed(3)
         is_fully_sharded = sharding == "full"
-        order = torch.contiguous_format if is_fully_sharded else torch.channels_last
         self.embedding = torch.nn.Embedding(7, 5)
-        self.convolution = torch.nn.Conv2d(1, 3, 2).to(memory_format=order)
+        self.convolution = torch.nn.Conv2d(1, 3, 2)
         self.frozen = torch.nn.Linear(5, 5)
         self.inner = torch.nn.Linear(5, 5)
         self.scale = torch.nn.Parameter(torch.ones(1 if is_fully_sharded else ()))

@@ -389,7 +389,7 @@ HALF = {"use_fp16": True, "amp_dtype": torch.float16}
             lambda: with_sgd(with_parameter(weight=torch.ones(2, 4)[:, ::2])),
             {},
             ValueError,
-            "does not fill its memory",
+            "is not contiguous",
         ),
     ],
 )
