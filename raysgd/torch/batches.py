@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from raysgd.metrics import Sums, ratio
 from raysgd.torch.ddp import plain
-from raysgd.torch.out_of_memory import map_batch
 
 
 class Batch(NamedTuple):
@@ -40,6 +42,37 @@ def move_to_device(batch: Any, device: torch.device) -> Any:
         return leaf.to(device) if _moves_itself(leaf) else leaf
 
     return map_batch(batch, move, _moves_itself)
+
+
+def map_batch(
+    batch: Any,
+    convert: Callable[[Any], Any],
+    is_leaf: Callable[[Any], bool] = lambda item: False,
+) -> Any:
+    """Return a batch with new containers, and `convert` applied to everything else.
+
+    `is_leaf` selects containers that `convert` gets as a whole.
+    """
+    mapped = functools.partial(map_batch, convert=convert, is_leaf=is_leaf)
+    if is_leaf(batch):
+        return convert(batch)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(mapped, batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(map(mapped, batch))
+    if isinstance(batch, dict | UserDict):
+        made = copy.copy(batch)
+        for key, item in batch.items():
+            made[key] = mapped(item)
+        return made
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        names = {field.name for field in dataclasses.fields(batch)}
+        if set(getattr(batch, "__dict__", ())) <= names:
+            like = copy.copy(batch)  # replace() would run __post_init__ again
+            for name in names:
+                object.__setattr__(like, name, mapped(getattr(batch, name)))
+            return like
+    return convert(batch)
 
 
 def _moves_itself(item: Any) -> bool:

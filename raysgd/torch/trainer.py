@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from raysgd._internal.arguments import suggests, unknown_argument
@@ -18,7 +19,6 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
 from raysgd.torch.operator import CreatorOperator, TrainingOperator
 from raysgd.torch.options import TorchOptions
-from raysgd.torch.out_of_memory import concatenated
 from raysgd.torch.runner import TorchRunner
 from raysgd.torch.sharding.pieces import gather_state
 from raysgd.trainer.base import OperatorTrainer, known_arguments
@@ -183,7 +183,8 @@ class TorchTrainer(OperatorTrainer):
 
     @staticmethod
     def _concatenate(parts: Sequence[Any]) -> Any:
-        return concatenated(parts)
+        is_tensor = isinstance(parts[0], torch.Tensor)
+        return torch.cat(list(parts)) if is_tensor else np.concatenate(parts)
 
     @classmethod
     def _trial_arguments(cls, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.nn import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from raysgd.data.partition import MicroBatch
+from raysgd.data.partition import MicroBatch, part_of
 from raysgd.loop.feature import MicroBatches
-from raysgd.torch.out_of_memory import (
-    batch_parts,
-    free_memory,
-    in_own_containers,
-    num_rows,
-    ran_out_of_memory,
-)
+from raysgd.torch.batches import map_batch
 
 if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
 
 
+_SIGNS = ("DefaultCPUAllocator: ", "CUDA error: out of memory", "_ALLOC_FAILED")
+"""Messages that identify errors without their own class."""
 _NOT_SPLIT = "raysgd did not repeat the step with smaller parts of the batch, because {}."
 
 
@@ -45,10 +43,6 @@ class TorchMicroBatches(MicroBatches):
         """Minimum number of samples in a part. Batch normalization fails on a single sample."""
         return 1 if all(issubclass(kind, SyncBatchNorm) for kind in self.batch_norms) else 2
 
-    def _num_parts(self, rows: int) -> int:
-        factor, smallest = self.split, self._smallest_part
-        return factor if rows and smallest == 1 else max(1, min(factor, rows // smallest))
-
     def split_batch(self, batch: Any, place: MicroBatch) -> Sequence[tuple[Any, MicroBatch]]:
         # Copy the containers, because user code may remove items from a batch that a retry needs.
         whole = [(in_own_containers(batch), place)]
@@ -56,8 +50,9 @@ class TorchMicroBatches(MicroBatches):
         is_wanted = self.in_use and self._train_state.settings.options.split_on_oom
         if self.split == 1 or not is_wanted:
             return whole
-        factor, rows = self.split, _num_rows(batch, self._num_samples)
-        number = self._num_parts(rows)
+        factor, rows = self.split, num_rows(batch, self._num_samples)
+        smallest = self._smallest_part
+        number = factor if rows and smallest == 1 else max(1, min(factor, rows // smallest))
         # A forward pass may communicate, so all workers make the same number of passes.
         repeats = factor - number if self._train_state.context.world_size > 1 else 0
         if number + repeats == 1:
@@ -81,7 +76,11 @@ class TorchMicroBatches(MicroBatches):
     def split_after(self, error: BaseException, batch: Any) -> int:
         if not self.is_tolerable(error):
             return 0
-        why_not = self.why_not or self._why_not_split(batch)
+        why_not, rows = self.why_not, num_rows(batch, self._num_samples)
+        if not rows:
+            why_not = why_not or "the batch cannot be split"
+        if rows // self._smallest_part <= self.split:
+            why_not = why_not or "smaller parts would have too few samples"
         if not self.in_use:
             why_not = why_not or "train_epoch is not the default one"
         if self._train_state.step.is_partial:
@@ -91,21 +90,11 @@ class TorchMicroBatches(MicroBatches):
             return 0
         return 2 * self.split
 
-    def _why_not_split(self, batch: Any) -> str:
-        """Return why a batch cannot be split further. Return "" if it can."""
-        try:
-            rows = num_rows(batch, self._num_samples)
-        except Exception as error:
-            return f"the batch cannot be split: {error}"
-        if rows // self._smallest_part > self.split:
-            return ""
-        if self._smallest_part > 1:
-            return "batch normalization needs two samples in each part"
-        return "each part has one sample" if self.split > 1 else "the batch has one sample"
-
     def raise_split(self, factor: int) -> None:
         self.split = max(self.split, factor)
-        free_memory()
+        gc.collect()  # tensors in reference cycles
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
         if self.batch_norms:
             self._train_state.say(
                 "batch norm",
@@ -114,9 +103,62 @@ class TorchMicroBatches(MicroBatches):
             )
 
 
-def _num_rows(batch: Any, samples: float = 0) -> int:
-    """Return the number of rows of a batch, or 0 if it cannot be split."""
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception reports that GPU or process memory is exhausted."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    inner = getattr(error, "inner_exception", None)  # torch.compile wraps the original error
+    if isinstance(inner, BaseException):
+        return ran_out_of_memory(inner)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+def num_rows(batch: Any, samples: float = 0) -> int:
+    """Return the size of the first dimension that all tensors of a batch share.
+
+    Return 0 if the batch cannot be split. `samples` is the number of samples in the batch, or 0 if
+    unknown.
+    """
+    sizes: set[int] = set()
+
+    def measure(leaf: Any) -> None:
+        if leaf is not None:
+            is_tensor = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+            has_rows = (is_tensor or isinstance(leaf, np.ndarray)) and leaf.ndim
+            sizes.add(len(leaf) if has_rows else 0)
+
     try:
-        return num_rows(batch, samples)
+        map_batch(batch, measure)
     except Exception:  # classes of user code may raise
         return 0
+    rows = sizes.pop() if len(sizes) == 1 else 0
+    return 0 if samples not in (0, rows) and _has_one_each(batch, samples) else rows
+
+
+def _has_one_each(batch: Any, samples: float) -> bool:
+    """Return whether a list or tuple in a batch holds one tensor per sample."""
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    elif type(batch) not in (tuple, list):
+        return False
+    elif len(batch) == samples and all(isinstance(item, torch.Tensor) for item in batch):
+        return True
+    return any(_has_one_each(item, samples) for item in batch)
+
+
+def batch_parts(batch: Any, number: int) -> list[Any]:
+    rows = num_rows(batch)
+
+    def part(index: int) -> Any:
+        start, stop = part_of(rows, number, index)
+        return map_batch(batch, lambda leaf: None if leaf is None else leaf[start:stop])
+
+    return [part(index) for index in range(number)]
+
+
+def in_own_containers(batch: Any) -> Any:
+    """Return a copy of the containers of a batch, with the same tensors and other objects."""
+    try:
+        return map_batch(batch, lambda leaf: leaf)
+    except Exception:  # classes of user code may raise
+        return batch
