@@ -108,26 +108,29 @@ class Averaging(StepFeature):
         return {"averages": {**held, "models": self.averages}}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        if "averages" in state and (problem := self._problem(state["averages"])):
-            raise CheckpointError(f"Cannot load 'averages' of the state: {problem}.")
+        if "averages" in state and not self._fits(state["averages"]):
+            raise CheckpointError(
+                "Cannot load 'averages' of the state: they are damaged, or of other models."
+            )
 
-    def _problem(self, state: Any) -> str:
-        """Return why a state of averages does not fit the models. Return "" if it does."""
+    def _fits(self, state: Any) -> bool:
         try:
             decay, counts = state["decay"], (state["count"], state["start_epoch"])
-            if not (decay is None or 0 < decay < 1):
-                return f"their decay is {decay!r}, which is not between 0 and 1"
-            if not all(type(count) is int and count >= 0 for count in counts):
-                return f"their count and start_epoch are {counts!r}, not whole numbers"
             held, models = self._parameters(), state["models"]
-            fits = len(held) == len(models) and all(
-                given.keys() == own.keys()
-                and all(is_like(given[n], p) and given[n].shape == p.shape for n, p in own.items())
-                for own, given in zip(held, models, strict=True)
+            return (
+                (decay is None or 0 < decay < 1)
+                and all(type(count) is int and count >= 0 for count in counts)
+                and len(held) == len(models)
+                and all(
+                    own.keys() == given.keys()
+                    and all(
+                        is_like(given[n], p) and given[n].shape == p.shape for n, p in own.items()
+                    )
+                    for own, given in zip(held, models, strict=True)
+                )
             )
         except (AttributeError, KeyError, TypeError):
-            return "they lack entries, or have entries of the wrong type"
-        return "" if fits else "they are of other models, or not dense tensors"
+            return False
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "averages" in state:

@@ -8,7 +8,7 @@ parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -57,8 +57,8 @@ class FullyShardedModel(ShardedOptimizer):
         self.models = ShardedModels(models, arguments.get("wrap"), dtype, device)
         self._sharing = [m for m in models if not ddp.only_running_statistics(m)]
         """Models with other buffers than the statistics of batch normalization."""
-        self._rows: dict[tuple[int, int, int], torch.Tensor] = {}
-        """Elements for `take_state`, by parameter, first element, and end."""
+        self._values: Mapping[int, torch.Tensor] = dict(enumerate(self.models.parameters))
+        """Complete parameters for `take_state`, by index."""
         self._received: dict[int, Room] = {}
         """Received gradients of the shares that this worker holds as copies, by share."""
         if dist.get_world_size() > 1:
@@ -66,7 +66,6 @@ class FullyShardedModel(ShardedOptimizer):
         super().__init__(optimizer, arguments.get("copies"), state, list(self.models.parameters))
         state.optimization.rows, state.optimization.whole_norm = _rows, _whole_norm
         state.optimization.sums_each_batch = True
-        self._hold(enumerate(self.models.parameters))
 
     # ---- training step
 
@@ -147,8 +146,9 @@ class FullyShardedModel(ShardedOptimizer):
         """Load this worker's rows from complete states of models and optimizer."""
         (of_optimizer,) = state["optimizers"]
         pairs = zip(self.models.names, state["models"], strict=False)
-        values = {which: saved[name] for names, saved in pairs for name, which in names.items()}
-        self._hold(values.items())
+        self._values = {
+            which: saved[name] for names, saved in pairs for name, which in names.items()
+        }
         numbers = [n for group in of_optimizer["param_groups"] for n in group["params"]]
         everything = [p for group in self.optimizer.param_groups for p in group["params"]]
         given: dict[Any, Any] = {
@@ -172,7 +172,7 @@ class FullyShardedModel(ShardedOptimizer):
 
     def take_state(self) -> None:
         super().take_state()
-        self._rows = {}
+        self._values = {}
         if dist.is_initialized():  # otherwise `reshard` places the rows later
             self._place()
 
@@ -195,23 +195,13 @@ class FullyShardedModel(ShardedOptimizer):
             for of_model in known_as
         ]
 
-    def _hold(self, contents: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Copy this worker's rows of complete parameters, for `take_state`."""
-        layout = self._layout
-        layout.lay_out()
-        shares = [layout.shares[share] for share in layout.held_shares()]
-        for which, content in contents:
-            dtype = self._parameters[which].dtype
-            for start, stop in (share[which] for share in shares if which in share):
-                rows = content.detach().reshape(-1)[start:stop]
-                self._rows[which, start, stop] = rows.to(self._device, dtype, copy=True)
-
     @property
     def _device(self) -> torch.device:
         return self.models.device
 
     def _elements_of(self, which: int, start: int, stop: int) -> torch.Tensor | None:
-        return self._rows[which, start, stop]
+        elements = self._values[which].detach().reshape(-1)[start:stop]
+        return elements.to(self._device, self._parameters[which].dtype, copy=True)
 
     def _message(self, piece: Piece, start: int, stop: int, version: int) -> tuple[Any, ...]:
         # A rank that is behind has computed the update, but has not applied it.

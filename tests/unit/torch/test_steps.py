@@ -338,5 +338,5 @@ def test_sparse_averages_are_an_error():
     state = copy.deepcopy(train_state.training_state())
     given = state["averages"]["models"][0]
     given["weight"] = given["weight"].to_sparse()
-    with pytest.raises(CheckpointError, match="not dense tensors"):
+    with pytest.raises(CheckpointError, match="damaged, or of other models"):
         train_state.check_training_state(state)
