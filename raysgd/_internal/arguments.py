@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 MOST_WORKERS = 10_000
 """Upper limit of `num_workers`. For more, Ray takes minutes to report that there is no room."""
 
@@ -22,26 +20,6 @@ def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     ('num_workers', '')
     """
     return next(iter(difflib.get_close_matches(name, known, 1, cutoff)), "")
-
-
-def suggests(method: _Method) -> _Method:
-    """Suggest a similar name for an unknown argument."""
-    own = inspect.signature(method).parameters
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in own.values())
-    is_init = method.__name__ == "__init__"
-
-    @functools.wraps(method)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for name in kwargs:
-            if name not in own and not takes_any:
-                if not is_init:
-                    raise unknown_argument(f"{type(self).__name__}.{method.__name__}", name, own)
-                # The constructor of a subclass may pass its own arguments to this method.
-                known = {**own, **inspect.signature(type(self)).parameters}
-                raise unknown_argument(type(self).__name__, name, known)
-        return method(self, *args, **kwargs)
-
-    return cast(_Method, checked)
 
 
 def unknown_argument(where: str, name: str, known: Iterable[str]) -> TypeError:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from raysgd._internal.arguments import suggests
 from raysgd._internal.nested import map_leaves
 from raysgd.loop.operator_base import OperatorBase, checked_metrics
 from raysgd.metrics import NUM_SAMPLES
@@ -174,7 +173,6 @@ class TrainingOperator(OperatorBase):
 
     # ---- methods for user code
 
-    @suggests
     def register(
         self,
         models: Any,
@@ -217,7 +215,6 @@ class TrainingOperator(OperatorBase):
             self._check_own_steps("validate_batch")
         return found
 
-    @suggests
     def register_data(
         self,
         *,

@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
-from raysgd._internal.arguments import check_flags, suggests
+from raysgd._internal.arguments import check_flags
 from raysgd.callbacks.base import Callback
 from raysgd.checkpoint.location import Location
 from raysgd.comm.tensorflow import check_tensorflow
@@ -87,7 +87,6 @@ class TFTrainer(OperatorTrainer):
             "apply_all_workers(fn) or apply_all_operators(fn)."
         )
 
-    @suggests
     def __init__(
         self,
         model_creator: Callable[[dict[str, Any]], Any] | None = None,
@@ -142,7 +141,6 @@ class TFTrainer(OperatorTrainer):
         self._plan = fit_plan(options.config) if made_from_functions else None
         super().__init__(options, TFRunner, initialization_hook, callbacks, logdir)
 
-    @suggests
     def train(
         self,
         num_steps: int | None = None,
@@ -164,7 +162,6 @@ class TFTrainer(OperatorTrainer):
             result = super().train(self._plan.steps_per_epoch, *arguments)
         return result
 
-    @suggests
     def validate(
         self,
         num_steps: int | None = None,

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from raysgd._internal.arguments import suggests
 from raysgd.loop.operator_base import OperatorBase, checked_metrics
 from raysgd.metrics import NUM_SAMPLES
 from raysgd.torch.batches import (
@@ -241,7 +240,6 @@ class TrainingOperator(OperatorBase):
 
     # ---- registration, in setup
 
-    @suggests
     def register(
         self,
         *,
@@ -298,7 +296,6 @@ class TrainingOperator(OperatorBase):
             sharding_args,
         )
 
-    @suggests
     def register_data(
         self,
         *,

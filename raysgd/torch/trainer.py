@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from raysgd._internal.arguments import suggests, unknown_argument
+from raysgd._internal.arguments import unknown_argument
 from raysgd.callbacks.base import Callback
 from raysgd.elastic.config import ElasticConfig
 from raysgd.loop.operator_base import check_operator
@@ -102,7 +102,6 @@ class TorchTrainer(OperatorTrainer):
     _trainable = "BaseTorchTrainable"
     _state_cls = _State
 
-    @suggests
     def __init__(
         self,
         *,

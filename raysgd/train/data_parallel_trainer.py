@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import cloudpickle
 
-from raysgd._internal.arguments import checked_dict, suggests, unknown_argument
+from raysgd._internal.arguments import checked_dict, unknown_argument
 from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.cluster.serialization import unpicklable_key
@@ -56,7 +56,6 @@ class DataParallelTrainer:
         resume_from_checkpoint: checkpoint to start from.
     """
 
-    @suggests
     def __init__(
         self,
         train_loop_per_worker: Callable[..., Any],

@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raysgd._internal.arguments import suggests
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event
 from raysgd.train.arguments import bound_function, make_folder, run_folder
@@ -52,7 +51,6 @@ class Trainer:
         elastic: how to wait for resources, see :class:`raysgd.ElasticConfig`.
     """
 
-    @suggests
     def __init__(
         self,
         backend: str | BackendConfig,

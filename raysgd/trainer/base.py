@@ -18,7 +18,6 @@ from raysgd._internal.arguments import (
     check_hook,
     check_int,
     checked_dict,
-    suggests,
     unknown_argument,
 )
 from raysgd._internal.config import BATCH_SIZE, env_seconds, warn_of_rounding
@@ -93,7 +92,6 @@ class OperatorTrainer(TrainerInfo):
 
     # ---- training
 
-    @suggests
     def train(
         self,
         num_steps: int | None = None,
@@ -145,7 +143,6 @@ class OperatorTrainer(TrainerInfo):
         plain = [merge_workers([each]) for each in result.by_worker]
         return [{"epoch": epoch} | each | {"epoch": epoch} for each in plain]
 
-    @suggests
     def validate(
         self,
         num_steps: int | None = None,
@@ -177,7 +174,6 @@ class OperatorTrainer(TrainerInfo):
             return result.merged
         return [merge_workers([each]) for each in result.by_worker]
 
-    @suggests
     def test(self, loader: Any, *, info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Evaluate on another loader, without callbacks and `latest_metrics`.
 
@@ -198,7 +194,6 @@ class OperatorTrainer(TrainerInfo):
         )
         return as_test_metrics(result.merged)
 
-    @suggests
     def predict(self, loader: Any) -> Any:
         """Return the results of ``predict_batch`` for a loader, in the order of its samples.
 
@@ -222,7 +217,6 @@ class OperatorTrainer(TrainerInfo):
     def _concatenate(parts: Sequence[Any]) -> Any:
         return np.concatenate(parts)
 
-    @suggests
     def fit(
         self,
         num_epochs: int | None = None,
@@ -307,7 +301,6 @@ class OperatorTrainer(TrainerInfo):
         self._calls.check_open()
         return self._state.collect(own=copy)
 
-    @suggests
     def load_state_dict(self, state: Mapping[str, Any], blocking: bool = False) -> None:
         """Load a state on any number of workers.
 
@@ -349,7 +342,6 @@ class OperatorTrainer(TrainerInfo):
         """
         return self._state.save_model(path)
 
-    @suggests
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load a file that `save` wrote, from a path or a URL. Loading runs no code from the file.
 

@@ -1,7 +1,5 @@
 """Checks of the arguments of trainers, and their messages."""
 
-import importlib
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -10,7 +8,6 @@ from raysgd import ElasticConfig
 from raysgd._internal import arguments
 from raysgd.elastic.config import checked_elastic
 from raysgd.torch.options import TorchOptions
-from raysgd.train import DataParallelTrainer
 
 NUMBERS = st.integers(-3, 5)
 
@@ -101,47 +98,6 @@ def test_gpus_are_used_if_requested_or_found(monkeypatch):
 def test_workers_that_share_a_gpu_use_gloo(num_gpus, backend):
     given = {"use_gpu": "auto", "resources_per_worker": {"GPU": num_gpus}}
     assert TorchOptions(**given).decided().backend == backend
-
-
-def test_an_unknown_argument_suggests_a_similar_one():
-    class Base:
-        @arguments.suggests
-        def __init__(self, a, num_workers=1, *, logdir=None):
-            self.given = a, num_workers, logdir
-
-        @arguments.suggests
-        def add(self, batch):
-            return batch
-
-    class Passing(Base):
-        def __init__(self, *, torch_config=None, **others):
-            super().__init__(1, **others)
-
-    assert Base(1, 2, logdir="x").given == (1, 2, "x")
-    with pytest.raises(
-        TypeError, match=r"^Base\(\) got .*'num_worker'. Did you mean 'num_workers'"
-    ):
-        Base(1, num_worker=2)
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'zzz'.$"):
-        Base(1, zzz=2)
-    with pytest.raises(TypeError, match=r"^Base\.add\(\) got .*'bach'. Did you mean 'batch'\?$"):
-        Base(1).add(bach=1)
-    assert Base(1).add(batch=2) == 2
-    for name, meant in (("torch_confg", "torch_config"), ("log_dir", "logdir")):
-        with pytest.raises(TypeError, match=rf"Passing\(\) got .*{name!r}. Did you mean {meant!r}"):
-            Passing(**{name: 1})
-
-
-@pytest.mark.parametrize(
-    "trainer",
-    ["raysgd.TorchTrainer", "raysgd.TFTrainer", "raysgd.train.Trainer"],
-)
-def test_every_trainer_suggests_similar_arguments(trainer):
-    module, _, name = trainer.rpartition(".")
-    with pytest.raises(TypeError, match=rf"{name}\(\) .*'num_worker'. Did you mean 'num_workers'"):
-        getattr(importlib.import_module(module), name)(num_worker=2)
-    with pytest.raises(TypeError, match=r"'scaling_confg'\. Did you mean 'scaling_config'"):
-        DataParallelTrainer(print, scaling_confg=None)
 
 
 def test_flags_and_bounds_are_named():

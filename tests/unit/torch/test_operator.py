@@ -32,15 +32,6 @@ def test_validation_needs_no_optimizer():
     operator.validate_batch(BATCH, {})
 
 
-def test_register_suggests_a_name_for_a_misspelled_argument():
-    class Wrong(TrainingOperator):
-        def setup(self, config):
-            self.register(model=1, optimizers=1)
-
-    with pytest.raises(TypeError, match=r"Wrong\.register\(\).*'model'\. Did you mean 'models'"):
-        run_operator(Wrong)
-
-
 # ---- train
 
 
