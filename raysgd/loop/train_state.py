@@ -60,7 +60,7 @@ class TrainState(ABC):
     def __init__(self, settings: Settings, seed: int) -> None:
         self.settings = settings
         self.timers = TimerCollection()
-        self.timers.disable()
+        self.timers.enabled = False
         self.models: list[Any] = []
         self.optimizers: list[Any] = []
         self.registered = False
