@@ -27,8 +27,7 @@ from typing import Any
 
 from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.comm.connection import Address, Listener, connect
-from raysgd.comm.network import address_towards, is_single_node
-from raysgd.comm.sockets import shut_down
+from raysgd.comm.network import address_towards, is_single_node, shut_down
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ import weakref
 from collections.abc import Awaitable, Callable
 from typing import BinaryIO, NamedTuple
 
-from raysgd.comm.sockets import shut_down
+from raysgd.comm.network import shut_down
 
 logger = logging.getLogger(__name__)
 

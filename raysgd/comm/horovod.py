@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from raysgd._internal.context import WorkerContext
 from raysgd.comm.backend import Backend
-from raysgd.comm.network import LOOPBACK, driver_address, interface_of, is_single_node
-from raysgd.comm.sockets import endpoints
+from raysgd.comm.network import LOOPBACK, driver_address, endpoints, interface_of, is_single_node
 
 _CONNECT_S = 30
 """Timeout of connecting to workers that are all present."""

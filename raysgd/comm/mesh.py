@@ -25,7 +25,7 @@ from typing import NoReturn
 import torch
 
 from raysgd.comm.connection import Address, Listener, connect, exactly
-from raysgd.comm.sockets import shut_down
+from raysgd.comm.network import shut_down
 
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from raysgd.comm.connection import Address, Listener, connect, framed, read, receive, send
-from raysgd.comm.sockets import shut_down
+from raysgd.comm.network import shut_down
 
 _CONNECT_S = 10.0
 _ANSWER_S = 60.0

@@ -10,7 +10,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
 from raysgd.comm import horovod as module
 from raysgd.comm.horovod import HorovodRendezvous, horovod_environment
-from raysgd.comm.sockets import listeners
+from raysgd.comm.network import listeners
 from tests.conftest import import_horovod
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from raysgd.comm import rendezvous as store_module
 from raysgd.comm.connection import Address, connect, framed, read
 from raysgd.comm.rendezvous import StoreServer
-from raysgd.comm.torch_store import TorchStore
+from raysgd.comm.torch import TorchStore
 from tests.conftest import examples
 
 SHORT = datetime.timedelta(seconds=0.1)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
 from raysgd.comm import torch as torch_backend
-from raysgd.comm.sockets import listeners
-from raysgd.comm.torch_store import TorchStore
+from raysgd.comm.network import listeners
+from raysgd.comm.torch import TorchStore
 from tests.conftest import Script, run_ranks, wait_until
 
 
@@ -172,7 +172,7 @@ PEER = """
 import datetime, os, pickle, signal, sys
 import torch, torch.distributed as dist
 from raysgd.comm.gloo import GlooGroup
-from raysgd.comm.torch_store import TorchStore
+from raysgd.comm.torch import TorchStore
 
 class Dying(TorchStore):
     # dies as it gives its address to the others: they get it when nobody is there any more
