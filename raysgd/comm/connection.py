@@ -27,7 +27,6 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Awaitable, Callable
 from typing import BinaryIO, NamedTuple
 
@@ -168,19 +167,21 @@ async def exactly(connection: socket.socket, length: int) -> bytes:
 
 
 class Listener:
-    """Listens on a free port of `host`, in its own thread.
-
-    The thread ends with `close`, or when the object is garbage-collected. A `talk` that refers to
-    this object prevents its collection.
-    """
+    """Listens on a free port of `host`, in its own thread, until `close`."""
 
     def __init__(self, host: str, name: str) -> None:
         self._host = host
-        # The thread must not refer to this object, or it would never be collected.
-        self._service = _Service(host, name)
-        self._port: int = self._service.server.getsockname()[1]
-        self._end = weakref.finalize(self, self._service.end)
-        self._service.thread.start()
+        self._server = socket.create_server((host, 0), backlog=1024)
+        self._server.setblocking(False)
+        self._port: int = self._server.getsockname()[1]
+        self._expected: dict[bytes, tuple[str, Talk]] = {}
+        self._connections: dict[socket.socket, asyncio.Task[None]] = {}
+        self._strangers: dict[socket.socket, None] = {}
+        self._closed = asyncio.Event()
+        # Ignore the program's event loop policy, because `detach` needs a selector loop.
+        self._loop = asyncio.SelectorEventLoop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def expect(self, talk: Talk, key: str | None = None) -> Address:
         """Accept connections of peers that know `key`, and return the address for them.
@@ -189,36 +190,18 @@ class Listener:
         returns, unless it calls ``detach`` on the socket.
         """
         key = secrets.token_hex(_RANDOM_BYTES) if key is None else key
-        self._service.expected[_name(key)] = key, talk
+        self._expected[_name(key)] = key, talk
         return Address(self._host, self._port, key)
 
     def forget(self, address: Address) -> None:
         """Refuse further connections to `address`."""
-        self._service.expected.pop(_name(address.key), None)
+        self._expected.pop(_name(address.key), None)
 
     def close(self) -> None:
-        self._end()
-        if self._service.thread is not threading.current_thread():
-            self._service.thread.join(_CLOSE_S)
-
-
-class _Service:
-    """The thread of a listener."""
-
-    def __init__(self, host: str, name: str) -> None:
-        self.server = socket.create_server((host, 0), backlog=1024)
-        self.server.setblocking(False)
-        self.expected: dict[bytes, tuple[str, Talk]] = {}
-        self._connections: dict[socket.socket, asyncio.Task[None]] = {}
-        self._strangers: dict[socket.socket, None] = {}
-        self._closed = asyncio.Event()
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        # Ignore the program's event loop policy, because `detach` needs a selector loop.
-        self._loop = asyncio.SelectorEventLoop()
-
-    def end(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._closed.set)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
         try:
@@ -227,27 +210,27 @@ class _Service:
         finally:
             # A task that is cancelled before its first step does not close its connection, and its
             # peer would keep waiting.
-            for opened in (self.server, *self._connections):
+            for opened in (self._server, *self._connections):
                 shut_down(opened)
                 opened.close()
 
     async def _serve(self) -> None:
         self._listen()
         await self._closed.wait()
-        self._loop.remove_reader(self.server)
+        self._loop.remove_reader(self._server)
 
     def _listen(self) -> None:
         if not self._closed.is_set():
-            self._loop.add_reader(self.server, self._accept)
+            self._loop.add_reader(self._server, self._accept)
 
     def _accept(self) -> None:
         try:
-            connection, _ = self.server.accept()
+            connection, _ = self._server.accept()
         except (BlockingIOError, ConnectionAbortedError):  # the peer has left
             return
         except OSError:  # most likely out of file descriptors
             self._dismiss_oldest()
-            self._loop.remove_reader(self.server)
+            self._loop.remove_reader(self._server)
             self._loop.call_later(_RETRY_S, self._listen)
             return
         connection.setblocking(False)
@@ -285,7 +268,7 @@ class _Service:
             raise ConnectionAbortedError("the peer uses another protocol")
         hello = await exactly(connection, _NAME_BYTES + _RANDOM_BYTES)
         name, theirs = hello[:_NAME_BYTES], hello[_NAME_BYTES:]
-        if (found := self.expected.get(name)) is None:
+        if (found := self._expected.get(name)) is None:
             raise ConnectionAbortedError("the peer names an unknown key")
         key, talk = found
         mine = secrets.token_bytes(_RANDOM_BYTES)
@@ -294,6 +277,6 @@ class _Service:
         expected = _proof(key, b"connecting", mine, theirs)
         if not hmac.compare_digest(await exactly(connection, _PROOF_BYTES), expected):
             raise ConnectionAbortedError("the peer does not know the key")
-        if name not in self.expected:
+        if name not in self._expected:
             raise ConnectionAbortedError("the peer connected after forget()")
         return talk

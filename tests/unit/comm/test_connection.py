@@ -1,7 +1,6 @@
 """Connections: who may come in, what holds nobody up, and what is left when one ends."""
 
 import contextlib
-import gc
 import os
 import socket
 import threading
@@ -152,7 +151,7 @@ def test_oldest_of_too_many_strangers_is_closed(listener, monkeypatch):
         ]
         assert closed_at_once(strangers[0])
         assert echoed(connection, b"?") == b"?"
-        assert len(listener._service._strangers) == 3
+        assert len(listener._strangers) == 3
 
 
 def test_a_client_of_another_protocol_is_sent_away_at_once(shared):
@@ -199,7 +198,7 @@ def test_closing_ends_what_forked_processes_have_too(listener):
     address = listener.expect(echo)
     with connect(address, WAIT_S) as connection:
         assert echoed(connection, b"?") == b"?"
-        opened = [listener._service.server, *listener._service._connections]
+        opened = [listener._server, *listener._connections]
         held = [os.dup(each.fileno()) for each in opened]
         assert len(held) == 2
         listener.close()
@@ -208,18 +207,6 @@ def test_closing_ends_what_forked_processes_have_too(listener):
         connect(address, WAIT_S)
     for descriptor in held:
         os.close(descriptor)
-
-
-def test_one_that_nobody_closes_ends_with_its_owner():
-    listener = Listener(HOST, "test")
-    thread = listener._service.thread
-    assert thread.daemon
-    with connect(listener.expect(echo), WAIT_S) as connection:
-        del listener
-        gc.collect()
-        assert closed_at_once(connection)
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
 
 
 def test_it_leaves_no_thread_and_no_descriptor():
