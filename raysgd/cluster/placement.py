@@ -12,6 +12,7 @@ import ray
 from ray.util.placement_group import (
     PlacementGroup,
     get_current_placement_group,
+    placement_group,
     remove_placement_group,
 )
 
@@ -22,7 +23,6 @@ from raysgd.cluster.reservation import (
     SETTLE_S,
     Reservation,
     is_created,
-    request_group,
     unreleased,
 )
 from raysgd.cluster.worker import is_worker_process
@@ -119,7 +119,7 @@ def _granted(
     is_wanted: Callable[[], bool],
 ) -> PlacementGroup | None:
     """Request a placement group and wait for it. After `timeout_s`, remove it and return None."""
-    group = request_group(bundles, strategy)
+    group = placement_group([dict(bundle) for bundle in bundles], strategy)
     is_granted = False
     try:
         started = mentioned = time.monotonic()

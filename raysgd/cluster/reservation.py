@@ -6,7 +6,7 @@ import contextlib
 import time
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import ray
@@ -60,11 +60,6 @@ class Slot:
         return is_created(self.group) if self._index < 0 else self.node_id is not None
 
 
-def request_group(bundles: Sequence[Mapping[str, float]], strategy: str) -> PlacementGroup:
-    group: PlacementGroup = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
-    return group
-
-
 def is_created(group: PlacementGroup) -> bool:
     return bool(placement_group_table(group).get("state") == "CREATED")
 
@@ -102,7 +97,7 @@ class Reservation:
         """Request a slot for one more worker. Return None if the group is the caller's."""
         if not self._owned:
             return None
-        group = request_group([bundle], "SPREAD")
+        group = placement_group([dict(bundle)], "SPREAD")
         self.groups.append(group)
         if self._is_released:  # another thread has just called `release`
             remove_placement_group(group)

@@ -196,8 +196,8 @@ class WorkerGroup:
     def _request_missing(self, reservation: Any, going: list[Any]) -> None:
         """Request slots for missing workers, and spare ones for slots that may soon be lost."""
         num_workers = self.options.num_workers - (self._local is not None)
-        unsure = [*going, *(self._slots.get(member) for member in self.leaving())]
-        while len(reservation.slots) < num_workers + len(unsure):
+        num_unsure = len(going) + len(self.leaving())
+        while len(reservation.slots) < num_workers + num_unsure:
             slot = reservation.request_slot(self.options.bundle)
             if slot is None:
                 break

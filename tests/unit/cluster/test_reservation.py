@@ -1,4 +1,4 @@
-"""Room for workers: slots of placement groups, and lost bundles."""
+"""Room for workers."""
 
 from types import SimpleNamespace
 
@@ -11,11 +11,11 @@ from raysgd.cluster.reservation import Reservation
 
 @pytest.fixture
 def room(monkeypatch):
-    """Room for three workers on three nodes."""
+    """Room for three workers, of which Ray looks anew for what is lost."""
     table = {"state": "CREATED", "strategy": "SPREAD"}
     table["bundles_to_node_id"] = {0: "one", 1: "two", 2: "three"}
     monkeypatch.setattr(reservation, "placement_group_table", lambda group: table)
-    monkeypatch.setattr(reservation, "request_group", lambda *arguments: object())
+    monkeypatch.setattr(reservation, "placement_group", lambda *arguments: object())
     monkeypatch.setattr(reservation, "SETTLE_S", 0.0)
     room = Reservation(object(), range(3), owned=True)
     room.table = table
