@@ -1,11 +1,13 @@
-"""Reserves resources for workers, and reports which resources are missing."""
+"""Reserves resources for workers, as one slot per worker, and reports which are missing."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -13,24 +15,152 @@ from ray.util.placement_group import (
     PlacementGroup,
     get_current_placement_group,
     placement_group,
+    placement_group_table,
     remove_placement_group,
 )
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysgd.cluster.group_options import WAIT_LONGER, workers_that_fit
 from raysgd.cluster.ray_session import is_own_cluster
-from raysgd.cluster.reservation import (
-    POLL_S,
-    SETTLE_S,
-    Reservation,
-    is_created,
-    unreleased,
-)
 from raysgd.cluster.worker import is_worker_process
 from raysgd.errors import InsufficientResourcesError
 
 logger = logging.getLogger(__name__)
 
+SETTLE_S = 1.0
+"""Minimum lifetime of a request, in seconds. Ray 2.60 can lose resources permanently if a request
+is removed while Ray grants it."""
+POLL_S = 0.02
 _LOG_EVERY_S = 10.0
+_ADVICE = "Earlier trainers keep their resources until you call shutdown()."
+
+
+class Slot:
+    """Resources for one worker, and for its replacement if the worker is lost.
+
+    `index` is the index of a bundle of the placement group, or -1 for any free bundle.
+    """
+
+    def __init__(self, group: PlacementGroup, index: int) -> None:
+        self.group = group
+        self._index = index
+        self.last_node_id: str | None = None
+        """Node of the last worker that left this slot."""
+
+    @property
+    def strategy(self) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(
+            self.group, placement_group_bundle_index=self._index
+        )
+
+    @property
+    def node_id(self) -> str | None:
+        """Node of the slot. None if it has no node or Ray does not report it."""
+        if self._index < 0:
+            return self.last_node_id
+        table = placement_group_table(self.group)
+        # While Ray replaces the bundles of a lost node, the other bundles stay reserved.
+        if table.get("state") not in ("CREATED", "RESCHEDULING"):
+            return None
+        nodes: dict[int, str] = table.get("bundles_to_node_id", {})
+        return nodes.get(self._index) or None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the slot has a node. Ray may assign another node after a node failure."""
+        return _is_created(self.group) if self._index < 0 else self.node_id is not None
+
+
+def _is_created(group: PlacementGroup) -> bool:
+    return bool(placement_group_table(group).get("state") == "CREATED")
+
+
+def _num_lost(group: PlacementGroup) -> int:
+    """Return how many bundles of a group Ray is rescheduling."""
+    table = placement_group_table(group)
+    # Single requests cannot replace bundles with a strict placement strategy.
+    if table.get("state") != "RESCHEDULING" or table.get("strategy", "").startswith("STRICT_"):
+        return 0
+    return sum(not node for node in table.get("bundles_to_node_id", {}).values())
+
+
+def _is_free(group: PlacementGroup) -> bool:
+    state = placement_group_table(group).get("state", "REMOVED")
+    # While a group holds resources, Ray lists them under names that end in the group's ID.
+    held = group.id.hex()
+    return state == "REMOVED" and not any(name.endswith(held) for name in ray.available_resources())
+
+
+class Reservation:
+    """Resources for workers: own placement groups, or the caller's group, as in a Tune trial."""
+
+    def __init__(self, group: PlacementGroup, indexes: Iterable[int], owned: bool) -> None:
+        self._owned = owned
+        self.groups = [group] if owned else []
+        """Placement groups that raysgd requested."""
+        self.slots = [Slot(group, index) for index in indexes]
+        self._waiting_since: dict[PlacementGroup, float] = {}
+        """Time when Ray began to reschedule several lost bundles of a group."""
+        self._is_released = False
+
+    def request_slot(self, bundle: Mapping[str, float]) -> Slot | None:
+        """Request a slot for one more worker. Return None if the group is the caller's."""
+        if not self._owned:
+            return None
+        group = placement_group([dict(bundle)], "SPREAD")
+        self.groups.append(group)
+        if self._is_released:  # another thread has just called `release`
+            remove_placement_group(group)
+            return None
+        slot = Slot(group, 0)
+        self.slots.append(slot)
+        return slot
+
+    def drop_pending(self, requested: Iterable[Slot]) -> None:
+        """Remove the pending requests for single slots."""
+        for slot in requested:
+            if not slot.is_ready:
+                self.slots.remove(slot)
+                self.groups.remove(slot.group)
+                remove_placement_group(slot.group)
+
+    def drop_lost(self, taken: Collection[Any]) -> None:
+        """Remove placement groups of several bundles if all bundles are lost and none is in use.
+
+        Ray reschedules the lost bundles of a group together, and serves no other request meanwhile.
+        If other jobs have taken some of the resources, Ray never finishes.
+        """
+        if not self._owned:
+            return
+        in_use, now = {getattr(slot, "group", None) for slot in taken}, time.monotonic()
+        sizes = Counter(slot.group for slot in self.slots)
+        lost = [
+            group
+            for group, size in sizes.items()
+            if size > 1 and group not in in_use and _num_lost(group) == size
+        ]
+        self._waiting_since = {group: self._waiting_since.get(group, now) for group in lost}
+        for group, since in self._waiting_since.items():
+            if now - since >= SETTLE_S:
+                self.slots = [slot for slot in self.slots if slot.group != group]
+                self.groups.remove(group)
+                remove_placement_group(group)
+
+    def include(self, other: Reservation) -> None:
+        self.groups += other.groups
+        self.slots += other.slots
+
+    def release(self, timeout_s: float = 10.0) -> None:
+        """Release the resources, and wait until they are free."""
+        self._is_released = True
+        if not ray.is_initialized():
+            return
+        with contextlib.suppress(Exception):  # a cluster that is gone holds nothing
+            for group in self.groups:
+                remove_placement_group(group)
+            deadline = time.monotonic() + timeout_s
+            while time.monotonic() < deadline and not all(map(_is_free, self.groups)):
+                time.sleep(POLL_S)
 
 
 def reserve(
@@ -52,8 +182,10 @@ def reserve(
     this process has started the cluster, and the cluster is too small.
     """
     current = get_current_placement_group()
-    if current is not None and _captures_child_tasks() and not is_worker_process():
-        return _reserve_within(current, bundle, num_workers, min_workers)
+    if current is not None and not is_worker_process():
+        context: Any = ray.get_runtime_context()
+        if context.should_capture_child_tasks_in_placement_group:
+            return _reserve_within(current, bundle, num_workers, min_workers)
     deadline = time.monotonic() + timeout_s
     capacity = workers_that_fit(ray.cluster_resources(), bundle)
     if capacity < min_workers and is_own_cluster():
@@ -107,11 +239,6 @@ def _topped_up(
     return reservation
 
 
-def _captures_child_tasks() -> bool:
-    context: Any = ray.get_runtime_context()
-    return bool(context.should_capture_child_tasks_in_placement_group)
-
-
 def _granted(
     bundles: Sequence[Mapping[str, float]],
     strategy: str,
@@ -124,7 +251,7 @@ def _granted(
     try:
         started = mentioned = time.monotonic()
         # The wait() of a placement group supports whole seconds only.
-        while not (is_granted := is_created(group)):
+        while not (is_granted := _is_created(group)):
             now = time.monotonic()
             if not is_wanted():
                 raise RuntimeError("The workers are shut down.")
@@ -132,9 +259,9 @@ def _granted(
                 return None
             if now - mentioned >= (SETTLE_S if mentioned == started else _LOG_EVERY_S):
                 mentioned = now
+                what = demand(bundles[0], len(bundles))
                 left = timeout_s - (now - started)
-                what = " ".join([demand(bundles[0], len(bundles)), *_advice()])
-                logger.warning("Waiting up to %.0f s for %s", left, what)
+                logger.warning("Waiting up to %.0f s for %s %s", left, what, _ADVICE)
             time.sleep(POLL_S)
         return group
     finally:
@@ -142,46 +269,22 @@ def _granted(
             remove_placement_group(group)
 
 
-def _advice() -> list[str]:
-    """Return advice about trainers that hold resources."""
-    advice = []
-    groups = [group for kept in list(unreleased) for group in kept.groups if is_created(group)]
-    held = _sum(bundle for group in groups for bundle in group.bundle_specs)
-    if held:
-        advice.append(
-            f"Earlier trainers that are not shut down hold {_described(held)}. Call their "
-            "shutdown(), or create them in a with block."
-        )
-    if is_worker_process():
-        advice.append(
-            "This trainer is created on a worker of another trainer, whose workers keep their "
-            "resources."
-        )
-    return advice
-
-
 def _no_room(
-    when: str,
-    bundle: Mapping[str, float],
-    min_workers: int,
-    num_workers: int,
+    when: str, bundle: Mapping[str, float], min_workers: int, num_workers: int
 ) -> InsufficientResourcesError:
-    total = ray.cluster_resources()
     parts = [f"No room {when}for {demand(bundle, min_workers)}"]
     if min_workers < num_workers:
         parts.append(f"Training can start with that many of up to {_plural(num_workers)}.")
-    if when:
-        parts += _advice()
     parts.append(
         "Request less (num_workers, num_cpus_per_worker, use_gpu, resources_per_worker), or add "
         "nodes."
     )
     if when:
-        parts.append(WAIT_LONGER)
+        parts += [_ADVICE, WAIT_LONGER]
     return InsufficientResourcesError(
         " ".join(parts),
         requested=bundle,
-        total=total,
+        total=ray.cluster_resources(),
         available=ray.available_resources(),
     )
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from raysgd.cluster import placement, reservation
-from raysgd.cluster.reservation import Reservation
+from raysgd.cluster import placement
+from raysgd.cluster.placement import Reservation
 
 
 @pytest.fixture
@@ -14,9 +14,9 @@ def room(monkeypatch):
     """Room for three workers, of which Ray looks anew for what is lost."""
     table = {"state": "CREATED", "strategy": "SPREAD"}
     table["bundles_to_node_id"] = {0: "one", 1: "two", 2: "three"}
-    monkeypatch.setattr(reservation, "placement_group_table", lambda group: table)
-    monkeypatch.setattr(reservation, "placement_group", lambda *arguments: object())
-    monkeypatch.setattr(reservation, "SETTLE_S", 0.0)
+    monkeypatch.setattr(placement, "placement_group_table", lambda group: table)
+    monkeypatch.setattr(placement, "placement_group", lambda *arguments: object())
+    monkeypatch.setattr(placement, "SETTLE_S", 0.0)
     room = Reservation(object(), range(3), owned=True)
     room.table = table
     return room
@@ -38,7 +38,7 @@ def test_a_slot_keeps_its_node_while_ray_replaces_another(room):
 
 def test_request_is_dropped_if_all_its_bundles_are_lost(room, monkeypatch):
     removed = []
-    monkeypatch.setattr(reservation, "remove_placement_group", removed.append)
+    monkeypatch.setattr(placement, "remove_placement_group", removed.append)
     (lost,) = room.groups
     room.table["state"] = "RESCHEDULING"
     room.table["bundles_to_node_id"] |= {1: "", 2: ""}
