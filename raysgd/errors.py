@@ -17,9 +17,6 @@ An exception from user code on a worker reaches the caller unchanged. Its ``__ca
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 __all__ = [
     "CallbackError",
     "CheckpointError",
@@ -36,17 +33,6 @@ __all__ = [
 class RaySGDError(Exception):
     """Base class of all errors that raysgd raises at run time."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Keep the fields when the error crosses processes."""
-        return _restored, (type(self), self.args, vars(self))
-
-
-def _restored(kind: type[RaySGDError], args: tuple[Any, ...], fields: dict[str, Any]) -> Any:
-    error = kind.__new__(kind)
-    error.args = args
-    vars(error).update(fields)
-    return error
-
 
 class WorkerLostError(RaySGDError, RuntimeError):
     """A worker process or its node died, and the work cannot continue without it.
@@ -60,7 +46,7 @@ class WorkerLostError(RaySGDError, RuntimeError):
         cause: Cause of the death as Ray reports it.
     """
 
-    def __init__(self, message: str, rank: int, node_id: str = "", cause: str = "") -> None:
+    def __init__(self, message: str, rank: int = -1, node_id: str = "", cause: str = "") -> None:
         super().__init__(message)
         self.rank = rank
         self.node_id = node_id
@@ -68,17 +54,7 @@ class WorkerLostError(RaySGDError, RuntimeError):
 
 
 class WorkerTimeoutError(RaySGDError, TimeoutError):
-    """Workers did not answer before a timeout.
-
-    Attributes:
-        ranks: World ranks that did not answer.
-        waited_s: Length of the wait in seconds.
-    """
-
-    def __init__(self, message: str, ranks: Sequence[int] = (), waited_s: float = 0.0) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
-        self.waited_s = waited_s
+    """Workers did not answer before a timeout."""
 
 
 class CollectiveError(RaySGDError, RuntimeError):
@@ -86,25 +62,7 @@ class CollectiveError(RaySGDError, RuntimeError):
 
 
 class InsufficientResourcesError(RaySGDError, TimeoutError, RuntimeError):
-    """The cluster had no room for ``min_workers`` within the start timeout.
-
-    Attributes:
-        requested: Resources of one worker.
-        total: Resources of the cluster.
-        available: Free resources when the wait ended.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        requested: Mapping[str, float],
-        total: Mapping[str, float],
-        available: Mapping[str, float],
-    ) -> None:
-        super().__init__(message)
-        self.requested = dict(requested)
-        self.total = dict(total)
-        self.available = dict(available)
+    """The cluster had no room for ``min_workers`` within the start timeout."""
 
 
 class CheckpointError(RaySGDError, RuntimeError):
@@ -116,16 +74,7 @@ class CallbackError(RaySGDError, RuntimeError):
 
     A call of the trainer raises this error at its end. The other callbacks have run, and the
     trainer remains usable.
-
-    Attributes:
-        callback: Name of the callback's class.
-        hook: Name of the hook that raised.
     """
-
-    def __init__(self, message: str, callback: str = "", hook: str = "") -> None:
-        super().__init__(message)
-        self.callback = callback
-        self.hook = hook
 
 
 class RemoteError(RaySGDError, RuntimeError):

@@ -289,9 +289,7 @@ def _failure(entry: _Entry, hook: str, error: Exception) -> CallbackError:
     failure = CallbackError(
         # Hide passwords, because a service may repeat its URL.
         f"The callback {name} failed in {hook}: {without_secrets(repr(error))}. {trained}"
-        "You can continue to use the trainer.",
-        callback=name,
-        hook=hook,
+        "You can continue to use the trainer."
     )
     failure.__cause__ = error
     return failure

@@ -281,12 +281,7 @@ def _no_room(
     )
     if when:
         parts += [_ADVICE, WAIT_LONGER]
-    return InsufficientResourcesError(
-        " ".join(parts),
-        requested=bundle,
-        total=ray.cluster_resources(),
-        available=ray.available_resources(),
-    )
+    return InsufficientResourcesError(" ".join(parts))
 
 
 def _reserve_within(
@@ -300,10 +295,7 @@ def _reserve_within(
         raise InsufficientResourcesError(
             f"No room for {_plural(min_workers)} with {_described(bundle)} each in the placement "
             f"group of this trainer, which has room for {num_beside} next to the caller. Give the "
-            "group a bundle for each worker.",
-            requested=bundle,
-            total=_sum(group.bundle_specs),
-            available=_sum(left),
+            "group a bundle for each worker."
         )
     if num_beside < num_workers:
         logger.warning(
@@ -330,14 +322,6 @@ def _left_beside(
         if match is not None:
             left[int(match[2])][match[1]] -= sum(amount for _, amount in parts)
     return left
-
-
-def _sum(bundles: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for bundle in bundles:
-        for name, amount in bundle.items():
-            total[name] = total.get(name, 0) + amount
-    return total
 
 
 def demand(bundle: Mapping[str, float], size: int = 1) -> str:

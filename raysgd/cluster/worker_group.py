@@ -128,16 +128,14 @@ class WorkerGroup:
             ranks = [rank for rank, place in enumerate(places) if place in missing]
             raise WorkerTimeoutError(
                 f"Processes of workers {', '.join(map(str, ranks))} did not start within "
-                f"{timeout_s:g} s. {WAIT_LONGER}",
-                ranks=ranks,
-                waited_s=timeout_s,
+                f"{timeout_s:g} s. {WAIT_LONGER}"
             )
         for member, place in zip(members, places, strict=True):
             try:
                 member.locate(place.result())
             except Exception as error:
                 if is_loss(error):
-                    raise WorkerLostError(f"A worker died during its start: {error}", -1) from error
+                    raise WorkerLostError(f"A worker died during its start: {error}") from error
                 raise
 
     def new_member(self, slot: Any) -> WorkerHandle:

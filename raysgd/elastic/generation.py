@@ -63,8 +63,7 @@ class GroupForming:
         """Wait for busy workers, and request the progress of each worker."""
         self._began = self._clock.monotonic()
         patience_s = _STRAGGLER_S if self._context.policy.can_join else _RESTART_STRAGGLER_S
-        ranks, busy = self._journal.ranks, self._commands.busy
-        if lost := await_stragglers(busy, ranks, self._clock, patience_s):
+        if lost := await_stragglers(self._commands.busy, self._clock, patience_s):
             return self._note_lost(lost)
         ready, leaving = self._context.who_moves()
         joining = {r.member: r for r in ready if r.member is not None}
@@ -342,8 +341,7 @@ class GroupForming:
                 waiting = self._journal.listed(attempt.pending)
                 self._stop(attempt)
                 raise WorkerTimeoutError(
-                    f"Workers {waiting} took longer than {timeout_s:g} s (timeout_s) to {what}.",
-                    waited_s=timeout_s,
+                    f"Workers {waiting} took longer than {timeout_s:g} s (timeout_s) to {what}."
                 )
         if attempt.failed:
             self._stop(attempt)

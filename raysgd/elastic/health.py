@@ -98,10 +98,7 @@ def _shown_stack(answer: Future[str]) -> str:
 
 
 def await_stragglers(
-    busy: dict[WorkerHandle, Future[Outcome]],
-    ranks: Mapping[WorkerHandle, int],
-    clock: Clock,
-    patience_s: float,
+    busy: dict[WorkerHandle, Future[Outcome]], clock: Clock, patience_s: float
 ) -> dict[WorkerHandle, BaseException]:
     """Wait for workers that are busy with an interrupted call. Return the lost ones.
 
@@ -118,8 +115,6 @@ def await_stragglers(
     for member in stragglers.pending:
         if not member.remote:  # the driver cannot kill its own process
             raise WorkerTimeoutError(
-                f"The worker in the driver's process did not stop within {patience_s:g} s.",
-                ranks=[ranks[member]],
-                waited_s=patience_s,
+                f"The worker in the driver's process did not stop within {patience_s:g} s."
             )
     return stragglers.lost | {m: WorkerTimeoutError(why) for m in stragglers.pending}

@@ -139,9 +139,7 @@ class Replacement:
             if self.group.clock.monotonic() > deadline:
                 advice = WAIT_LONGER if step == "come up" else "To wait longer, raise timeout_s."
                 raise WorkerTimeoutError(
-                    f"Worker {self.rank} took longer than {timeout_s:g} s to {step}. {advice}",
-                    ranks=[self.rank],
-                    waited_s=timeout_s,
+                    f"Worker {self.rank} took longer than {timeout_s:g} s to {step}. {advice}"
                 )
             yield
 

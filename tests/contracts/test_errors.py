@@ -17,12 +17,7 @@ from raysgd.train.backend import (
 )
 
 EXAMPLES = {
-    "CallbackError": errors.CallbackError("failed", callback="Mine", hook="on_epoch_end"),
     "WorkerLostError": errors.WorkerLostError("gone", rank=3, node_id="ab", cause="OOM"),
-    "WorkerTimeoutError": errors.WorkerTimeoutError("late", ranks=[1, 2], waited_s=5.0),
-    "InsufficientResourcesError": errors.InsufficientResourcesError(
-        "full", {"CPU": 2.0}, {"CPU": 4.0}, {"CPU": 1.0}
-    ),
     "StepInterruptedError": StepInterruptedError("stop"),
     "TrainingWorkerError": TrainingWorkerError("gone", rank=1, cause="OOM"),
 }

@@ -46,37 +46,32 @@ def with_setup(function):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "requested", "words"),
+    ("arguments", "words"),
     [
         pytest.param(
             {"num_workers": 2, "min_workers": 2, "num_cpus_per_worker": 3},
-            {"CPU": 3},
             ["2 workers", "3 CPU", "has 4 CPU", "4 CPU are free"],
             id="cpus",
         ),
         pytest.param(
             {"num_workers": 1, "use_gpu": True},
-            {"CPU": 1, "GPU": 1},
             ["1 worker", "1 GPU", "has 4 CPU, 0 GPU"],
             id="gpus",
         ),
         pytest.param(
             {"num_workers": 2, "resources_per_worker": {"licence": 1}},
-            {"CPU": 1, "licence": 1},
             ["1 worker", "1 licence", "0 licence"],
             id="custom_resource",
         ),
     ],
 )
-def test_error_shows_requested_and_free_resources(ray_cluster, arguments, requested, words):
+def test_error_shows_requested_and_free_resources(ray_cluster, arguments, words):
     """At once, since this Ray gets no more nodes while the caller waits."""
     known, started = actors(), time.monotonic()
     with pytest.raises(InsufficientResourcesError) as caught:
         TorchTrainer(training_operator_cls=Classifier, **arguments)
     assert time.monotonic() - started < 20
     assert_names(caught.value, [*words, "num_cpus_per_worker"])
-    assert caught.value.requested == requested
-    assert caught.value.total["CPU"] == 4
     assert actors() == known
 
 

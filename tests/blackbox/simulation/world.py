@@ -205,7 +205,7 @@ class World:
         if not is_wanted():
             raise RuntimeError("The workers are shut down.")
         if self.room < min_workers:
-            raise InsufficientResourcesError("no room", {}, {}, {})
+            raise InsufficientResourcesError("no room")
         return min(num_workers, self.room)
 
     def begin(self, member):

@@ -228,7 +228,6 @@ def test_error_names_the_callback_and_no_step_is_lost(make_trainer, caplog, hook
     trainer = make_trainer(Recorder, callbacks=spies)
     with pytest.raises(CallbackError, match=rf"Spy failed in {hook}: KeyError") as caught:
         trainer.train()
-    assert (caught.value.callback, caught.value.hook) == ("Spy", hook)
     assert "No training is lost." in str(caught.value)
     assert isinstance(caught.value.__cause__, KeyError)
     assert hook in spies[1].hooks, "the other one was called"

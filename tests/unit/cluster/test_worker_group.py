@@ -275,7 +275,6 @@ def test_a_worker_that_does_not_come_up_is_named(start, monkeypatch):
     monkeypatch.setattr(group_module, "ActorHandle", Silent)
     with pytest.raises(WorkerTimeoutError, match=r"workers 0, 2 did not start within 60 s") as e:
         start(num_workers=3, room=3)
-    assert (e.value.ranks, e.value.waited_s) == ((0, 2), 60)
     assert "To wait longer, set SGD_PLACEMENT_GROUP_TIMEOUT_S" in str(e.value)
 
 
