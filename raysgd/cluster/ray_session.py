@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import ray
@@ -26,33 +24,8 @@ _SPEED_TIMEOUT_S = 60.0
 
 def connect() -> None:
     """Connect to Ray. Start it on this machine if there is no cluster."""
-    if ray.is_initialized():
-        return
-    # ray.init() would retry for minutes if the cluster is gone.
-    given = os.environ.get("RAY_ADDRESS")
-    last = _last_cluster()
-    try:
-        _probe(last if given is None else given)
-    except OSError as error:
-        if given is not None:
-            raise ConnectionError(
-                f"No Ray cluster answers at RAY_ADDRESS={given!r} ({error}). Start a cluster, "
-                "unset RAY_ADDRESS, or set it to 'local' to start Ray here."
-            ) from error
-        logger.warning(
-            "The last Ray cluster of this machine, at %s, has ended. Starting Ray here.", last
-        )
-        ray.init("local")
-        return
-    ray.init()
-
-
-def _last_cluster() -> str:
-    """Return the address that ``ray start`` stored on this machine, or an empty string."""
-    folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray"
-    with contextlib.suppress(OSError):
-        return (folder / "ray_current_cluster").read_text().strip()
-    return ""
+    if not ray.is_initialized():
+        ray.init()
 
 
 def _probe(address: str) -> None:

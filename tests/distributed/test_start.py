@@ -1,18 +1,16 @@
 """Where workers are placed, how many start, and what each of them knows of its place."""
 
 import itertools
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import ray
 import torch
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.utils.data import DataLoader
 
 from raysgd import ElasticConfig, TorchTrainer
-from raysgd.cluster import placement, ray_session
+from raysgd.cluster import placement
 from raysgd.errors import InsufficientResourcesError
 from raysgd.utils import BATCH_SIZE
 from tests.conftest import wait_until
@@ -174,76 +172,3 @@ def test_room_that_comes_ends_the_wait(two_cpus_taken, monkeypatch):
         given_back = pool.submit(give_back)
         placement.reserve({"CPU": 3}, num_workers=1, min_workers=1, timeout_s=20).release()
         given_back.result()
-
-
-@pytest.fixture
-def gone():
-    """The address of a cluster that has ended."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
-
-
-@pytest.fixture
-def begun(monkeypatch):
-    """What Ray is started with, where it seems not to be."""
-    begun = []
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", lambda *arguments: begun.append(arguments))
-    return begun
-
-
-def test_a_cluster_that_does_not_answer_is_named_at_once(begun, gone, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", gone)
-    with pytest.raises(ConnectionError, match=f"RAY_ADDRESS='{gone}'.*'local'"):
-        ray_session.connect()
-    assert not begun
-
-
-def test_address_of_an_ended_cluster_is_ignored(begun, gone, monkeypatch, tmp_path, caplog):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    ray_session.connect()
-    assert begun == [()]
-    (tmp_path / "ray").mkdir()
-    (tmp_path / "ray" / "ray_current_cluster").write_text(gone + "\n")
-    ray_session.connect()
-    assert begun == [(), ("local",)]
-    assert f"at {gone}, has ended" in caplog.text
-
-
-def test_inside_of_a_placement_group_its_room_is_used(ray_cluster):
-    """Its three bundles hold the caller and two workers, although four are asked for."""
-
-    @ray_cluster.remote(num_cpus=1)
-    def count_slots_and_groups():
-        asked = {"num_workers": 4, "min_workers": 1, "timeout_s": 20}
-        with pytest.raises(InsufficientResourcesError, match="room for 0 next to the caller"):
-            placement.reserve({"CPU": 2}, **asked)
-        room = placement.reserve({"CPU": 1}, **asked)
-        groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
-        return len(room.slots), len(groups)
-
-    group = placement_group([{"CPU": 1}] * 3, strategy="PACK")
-    strategy = PlacementGroupSchedulingStrategy(
-        group, placement_group_bundle_index=1, placement_group_capture_child_tasks=True
-    )
-    counting = count_slots_and_groups.options(scheduling_strategy=strategy)
-    found = ray_cluster.get(counting.remote(), timeout=120)
-    remove_placement_group(group)
-    assert found == (2, 1)
-
-
-def test_resources_of_the_caller_are_subtracted_from_its_bundles():
-    bundles = [{"CPU": 1}, {"CPU": 4}, {"CPU": 4, "GPU": 1, "big_group_1_a": 2}]
-    assert placement._left_beside(bundles, {}) == bundles
-    held = {
-        "CPU_group_5f": [(0, 1.5)],
-        "CPU_group_1_5f": [(0, 1.5)],
-        "GPU_group_2_5f": [(3, 0.5), (4, 0.25)],
-        "big_group_1_a_group_2_5f": [(0, 2.0)],
-        "bundle_group_5f": [(0, 0.001)],
-        "bundle_group_0_5f": [(0, 0.001)],
-        "CPU": [(0, 2.0)],
-    }
-    left = [{"CPU": 1}, {"CPU": 2.5}, {"CPU": 4, "GPU": 0.25, "big_group_1_a": 0}]
-    assert placement._left_beside(bundles, held) == left
