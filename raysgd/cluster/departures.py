@@ -15,8 +15,6 @@ _LOOK_EVERY_S = 1.0
 """Seconds between two requests to Ray."""
 _SILENT_S = 2.0
 """Seconds without an answer after which the Ray head node counts as unresponsive."""
-_FORGET_S = 60.0
-"""Seconds for which a node still counts as preempted after its deadline."""
 _TERM_S = 10.0
 """Seconds that a process usually survives after SIGTERM."""
 
@@ -104,9 +102,7 @@ class Drains:
     @property
     def nodes(self) -> dict[str, Notice]:
         """Notices for nodes, by Ray node ID."""
-        now, own = self._clock.time(), dict(self._of_nodes)  # another thread may change the dict
-        own = {node: notice for node, notice in own.items() if now < notice.leave_by + _FORGET_S}
-        return {**own, **self._of_ray}
+        return {**self._of_nodes, **self._of_ray}
 
     def __bool__(self) -> bool:
         return bool(self._of_ray or self._of_nodes or self._of_members)

@@ -148,8 +148,7 @@ class HostMonitor:
         self.stops_calls = stops_calls
         self.is_any_reached = is_any_reached
         self._listeners: dict[str, Listener] = {}
-        self._cut_off: list[HostWatch] = []
-        self._cut_off_since = 0.0
+        self._is_cut_off = False
 
     def watch(self, info: WorkerInfo, lose: Callable[[LostError], None]) -> HostWatch | None:
         """Return a watch for the worker to connect to. None for the driver's own host."""
@@ -164,22 +163,17 @@ class HostMonitor:
             return None
 
     def is_cut_off(self, watches: Sequence[HostWatch | None]) -> bool:
-        """Return whether all watches are silent. Log the start and the end of the silence."""
+        """Return whether all watches are silent. Log the start of the silence."""
         silent = [watch for watch in watches if watch is not None and watch.is_silent]
         is_cut_off = bool(silent) and len(silent) == len(watches)
-        if is_cut_off and not self._cut_off:
-            self._cut_off, self._cut_off_since = silent, time.monotonic() - _SILENCE_S
+        if is_cut_off and not self._is_cut_off:
             logger.warning(
                 "No worker's host (%s) answers the driver, so the driver's own host is probably "
                 "cut off. Driver and workers wait for each other for up to %g s (driver_grace_s).",
                 ", ".join(dict.fromkeys(watch.host for watch in silent)),
                 self.driver_grace_s,
             )
-        elif self._cut_off and not is_cut_off:
-            if any(watch in self._cut_off for watch in watches):
-                seconds = time.monotonic() - self._cut_off_since
-                logger.warning("The driver reaches workers again, after %.1f s.", seconds)
-            self._cut_off = []
+        self._is_cut_off = is_cut_off
         return is_cut_off
 
     def note_start(self, answer: Future[Any]) -> None:

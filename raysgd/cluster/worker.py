@@ -6,7 +6,9 @@ This module does not import Ray: a worker in the driver's process uses the same 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import select
 import signal
 import sys
 import threading
@@ -25,7 +27,6 @@ from raysgd._internal.context import (
 )
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.tracebacks import is_the_users, stacks
-from raysgd.cluster.child_processes import end_forks_with_this_process
 from raysgd.cluster.host_monitor import DriverWatch
 from raysgd.cluster.serialization import Packed, dumps, pack
 from raysgd.cluster.worker_info import WorkerInfo
@@ -352,6 +353,30 @@ def _catch_sigterm(note: Callable[[], None]) -> None:
 
     os.register_at_fork(after_in_child=restore)
     threading.Thread(target=listen, name="raysgd-sigterm", daemon=True).start()
+
+
+@functools.cache
+def end_forks_with_this_process() -> None:
+    """Make every fork of this process exit when this process ends, on Linux.
+
+    Forks, such as the processes of a DataLoader, inherit the connections of the worker. While a
+    fork lives, neither Ray nor other workers detect that the worker was killed.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return
+    death = os.pidfd_open(os.getpid())
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(death, select.POLLIN)
+        ((_, events),) = poll.poll()
+        if events & select.POLLIN:  # otherwise the process has closed the descriptor
+            os._exit(1)
+
+    def watch() -> None:
+        threading.Thread(target=wait, name="raysgd-parent", daemon=True).start()
+
+    os.register_at_fork(after_in_child=watch)
 
 
 def _caused_by(error: BaseException | None, test: Callable[[BaseException], bool]) -> bool:

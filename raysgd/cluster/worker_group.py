@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -26,12 +25,8 @@ from raysgd.cluster.worker_handle import (
 from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
 
-logger = logging.getLogger(__name__)
-
 _CONTROL_THREADS = 4
 _TEARDOWN_S = 5.0
-_MENTION_S = 30.0
-"""Seconds after which to log what a start is waiting for."""
 
 
 class WorkerGroup:
@@ -120,11 +115,7 @@ class WorkerGroup:
 
     def _find_places(self, members: Sequence[WorkerHandle], timeout_s: float) -> None:
         places = [member.control("info") for member in members]
-        missing = self.clock.wait(places, min(timeout_s, _MENTION_S))
-        if missing and timeout_s > _MENTION_S:
-            logger.warning("Still waiting for %d workers to start.", len(missing))
-            missing = self.clock.wait(missing, timeout_s - _MENTION_S)
-        if missing:
+        if missing := self.clock.wait(places, timeout_s):
             ranks = [rank for rank, place in enumerate(places) if place in missing]
             raise WorkerTimeoutError(
                 f"Processes of workers {', '.join(map(str, ranks))} did not start within "

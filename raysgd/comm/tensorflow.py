@@ -57,12 +57,6 @@ class TensorflowBackend(Backend):
                 "interfaces. Anyone who reaches it can read and write files as the worker. Protect "
                 "it with a firewall."
             )
-            if self._environment.get("TF_USE_LEGACY_KERAS", "0").lower() not in ("1", "true"):
-                logger.warning(
-                    "fit() of Keras 3 fails under this strategy with a ValueError about "
-                    "PerReplica. Set TF_USE_LEGACY_KERAS=1 on the driver to use fit() of tf_keras, "
-                    "or call strategy.run()."
-                )
         self.close()
         self._server = StoreServer(driver_address(addresses))
         return TensorflowRendezvous(self._server.address, is_single_node(addresses))

@@ -330,7 +330,6 @@ def test_workers_wait_for_a_driver_that_is_cut_off_and_exit_without_it(run):
     assert "lost" not in kinds(run.end())
     said = run.log.read_text()
     assert re.search(r"No worker's host \(10\.123.*\) answers the driver, so .* cut off", said)
-    assert "The driver reaches workers again, after" in said
     assert not [moment for moment, *_ in run.steps(cut) if cut + LOST_S < moment < healed]
     before = run.workers
     run.train()

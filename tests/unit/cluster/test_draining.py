@@ -1,14 +1,10 @@
 """Workers that are announced to go, on a simulated cluster with a clock of its own."""
 
-import math
-
 import pytest
 
-from raysgd.cluster.departures import Drains
 from raysgd.elastic.call import Call
 from raysgd.loop.requests import MeasuredRequest, TrainRequest
 from tests.blackbox.simulation.world import TICK_S, World
-from tests.unit.cluster.clock import ManualClock
 
 
 def train(controller, step, max_losses=0):
@@ -145,16 +141,3 @@ def test_leaving_worker_that_dies_early_is_a_loss(start):
     assert kinds(controller)[:2] in (["draining", "lost"], ["lost", "resumed"])
     assert call.num_losses == 1
     assert len(controller.members) == 3
-
-
-def test_a_node_counts_as_going_for_a_while_after_its_time():
-    clock = ManualClock()
-    drains = Drains(clock)
-    drains.drain_node("a", 5.0)
-    drains.drain_node("b", None)
-    assert drains.nodes["a"].deadline == clock.time() + 5.0
-    assert drains.nodes["b"].leave_by == math.inf
-    clock.now += 60.0
-    assert list(drains.nodes) == ["a", "b"]
-    clock.now += 10.0
-    assert list(drains.nodes) == ["b"]

@@ -45,18 +45,6 @@ def test_every_worker_knows_all_and_its_own_place(environment):
     assert sorted(c["task"]["index"] for c in configs) == [0, 1]
 
 
-@pytest.mark.parametrize(("choice", "warns"), [(None, True), ("0", True), ("1", False)])
-def test_warning_says_that_keras_3_fit_fails(environment, caplog, choice, warns):
-    if choice is not None:
-        environment.setenv("TF_USE_LEGACY_KERAS", choice)
-    driver = create_backend("tensorflow", 20)
-    driver.prepare(["127.0.0.1"])
-    assert "Keras 3" not in caplog.text
-    driver.prepare(["127.0.0.1"] * 2)
-    driver.close()
-    assert ("Set TF_USE_LEGACY_KERAS=1" in caplog.text) == warns
-
-
 def test_a_port_is_kept_for_tensorflow_until_it_listens_there():
     held = module._held_port()
     port = held.getsockname()[1]
