@@ -313,8 +313,8 @@ def checked_callbacks(where: str, callbacks: Any, logdir: Path | None) -> list[C
             )
         if callback.needs_logdir and logdir is None:
             raise ValueError(
-                f"{type(callback).__name__} needs a folder. Pass a folder to the callback, or a "
-                "folder for the run to the trainer: logdir='runs/1'."
+                f"{type(callback).__name__} needs a folder. Pass a folder for the run to the "
+                "trainer: logdir='runs/1'."
             )
     return found
 
@@ -338,7 +338,7 @@ def trainer_callbacks(
     if use_tqdm and not any(isinstance(callback, ProgressBar) for callback in found):
         found.insert(0, ProgressBar())
     if logdir is not None:
-        if not any(isinstance(c, JsonlLogger) and c.folder in (None, logdir) for c in found):
+        if not any(isinstance(callback, JsonlLogger) for callback in found):
             found.append(JsonlLogger())  # last, to run after callbacks that add metrics
         found.append(RunReport())
     return found

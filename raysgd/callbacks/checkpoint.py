@@ -9,7 +9,7 @@ import os
 from typing import Any, ClassVar, Literal
 
 from raysgd.callbacks.base import Callback, Trainer
-from raysgd.callbacks.logger import folder_for
+from raysgd.callbacks.logger import logdir_of
 from raysgd.callbacks.values import missing_metric
 from raysgd.checkpoint import BackgroundWriter, CheckpointStore
 from raysgd.checkpoint.location import Location
@@ -85,7 +85,7 @@ class CheckpointCallback(Callback):
         return None if self._store is None else self._store.best
 
     def on_train_start(self, trainer: Trainer) -> None:
-        folder = self._folder or folder_for(trainer, None, "checkpoints")
+        folder = self._folder or logdir_of(trainer) / "checkpoints"
         self._store = self._new_store(folder, job=self._job or trainer.operator_name)
         if not self._resume or trainer.epoch or trainer.global_step:
             return

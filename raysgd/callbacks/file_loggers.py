@@ -7,7 +7,6 @@ import csv
 import dataclasses
 import importlib
 import json
-import os
 import platform
 import sys
 import time
@@ -16,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._internal.files import replacing
-from raysgd._internal.paths import checked_path
 from raysgd.callbacks.base import LastCall, Trainer
-from raysgd.callbacks.logger import LoggerCallback, end_line, folder_for, record_of
+from raysgd.callbacks.logger import LoggerCallback, end_line, logdir_of
 from raysgd.callbacks.values import json_dict, jsonable, plain_values, shown_config
 from raysgd.elastic.events import Event
 
@@ -38,22 +36,14 @@ class JsonlLogger(LoggerCallback):
     ``fit(log_every=...)`` adds lines of kind "step". ``time`` is the end of the call in seconds
     since the Unix epoch. Numbers that are not finite are the strings "nan", "inf" and "-inf".
     ``events.jsonl`` has the fields of :class:`raysgd.elastic.events.Event`.
-
-    Args:
-        folder: where to write; None for the trainer's ``logdir``.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        self.folder = None if folder is None else checked_path("folder", folder).absolute()
-        """The `folder` argument."""
-        self.needs_logdir = folder is None
+    needs_logdir = True
 
     def on_train_start(self, trainer: Trainer) -> None:
         super().on_train_start(trainer)
-        folder = folder_for(trainer, self.folder)
-        folder.mkdir(parents=True, exist_ok=True)
         for name in ("metrics.jsonl", "events.jsonl"):
-            end_line(folder / name)
+            end_line(logdir_of(trainer) / name)
         run = {
             "kind": "run",
             "time": time.time(),
@@ -70,7 +60,7 @@ class JsonlLogger(LoggerCallback):
         self._write(trainer, "metrics.jsonl", run)
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
-        line = {**record_of(trainer, call), "metrics": plain_values(metrics)}
+        line = {**_record_of(trainer, call), "metrics": plain_values(metrics)}
         self._write(trainer, "metrics.jsonl", line)
 
     def on_event(self, trainer: Trainer, event: Event) -> None:
@@ -79,8 +69,7 @@ class JsonlLogger(LoggerCallback):
 
     def _write(self, trainer: Trainer, name: str, line: Mapping[str, Any]) -> None:
         text = json.dumps(jsonable(line), allow_nan=False)
-        path = folder_for(trainer, self.folder) / name
-        with path.open("a", encoding="utf-8") as file:
+        with (logdir_of(trainer) / name).open("a", encoding="utf-8") as file:
             file.write(f"{text}\n")
 
 
@@ -91,28 +80,21 @@ def _versions() -> dict[str, str]:
 
 
 class CsvLogger(LoggerCallback):
-    """Writes a row for each ``train()``, each ``validate()``, and each logged step.
+    """Writes ``metrics.csv``: a row for each ``train()``, ``validate()``, and logged step.
 
     The columns are ``kind``, ``time``, ``seconds``, ``epoch``, ``global_step``, ``num_workers`` and
     the metrics. A new metric adds a column, and the file is rewritten. Rows are added to an
     existing file.
-
-    Args:
-        path: path of the file; None for ``metrics.csv`` in the trainer's ``logdir``.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self._given = path
-        self.needs_logdir = path is None
+    needs_logdir = True
 
     def on_train_start(self, trainer: Trainer) -> None:
         super().on_train_start(trainer)
-        path = self._path(trainer)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        end_line(path)
+        end_line(logdir_of(trainer) / "metrics.csv")
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
-        path, record = self._path(trainer), record_of(trainer, call)
+        path, record = logdir_of(trainer) / "metrics.csv", _record_of(trainer, call)
         cells = {
             name: json.dumps(value) if isinstance(value, list) else value
             for name, value in plain_values(metrics).items()
@@ -124,9 +106,6 @@ class CsvLogger(LoggerCallback):
             _rewrite(path, columns)
         with path.open("a", encoding="utf-8", newline="") as file:
             csv.DictWriter(file, columns).writerow(row)
-
-    def _path(self, trainer: Trainer) -> Path:
-        return folder_for(trainer, self._given, "metrics.csv")
 
 
 def _columns_of(path: Path) -> list[str]:
@@ -144,3 +123,16 @@ def _rewrite(path: Path, columns: Sequence[str]) -> None:
             with path.open(encoding="utf-8", newline="") as old:
                 for row in csv.DictReader(old):  # a row may be cut off or too long
                     writer.writerow({name: row.get(name) or "" for name in columns})
+
+
+def _record_of(trainer: Trainer, call: LastCall) -> dict[str, Any]:
+    """Return the fields that a log has for each call, in addition to the metrics."""
+    record = {
+        "kind": call.kind,
+        "time": call.time,
+        "seconds": call.seconds,
+        "epoch": trainer.epoch,
+        "global_step": trainer.global_step,
+        "num_workers": trainer.num_workers,
+    }
+    return record if trainer.split == 1 else {**record, "split": trainer.split}

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from raysgd._internal.paths import checked_path
 from raysgd.callbacks.base import Callback, LastCall, Trainer
 from raysgd.callbacks.values import numbers_in
 from raysgd.elastic.events import Event
@@ -89,19 +88,6 @@ class ServiceLogger(LoggerCallback):
             self.run_id = state.get("run_id")
 
 
-def record_of(trainer: Trainer, call: LastCall) -> dict[str, Any]:
-    """Return the fields that a log has for each call, in addition to the metrics."""
-    record = {
-        "kind": call.kind,
-        "time": call.time,
-        "seconds": call.seconds,
-        "epoch": trainer.epoch,
-        "global_step": trainer.global_step,
-        "num_workers": trainer.num_workers,
-    }
-    return record if trainer.split == 1 else {**record, "split": trainer.split}
-
-
 def named_metrics(
     trainer: Trainer, call: LastCall, metrics: dict[str, Any]
 ) -> dict[str, float | int]:
@@ -110,12 +96,11 @@ def named_metrics(
     return {**numbers, "workers/num_workers": trainer.num_workers}
 
 
-def folder_for(trainer: Trainer, given: str | os.PathLike[str] | None, *below: str) -> Path:
-    """Return the folder that the user passed, or else the run folder."""
-    if given is not None:
-        return checked_path("folder", given).absolute()
-    assert trainer.logdir is not None  # because of `needs_logdir`
-    return trainer.logdir.joinpath(*below)
+def logdir_of(trainer: Trainer) -> Path:
+    """Return the run folder of a trainer that has one, because of `needs_logdir`."""
+    assert trainer.logdir is not None
+    trainer.logdir.mkdir(parents=True, exist_ok=True)
+    return trainer.logdir
 
 
 def end_line(path: Path) -> None:

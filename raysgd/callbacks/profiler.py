@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import gzip
 import logging
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from raysgd._internal.arguments import check_int
 from raysgd.callbacks.base import Callback, Trainer
-from raysgd.callbacks.logger import folder_for
+from raysgd.callbacks.logger import logdir_of
 
 logger = logging.getLogger(__name__)
 
@@ -23,40 +22,36 @@ _running: list[Any] = []
 class TorchProfiler(Callback):
     """Profiles some training steps on worker 0, once, and writes a trace.
 
-    The trace, such as ``trace-step-00000010.json.gz``, opens in https://ui.perfetto.dev and in
-    ``chrome://tracing``. Training pauses before and after the steps. If worker 0 is lost during
-    these steps, the trace is lost too.
+    The trace, such as ``profile/trace-step-00000010.json.gz`` in the ``logdir``, opens in
+    https://ui.perfetto.dev and in ``chrome://tracing``. Training pauses before and after the steps.
+    If worker 0 is lost during these steps, the trace is lost too.
 
     Args:
         num_steps: number of steps to profile. Each adds about 100 kB to the trace.
         skip_steps: number of steps before the profiled ones. The first steps are not typical.
-        folder: where to write; None for ``profile`` in the trainer's ``logdir``.
         arguments: further arguments of ``torch.profiler.profile``, such as ``record_shapes``.
 
     Raises:
         ValueError: if a number of steps is out of its range.
     """
 
+    needs_logdir = True
+
     def __init__(
         self,
         num_steps: int = 10,
         skip_steps: int = 10,
-        folder: str | os.PathLike[str] | None = None,
         **arguments: Any,
     ) -> None:
         self._num_steps = check_int("TorchProfiler", "num_steps", num_steps, 1)
         self._skip_steps = check_int("TorchProfiler", "skip_steps", skip_steps, 0)
-        self._given = folder
-        self.needs_logdir = folder is None
         self._arguments = arguments
-        self._folder: Path | None = None
         self._begin_at: int | None = None
         self._end_at: int | None = None
         self.trace: Path | None = None
         """Path of the trace; None before the trace is written."""
 
     def on_train_start(self, trainer: Trainer) -> None:
-        self._folder = folder_for(trainer, self._given, "profile")
         if self.trace is None:
             self._begin_at = trainer.global_step + self._skip_steps
             if self._skip_steps == 0:
@@ -88,9 +83,9 @@ class TorchProfiler(Callback):
         if packed is None:
             logger.warning("TorchProfiler wrote no trace, because worker 0 was lost.")
             return
-        assert self._folder is not None
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self.trace = self._folder / f"trace-step-{trainer.global_step:08d}.json.gz"
+        folder = logdir_of(trainer) / "profile"
+        folder.mkdir(exist_ok=True)
+        self.trace = folder / f"trace-step-{trainer.global_step:08d}.json.gz"
         self.trace.write_bytes(packed)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import types
 from collections.abc import Mapping
@@ -11,34 +10,31 @@ from typing import Any
 
 from raysgd._internal.imports import import_extra
 from raysgd.callbacks.base import LastCall, Trainer
-from raysgd.callbacks.logger import LoggerCallback, folder_for, named_metrics
+from raysgd.callbacks.logger import LoggerCallback, logdir_of, named_metrics
 from raysgd.callbacks.values import json_dict, shown_config
 from raysgd.elastic.events import Event
 
 
 class TensorBoardLogger(LoggerCallback):
-    """Writes files for ``tensorboard --logdir FOLDER``.
+    """Writes files for ``tensorboard --logdir FOLDER``, in ``tensorboard`` in the ``logdir``.
 
     The scalars by step are ``train/NAME`` and ``validate/NAME`` for each metric, ``step/NAME`` with
     ``fit(log_every=...)``, ``workers/num_workers``, and ``speed/train_samples_per_s``. Events are
     texts, such as ``events/lost``, and so is the ``config``.
 
-    Args:
-        folder: where to write; None for ``tensorboard`` in the trainer's ``logdir``.
-
     Raises:
         ImportError: if tensorboard is not installed.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+    needs_logdir = True
+
+    def __init__(self) -> None:
         self._new_board = summary_writer_cls("TensorBoardLogger")
         self._board: Any = None
-        self._folder = folder
-        self.needs_logdir = folder is None
 
     def on_train_start(self, trainer: Trainer) -> None:
         super().on_train_start(trainer)
-        folder = folder_for(trainer, self._folder, "tensorboard")
+        folder = logdir_of(trainer) / "tensorboard"
         # Hide later steps, which were trained after the checkpoint.
         self._board = self._new_board(str(folder), purge_step=trainer.global_step + 1)
         shown = json.dumps(json_dict(shown_config(trainer.config)), indent=1)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from raysgd._internal.imports import import_extra
 from raysgd.callbacks.base import LastCall, Trainer
-from raysgd.callbacks.logger import ServiceLogger, folder_for, named_metrics
+from raysgd.callbacks.logger import ServiceLogger, logdir_of, named_metrics
 from raysgd.callbacks.values import json_dict, shown_config
 from raysgd.elastic.events import Event
 
@@ -22,22 +21,16 @@ class WandbLogger(ServiceLogger):
 
     Args:
         project: name of the project.
-        folder: folder of the files; None for the trainer's ``logdir``, else the current folder.
-        arguments: further arguments of ``wandb.init``, such as ``mode="offline"``.
+        arguments: further arguments of ``wandb.init``, such as ``mode="offline"``. The default of
+            ``dir`` is the trainer's ``logdir``.
 
     Raises:
         ImportError: if wandb is not installed.
     """
 
-    def __init__(
-        self,
-        project: str = "raysgd",
-        folder: str | os.PathLike[str] | None = None,
-        **arguments: Any,
-    ) -> None:
+    def __init__(self, project: str = "raysgd", **arguments: Any) -> None:
         import_extra("WandbLogger", "wandb", "callbacks")
         self._given = {"project": project, **arguments}
-        self._folder = folder
         self.run_id = arguments.get("id")
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
@@ -55,11 +48,9 @@ class WandbLogger(ServiceLogger):
         given = {
             "config": json_dict(shown_config(trainer.config)),
             "reinit": "create_new",  # otherwise wandb returns the process's open run
+            "dir": None if trainer.logdir is None else str(logdir_of(trainer)),
             **self._given,
         }
-        if self._folder is not None or trainer.logdir is not None:
-            given["dir"] = str(folder_for(trainer, self._folder))
-            os.makedirs(given["dir"], exist_ok=True)
         if self.run_id is not None:
             given |= {"id": self.run_id, "resume": "allow"}
         run = wandb.init(**given)

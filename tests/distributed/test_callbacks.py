@@ -127,11 +127,11 @@ def test_a_worker_that_is_lost_in_a_pause_costs_no_sample(two, tmp_path):
     assert two.events[0].step == 10
 
 
-def test_a_callback_that_raises_leaves_every_worker_in_the_same_state(two):
+def test_a_callback_that_raises_leaves_every_worker_in_the_same_state(two, caplog):
     spies = [Spy("bad", fail_in=["on_epoch_end", "on_pause"], pause_every=3), Spy("good")]
-    with pytest.raises(CallbackError, match="Spy failed in on_pause") as caught:
+    with pytest.raises(CallbackError, match="Spy failed in on_pause"):
         two.trainer.fit(2, None, callbacks=spies)
-    assert "on_epoch_end" in "".join(caught.value.__notes__)
+    assert "Spy failed in on_epoch_end" in caplog.text
     assert spies[1].hooks[-3:] == ["on_epoch_end", "on_exception", "on_train_end"]
     done = two.trainer.global_step
     assert two.trainer.train()["epoch"] == 2

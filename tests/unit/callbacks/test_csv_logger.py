@@ -23,9 +23,9 @@ def rows(path):
 
 
 def test_a_row_is_written_for_each_call(make_trainer, tmp_path):
-    trainer = make_trainer(callbacks=[CsvLogger(tmp_path / "new" / "table.csv")])
+    trainer = make_trainer(callbacks=[CsvLogger()], logdir=tmp_path / "new")
     trained, validated = trainer.train(), trainer.validate()
-    first, second = rows(tmp_path / "new" / "table.csv")
+    first, second = rows(tmp_path / "new" / "metrics.csv")
     assert (first["kind"], first["epoch"], first["global_step"]) == ("train", "1", "5")
     assert float(first["train_loss"]) == trained["train_loss"]
     assert float(second["val_loss"]) == validated["val_loss"]

@@ -28,16 +28,16 @@ def test_so_many_steps_are_profiled(make_trainer, tmp_path, skip_steps, num_step
 
 
 def test_a_run_that_ends_first_has_the_trace_so_far(make_trainer, tmp_path):
-    profiler = TorchProfiler(100, 2, tmp_path)
-    make_trainer(Recorder, callbacks=[profiler]).fit(1)
+    profiler = TorchProfiler(100, 2)
+    make_trainer(Recorder, callbacks=[profiler], logdir=tmp_path).fit(1)
     assert profiler.trace.name == "trace-step-00000005.json.gz"
     assert num_updates(profiler.trace) == 3
     assert not module._running
 
 
 def test_a_worker_that_is_lost_takes_its_trace_along(make_trainer, tmp_path, caplog):
-    profiler = TorchProfiler(2, 0, tmp_path)
-    trainer = make_trainer(Recorder)
+    profiler = TorchProfiler(2, 0)
+    trainer = make_trainer(Recorder, logdir=tmp_path)
 
     class Losing(Callback):
         def next_pause(self, global_step):
