@@ -188,14 +188,6 @@ def test_a_constant_metric_has_a_narrow_axis(tmp_path, value, low, high):
     assert [float(end) for end in axis.split(",")] == [low, high]
 
 
-def test_a_page_that_cannot_be_written_leaves_nothing_behind(folder):
-    (folder / "report.html").mkdir()
-    before = sorted(folder.iterdir())
-    with pytest.raises(OSError, match="directory"):
-        make_report(folder)
-    assert sorted(folder.iterdir()) == before
-
-
 def test_a_run_with_a_folder_ends_with_a_page_about_it(tmp_path):
     with TorchTrainer(
         training_operator_cls=Classifier, use_local=True, use_gpu=False, logdir=tmp_path

@@ -2,6 +2,7 @@
 
 import collections
 import datetime
+import json
 import os
 import pickle
 import platform
@@ -18,6 +19,7 @@ from raysgd.checkpoint import (
 )
 from raysgd.checkpoint import file as checkpoint_file
 from raysgd.checkpoint.file import read_checkpoint
+from raysgd.checkpoint.manifest import FORMAT
 from raysgd.errors import CheckpointError
 from raysgd.metrics import AverageMeterCollection
 from tests.unit.checkpoint.states import STATE, Code
@@ -31,18 +33,14 @@ def with_user_state(user_state):
 
 
 @pytest.mark.parametrize("make", [dict, collections.OrderedDict])
-def test_numpy_numbers_come_back_as_numbers(tmp_path, make):
-    user_state = make(best=np.float64(0.5), steps=(np.int64(3), [np.bool_(True), np.str_("x")]))
-    state = read_file(write_file(with_user_state(user_state), tmp_path / "state.pt"))
-    assert dict(state["operator"]) == {"best": 0.5, "steps": (3, [True, "x"])}
-    assert type(state["operator"]["best"]) is float
-
-
-def test_metrics_of_a_result_come_back_as_numbers(tmp_path):
+def test_numbers_of_numpy_and_of_results_come_back_as_numbers(tmp_path, make):
     meters = AverageMeterCollection()
     meters.update({"loss": 0.5}, n=2)
-    path = write_file(with_user_state({"best": meters.summary()["loss"]}), tmp_path / "state.pt")
-    assert read_file(path)["operator"] == {"best": 0.5}
+    best = make(loss=meters.summary()["loss"], score=np.float64(0.25))
+    user_state = make(best=best, steps=(np.int64(3), [np.bool_(True), np.str_("x")]))
+    state = read_file(write_file(with_user_state(user_state), tmp_path / "state.pt"))
+    assert state["operator"] == {"best": {"loss": 0.5, "score": 0.25}, "steps": (3, [True, "x"])}
+    assert {type(value) for value in state["operator"]["best"].values()} == {float}
 
 
 def test_a_module_keeps_the_versions_of_its_state(tmp_path):
@@ -152,3 +150,13 @@ def test_what_is_read_is_what_was_checked(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint_file, "verify", check_and_replace)
     assert read_file(path)["epoch"] == 2
+
+
+def test_a_newer_format_is_told_whatever_else_it_holds():
+    with pytest.raises(CheckpointError, match=rf"raysgd 7 .* format {FORMAT + 1}, .* Update"):
+        Manifest.from_json(json.dumps({"format": FORMAT + 1, "versions": {"raysgd": "7"}}).encode())
+
+
+def test_additions_within_a_format_are_ignored():
+    content = {**json.loads(Manifest(epoch=3).to_json()), "new": 1}
+    assert Manifest.from_json(json.dumps(content).encode()).epoch == 3

@@ -3,12 +3,13 @@
 import os
 import stat
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 
 from raysgd.checkpoint import read_file, write_file
-from raysgd.checkpoint.location import UnreachableError
+from raysgd.checkpoint.location import Location, UnreachableError
 from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.processes import in_child
 from tests.unit.checkpoint.states import STATE
@@ -95,3 +96,19 @@ def test_missing_permission_is_named():
         in_child(as_nobody)
         assert read_file(path)["epoch"] == 2
         assert os.listdir(folder) == ["state.pt"]
+
+
+def test_a_path_is_local_and_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    for path in ("a/b.pt", Path("a/b.pt"), tmp_path / "a/b.pt", f"file://{tmp_path}/a/b.pt"):
+        location = Location(path)
+        assert location.is_local
+        assert location.name == str(tmp_path / "a" / "b.pt")
+    assert Location("~/x.pt").name == "/home/somebody/x.pt"
+
+
+@pytest.mark.parametrize("nonsense", [None, 3, b"bytes"])
+def test_what_is_no_path_is_a_type_error(nonsense):
+    with pytest.raises(TypeError, match=r"(?i)path"):
+        Location(nonsense)
