@@ -71,7 +71,6 @@ class CheckpointCallback(Callback):
         self._new_store(folder or ".", job=job or "job")  # check the arguments early
         self._store: CheckpointStore | None = None
         self._writer = BackgroundWriter()
-        self._num_epochs_missing = 0
         self._newest: str | None = None
         self._of_validation = False
         """Whether validations return the monitored metric."""
@@ -128,14 +127,7 @@ class CheckpointCallback(Callback):
             if not self._of_validation and not trainer.validation_due:
                 self._save(trainer, metrics)
         elif not self._of_validation and trainer.num_epochs is None:  # `fit` checks the name
-            self._num_epochs_missing += 1
-            if self._num_epochs_missing == 2:
-                logger.warning(
-                    "CheckpointCallback(monitor=%r) has not saved, because two epochs had no such "
-                    "metric. The metrics are: %s.",
-                    self.monitor,
-                    ", ".join(trainer.latest_metrics),
-                )
+            self._save(trainer, metrics)  # in a loop without such a metric, keep the newest
 
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         if self.monitor is None:
@@ -157,7 +149,6 @@ class CheckpointCallback(Callback):
 
     def _save(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         assert self._store is not None
-        self._num_epochs_missing = 0
         self._writer.wait()  # wait before copying the state, to hold one copy at a time
         if self.monitor is not None:
             metrics = {self.monitor: math.nan, **metrics}  # the metric is unknown within an epoch

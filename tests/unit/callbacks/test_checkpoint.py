@@ -185,11 +185,16 @@ def test_a_metric_that_is_not_there_is_an_error(make_trainer, tmp_path):
     assert "val_accuracy" in str(caught.value.__cause__)
 
 
-def test_missing_metric_is_warned_of_in_plain_calls(make_trainer, tmp_path, caplog):
-    trainer = make_trainer(callbacks=[CheckpointCallback(tmp_path, monitor="val_loss")])
-    for _ in range(3):
+def test_plain_calls_without_the_metric_keep_the_newest(make_trainer, tmp_path):
+    saving = CheckpointCallback(tmp_path, keep=1, monitor="val_loss")
+    trainer = make_trainer(callbacks=[saving])
+    for _ in range(2):
         trainer.train()
-    assert caplog.text.count("has not saved") == 1
+    assert steps(tmp_path) == [10]
+    trainer.validate()
+    trainer.train()
+    trainer.validate()
+    assert saving.best in [str(tmp_path / name) for name in names(tmp_path)]
 
 
 @pytest.mark.parametrize("num_calls", [1, 5])
