@@ -22,8 +22,6 @@ __all__ = [
     "TrainBackendError",
     "TrainingWorkerError",
     "WorkerGroup",
-    "backend_class",
-    "checked_config",
 ]
 
 logger = logging.getLogger(__name__)

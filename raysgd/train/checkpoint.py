@@ -17,12 +17,6 @@ import cloudpickle
 from raysgd._internal.arguments import check_choice, check_int
 from raysgd.checkpoint.file import read_pickle
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointStrategy",
-    "load_checkpoint_from_path",
-]
-
 _FILES = "_files"
 """Key of a packed folder: contents by relative file name."""
 _DICT = "dict_checkpoint.pkl"

@@ -42,7 +42,6 @@ class HorovodConfig(BackendConfig):
     ssh_identity_file: str | None = None
     ssh_str: str | None = None
     timeout_s: float = 300
-    """Seconds that the setup of the workers may take."""
     placement_group_timeout_s: float = 100
     """Ignored; set ``TRAIN_PLACEMENT_GROUP_TIMEOUT_S`` in the environment. Kept for older
     scripts."""
@@ -84,11 +83,7 @@ class FunctionHorovod(HorovodGroup):
 
 
 class HorovodTrainer(DataParallelTrainer):
-    """Runs a training function that communicates through Horovod on several workers.
-
-    `horovod_config` has the settings of the backend. All other arguments are those of
-    :class:`raysgd.train.DataParallelTrainer`.
-    """
+    """A `DataParallelTrainer` for Horovod, with the settings of `horovod_config`."""
 
     def __init__(
         self, *arguments: Any, horovod_config: HorovodConfig | None = None, **others: Any

@@ -25,7 +25,6 @@ class TensorflowConfig(BackendConfig):
     """
 
     timeout_s: float = 1800
-    """Seconds that the setup of the workers may take."""
 
     def __post_init__(self) -> None:
         check_tensorflow('backend="tensorflow"')
@@ -36,11 +35,7 @@ class TensorflowConfig(BackendConfig):
 
 
 class TensorflowTrainer(DataParallelTrainer):
-    """Runs a training function for TensorFlow on several workers.
-
-    `tensorflow_config` has the settings of the backend. All other arguments are those of
-    :class:`raysgd.train.DataParallelTrainer`.
-    """
+    """A `DataParallelTrainer` for TensorFlow, with the settings of `tensorflow_config`."""
 
     def __init__(
         self, *arguments: Any, tensorflow_config: TensorflowConfig | None = None, **others: Any

@@ -61,11 +61,7 @@ class WorkerGroup:
     # ---- lifecycle
 
     def start(self) -> None:
-        """Start the workers.
-
-        Raise InsufficientResourcesError if the cluster has no room for the workers within 100 s
-        (``TRAIN_PLACEMENT_GROUP_TIMEOUT_S``).
-        """
+        """Start the workers. Raise InsufficientResourcesError if the cluster has no room."""
         if self._group.members:
             raise RuntimeError("The workers are already started. Call shutdown() first.")
         try:

@@ -149,8 +149,6 @@ SURFACE = {
         "TrainBackendError",
         "TrainingWorkerError",
         "WorkerGroup",
-        "backend_class",
-        "checked_config",
     ],
     "raysgd.train.callbacks": [
         "JsonLoggerCallback",
@@ -176,11 +174,6 @@ SURFACE = {
     ],
     "raysgd.train.callbacks.print": ["PrintCallback"],
     "raysgd.train.callbacks.profile": ["TorchTensorboardProfilerCallback"],
-    "raysgd.train.checkpoint": [
-        "Checkpoint",
-        "CheckpointStrategy",
-        "load_checkpoint_from_path",
-    ],
     "raysgd.train.huggingface.transformers": [
         "RayTrainReportCallback",
         "get_checkpoint_path",

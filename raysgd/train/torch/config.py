@@ -19,11 +19,7 @@ from raysgd.train.data_parallel_trainer import DataParallelTrainer
 
 
 class TorchBackend(Backend):
-    """Sets up nothing in addition to the process group of `TorchConfig`.
-
-    To set up more, subclass TorchBackend, and set the subclass as ``backend_cls`` of a TorchConfig
-    subclass.
-    """
+    """Sets up nothing in addition to the process group of `TorchConfig`."""
 
     share_cuda_visible_devices = True
 
@@ -91,11 +87,7 @@ class TrainProcessGroup(ProcessGroup):
 
 
 class TorchTrainer(DataParallelTrainer):
-    """Runs a training function for PyTorch on several workers.
-
-    `torch_config` has the settings of the process group. All other arguments are those of
-    :class:`raysgd.train.DataParallelTrainer`.
-    """
+    """A `DataParallelTrainer` for PyTorch. `torch_config` has the settings of the process group."""
 
     def __init__(
         self, *arguments: Any, torch_config: TorchConfig | None = None, **others: Any
