@@ -306,10 +306,6 @@ class Controller:
         return self._group.options.min_workers
 
     @property
-    def generation(self) -> int:
-        return self.journal.generation
-
-    @property
     def progress(self) -> Progress:
         return self.journal.progress
 

@@ -115,16 +115,11 @@ class GroupForming:
         self.collect_departing(departed)
         for member in departed:
             self._group.discard(member)
-        self._record_group(list(joining), departed, seconds)
-        return GroupFormed()
-
-    def _record_group(
-        self, joining: Sequence[WorkerHandle], departed: Sequence[WorkerHandle], seconds: float
-    ) -> None:
         left = "; ".join(f"a worker has left {member.name}" for member in departed)
         kind: EventKind = ("moved" if left else "grown") if joining else "resumed"
-        concerned = joining or self._group.members
-        self._journal.record(kind, concerned, cause=left, seconds=seconds)
+        concerned = list(joining) or entering
+        journal.record(kind, concerned, cause=left, seconds=seconds)
+        return GroupFormed()
 
     def _forming_failed(
         self, attempt: Attempt, joining: Mapping[WorkerHandle, Replacement]

@@ -225,7 +225,6 @@ class OperatorTrainer(TrainerInfo):
         *,
         max_retries: int = 3,
         info: dict[str, Any] | None = None,
-        sanity_steps: int = 2,
         log_every: int | None = None,
         verbose: bool = True,
         max_steps: int | None = None,
@@ -234,15 +233,13 @@ class OperatorTrainer(TrainerInfo):
 
         `num_epochs` counts from the very first epoch: a trainer that was loaded or resumed at epoch
         3 trains 7 more for ``fit(10)``. An epoch that has begun, or that lacks its validation, is
-        finished first.
+        finished first. The first `fit` tries the validation on two batches before it trains.
 
         Args:
             num_epochs: number of completed epochs at which to end. Optional with `max_steps`.
             validate_every: number of epochs between validations; the last epoch is always
                 validated. None for no validation.
             callbacks: called in this `fit` only, after the callbacks of the trainer.
-            sanity_steps: number of batches on which to try the validation before the first epoch of
-                the first `fit`. This changes neither state nor metrics. 0 for no trial.
             log_every: number of steps between two logs. Loggers get the means since the last log or
                 the start of the epoch, the learning rates, and the norm of the gradients.
             verbose: print a line for each epoch, and show a bar in a terminal or a notebook.
@@ -263,7 +260,6 @@ class OperatorTrainer(TrainerInfo):
             validate_every=validate_every,
             max_retries=max_retries,
             info=info,
-            sanity_steps=sanity_steps,
             log_every=log_every,
             max_steps=max_steps,
         )

@@ -141,9 +141,6 @@ class Calls:
     def make(self, call: Call, own: bool = True, moves: bool = False) -> list[Any]:
         """Run a call, and return the answers by rank. With `own`, the caller may change them."""
         self.check_open(moves)
-        return self._run(call, own)
-
-    def _run(self, call: Call, own: bool = True) -> list[Any]:
         if isinstance(call.request, LoadRequest):
             self._changed_at = 0
         else:
@@ -231,7 +228,7 @@ class Calls:
             return
         call.request = replace(call.request, logged=step)
         request = MeasuredRequest(call=call.request.call, since=since)
-        found = self._run(Call(request=request, max_losses=3))
+        found = self.make(Call(request=request, max_losses=3))
         merged = merge_workers([each for each in found if each is not None])
         metrics = {name: each for name, each in merged.items() if not name.startswith("last_")}
         point = LastCall("step", time.time(), call.seconds - call.logged_s)
@@ -280,7 +277,7 @@ class Calls:
             on_wait=self.callback_list.watcher(trainer, "validate") if loader is None else None,
         )
         started = time.perf_counter()
-        results = self._run(call)
+        results = self.make(call)
         seconds = time.perf_counter() - started
         if loader is None:
             self._failed_validation = None

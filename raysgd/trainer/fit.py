@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SANITY_STEPS = 2
+"""Number of batches on which the first ``fit()`` tries the validation before it trains."""
 _OF_VALIDATION = ("val", "eval_", "eval/")
 
 
@@ -36,17 +38,16 @@ class FitOptions:
     validate_every: int | None
     max_retries: int
     info: dict[str, Any] | None
-    sanity_steps: int
     log_every: int | None
     max_steps: int | None
 
     def __post_init__(self) -> None:
         if self.num_epochs is None and self.max_steps is None:
             raise TypeError("fit(num_epochs=None): must be an int, unless max_steps is given.")
-        lowest = {"max_retries": 0, "sanity_steps": 0}
-        for name in ("num_epochs", "validate_every", "max_steps", "log_every", *lowest):
+        for name in ("num_epochs", "validate_every", "max_steps", "log_every"):
             if (value := getattr(self, name)) is not None:
-                set_fields(self, **{name: check_int("fit", name, value, lowest.get(name, 1))})
+                set_fields(self, **{name: check_int("fit", name, value, 1)})
+        set_fields(self, max_retries=check_int("fit", "max_retries", self.max_retries, 0))
         checked_dict("fit", "info", self.info)
         if self.num_epochs is None:
             set_fields(self, num_epochs=sys.maxsize)
@@ -109,8 +110,8 @@ class FitLoop:
             self.num_epochs, self._every = options.num_epochs, every
             self._num_settled = self._num_completed
             try:
-                if every and options.sanity_steps and self._num_completed < options.num_epochs:
-                    self._check_validation(options.sanity_steps, options.info)
+                if every and self._num_completed < options.num_epochs:
+                    self._check_validation(options.info)
                 return self._train_epochs(trainer, options)
             finally:
                 self.note_owed(self.lacks_validation)
@@ -198,11 +199,11 @@ class FitLoop:
         request = ApplyOperatorRequest(function=_has_validation_loader)
         return any(self.calls.make(Call(request=request, max_losses=3)))
 
-    def _check_validation(self, num_steps: int, info: Mapping[str, Any] | None) -> None:
+    def _check_validation(self, info: Mapping[str, Any] | None) -> None:
         """Try the validation on some batches, unless a validation has run or runs next."""
         if self._has_validated or self.lacks_validation or self.stop_reason is not None:
             return
-        request = RehearseRequest(num_steps=num_steps, info=dict(info or {}))
+        request = RehearseRequest(num_steps=_SANITY_STEPS, info=dict(info or {}))
         call = Call(request=request, max_losses=3, has_batches=True)
         try:
             # A worker without a batch has no metrics.
@@ -214,7 +215,7 @@ class FitLoop:
             if names:
                 _check_monitored(self._monitored(), list(names))
         except Exception as error:
-            error.add_note(f"This was in fit(sanity_steps={num_steps}), before any training.")
+            error.add_note("fit() tried the validation before any training.")
             raise
         self._has_validated = True
 

@@ -56,15 +56,12 @@ class TrainerState:
             # Copy the state, because it may be one that the user loaded.
             state = self.assemble(snapshot)
             return copy.deepcopy({key: value for key, value in state.items() if key != "call"})
-        generators = self._rng_states()
+        generators = self.calls.make(Call(request=RngStateRequest(), max_losses=3, any_size=True))
         rank = None if controller.progress.divided else 0
         call = Call(request=StateRequest(), rank=rank, max_losses=3, any_size=True)
         state = self.assemble(with_shares(self.calls.make(call, own=own)))
         state["data"]["rng"] = generators
         return state
-
-    def _rng_states(self) -> list[Any]:
-        return self.calls.make(Call(request=RngStateRequest(), max_losses=3, any_size=True))
 
     def models(self) -> Any:
         rank = None if self.calls.controller.progress.divided else 0
@@ -78,16 +75,14 @@ class TrainerState:
         target = Location(path)
         self.calls.writer.wait()  # hold only one copy of the state at a time
         state = self.collect(own=False)
-        write = partial(checkpoint.write_file, state, target.name, self._manifest())
+        name = self.options.training_operator_cls.__qualname__
+        num_workers = len(self.calls.controller.members)
+        manifest = checkpoint.Manifest(world_size=num_workers, operator=name)
+        write = partial(checkpoint.write_file, state, target.name, manifest)
         if blocking:
             return write()
         self.calls.writer.submit(write, target.shown)
         return target.name
-
-    def _manifest(self) -> checkpoint.Manifest:
-        num_workers = len(self.calls.controller.members)
-        name = self.options.training_operator_cls.__qualname__
-        return checkpoint.Manifest(world_size=num_workers, operator=name)
 
     def save_model(self, path: str | os.PathLike[str]) -> str:
         self.calls.check_open()

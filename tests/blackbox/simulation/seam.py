@@ -137,7 +137,7 @@ class Driver:
     @property
     def generation(self):
         """Number of the newest generation."""
-        return self.controller.generation
+        return self.controller.journal.generation
 
     @property
     def events(self):

@@ -103,7 +103,7 @@ def test_a_validation_that_fails_is_found_before_any_training(make_trainer):
     trainer.get_local_operator().fail = fail
     with pytest.raises(ValueError, match="bad validation") as caught:
         trainer.fit(2)
-    assert any("fit(sanity_steps=2), before any training" in n for n in caught.value.__notes__)
+    assert any("before any training" in n for n in caught.value.__notes__)
     assert trainer.global_step == 0
 
 
@@ -187,13 +187,14 @@ class Drawing(Recorder):
             super().train_mode(training)
 
 
-def test_sanity_steps_change_nothing(make_trainer):
+def test_a_trial_of_the_validation_changes_nothing(make_trainer):
     runs = []
-    for sanity_steps in (0, 3):
+    for is_tried in (False, True):
         torch.manual_seed(1)
         trainer = make_trainer(Drawing, {"shuffle": True, "dropout": 0.5, "batch_norm": True})
         spy = Spy()
-        history = trainer.fit(2, callbacks=[spy], sanity_steps=sanity_steps)
+        trainer._fit_loop._has_validated = not is_tried
+        history = trainer.fit(2, callbacks=[spy])
         operator = trainer.get_local_operator()
         kept = (operator.trained, operator.validated, operator.count, len(operator.infos))
         runs.append((history, spy.hooks, kept, parameters(operator).tolist()))
