@@ -1,7 +1,6 @@
 """Train a Keras model on handwritten digits with two workers.
 
     python examples/tensorflow_digits.py
-    python examples/tensorflow_digits.py --keras tf_keras
     python examples/tensorflow_digits.py --num-workers 1 --smoke-test
 
 Needs TensorFlow: pip install "raysgd[tensorflow]". scikit-learn contains the images. The operator
@@ -9,11 +8,11 @@ has its own step, because fit() of Keras 3 does not support several workers.
 """
 
 import argparse
-import importlib
 import tempfile
 import time
 from pathlib import Path
 
+import keras
 import numpy as np
 from sklearn.datasets import load_digits
 
@@ -35,7 +34,6 @@ class DigitClassifier(TrainingOperator):
     """Two convolutions and a linear layer."""
 
     def setup(self, config):
-        keras = importlib.import_module(config["keras"])
         model = keras.Sequential(
             [
                 keras.Input((8, 8, 1)),
@@ -47,10 +45,11 @@ class DigitClassifier(TrainingOperator):
                 keras.layers.Dense(10),
             ]
         )
-        self.model, self.optimizer, self.criterion = self.register(
+        self.model, self.optimizer, self.criterion, _ = self.register(
             models=model,
             optimizers=keras.optimizers.Adam(config["lr"]),
             criterion=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
         )
         train, validation = digits()
         self.register_data(train_loader=train, validation_loader=validation)
@@ -60,7 +59,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-workers", type=int, default=2)
     parser.add_argument("--num-epochs", type=int, default=12)
-    parser.add_argument("--keras", choices=("keras", "tf_keras"), default="keras")
     parser.add_argument("--backend", choices=("gloo", "horovod"), default="gloo")
     parser.add_argument("--smoke-test", action="store_true", help="two epochs, no more")
     args = parser.parse_args()
@@ -69,7 +67,7 @@ def main():
     started = time.perf_counter()
     with TFTrainer(
         training_operator_cls=DigitClassifier,
-        config={"lr": 2e-3, "keras": args.keras, BATCH_SIZE: 64},
+        config={"lr": 2e-3, BATCH_SIZE: 64},
         num_workers=args.num_workers,
         use_local=args.num_workers == 1,  # needs no Ray
         backend=args.backend,

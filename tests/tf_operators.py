@@ -18,19 +18,10 @@ def digits():
     return (images[:1440], labels[:1440]), (images[1440:], labels[1440:])
 
 
-def keras_of(config):
-    """The Keras that a test asks for."""
-    if config.get("keras") == "tf_keras":
-        import tf_keras
-
-        return tf_keras
+def make_model(batch_norm=False):
+    """A small network whose initial weights follow from a seed."""
     import keras
 
-    return keras
-
-
-def make_model(keras, batch_norm=False):
-    """A small network whose initial weights follow from a seed."""
     layers = [keras.Input((64,))]
     init = keras.initializers.GlorotUniform
     layers.append(keras.layers.Dense(32, activation="relu", kernel_initializer=init(seed=1)))
@@ -44,10 +35,10 @@ class Digits(TrainingOperator):
     """A classifier of digits; the config sets what tests vary."""
 
     def setup(self, config):
+        import keras
         import tensorflow as tf
 
-        keras = keras_of(config)
-        model = make_model(keras, config.get("batch_norm", False))
+        model = make_model(config.get("batch_norm", False))
         kind = getattr(keras.optimizers, config.get("optimizer", "Adam"))
         self.model, self.optimizer, self.criterion, self.metrics = self.register(
             models=model,

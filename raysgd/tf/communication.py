@@ -9,7 +9,6 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd._internal.context import WorkerContext
-from raysgd.tf.keras import tf_variable
 
 
 class Communication:
@@ -27,10 +26,10 @@ class Communication:
 
         Batches of one step may take different branches. Every worker must call this.
         """
-        kinds = self.largest([_kind(gradient) for gradient in gradients])
+        exist = self.largest([gradient is not None for gradient in gradients])
         return [
-            _of_kind(kind, gradient, tf_variable(variable))
-            for kind, gradient, variable in zip(kinds, gradients, variables, strict=True)
+            tf.zeros_like(variable.value) if exists and gradient is None else gradient
+            for exists, gradient, variable in zip(exist, gradients, variables, strict=True)
         ]
 
     def largest(self, values: Sequence[int]) -> list[int]:
@@ -55,10 +54,7 @@ class GlooWorkers(Communication):
         means: list[Any] = [None] * len(tensors)
         by_dtype: dict[Any, list[int]] = {}
         for index, tensor in enumerate(tensors):
-            if isinstance(tensor, tf.IndexedSlices):
-                means[index] = self._mean_of_slices(tensor)
-            else:
-                by_dtype.setdefault(tensor.dtype, []).append(index)
+            by_dtype.setdefault(tensor.dtype, []).append(index)
         for indices in by_dtype.values():
             arrays = [tensors[index].numpy() for index in indices]
             flat = np.concatenate([array.ravel() for array in arrays])
@@ -68,16 +64,6 @@ class GlooWorkers(Communication):
             for index, array, part in zip(indices, arrays, np.split(flat, ends[:-1]), strict=True):
                 means[index] = tf.constant(part.reshape(array.shape))
         return means
-
-    def _mean_of_slices(self, slices: Any) -> Any:
-        import torch.distributed as dist
-
-        parts: list[Any] = [None] * self.size
-        # Workers have different numbers of rows in their sparse gradients.
-        dist.all_gather_object(parts, (slices.values.numpy(), slices.indices.numpy()))
-        values = np.concatenate([values for values, _ in parts]) / self.size
-        indices = np.concatenate([indices for _, indices in parts])
-        return tf.IndexedSlices(tf.constant(values), tf.constant(indices), slices.dense_shape)
 
     def largest(self, values: Sequence[int]) -> list[int]:
         import torch
@@ -93,25 +79,6 @@ class GlooWorkers(Communication):
         box = [make() if self.rank == leader else None]
         dist.broadcast_object_list(box, src=leader)
         return box[0]
-
-
-_NONE, _ROWS, _DENSE = range(3)
-"""Kinds of gradients: none, sparse rows, or dense."""
-
-
-def _kind(gradient: Any) -> int:
-    if gradient is None:
-        return _NONE
-    return _ROWS if isinstance(gradient, tf.IndexedSlices) else _DENSE
-
-
-def _of_kind(kind: int, gradient: Any, variable: Any) -> Any:
-    """Convert a gradient to a kind: dense, or rows. Replace a missing gradient with zeros."""
-    if kind == _DENSE:
-        return tf.zeros_like(variable) if gradient is None else tf.convert_to_tensor(gradient)
-    if kind == _ROWS and gradient is None:
-        return tf.IndexedSlices(variable[:0], tf.zeros([0], tf.int32), tf.shape(variable))
-    return gradient
 
 
 def _add_up(array: Any) -> None:
@@ -139,8 +106,6 @@ class HorovodGroup(Communication):
     def _mean_in_graph(self, tensors: Sequence[Any]) -> list[Any]:
         import horovod.tensorflow as hvd
 
-        if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
-            return [hvd.allreduce(tensor, op=hvd.Average) for tensor in tensors]
         means: list[Any] = hvd.grouped_allreduce(list(tensors), op=hvd.Average)
         return means
 

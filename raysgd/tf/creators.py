@@ -10,7 +10,7 @@ from raysgd._internal.arguments import check_int, checked_dict
 from raysgd.loop.operator_base import class_from_creators, created_loaders
 from raysgd.tf.operator import TrainingOperator
 
-_FIT = ("epochs", "steps_per_epoch", "callbacks", "class_weight", "verbose")
+_FIT = ("epochs", "steps_per_epoch", "class_weight", "verbose")
 _EVALUATE = ("steps", "verbose")
 
 
@@ -31,7 +31,8 @@ def fit_plan(config: Mapping[str, Any]) -> FitPlan:
         if unknown := [key for key in given if key not in known]:
             raise ValueError(
                 f"config[{name!r}] has unknown keys: {', '.join(map(repr, unknown))}. It can have "
-                f"{', '.join(map(repr, known))}. Set the batch size in data_creator."
+                f"{', '.join(map(repr, known))}. Set the batch size in data_creator, and pass "
+                "callbacks to TFTrainer(callbacks=...)."
             )
 
     def count(where: str, name: str) -> Any:
@@ -57,51 +58,8 @@ class CreatorOperator(TrainingOperator):
         self.model, self.optimizer, *_ = self.register(
             creators._model_creator(config), class_weight=fit.get("class_weight")
         )
-        self._callbacks: Any = None
-        self._steps_per_epoch = fit_plan(config).steps_per_epoch
-        self._begun: int | None = None
-        self._given = fit.get("callbacks") or []
         if creators._data_creator is not None:
             self.register_data(**created_loaders(creators._data_creator(config)))
-
-    def train_epoch(
-        self, iterator: Any, info: Any = None, num_steps: int | None = None, epoch_idx: int = 0
-    ) -> dict[str, Any]:
-        if not self._given:
-            return super().train_epoch(iterator, info, num_steps, epoch_idx)
-        if self._callbacks is None:
-            kind = self._train_state.keras.callbacks.CallbackList
-            self._callbacks = kind(list(self._given), model=self.model)
-            self._callbacks.on_train_begin()
-        # Count epochs as Keras fit() does, because endless data never end their first epoch.
-        steps = self._steps_per_epoch
-        epoch = self.global_step // steps if steps else epoch_idx
-        if not steps or self._begun != epoch:
-            self._begun = epoch
-            self._callbacks.on_epoch_begin(epoch)
-        result = super().train_epoch(iterator, info, num_steps, epoch_idx)
-        if steps and self.global_step // steps == epoch:
-            return result  # a lost worker or the end of the data interrupted the epoch
-        logs = {
-            name.removeprefix("train_"): float(value)
-            for name, value in result.items()
-            if name.startswith("train_")
-        }
-        self._callbacks.on_epoch_end(epoch, logs)
-        return result
-
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        if not self._given:
-            return super().train_batch(batch, batch_info)
-        place = self._train_state.step.place
-        if place.position == 0:
-            self._callbacks.on_train_batch_begin(batch_info["batch_idx"])
-        result = super().train_batch(batch, batch_info)
-        if place.is_last:
-            self._callbacks.on_train_batch_end(
-                batch_info["batch_idx"], {"loss": float(result["train_loss"])}
-            )
-        return result
 
 
 def creator_operator(model_creator: Any, data_creator: Any) -> type[CreatorOperator]:

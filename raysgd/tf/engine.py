@@ -12,8 +12,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from raysgd.tf.keras import tf_variable
-
 
 class Engine:
     """Compiles and runs the steps of one operator."""
@@ -48,7 +46,7 @@ class Engine:
         """Apply gradients that are averaged over the workers."""
 
         def apply(means: Any) -> None:
-            optimizer.apply_gradients(zip(_unscaled(optimizer, means), variables, strict=True))
+            optimizer.apply_gradients(zip(means, variables, strict=True))
 
         self._once(lambda: tf.function(apply), optimizer, *variables)(means)
 
@@ -65,34 +63,21 @@ def _identity(thing: Any) -> tuple[int, int]:
 
 
 def _gradients_of(loss_of: Callable[..., Any], optimizer: Any, variables: Sequence[Any]) -> Any:
-    watched = [tf_variable(variable) for variable in variables]
+    watched = [variable.value for variable in variables]
 
     @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator]
     def compiled(*given: Any) -> Any:
         with tf.GradientTape() as tape:
             result = loss_of(*given)
             loss = result[0] if isinstance(result, tuple | list) else result
-            scaled = _scaled_loss(optimizer, loss)
+            scaled = optimizer.scale_loss(loss)
         found = tape.gradient(scaled, watched)
         if all(each is None for each in found):
             raise ValueError(
                 "The loss depends on no variable of the model. Compute the loss in TensorFlow from "
                 "the model's output."
             )
-        return result, found
+        # Gradients of embeddings are sparse.
+        return result, [each if each is None else tf.convert_to_tensor(each) for each in found]
 
     return compiled
-
-
-def _scaled_loss(optimizer: Any, loss: Any) -> Any:
-    if hasattr(optimizer, "get_scaled_loss"):  # the LossScaleOptimizer of tf_keras
-        return optimizer.get_scaled_loss(loss)
-    return optimizer.scale_loss(loss) if hasattr(optimizer, "scale_loss") else loss
-
-
-def _unscaled(optimizer: Any, gradients: list[Any]) -> list[Any]:
-    """Unscale gradients for tf_keras. The optimizer of Keras 3 does so itself."""
-    if hasattr(optimizer, "get_unscaled_gradients"):
-        unscaled: list[Any] = optimizer.get_unscaled_gradients(gradients)
-        return unscaled
-    return gradients

@@ -11,7 +11,6 @@ import tensorflow as tf
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
 from raysgd.tf.communication import communication_of
-from raysgd.tf.keras import loss_scale_of, tf_variable, variables_of
 
 if TYPE_CHECKING:
     from raysgd.tf.train_state import KerasTrainState
@@ -37,9 +36,7 @@ class Replication(StepFeature):
         communication = self._state.communication
         if communication.size == 1:
             return
-        held = [
-            tf_variable(v) for model in self._state.models for v in model.non_trainable_variables
-        ]
+        held = [v.value for model in self._state.models for v in model.non_trainable_variables]
         floats = [variable for variable in held if variable.dtype.is_floating]
         if floats:
             means = communication.mean([tf.identity(variable) for variable in floats])
@@ -73,7 +70,8 @@ class Optimization(StepFeature):
         self._has_stepped = True
         if place.size is not None:
             weight = place.size / place.total * place.share if place.size else 0.0
-            gradients = gradients if weight == 1.0 else [_scaled(g, weight) for g in gradients]
+            if weight != 1.0:
+                gradients = [g if g is None else g * tf.cast(weight, g.dtype) for g in gradients]
         if place.is_part:
             held = self._held.get(id(optimizer))
             gradients = gradients if held is None else list(map(_added, held, gradients))
@@ -86,15 +84,15 @@ class Optimization(StepFeature):
         means = communication.mean([gradient for gradient, _ in pairs])
         changed = [variable for _, variable in pairs]
         if len(self._state.optimizers) > 1:
-            self._remember([*changed, *variables_of(optimizer), *loss_scale_of(optimizer)])
+            self._remember([*changed, *optimizer.variables])
         self._state.step.begin_update(optimizer)
         self._state.engine.update(optimizer, means, changed)
         self._state.step.end_update(optimizer)
 
     def _remember(self, variables: list[Any]) -> None:
-        for variable in map(tf_variable, variables):
+        for variable in variables:
             if id(variable) not in self._before:
-                self._before[id(variable)] = variable, tf.identity(variable)
+                self._before[id(variable)] = variable, tf.identity(variable.value)
 
     def commit(self) -> None:
         self._held.clear()
@@ -109,25 +107,10 @@ class Optimization(StepFeature):
         self.commit()
 
 
-def _scaled(gradient: Any, weight: float) -> Any:
-    if gradient is None:
-        return None
-    factor = tf.cast(weight, gradient.dtype)
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
-    return gradient * factor
-
-
 def _added(left: Any, right: Any) -> Any:
     if left is None or right is None:
         return right if left is None else left
-    if not (isinstance(left, tf.IndexedSlices) and isinstance(right, tf.IndexedSlices)):
-        return tf.convert_to_tensor(left) + tf.convert_to_tensor(right)
-    return tf.IndexedSlices(
-        tf.concat([left.values, right.values], 0),
-        tf.concat([left.indices, right.indices], 0),
-        left.dense_shape,
-    )
+    return left + right
 
 
 class Averages(StepFeature):
@@ -142,7 +125,7 @@ class Averages(StepFeature):
         for optimizer, variables in self._state.trained():
             inner = getattr(optimizer, "inner_optimizer", optimizer)
             if getattr(inner, "use_ema", False) and int(inner.iterations) > 0:
-                held += [(tf_variable(v), tf.identity(tf_variable(v))) for v in variables]
+                held += [(v, tf.identity(v.value)) for v in variables]
                 optimizer.finalize_variable_values(variables)
         try:
             yield

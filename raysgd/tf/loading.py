@@ -377,14 +377,3 @@ def _join(*columns: Any) -> Any:
 
 def _num_rows(batch: Any) -> int:
     return int(tf.nest.flatten(batch)[0].shape[0])
-
-
-def spec_of(source: BatchSource) -> Any:
-    """Return the tensor specs of a source's batches. For an iterable, read the first batch."""
-    if source.sharded:
-        return source.reads()
-    for batch in source.loader:
-        return tf.nest.map_structure(
-            lambda leaf: tf.TensorSpec.from_tensor(tf.convert_to_tensor(leaf)), batch
-        )
-    return None

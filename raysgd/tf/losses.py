@@ -1,4 +1,4 @@
-"""Losses and metrics of Keras 3 and tf_keras, as means over a worker's own batch."""
+"""Losses and metrics of Keras, as means over a worker's own batch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -17,32 +18,15 @@ from raysgd.metrics import MergeableMetric, Sums, ratio
 class MeanLoss:
     """Computes the mean loss of a worker's batch from (target, output, sample_weight=None).
 
-    Args:
-        keras: ``keras`` or ``tf_keras``.
-        criterion: Loss in any form that ``compile()`` takes, or a function of (target, output).
-        model: The model, which names the outputs.
+    `criterion` is a loss in any form that ``compile()`` takes. `model` names the outputs.
     """
 
-    def __init__(self, keras: Any, criterion: Any, model: Any = None) -> None:
-        if isinstance(criterion, type):
-            criterion = criterion()
-        if not (callable(criterion) or isinstance(criterion, str | dict | list | tuple)):
-            raise TypeError(f"register(criterion=...) must be callable, but it is {criterion!r}.")
-        self._criterion = criterion
-        self._is_keras = isinstance(criterion, keras.losses.Loss)
-        # Keras functions need the ranks and masks that only compile() gives them.
-        names_keras = getattr(criterion, "__module__", "").startswith(f"{keras.__name__}.")
-        self._is_direct = callable(criterion) and (self._is_keras or not names_keras)
-        self.compiled = _compiled(keras, model, loss=criterion)
+    def __init__(self, criterion: Any, model: Any = None) -> None:
+        self.compiled = _compiled(model, loss=criterion)
 
     def __call__(self, target: Any, output: Any, sample_weight: Any = None) -> Any:
-        output = widened(output)
-        several = self._is_keras and tf.nest.is_nested(output)
-        if self._is_direct and not several and sample_weight is None:
-            values = self._criterion(target, output)
-        else:
-            given = [_tensors(each) for each in (target, output, sample_weight)]
-            values = self.compiled.compute_loss(None, *given)
+        given = [_tensors(each) for each in (target, output, sample_weight)]
+        values = self.compiled.compute_loss(None, *given)
         return tf.reduce_mean(tf.cast(values, tf.float32))
 
 
@@ -51,7 +35,7 @@ def losses_of_outputs(compiled: Any) -> list[Any]:
     return [metric for metric in compiled.metrics if metric.name.endswith("_loss")]
 
 
-def _compiled(keras: Any, model: Any, **arguments: Any) -> Any:
+def _compiled(model: Any, **arguments: Any) -> Any:
     """Return a compiled model without layers, which computes losses and metrics like ``fit()``."""
     shell = keras.Model(name="compiled")
     if names := getattr(model, "output_names", None):
@@ -69,76 +53,30 @@ def without_means(criterion: Any) -> list[str]:
     ]
 
 
-def widened(output: Any) -> Any:
-    """Convert float16 and bfloat16 outputs to float32, because losses would overflow."""
-    return tf.nest.map_structure(_widened, output)
-
-
-def _widened(tensor: Any) -> Any:
-    if getattr(tensor, "dtype", None) not in (tf.float16, tf.bfloat16):
-        return tensor
-    widened = tf.cast(tensor, tf.float32)
-    mask = getattr(tensor, "_keras_mask", None)
-    if mask is not None:
-        widened._keras_mask = mask
-    return widened
-
-
-def accuracy(target: Any, output: Any) -> float | None:
-    """Return the fraction of samples whose argmax along the last axis is the target.
-
-    Return None unless the output has shape (batch, ..., classes) and the target has integers of
-    shape (batch, ...).
-    """
-    if tf.nest.is_nested(target) or tf.nest.is_nested(output):
-        return None
-    output, target = np.asarray(output), np.asarray(target)
-    if output.ndim < 2 or target.dtype.kind not in "iu":
-        return None
-    if target.shape == (*output.shape[:-1], 1):
-        target = target[..., 0]
-    if target.shape != output.shape[:-1] or not target.size:
-        return None
-    return float((output.argmax(axis=-1) == target).mean())
-
-
 class BatchMetrics:
     """Computes the metrics of each batch, with the names that Keras gives them.
 
-    Args:
-        keras: ``keras`` or ``tf_keras``.
-        model: The model.
-        given: Metrics in any form that ``compile()`` takes. None for metrics of the compiled model.
+    `given` are metrics in any form that ``compile()`` takes, or None for those of the compiled
+    `model`.
     """
 
-    def __init__(self, keras: Any, model: Any, given: Any = None) -> None:
+    def __init__(self, model: Any, given: Any = None) -> None:
         if given is not None:
-            for each in tf.nest.flatten(given):
-                if each is not None and not isinstance(each, str) and not callable(each):
-                    raise TypeError(
-                        f"register(metrics=...) must be Keras metrics, but got {each!r}."
-                    )
             given = given if isinstance(given, list | tuple | dict) else [given]
-            model = _compiled(keras, model, metrics=given)
-        self._keras = keras
-        is_keras_3 = hasattr(model, "_compile_metrics")
-        self._held = model._compile_metrics if is_keras_3 else model.compiled_metrics
-        kinds = ("_user_metrics", "_user_weighted_metrics")
-        self._is_empty = not any(getattr(self._held, kind, None) for kind in kinds)
+            model = _compiled(model, metrics=given)
+        self._held = model._compile_metrics
         self._names: list[str] = []
         self._checked: set[str] = set()
         """Metrics whose state is known to be a sum over batches."""
 
     def measure(self, target: Any, output: Any, sample_weight: Any) -> dict[str, MergeableMetric]:
         """Return the values for one batch, in a form that merges exactly."""
-        if self._is_empty:
+        if self._held is None:
             return {}
         given = [_tensors(each) for each in (target, output, sample_weight)]
         if not self._names:
             self._held.update_state(*given)  # the first batch creates the metrics
-            is_keras_3 = hasattr(self._held, "output_names")
-            names = self._held.result() if is_keras_3 else [m.name for m in self._held.metrics]
-            self._names = _stable(names, self._held.metrics)
+            self._names = _stable(self._held.result(), self._held.metrics)
         found: dict[str, MergeableMetric] = {}
         updates = [(metric, metric.update_state) for metric in self._held.metrics]
         try:
@@ -155,12 +93,12 @@ class BatchMetrics:
     ) -> None:
         updated = partial(update, *given, **named)
         owner = next(kind for kind in type(metric).__mro__ if "update_state" in vars(kind))
-        is_own = not owner.__module__.startswith(f"{self._keras.__name__}.")
+        is_own = not owner.__module__.startswith("keras.")
         if is_own and name not in self._checked and _adds_up(metric, updated):
             self._checked.add(name)
         _begin(metric)
         updated()
-        mean = self._keras.metrics.Mean
+        mean = keras.metrics.Mean
         if isinstance(metric, mean) and type(metric).result is mean.result:
             total, weight = float(metric.total.numpy()), float(metric.count.numpy())
             found[name] = Sums(ratio, total=total, weight=weight)

@@ -37,8 +37,6 @@ class TrainingOperator(OperatorBase):
                     optimizers=keras.optimizers.Adam(config["lr"]),
                     criterion=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
                 self.register_data(train_loader=..., validation_loader=...)
-
-    Models can be of Keras 3 or tf_keras.
     """
 
     _train_state: KerasTrainState
@@ -83,8 +81,8 @@ class TrainingOperator(OperatorBase):
         """Train on one batch: forward, loss, gradients, update.
 
         Args:
-            batch: Tensors or arrays ``(*features, target)``, or for models of one input
-                ``(features, target, sample_weight)``.
+            batch: Tensors or arrays ``(features, target)`` or ``(features, target,
+                sample_weight)``, as for ``fit()``.
             batch_info: ``batch_idx``, ``global_step``, ``epoch_idx``, ``info``, and the keys of
                 ``info``.
 
@@ -98,7 +96,7 @@ class TrainingOperator(OperatorBase):
         """
         self._check_single()
         self._check_own_steps("train_batch")
-        self._criterion()
+        self._check_criterion()
         parts = self._train_state.unpacked(batch, training=True)
         loss, output, masks = self.minimize(self._loss_and_output, *parts)
         self._train_state.check_masks(masks)
@@ -126,24 +124,20 @@ class TrainingOperator(OperatorBase):
         Store the model's output in ``batch_info["output"]``, for overrides that add metrics.
 
         Returns:
-            ``val_loss``, ``num_samples``, ``val_<name>`` for each registered metric, and
-            ``val_accuracy`` if the output has shape (batch, ..., classes) and the target has
-            integers of shape (batch, ...).
+            ``val_loss``, ``num_samples``, and ``val_<name>`` for each registered metric.
         """
-        from raysgd.tf.losses import accuracy
-
         self._check_own_steps("validate_batch")
-        self._criterion()
+        self._check_criterion()
         parts = self._train_state.unpacked(batch, training=False)
         with self.timers.record("eval_fwd"):
             loss, output, masks = self.run(self._evaluated, *parts)
         batch_info["output"] = output = _masked(output, masks)
         _, target, weights = parts
-        metrics = {"val_loss": loss, NUM_SAMPLES: _length(parts)}
-        share = accuracy(target, output)
-        if share is not None:
-            metrics["val_accuracy"] = share
-        return metrics | self._train_state.measured("val", target, output, weights)
+        return {
+            "val_loss": loss,
+            NUM_SAMPLES: _length(parts),
+            **self._train_state.measured("val", target, output, weights),
+        }
 
     def predict_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
         """Return a row of output for each sample, for ``trainer.predict``.
@@ -186,10 +180,10 @@ class TrainingOperator(OperatorBase):
         Args:
             models: A Keras model, or a list or tuple of models. A compiled model brings its
                 optimizer, loss, and metrics.
-            optimizers: An optimizer of the same Keras, or a list or tuple with one per model. With
-                more or fewer optimizers than models, each optimizer is built for the variables of
-                all models, unless you build it. A ``LearningRateSchedule`` counts updates.
-            criterion: Loss in any form that ``compile()`` takes, or a function of (target, output).
+            optimizers: An optimizer, or a list or tuple with one per model. With more or fewer
+                optimizers than models, each optimizer is built for the variables of all models,
+                unless you build it. A ``LearningRateSchedule`` counts updates.
+            criterion: Loss in any form that ``compile()`` takes.
             metrics: Metrics in any form that ``compile()`` takes.
             class_weight: Weights of the classes in the training loss, as in ``fit()``.
 
@@ -200,7 +194,7 @@ class TrainingOperator(OperatorBase):
             over the batch.
 
         Raises:
-            TypeError: If an argument has the wrong type, or an optimizer comes from Horovod.
+            TypeError: If a model is not a Keras model, or an optimizer comes from Horovod.
             ValueError: If an argument is missing and the model is not compiled.
             NotImplementedError: If the operator would not call a ``train_step``, ``test_step``, or
                 ``compute_metrics`` of the model.
@@ -231,7 +225,7 @@ class TrainingOperator(OperatorBase):
         select a part by ``self.world_rank``.
 
         Args:
-            train_loader: Training data, with batches ``(*features, target)``.
+            train_loader: Training data, with batches of `train_batch`.
             validation_loader: Validation data. No sample counts twice.
             batch_size: Samples of a worker's batch of arrays. None for ``config[BATCH_SIZE]``, or
                 32 without that key.
@@ -279,13 +273,6 @@ class TrainingOperator(OperatorBase):
         """Run a function of tensors in a graph, without an update."""
         return self._train_state.engine.call(function, tensors)
 
-    @property
-    def strategy(self) -> Any:
-        """TensorFlow's default strategy, under which steps run."""
-        import tensorflow as tf
-
-        return tf.distribute.get_strategy()
-
     # ---- helpers
 
     def _the_only(self, what: str) -> Any:
@@ -309,15 +296,12 @@ class TrainingOperator(OperatorBase):
                         "self.minimize() for updates, or compute_loss() of the model."
                     )
 
-    def _criterion(self) -> None:
-        own = getattr(self, "criterion", None)
-        if not self._train_state.needs_criterion:
-            return
-        if own is None:
-            self._default("criterion")
-        from raysgd.tf.losses import MeanLoss
-
-        self._train_state.criterion = MeanLoss(self._train_state.keras, own)
+    def _check_criterion(self) -> None:
+        if self._train_state.needs_criterion:
+            raise RuntimeError(
+                f"{type(self).__name__} has no criterion. Pass it to register(criterion=...), or "
+                "compile the model with a loss."
+            )
 
     def _loss_and_output(self, features: Any, target: Any, weights: Any) -> Any:
         return self._forward(features, target, weights, training=True)

@@ -34,5 +34,5 @@ def with_options(
 
 def _rate(optimizer: Any) -> float | None:
     inner = getattr(optimizer, "inner_optimizer", None) or optimizer
-    held: Any = getattr(inner, "_learning_rate", None)
-    return float(held.numpy()) if hasattr(held, "numpy") else None
+    rate: Any = inner._learning_rate
+    return float(rate) if hasattr(rate, "numpy") else None

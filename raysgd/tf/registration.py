@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import keras
 import tensorflow as tf
 
 from raysgd.loop.operator_base import check_registered, create_operator
 from raysgd.loop.train_state import listed, shaped_like
 from raysgd.tf.communication import Communication
-from raysgd.tf.keras import flavor_of, policy_name, scaled_optimizer, set_policy
-from raysgd.tf.loading import spec_of
+from raysgd.tf.keras import policy_name, scaled_optimizer
 from raysgd.tf.losses import BatchMetrics, MeanLoss, without_means
-from raysgd.tf.train_state import KerasTrainState, TFSettings, unpack
+from raysgd.tf.train_state import KerasTrainState, TFSettings
 
 if TYPE_CHECKING:
     from raysgd.tf.operator import TrainingOperator
@@ -32,11 +32,10 @@ def register(
         raise RuntimeError("register() was called twice. Pass lists to register several models.")
     state.models = listed(models)
     for model in state.models:
-        if flavor_of(model) is None:
+        if not isinstance(model, keras.Model):
             raise TypeError(
-                f"register(models=...) must be one or a list of Keras models, but got {model!r}."
+                f"register(models=...) must be one or a list of Keras 3 models, but got {model!r}."
             )
-    state.keras = flavor_of(state.models[0])
     model = state.models[0]
     if optimizers is None:
         optimizers = getattr(model, "optimizer", None)
@@ -48,7 +47,7 @@ def register(
     state.optimizers = [_checked_optimizer(state, each) for each in listed(optimizers)]
     state.step.optimizers = state.optimizers
     if criterion is not None:
-        state.criterion = MeanLoss(state.keras, criterion, model)
+        state.criterion = MeanLoss(criterion, model)
     for loss in without_means(getattr(model, "loss", None) if criterion is None else criterion):
         state.warn_of_loss(f"The loss {loss} is not a mean over samples.")
     if class_weight is not None and not isinstance(class_weight, Mapping):
@@ -57,7 +56,7 @@ def register(
             f"{class_weight!r}."
         )
     state.class_weight = class_weight
-    state.metrics = BatchMetrics(state.keras, model, metrics)
+    state.metrics = BatchMetrics(model, metrics)
     state.registered = True
     registered = (
         shaped_like(models, state.models),
@@ -69,44 +68,31 @@ def register(
 
 
 def _checked_optimizer(state: KerasTrainState, optimizer: Any) -> Any:
-    if isinstance(optimizer, str | dict):
-        optimizer = state.keras.optimizers.get(optimizer)
-    if not hasattr(optimizer, "apply_gradients"):
-        raise TypeError(
-            "register(optimizers=...) must be one or a list of Keras optimizers, but got "
-            f"{optimizer!r}."
-        )
+    optimizer = keras.optimizers.get(optimizer)
     if type(optimizer).__module__.startswith("horovod"):
         raise TypeError(
             "register(optimizers=...) got Horovod's DistributedOptimizer, but TFTrainer averages "
             "the gradients. Pass the inner optimizer, and backend='horovod' to the trainer."
         )
-    if not hasattr(optimizer, "build"):
-        name = type(optimizer).__name__
-        raise TypeError(
-            f"register(optimizers=...) got a legacy optimizer, {name}. Use "
-            f"tf_keras.optimizers.{name}."
-        )
-    return scaled_optimizer(state.keras, optimizer, state.settings.options.use_fp16)
+    return scaled_optimizer(optimizer, state.settings.options.use_fp16)
 
 
 def _complete(state: KerasTrainState) -> None:
     """Build unbuilt models and optimizers, with the shapes of the data."""
-    if any(not model.built for model in state.models) and len(state.models) == 1:
+    if len(state.models) == 1 and not state.models[0].built:
         sources = map(state.data.readable, filter(state.data.has, ("train", "validation")))
-        source = next(sources, None)
-        spec = None if source is None else spec_of(source)
+        spec = next((source.reads() for source in sources if source.sharded), None)
         if spec is not None:
-            features, *_ = unpack(spec, state.models[0])
+            features, *_ = keras.utils.unpack_x_y_sample_weight(spec)
             state.models[0](tf.nest.map_structure(_sample_of, features))
     for model in state.models:
         if not model.built:
             raise RuntimeError(
-                f"The model {model.name!r} is not built. Add an Input layer, call the model once "
-                "in setup, or register its data."
+                f"The model {model.name!r} is not built. Add an Input layer, or call the model "
+                "once in setup."
             )
     for optimizer, variables in state.trained():
-        if not getattr(optimizer, "built", False):
+        if not optimizer.built:
             optimizer.build(variables)
 
 
@@ -125,7 +111,7 @@ def build_operator(
     """Create an operator and run its ``setup``."""
     policy = policy_name(settings.options.use_fp16)
     if policy is not None:
-        set_policy(policy)
+        keras.mixed_precision.set_global_policy(policy)
     # With this seed, data sets without a seed of their own shuffle equally on all workers.
     tf.random.set_seed(seed % 2**31)
     train_state = KerasTrainState(settings, communication, seed)

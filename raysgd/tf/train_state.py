@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -16,9 +17,9 @@ from raysgd.loop.train_state import Settings, TrainState
 from raysgd.tf.communication import Communication
 from raysgd.tf.engine import Engine
 from raysgd.tf.features import Averages, Optimization, Replication
-from raysgd.tf.keras import loss_scale_of, named_arrays, overrides, set_arrays, variables_of
+from raysgd.tf.keras import named_arrays, overrides, set_arrays
 from raysgd.tf.loading import KerasSources
-from raysgd.tf.losses import BatchMetrics, losses_of_outputs, widened
+from raysgd.tf.losses import BatchMetrics, losses_of_outputs
 from raysgd.tf.options import TFOptions
 
 
@@ -34,7 +35,6 @@ class KerasTrainState(TrainState):
 
     settings: TFSettings
     data: KerasSources
-    keras: Any
 
     def __init__(self, settings: TFSettings, communication: Communication, seed: int) -> None:
         super().__init__(settings, seed)
@@ -60,7 +60,7 @@ class KerasTrainState(TrainState):
 
     def unpacked(self, batch: Any, training: bool) -> tuple[Any, Any, Any]:
         """Return the features, target, and sample weights, with class weights in training."""
-        features, target, weights = unpack(batch, self.models[0])
+        features, target, weights = keras.utils.unpack_x_y_sample_weight(batch)
         if training and self.class_weight is not None:
             weights = _with_class_weight(self.class_weight, target, weights)
         return features, target, weights
@@ -73,15 +73,14 @@ class KerasTrainState(TrainState):
     @property
     def _model_computes_loss(self) -> bool:
         model = self.models[0]
-        is_compiled = getattr(model, "optimizer", None) is not None
-        return overrides(model, "compute_loss") or (self.criterion is None and is_compiled)
+        return overrides(model, "compute_loss") or (self.criterion is None and model.compiled)
 
     def total_loss(
         self, model: Any, features: Any, target: Any, output: Any, weights: Any, training: bool
     ) -> Any:
         """Return the mean loss of a batch, including losses of layers."""
         if self._model_computes_loss:
-            given = (features, target, widened(output), weights)
+            given = (features, target, output, weights)
             takes = "training" in inspect.signature(model.compute_loss).parameters
             loss = model.compute_loss(*given, **({"training": training} if takes else {}))
             return tf.reduce_mean(tf.cast(loss, tf.float32))
@@ -146,44 +145,23 @@ class KerasTrainState(TrainState):
 
     def training_state(self) -> dict[str, Any]:
         return {
-            "models": [named_arrays(variables_of(m)) for m in self.models],
-            "optimizers": [named_arrays(variables_of(o)) for o in self.optimizers],
-            "loss_scales": [named_arrays(loss_scale_of(o)) for o in self.optimizers],
+            "models": [named_arrays(model.weights) for model in self.models],
+            "optimizers": [named_arrays(optimizer.variables) for optimizer in self.optimizers],
         }
 
     def check_training_state(self, state: dict[str, Any]) -> None:
-        for name, objects in (("models", self.models), ("optimizers", self.optimizers)):
-            check_parts(name, objects, state.get(name), _problem)
-        if "loss_scales" in state:
-            check_parts("loss_scales", self.optimizers, state["loss_scales"], _scale_problem)
+        check_parts(
+            "models", [model.weights for model in self.models], state.get("models"), _misfit
+        )
+        variables = [optimizer.variables for optimizer in self.optimizers]
+        check_parts("optimizers", variables, state.get("optimizers"), _misfit)
 
     def load_training_state(self, state: dict[str, Any]) -> None:
         for model, arrays in zip(self.models, state["models"], strict=True):
-            set_arrays(variables_of(model), arrays)
+            set_arrays(model.weights, arrays)
         for optimizer, arrays in zip(self.optimizers, state["optimizers"], strict=True):
-            set_arrays(variables_of(optimizer), arrays)
-        for optimizer, arrays in zip(self.optimizers, state.get("loss_scales", ()), strict=False):
-            if arrays and loss_scale_of(optimizer):
-                set_arrays(loss_scale_of(optimizer), arrays)
+            set_arrays(optimizer.variables, arrays)
         self.step.is_partial = False
-
-
-def unpack(batch: Any, model: Any) -> tuple[Any, Any, Any]:
-    """Return the features, target, and sample weights of a batch, with None for missing parts.
-
-    Three parts are ``(x, y, sample_weight)``, or ``(x1, x2, y)`` if the model has two inputs.
-    """
-    if not isinstance(batch, tuple | list):
-        return batch, None, None
-    if len(batch) == 3 and _has_weights(batch, model):
-        return batch[0], batch[1], batch[2]
-    *features, target = batch if len(batch) > 1 else (*batch, None)
-    return features[0] if len(features) == 1 else features, target, None
-
-
-def _has_weights(batch: Any, model: Any) -> bool:
-    inputs: Any = getattr(model, "inputs", None)
-    return tf.nest.is_nested(batch[0]) or inputs is None or len(tf.nest.flatten(inputs)) == 1
 
 
 def _with_class_weight(class_weight: Mapping[int, float], target: Any, sample_weight: Any) -> Any:
@@ -203,15 +181,6 @@ def _with_class_weight(class_weight: Mapping[int, float], target: Any, sample_we
         return weights
     sample_weight = np.asarray(sample_weight, np.float32)
     return weights.reshape(sample_weight.shape) * sample_weight
-
-
-def _scale_problem(optimizer: Any, arrays: Mapping[str, Any]) -> str:
-    scale = loss_scale_of(optimizer)
-    return _misfit(scale, arrays) if scale and arrays else ""
-
-
-def _problem(thing: Any, arrays: Mapping[str, Any]) -> str:
-    return _misfit(variables_of(thing), arrays)
 
 
 def _misfit(variables: list[Any], arrays: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
-"""TFTrainer on real workers: both Kerases, exact steps, restarts after losses.
+"""TFTrainer on real workers: exact steps, restarts after losses.
 
-Importing TensorFlow costs each new worker seconds, so few are started: two of Keras 3 that tests
-share, and two of the older Keras that exchange gradients by Horovod.
+Importing TensorFlow costs each new worker seconds, so few are started: two that tests share, and
+two that exchange gradients by Horovod.
 """
 
 import itertools
@@ -20,8 +20,8 @@ from tests.tf_operators import Digits, digits, pid, replica_hash, weights
 QUICK = ElasticConfig(initial_s=0.2, max_s=2.0, resize_cooldown_s=0.0)
 STEPS = {"shuffle": False, "optimizer": "SGD", "lr": 0.1}
 """Config of steps that follow from the data alone."""
-KERAS_3 = {**STEPS, "keras": "keras", "data": "tf", "shuffle_validation": True, "own_step": True}
-TF_KERAS = {**STEPS, "keras": "tf_keras", "data": "arrays"}
+OWN_STEPS = {**STEPS, "data": "tf", "shuffle_validation": True, "own_step": True}
+ARRAYS = {**STEPS, "data": "arrays"}
 
 
 def make_trainer(config, **arguments):
@@ -79,10 +79,9 @@ def check_that_two_learn_the_digits(trainer, path):
 
 @pytest.mark.skipif(not IN_SOAK, reason="four workers import TensorFlow, for a rare combination")
 def test_horovod_takes_the_place_of_the_strategy(module_cluster, tmp_path):
-    """With the older Keras, because other tests use Keras 3."""
     import_horovod()
-    with make_trainer(TF_KERAS, backend="horovod", callbacks=[LearningRateLogger()]) as trainer:
-        check_that_two_work_as_one(trainer, TF_KERAS)
+    with make_trainer(ARRAYS, backend="horovod", callbacks=[LearningRateLogger()]) as trainer:
+        check_that_two_work_as_one(trainer, ARRAYS)
         check_that_two_learn_the_digits(trainer, tmp_path / "state")
         step = trainer.global_step
         with chaos.Chaos(trainer, [chaos.Fault(rank=1, step=step + 5)]):
@@ -99,14 +98,14 @@ def test_horovod_takes_the_place_of_the_strategy(module_cluster, tmp_path):
 
 @pytest.fixture(scope="module")
 def trainer(module_cluster):
-    """Two workers of Keras 3, which the tests share."""
-    with make_trainer(KERAS_3, callbacks=[LearningRateLogger()]) as made:
+    """Two workers, which the tests share."""
+    with make_trainer(OWN_STEPS, callbacks=[LearningRateLogger()]) as made:
         yield made
 
 
 @pytest.mark.slow("two workers import TensorFlow")
-def test_two_workers_of_keras_3_learn_the_digits_in_step(trainer, tmp_path):
-    check_that_two_work_as_one(trainer, KERAS_3)
+def test_two_workers_learn_the_digits_in_step(trainer, tmp_path):
+    check_that_two_work_as_one(trainer, OWN_STEPS)
     check_that_two_learn_the_digits(trainer, tmp_path / "state")
     parts = trainer.apply_all_operators(own_labels)
     # though the data set shuffles without a seed
@@ -114,35 +113,29 @@ def test_two_workers_of_keras_3_learn_the_digits_in_step(trainer, tmp_path):
 
 
 def means_of_all_kinds(operator):
-    """Return means of one tensor a type, and of rows of a table that has two, as lists."""
+    """Return means of one tensor a type, as lists."""
     import tensorflow as tf
 
-    rank = operator.world_rank
     kinds = (tf.float32, tf.bfloat16, tf.float16, tf.float64)
-    dense = [tf.fill([2, 3], tf.constant(rank + 1, kind)) for kind in kinds]
-    rows = tf.IndexedSlices(tf.fill([rank + 1, 2], rank + 1.0), tf.range(rank + 1), [2, 2])
-    *means, mean_rows = operator._train_state.communication.mean([*dense, rows])
+    dense = [tf.fill([2, 3], tf.constant(operator.world_rank + 1, kind)) for kind in kinds]
+    means = operator._train_state.communication.mean(dense)
     types = [mean.dtype.name for mean in means]
-    table = tf.convert_to_tensor(mean_rows)
-    return types, [tf.cast(mean, tf.float32).numpy().tolist() for mean in (*means, table)]
+    return types, [tf.cast(mean, tf.float32).numpy().tolist() for mean in means]
 
 
-def test_gradients_of_every_type_and_of_rows_of_a_table_are_averaged(trainer):
+def test_gradients_of_every_type_are_averaged(trainer):
     own, other = trainer.apply_all_operators(means_of_all_kinds)
     assert own == other
-    types, (*dense, table) = own
+    types, dense = own
     assert types == ["float32", "bfloat16", "float16", "float64"]
     assert dense == [[[1.5] * 3] * 2] * 4
-    assert table == [[1.5, 1.5], [1.0, 1.0]]  # row 0 is of both, row 1 of the second worker
 
 
 def change_of_kernels(operator):
     """Return by how much a step lowers two kernels, of which the workers need different parts."""
     import tensorflow as tf
 
-    from raysgd.tf.keras import tf_variable
-
-    kernels = [tf_variable(layer.kernel) for layer in operator.model.layers]
+    kernels = [layer.kernel.value for layer in operator.model.layers]
 
     def loss_of(_):
         if operator.world_rank == 0:

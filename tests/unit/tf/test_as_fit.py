@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 
 tf = pytest.importorskip("tensorflow")
+keras = pytest.importorskip("keras")
 
 from raysgd.metrics import merge_workers  # noqa: E402
 from raysgd.tf import TrainingOperator  # noqa: E402
 from raysgd.tf.keras import named_arrays  # noqa: E402
-from tests.tf_operators import keras_of  # noqa: E402
 
-both = pytest.mark.parametrize("keras", ["keras", "tf_keras"])
 RNG = np.random.default_rng(0)
 FEATURES = RNG.normal(size=(24, 4)).astype("float32")
 BITS = (FEATURES.sum(axis=1, keepdims=True) > 0).astype("float32")
@@ -23,7 +22,7 @@ def squares(target, output):
     return tf.square(target - output)
 
 
-def network(keras, num_outputs):
+def network(num_outputs):
     """Return a small network with the same weights each time."""
     init, inputs = keras.initializers.GlorotUniform, keras.Input((4,))
     heads = [
@@ -35,39 +34,42 @@ def network(keras, num_outputs):
 
 
 ONE = {
-    "a name": lambda keras: {"loss": "binary_crossentropy"},
-    "an object": lambda keras: {"loss": keras.losses.Huber()},
-    "a function": lambda keras: {"loss": squares},
-    "a list": lambda keras: {"loss": ["mse"]},
-    "a dict": lambda keras: {"loss": {"a": "mse"}},
-    "a weighted loss": lambda keras: {"loss": "mse", "loss_weights": [0.3]},
-    "names of metrics": lambda keras: {"loss": "mse", "metrics": ["mae", "acc", "accuracy"]},
-    "an object and a function": lambda keras: {
+    "a name": {"loss": "binary_crossentropy"},
+    "an object": {"loss": keras.losses.Huber()},
+    "a function": {"loss": squares},
+    "a list": {"loss": ["mse"]},
+    "a dict": {"loss": {"a": "mse"}},
+    "a weighted loss": {"loss": "mse", "loss_weights": [0.3]},
+    "names of metrics": {"loss": "mse", "metrics": ["mae", "acc", "accuracy"]},
+    "an object and a function": {
         "loss": "mse",
         "metrics": [keras.metrics.AUC(name="area"), squares],
     },
-    "weighted metrics": lambda keras: {
+    "weighted metrics": {
         "loss": "mse",
         "metrics": ["mae"],
         "weighted_metrics": ["mse", "mae"],
     },
-    "averages": lambda keras: {
+    "averages": {
         "loss": "mse",
-        "optimizer": keras.optimizers.Adam(0.1, use_ema=True, ema_momentum=0.9),
+        "optimizer": {"class_name": "adam", "config": {"use_ema": True, "ema_momentum": 0.9}},
     },
-    "averages that overwrite": lambda keras: {
+    "averages that overwrite": {
         "loss": "mse",
-        "optimizer": keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
+        "optimizer": {
+            "class_name": "sgd",
+            "config": {"use_ema": True, "ema_overwrite_frequency": 2},
+        },
     },
 }
 TWO = {
-    "one loss for both": lambda keras: {"loss": "mse"},
-    "a list": lambda keras: {"loss": ["mse", "sparse_categorical_crossentropy"]},
-    "a list with weights": lambda keras: {
+    "one loss for both": {"loss": "mse"},
+    "a list": {"loss": ["mse", "sparse_categorical_crossentropy"]},
+    "a list with weights": {
         "loss": ["mse", "sparse_categorical_crossentropy"],
         "loss_weights": [2.0, 0.5],
     },
-    "dicts": lambda keras: {
+    "dicts": {
         "loss": {"a": "mse", "b": keras.losses.SparseCategoricalCrossentropy()},
         "loss_weights": {"a": 2.0, "b": 0.5},
         "metrics": {"a": ["mae", keras.metrics.AUC(name="area")], "b": "acc"},
@@ -124,14 +126,11 @@ def compared(build, make, data, class_weight=None):
     assert merged["num_samples"] == 24
 
 
-@both
 @pytest.mark.parametrize(("num_outputs", "arguments"), CASES)
-def test_an_epoch_is_that_of_fit(build, keras, num_outputs, arguments):
-    module = keras_of({"keras": keras})
-
+def test_an_epoch_is_that_of_fit(build, num_outputs, arguments):
     def make():
-        model = network(module, num_outputs)
-        model.compile(**{"optimizer": module.optimizers.SGD(0.1), **arguments(module)})
+        model = network(num_outputs)
+        model.compile(**{"optimizer": keras.optimizers.SGD(0.1), **arguments})
         return model
 
     compared(build, make, (FEATURES, targets(num_outputs, arguments), WEIGHTS))
@@ -144,16 +143,14 @@ class Given(TrainingOperator):
         self.register(config["make"](), "sgd", config["loss"], config["metrics"])
 
 
-@both
 @pytest.mark.parametrize("kind", ["lists", "dicts"])
-def test_losses_and_metrics_of_several_outputs_need_no_compile(build, keras, kind):
-    module = keras_of({"keras": keras})
+def test_losses_and_metrics_of_several_outputs_need_no_compile(build, kind):
     loss, metrics = ["mse", "sparse_categorical_crossentropy"], [["mae"], ["acc"]]
     if kind == "dicts":
         loss, metrics = (dict(zip("ab", each, strict=True)) for each in (loss, metrics))
 
     def make():
-        return network(module, 2)
+        return network(2)
 
     def make_compiled():
         model = make()
@@ -167,13 +164,10 @@ def test_losses_and_metrics_of_several_outputs_need_no_compile(build, keras, kin
     assert computed_numbers(found) == pytest.approx(computed_numbers(expected))
 
 
-@both
-def test_losses_of_layers_count_in_addition_to_a_registered_loss(build, keras):
-    module = keras_of({"keras": keras})
-
+def test_losses_of_layers_count_in_addition_to_a_registered_loss(build):
     def make():
-        layer = module.layers.Dense(1, kernel_initializer="ones", kernel_regularizer="l2")
-        return module.Sequential([module.Input((4,)), layer])
+        layer = keras.layers.Dense(1, kernel_initializer="ones", kernel_regularizer="l2")
+        return keras.Sequential([keras.Input((4,)), layer])
 
     config = {"make": make, "loss": "mse", "metrics": []}
     found = build(Given, config).validate_batch((FEATURES, BITS), {})
@@ -181,48 +175,40 @@ def test_losses_of_layers_count_in_addition_to_a_registered_loss(build, keras):
     assert float(found["val_loss"]) == pytest.approx(expected, rel=1e-5)
 
 
-@both
-def test_class_weights_are_those_of_fit(build, keras):
-    module = keras_of({"keras": keras})
-
+def test_class_weights_are_those_of_fit(build):
     def make():
-        model = network(module, 1)
-        model.compile(module.optimizers.SGD(0.1), "mse", weighted_metrics=["mae"])
+        model = network(1)
+        model.compile(keras.optimizers.SGD(0.1), "mse", weighted_metrics=["mae"])
         return model
 
     compared(build, make, (FEATURES, BITS), class_weight={0: 0.2, 1: 3.0})
 
 
-@both
-def test_a_loss_of_the_model_itself_is_called(build, keras):
-    module = keras_of({"keras": keras})
-
-    class Own(module.Model):
+def test_a_loss_of_the_model_itself_is_called(build):
+    class Own(keras.Model):
         def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
             return tf.reduce_mean(tf.square(y - y_pred)) + 0.1 * tf.reduce_mean(y_pred * x[:, :1])
 
     def make():
-        inner = network(module, 1)
+        inner = network(1)
         model = Own(inner.inputs, inner.outputs[0])
-        model.compile(module.optimizers.SGD(0.1), metrics=["mae"])
+        model.compile(keras.optimizers.SGD(0.1), metrics=["mae"])
         return model
 
     compared(build, make, (FEATURES, BITS, WEIGHTS))
 
 
-@both
-def test_masked_steps_are_left_out(build, keras):
-    module = keras_of({"keras": keras})
+def test_masked_steps_are_left_out(build):
     steps = RNG.integers(0, 5, (24, 6))
     steps[:, 0] = 1
 
     def make():
         layers = [
-            module.layers.Embedding(5, 2, mask_zero=True, embeddings_initializer="ones"),
-            module.layers.Dense(1, kernel_initializer="ones"),
+            keras.layers.Embedding(5, 2, mask_zero=True, embeddings_initializer="ones"),
+            keras.layers.Dense(1, kernel_initializer="ones"),
         ]
-        model = module.Sequential([module.Input((6,)), *layers])
-        model.compile(module.optimizers.SGD(0.0), "mse", weighted_metrics=["mae"])
+        model = keras.Sequential([keras.Input((6,)), *layers])
+        model.compile(keras.optimizers.SGD(0.0), "mse", weighted_metrics=["mae"])
         return model
 
     target = RNG.normal(size=(24, 6, 1)).astype("float32")
@@ -233,23 +219,19 @@ def test_masked_steps_are_left_out(build, keras):
         assert found[f"val_{name}"] == pytest.approx(expected[name], rel=1e-5)
 
 
-@both
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("kind", ["sum", "masks", "mean"])
-def test_several_workers_warn_of_losses_that_are_no_means_over_samples(
-    build, keras, workers, kind, caplog
-):
-    module = keras_of({"keras": keras})
+def test_several_workers_warn_of_losses_that_are_no_means(build, workers, kind, caplog):
     reduction = "sum" if kind == "sum" else "sum_over_batch_size"
 
     def make():
         layers = [
-            module.layers.Embedding(5, 2, mask_zero=kind == "masks"),
-            module.layers.Dense(1),
+            keras.layers.Embedding(5, 2, mask_zero=kind == "masks"),
+            keras.layers.Dense(1),
         ]
-        model = module.Sequential([module.Input((6,)), *layers])
-        loss = module.losses.MeanSquaredError(reduction=reduction)
-        model.compile(module.optimizers.SGD(0.1), [loss])
+        model = keras.Sequential([keras.Input((6,)), *layers])
+        loss = keras.losses.MeanSquaredError(reduction=reduction)
+        model.compile(keras.optimizers.SGD(0.1), [loss])
         return model
 
     operator = build(Compiled, {"make": make}, workers=workers)
@@ -264,15 +246,13 @@ def test_several_workers_warn_of_losses_that_are_no_means_over_samples(
 
 
 @pytest.mark.parametrize("step", ["train_step", "test_step", "compute_metrics"])
-@both
-def test_a_step_of_the_model_is_refused_unless_the_operator_has_its_own(build, keras, step):
-    module = keras_of({"keras": keras})
-    kind = type("Own", (module.Model,), {step: lambda self, *given, **named: {}})
+def test_a_step_of_the_model_is_refused_unless_the_operator_has_its_own(build, step):
+    kind = type("Own", (keras.Model,), {step: lambda self, *given, **named: {}})
 
     def make():
-        inner = network(module, 1)
+        inner = network(1)
         model = kind(inner.inputs, inner.outputs[0])
-        model.compile(module.optimizers.SGD(0.1), "mse")
+        model.compile(keras.optimizers.SGD(0.1), "mse")
         return model
 
     class OwnSteps(Compiled):
@@ -285,20 +265,3 @@ def test_a_step_of_the_model_is_refused_unless_the_operator_has_its_own(build, k
     with pytest.raises(NotImplementedError, match=rf"Own overrides {step}\(\), .* self\.minimize"):
         build(Compiled, {"make": make})
     build(OwnSteps, {"make": make})
-
-
-def test_three_parts_are_two_features_only_for_a_model_of_two_inputs(build):
-    keras = keras_of({})
-    left, right = keras.Input((4,)), keras.Input((1,))
-    output = keras.layers.Dense(1)(keras.layers.Concatenate()([left, right]))
-
-    def make():
-        model = keras.Model([left, right], output)
-        model.compile("sgd", "mse")
-        return model
-
-    operator = build(Compiled, {"make": make})
-    assert operator.validate_batch((FEATURES, BITS, BITS), {})["num_samples"] == 24
-    weighted = operator.validate_batch(((FEATURES, BITS), BITS, 2 * np.ones(24)), {})
-    plain = operator.validate_batch(((FEATURES, BITS), BITS), {})
-    assert float(weighted["val_loss"]) == pytest.approx(2 * float(plain["val_loss"]), rel=1e-5)

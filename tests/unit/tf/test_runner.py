@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 tf = pytest.importorskip("tensorflow")
+keras = pytest.importorskip("keras")
 
 from raysgd._internal.context import WorkerContext  # noqa: E402
 from raysgd.elastic.config import ElasticConfig  # noqa: E402
@@ -15,14 +16,14 @@ from raysgd.loop.requests import TrainRequest  # noqa: E402
 from raysgd.tf import TrainingOperator  # noqa: E402
 from raysgd.tf.options import TFOptions  # noqa: E402
 from raysgd.tf.runner import TFRunner  # noqa: E402
-from tests.tf_operators import Digits, digits, keras_of, make_model  # noqa: E402
+from tests.tf_operators import Digits, digits, make_model  # noqa: E402
 
 RUNNER = TFRunner(TFOptions())
 
 
-def make_runner(keras, lr=0.1):
+def make_runner(lr=0.1):
     """A runner that takes a snapshot at the begin of each epoch, of 45 steps."""
-    config = {"keras": keras, "data": "tf", "shuffle": False, "lr": lr}
+    config = {"data": "tf", "shuffle": False, "lr": lr}
     elastic = ElasticConfig(snapshot_every="epoch")
     options = TFOptions(training_operator_cls=Digits, config=config, seed=3, elastic=elastic)
     runner = TFRunner(options)
@@ -41,9 +42,8 @@ def assert_same(state, other):
         np.testing.assert_array_equal(array, expected)
 
 
-@pytest.mark.parametrize("keras", ["keras", "tf_keras"])
-def test_training_continues_equally_from_a_snapshot(keras):
-    runner = make_runner(keras)
+def test_training_continues_equally_from_a_snapshot():
+    runner = make_runner()
     runner.handle(TrainRequest(call=0, until_step=45))
     then = runner.state_dict()
     runner.handle(TrainRequest(call=1, until_step=50))
@@ -52,7 +52,7 @@ def test_training_continues_equally_from_a_snapshot(keras):
     assert_same(held, then)
     with pytest.raises(AssertionError):
         assert_same(held, now)
-    other = make_runner(keras)
+    other = make_runner()
     other.load_state_dict(held)
     other.handle(TrainRequest(call=1, until_step=50))
     assert_same(other.state_dict(), now)
@@ -77,9 +77,8 @@ class TwoOptimizers(TrainingOperator):
     """Each step updates one model, and then another; in between it may fail, once."""
 
     def setup(self, config):
-        keras = keras_of(config)
         self.models, self.optimizers, self.criterion = self.register(
-            [make_model(keras) for _ in range(2)],
+            [make_model() for _ in range(2)],
             [keras.optimizers.Adam(0.01) for _ in range(2)],
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
@@ -97,10 +96,9 @@ class TwoOptimizers(TrainingOperator):
         return {"train_loss": loss}
 
 
-@pytest.mark.parametrize("keras", ["keras", "tf_keras"])
-def test_a_failed_step_restores_the_first_of_two_optimizers(keras):
+def test_a_failed_step_restores_the_first_of_two_optimizers():
     runners = []
-    for config in ({"keras": keras}, {"keras": keras, "fail_at": 2}):
+    for config in ({}, {"fail_at": 2}):
         options = TFOptions(training_operator_cls=TwoOptimizers, config=config, seed=3)
         runners.append(TFRunner(options))
         runners[-1].setup(WorkerContext(in_driver=True))
