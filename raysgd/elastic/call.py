@@ -40,11 +40,6 @@ class Call:
     causes: list[str] = field(default_factory=list)
     departed_results: list[Any] = field(default_factory=list)
 
-    @property
-    def may_repeat(self) -> bool:
-        """Whether the controller may repeat the call after the driver interrupted it."""
-        return self.has_batches or self.max_losses > 0
-
     def begin(self, progress: Progress) -> None:
         """Prepare the first attempt. A call of ``train`` computes its absolute goal here."""
 

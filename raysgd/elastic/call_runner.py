@@ -40,19 +40,16 @@ class CallRunner:
         self._journal, self._commands = context.journal, context.commands
         self._reached = Progress()
         self._redo: Call | None = None
-        self._sent: dict[WorkerHandle, Future[Outcome]] | None = None
+        self.sent: dict[WorkerHandle, Future[Outcome]] | None = None
+        """The call on each worker, or None before the first worker receives it."""
         self._attempt: Attempt | None = None
         self._split = 0
         """Number of micro-batches per batch in the next attempt; 0 for no change."""
         self.outcomes: list[Outcome] = []
 
-    @property
-    def is_sent(self) -> bool:
-        return self._sent is not None
-
     def save(self) -> None:
         """Take a snapshot, and let callbacks save at the next step."""
-        self._sent, self._context.preemption.must_save = None, False
+        self.sent, self._context.preemption.must_save = None, False
         self.rescue_state()
         self._context.call.at_once = True
 
@@ -68,7 +65,7 @@ class CallRunner:
 
     def end(self) -> None:
         self._context.call, self._redo, self.outcomes = Call(), None, []
-        self._sent = self._attempt = None
+        self.sent = self._attempt = None
 
     def is_behind(self) -> bool:
         """Whether steps were lost with all workers and a call can repeat them."""
@@ -88,7 +85,7 @@ class CallRunner:
 
     def run(self, action: RunCall) -> Event:
         """Make one attempt at the call. The attempt ends shortly after a failure."""
-        self._sent, self._attempt, self._context.has_state = None, None, False
+        self.sent, self._attempt, self._context.has_state = None, None, False
         if self._context.pause_step is not None:  # the last attempt ended early
             self._commands.pause_at(None)
             self._context.pause_step = None
@@ -108,10 +105,10 @@ class CallRunner:
         if not group.options.inline:
             packed = sendable(f"the arguments of {call.request.name}", packed)
         self._context.check_open()
-        self._sent = {}
+        self.sent = {}
         for member in members:  # send one by one, because Ctrl-C must find the calls that were sent
-            self._sent[member] = member.work("call", packed)
-        self._attempt = attempt = Attempt(self._sent, self._clock)
+            self.sent[member] = member.work("call", packed)
+        self._attempt = attempt = Attempt(self.sent, self._clock)
         self._watch(call, attempt)
         if attempt.failed:
             self._commands.stop(attempt)
@@ -129,8 +126,9 @@ class CallRunner:
             return WorkersLost()
         interrupted = attempt.interrupted_by_us
         if attempt.failed:
-            is_stopped = interrupted and attempt.first_error is None and call.may_repeat
-            may_repeat = bool(self._split) or is_stopped
+            is_stopped = interrupted and attempt.first_error is None
+            can_repeat = call.has_batches or call.max_losses > 0
+            may_repeat = bool(self._split) or (is_stopped and can_repeat)
             if not may_repeat:
                 self._journal.error = attempt.error()
                 if attempt.first_error is not None:
@@ -186,7 +184,7 @@ class CallRunner:
 
     def abandon(self) -> None:
         """Stop the work after Ctrl-C, and request the progress of the workers."""
-        pending = self._sent or {} if self._attempt is None else self._attempt.pending
+        pending = self.sent or {} if self._attempt is None else self._attempt.pending
         self._commands.busy |= pending
         self._commands.interrupt()
         if reached := list(self._commands.ask_progress().values()):

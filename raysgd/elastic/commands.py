@@ -201,6 +201,24 @@ class Commands:
         given = [value_of(outcome) for outcome in self.ask(members, request)]
         return given if len(given) == len(members) and None not in given else []
 
+    def await_busy(self, patience_s: float) -> dict[WorkerHandle, BaseException]:
+        """Wait for workers that are busy with an interrupted call. Return the lost ones.
+
+        Workers that are still busy after `patience_s` are lost.
+        """
+        attempt = Attempt(self.busy, self._clock)
+        try:
+            attempt.settle_until(patience_s, lambda: False)
+        finally:
+            self.busy = attempt.pending
+        why = f"it was still busy {patience_s:g} s after it was stopped"
+        for member in attempt.pending:
+            if not member.remote:  # the driver cannot kill its own process
+                raise WorkerTimeoutError(
+                    f"The worker in the driver's process did not stop within {patience_s:g} s."
+                )
+        return attempt.lost | {m: WorkerTimeoutError(why) for m in attempt.pending}
+
     def reach(
         self, members: Iterable[WorkerHandle]
     ) -> tuple[dict[WorkerHandle, Progress], dict[WorkerHandle, BaseException]]:

@@ -69,8 +69,6 @@ class ElasticConfig:
 def _check_shares(shares: Any) -> None:
     if isinstance(shares, Mapping) and shares:
         for name, share in shares.items():
-            if not isinstance(name, str):
-                raise TypeError(f"ElasticConfig(shares={{{name!r}: ...}}): names must be strings.")
             field = f"shares[{name!r}]"
             check_number("ElasticConfig", field, share)
             if share == 0:

@@ -131,7 +131,7 @@ class Controller:
             yield
         except BaseException as error:
             if not self._is_shut_down:
-                self._react(machine.Aborted(reached_workers=self._calls.is_sent))
+                self._react(machine.Aborted(reached_workers=self._calls.sent is not None))
             elif isinstance(error, Exception) and error.args != (_SHUT_DOWN,):
                 raise RuntimeError(_SHUT_DOWN) from error
             raise
@@ -209,11 +209,6 @@ class Controller:
             self._calls.end()
 
     def _survey(self) -> Event:
-        if self.journal.lost and self.members:
-            size = len(self.members)
-            logger.warning("Continuing with %d of %d workers.", size, self.max_workers)
-        elif self.journal.lost:
-            logger.warning("Restarting all workers.")
         self.journal.lost = {}
         for feature in self._context.features:
             feature.poll({})

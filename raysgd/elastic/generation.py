@@ -14,7 +14,6 @@ from raysgd.elastic.call import ExportReplicaRequest, ImportReplicaRequest, Load
 from raysgd.elastic.commands import ANSWER_S, Attempt, value_of
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.events import EventKind
-from raysgd.elastic.health import await_stragglers
 from raysgd.elastic.machine import (
     Event,
     FormGroup,
@@ -63,7 +62,7 @@ class GroupForming:
         """Wait for busy workers, and request the progress of each worker."""
         self._began = self._clock.monotonic()
         patience_s = _STRAGGLER_S if self._context.policy.can_join else _RESTART_STRAGGLER_S
-        if lost := await_stragglers(self._commands.busy, self._clock, patience_s):
+        if lost := self._commands.await_busy(patience_s):
             return self._note_lost(lost)
         ready, leaving = self._context.who_moves()
         joining = {r.member: r for r in ready if r.member is not None}

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 
 from raysgd._internal.context import Progress
 from raysgd.cluster.clock import Clock
-from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.commands import Attempt
-from raysgd.errors import WorkerTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -95,26 +93,3 @@ def _shown_stack(answer: Future[str]) -> str:
     if answer.done() and answer.exception() is None:
         return answer.result()
     return "no answer: the process is stopped or gone"
-
-
-def await_stragglers(
-    busy: dict[WorkerHandle, Future[Outcome]], clock: Clock, patience_s: float
-) -> dict[WorkerHandle, BaseException]:
-    """Wait for workers that are busy with an interrupted call. Return the lost ones.
-
-    Workers that have returned are removed from `busy`. Workers that are busy after `patience_s` are
-    lost.
-    """
-    stragglers = Attempt(busy, clock)
-    try:
-        stragglers.settle_until(patience_s, lambda: False)
-    finally:
-        for member in busy.keys() - stragglers.pending.keys():
-            del busy[member]
-    why = f"it was still busy {patience_s:g} s after it was stopped"
-    for member in stragglers.pending:
-        if not member.remote:  # the driver cannot kill its own process
-            raise WorkerTimeoutError(
-                f"The worker in the driver's process did not stop within {patience_s:g} s."
-            )
-    return stragglers.lost | {m: WorkerTimeoutError(why) for m in stragglers.pending}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raysgd._internal.context import Progress, WorkerContext
@@ -101,36 +101,6 @@ def backoff_s(attempt: int, config: ElasticConfig) -> float:
     [1.0, 2.0, 4.0, 5.0]
     """
     return min(config.max_s, config.initial_s * 2.0 ** min(attempt, 60))
-
-
-def who_leaves(
-    left_s: Mapping[int, float],
-    *,
-    num_workers: int,
-    num_ready: int,
-    min_workers: int,
-    margin_s: float,
-) -> list[int]:
-    """Return the ranks of the workers under preemption that leave at the next step.
-
-    A worker with a replacement leaves immediately. A worker without one leaves `margin_s` before
-    its deadline. At least ``min_workers`` stay. Unless the group has only one worker, at least
-    one of its members stays, because it has the state.
-    `left_s` has the seconds to each deadline, by rank.
-
-    >>> who_leaves({0: 20, 2: 10}, num_workers=3, num_ready=1, min_workers=1, margin_s=3)
-    [2]
-    >>> who_leaves({0: 2, 1: 2}, num_workers=2, num_ready=0, min_workers=1, margin_s=3)
-    [0]
-    >>> who_leaves({0: 20}, num_workers=1, num_ready=1, min_workers=1, margin_s=3)
-    [0]
-    """
-    in_order = sorted(left_s, key=lambda rank: (left_s[rank], rank))
-    due = [rank for rank in in_order[num_ready:] if left_s[rank] <= margin_s]
-    most = min(num_workers + num_ready - min_workers, num_workers - 1)
-    if num_workers == 1:
-        most = min(num_ready, 1)
-    return [*in_order[:num_ready], *due][: max(0, most)]
 
 
 def pause_step(progress: Sequence[Progress], notice_s: float) -> int:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import TypeVar
 
 from raysgd._internal.context import Progress
 from raysgd.cluster.departures import Notice
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle
 from raysgd.elastic.journal import Journal
-from raysgd.elastic.policies import who_leaves
 
 logger = logging.getLogger(__name__)
+
+_Member = TypeVar("_Member")
 
 _LEAVE_S = 3.0
 """Seconds that workers may take to leave the group, in addition to a few steps."""
@@ -82,12 +84,41 @@ class PreemptionWatch:
         leaving = self._group.leaving()
         if not leaving or not self._can_join:
             return []
-        now, rank_of = self._clock.time(), self._journal.ranks
-        ranks = who_leaves(
-            {rank_of[member]: notice.leave_by - now for member, notice in leaving.items()},
+        now = self._clock.time()
+        return who_leaves(
+            {member: notice.leave_by - now for member, notice in leaving.items()},
             num_workers=len(self._group.members),
             num_ready=num_ready,
             min_workers=self._group.options.min_workers,
             margin_s=self._leave_s,
         )
-        return [member for member in leaving if rank_of[member] in ranks]
+
+
+def who_leaves(
+    left_s: Mapping[_Member, float],
+    *,
+    num_workers: int,
+    num_ready: int,
+    min_workers: int,
+    margin_s: float,
+) -> list[_Member]:
+    """Return the workers under preemption that leave at the next step.
+
+    A worker with a replacement leaves immediately. A worker without one leaves `margin_s` before
+    its deadline. At least ``min_workers`` stay. Unless the group has only one worker, at least
+    one of its members stays, because it has the state.
+    `left_s` has the seconds to each deadline.
+
+    >>> who_leaves({0: 20, 2: 10}, num_workers=3, num_ready=1, min_workers=1, margin_s=3)
+    [2]
+    >>> who_leaves({0: 2, 1: 2}, num_workers=2, num_ready=0, min_workers=1, margin_s=3)
+    [0]
+    >>> who_leaves({0: 20}, num_workers=1, num_ready=1, min_workers=1, margin_s=3)
+    [0]
+    """
+    in_order = sorted(left_s, key=left_s.__getitem__)
+    due = [each for each in in_order[num_ready:] if left_s[each] <= margin_s]
+    most = min(num_workers + num_ready - min_workers, num_workers - 1)
+    if num_workers == 1:
+        most = min(num_ready, 1)
+    return [*in_order[:num_ready], *due][: max(0, most)]

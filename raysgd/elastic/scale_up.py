@@ -79,18 +79,15 @@ class Replacement:
         if self.is_ready:
             self.is_ready, self._life = False, self._results(self._asked_to_set_up())
 
-    def _wait_for_slot(self) -> Iterator[None]:
-        looked = 0.0
-        while True:
-            if self.group.clock.monotonic() - looked >= _LOOK_EVERY_S:
-                looked = self.group.clock.monotonic()
-                if self.slot.is_ready:
-                    return
-            yield
-
     def _live(self) -> Iterator[None]:
         """Take the steps up to the goal. Yield while a step must wait."""
-        yield from self._wait_for_slot()
+        looked = -_LOOK_EVERY_S
+        while True:
+            if (now := self.group.clock.monotonic()) - looked >= _LOOK_EVERY_S:
+                looked = now
+                if self.slot.is_ready:
+                    break
+            yield
         if self.goal == "room":
             return
         self.member = member = self.group.new_member(self.slot)

@@ -255,14 +255,7 @@ class OperatorTrainer(TrainerInfo):
             ValueError: if a number is below 1, or a callback has no folder to write to.
             CallbackError: if a callback raised.
         """
-        options = FitOptions(
-            num_epochs=num_epochs,
-            validate_every=validate_every,
-            max_retries=max_retries,
-            info=info,
-            log_every=log_every,
-            max_steps=max_steps,
-        )
+        options = FitOptions(num_epochs, validate_every, max_retries, info, log_every, max_steps)
         return self._fit_loop.run(self, options, callbacks, verbose)
 
     def request_stop(self, reason: str) -> None:

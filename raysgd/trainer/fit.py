@@ -30,7 +30,7 @@ _SANITY_STEPS = 2
 _OF_VALIDATION = ("val", "eval_", "eval/")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FitOptions:
     """See :meth:`raysgd.TorchTrainer.fit`."""
 
