@@ -80,7 +80,7 @@ def main():
             use_gpu=args.use_gpu,
         ) as trainer:
             trainer.train(num_steps=5)
-            trainer.save(first, blocking=False)  # written during training
+            trainer.save(first)
             for _ in range(2):
                 trainer.train(num_steps=5)
                 store.save(trainer.state_dict(), world_size=trainer.num_workers)

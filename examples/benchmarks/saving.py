@@ -4,9 +4,7 @@
     python examples/benchmarks/saving.py --num-steps 100 --pairs 8 --json saving.json
 
 A trainer trains a model of 25 million floats in segments of equal length. One segment of each pair
-begins with ``save(blocking=False)``, which copies the state to the driver and writes it during
-training. The time of the segment includes the call of ``save``, and the write competes for the
-processor. The order within the pairs alternates.
+begins with ``save``. The order within the pairs alternates.
 """
 
 import argparse
@@ -50,7 +48,7 @@ def segment(trainer, num_steps, path):
     started = time.perf_counter()
     saved = 0.0
     if path is not None:
-        trainer.save(path, blocking=False)
+        trainer.save(path)
         saved = time.perf_counter() - started
     trainer.train(num_steps=num_steps)
     return time.perf_counter() - started, saved

@@ -47,11 +47,6 @@ class BackgroundWriter:
         if error is not None:
             raise CheckpointError(f"Cannot save to {self._path}: {error!r}") from error
 
-    def raise_failure(self) -> None:
-        """Raise the error of a write that has ended, as `wait` does, without waiting."""
-        if self._write is not None and self._write.done():
-            self.wait()
-
 
 def _log_failure(write: Future[Any]) -> None:
     if (error := write.exception()) is not None:

@@ -31,7 +31,7 @@ from raysgd.data import Dataset
 from raysgd.elastic.call import Call
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.machine import Closed
-from raysgd.errors import CallbackError, CheckpointError
+from raysgd.errors import CallbackError
 from raysgd.loop.options import Options
 from raysgd.loop.requests import (
     ApplyOperatorRequest,
@@ -304,21 +304,19 @@ class OperatorTrainer(TrainerInfo):
         del blocking
         self._state.load(state)
 
-    def save(self, path: str | os.PathLike[str], blocking: bool = True) -> str:
+    def save(self, path: str | os.PathLike[str]) -> str:
         """Write the state to one file, completely or not at all.
 
         Args:
             path: a path, or a URL such as ``s3://bucket/state.pt``.
-            blocking: False to write a copy of the state during training. The next call of the
-                trainer raises an error of the write.
 
         Returns:
             The absolute path, or the URL.
 
         Raises:
-            CheckpointError: if the file cannot be written there, or the last write failed.
+            CheckpointError: if the file cannot be written there.
         """
-        return self._state.save(path, blocking)
+        return self._state.save(path)
 
     def save_model(self, path: str | os.PathLike[str]) -> str:
         """Write the weights of the models to a ``.safetensors`` file, as `save` writes the state.
@@ -335,8 +333,7 @@ class OperatorTrainer(TrainerInfo):
         """Load a file that `save` wrote, from a path or a URL. Loading runs no code from the file.
 
         Raises:
-            CheckpointError: if the file is missing, damaged, or not a state of this trainer, or
-                if the last write of ``save(blocking=False)`` failed.
+            CheckpointError: if the file is missing, damaged, or not a state of this trainer.
         """
         self.load_state_dict(self._state.read(path))
 
@@ -402,13 +399,12 @@ class OperatorTrainer(TrainerInfo):
         return runner.operator
 
     def shutdown(self, force: bool = False) -> None:
-        """Stop callbacks and workers, finish a running write, and release the resources.
+        """Stop callbacks and workers, and release the resources.
 
         Args:
             force: whether to kill the workers without letting them clean up.
 
         Raises:
-            CheckpointError: if the write failed, after the workers have stopped.
             CallbackError: if a callback failed in ``on_train_end``, after the workers have stopped.
         """
         try:
@@ -417,7 +413,6 @@ class OperatorTrainer(TrainerInfo):
         finally:  # also if Ctrl-C ends the callbacks
             self._controller.shutdown(force)
             self._finalizer.detach()
-            self._calls.writer.wait()
         self._callback_list.raise_failure()
 
     def __enter__(self) -> Self:
@@ -431,7 +426,7 @@ class OperatorTrainer(TrainerInfo):
     ) -> None:
         try:
             self.shutdown(force=kind is not None)
-        except (CheckpointError, CallbackError) as failure:
+        except CallbackError as failure:
             if error is None:
                 raise
             error.add_note(str(failure))  # the caller must see the first error

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from raysgd._internal.context import Progress
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.callback_list import CallbackList
-from raysgd.checkpoint import BackgroundWriter
 from raysgd.data import Dataset
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.controller import Controller
@@ -77,7 +76,6 @@ class Calls:
     controller: Controller
     callback_list: CallbackList
     trainer_name: str
-    writer: BackgroundWriter = field(default_factory=BackgroundWriter)
     latest: dict[str, Any] = field(default_factory=dict)
     """The newest metrics of train and validate."""
     last_call: LastCall | None = None
@@ -108,7 +106,6 @@ class Calls:
                 f"This {self.trainer_name} is shut down, and its state is gone. Call save() or "
                 "get_model() before shutdown(), and create a new trainer."
             )
-        self.writer.raise_failure()
 
     @contextlib.contextmanager
     def of_fit(self, max_steps: int | None, log_every: int | None) -> Iterator[None]:

@@ -6,7 +6,6 @@ import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from raysgd import checkpoint
@@ -70,19 +69,14 @@ class TrainerState:
 
     # ---- files
 
-    def save(self, path: str | os.PathLike[str], blocking: bool) -> str:
+    def save(self, path: str | os.PathLike[str]) -> str:
         self.calls.check_open()
         target = Location(path)
-        self.calls.writer.wait()  # hold only one copy of the state at a time
         state = self.collect(own=False)
         name = self.options.training_operator_cls.__qualname__
         num_workers = len(self.calls.controller.members)
         manifest = checkpoint.Manifest(world_size=num_workers, operator=name)
-        write = partial(checkpoint.write_file, state, target.name, manifest)
-        if blocking:
-            return write()
-        self.calls.writer.submit(write, target.shown)
-        return target.name
+        return checkpoint.write_file(state, target.name, manifest)
 
     def save_model(self, path: str | os.PathLike[str]) -> str:
         self.calls.check_open()
@@ -90,7 +84,6 @@ class TrainerState:
 
     def read(self, path: str | os.PathLike[str]) -> Mapping[str, Any]:
         self.calls.check_open(moves=True)
-        self.calls.writer.wait()  # the running write may replace the same file
         return checkpoint.read_file(path)
 
     # ---- loading

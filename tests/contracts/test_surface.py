@@ -355,7 +355,7 @@ def test_the_elastic_config_takes_these_values_with_these_defaults():
         ("Callback", "next_pause", ["global_step"]),
         ("TorchTrainer", "update_scheduler", ["metric"]),
         ("TorchTrainer", "get_model", ["to_cpu"]),
-        ("TorchTrainer", "save", ["path", "blocking"]),
+        ("TorchTrainer", "save", ["path"]),
         ("TorchTrainer", "save_model", ["path"]),
         ("TorchTrainer", "load_state_dict", ["state", "blocking"]),
         ("TorchTrainer", "shutdown", ["force"]),

@@ -1,9 +1,7 @@
 """Calls, state, files, and shutdown of trainers, with one worker in this process."""
 
 import gc
-import os
 import sys
-import threading
 import traceback
 import weakref
 
@@ -12,12 +10,11 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file
 
-from raysgd import TorchTrainer, checkpoint
+from raysgd import TorchTrainer
 from raysgd._internal.context import Progress
 from raysgd.callbacks import Callback, CheckpointCallback
 from raysgd.checkpoint import read_manifest
 from raysgd.errors import CheckpointError
-from tests.conftest import wait_until
 from tests.operators import Classifier, make_model, parameters
 from tests.unit.recorder import Recorder
 
@@ -285,174 +282,6 @@ def test_save_model_writes_the_weights(make_trainer, tmp_path):
     assert equal(weights, written)
     single = make_trainer()
     assert equal(single.state_dict()["models"][0], load_file(single.save_model(path)))
-
-
-@pytest.fixture
-def slow_disk(monkeypatch):
-    """Writes wait until the event is set."""
-    go, write = threading.Event(), checkpoint.write_file
-    monkeypatch.setattr(checkpoint, "write_file", lambda *given: go.wait(30) and write(*given))
-    yield go
-    go.set()
-
-
-def test_a_background_save_has_the_state_of_one_step(make_trainer, tmp_path, slow_disk):
-    """Training continues before the first byte is written."""
-    trainer = make_trainer(Recorder)
-    trainer.train(num_steps=2)
-    state = trainer.state_dict()
-    path = trainer.save(tmp_path / "state.pt", blocking=False)
-    assert path == str(tmp_path / "state.pt")
-    assert not os.path.exists(path)
-    trainer.train(num_steps=9)
-    slow_disk.set()
-    trainer.shutdown()
-    assert same_tree(checkpoint.read_file(path), state)
-
-
-def same_tree(left, right):
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same_tree(left[k], right[k]) for k in left)
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(map(same_tree, left, right))
-    return torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
-
-
-def test_a_background_save_copies_sets_and_tensors_of_callbacks(make_trainer, tmp_path, slow_disk):
-    class Counting(Recorder):
-        seen = frozenset()
-
-        def state_dict(self):
-            return {"seen": self.seen, "places": [self.seen]}
-
-    class Averaging(Callback):
-        mean = torch.ones(1)
-
-        def state_dict(self):
-            return {"mean": self.mean}
-
-    averaging = Averaging()
-    trainer = make_trainer(Counting, callbacks=[averaging])
-    operator = trainer.get_local_operator()
-    operator.seen = {1}
-    path = trainer.save(tmp_path / "state.pt", blocking=False)
-    operator.seen.add(2)
-    averaging.mean += 1
-    slow_disk.set()
-    trainer.shutdown()
-    state = checkpoint.read_file(path)
-    assert state["operator"] == {"seen": {1}, "places": [{1}]}
-    assert state["callbacks"] == {"Averaging": {"mean": torch.ones(1)}}
-
-
-def test_a_load_waits_for_the_write_of_its_file(make_trainer, tmp_path, slow_disk):
-    trainer = make_trainer()
-    trainer.train(num_steps=2)
-    path = trainer.save(tmp_path / "state.pt", blocking=False)
-    trainer.train(num_steps=3)
-    loading = threading.Thread(target=trainer.load, args=(path,))
-    loading.start()
-    assert not os.path.exists(path)
-    slow_disk.set()
-    loading.join(30)
-    assert trainer.global_step == 2
-
-
-@pytest.mark.parametrize("blocking", [False, True])
-def test_a_save_waits_for_the_write_before_it(make_trainer, tmp_path, monkeypatch, blocking):
-    """It copies the state only then, so at most one copy waits to be written."""
-    done, copied, write = [], threading.Event(), checkpoint.write_file
-    trainer = make_trainer()
-    collect = trainer._state.collect
-
-    def noting_copies(own):
-        done.append(("copied", trainer.global_step))
-        if len(done) > 1:
-            copied.set()
-        return collect(own)
-
-    def write_late(state, path, manifest):
-        copied.wait(0.3)  # a save that does not wait would come by now
-        done.append(("written", state["global_step"]))
-        return write(state, path, manifest)
-
-    monkeypatch.setattr(trainer._state, "collect", noting_copies)
-    monkeypatch.setattr(checkpoint, "write_file", write_late)
-    trainer.train(num_steps=1)
-    trainer.save(tmp_path / "state.pt", blocking=False)
-    trainer.train(num_steps=1)
-    path = trainer.save(tmp_path / "state.pt", blocking=blocking)
-    trainer.load(path)
-    assert trainer.global_step == 2
-    assert done == [("copied", 1), ("written", 1), ("copied", 2), ("written", 2)]
-
-
-@pytest.fixture
-def failed_write(make_trainer, tmp_path):
-    """A trainer after two steps, whose background write has failed."""
-    trainer = make_trainer()
-    trainer.train(num_steps=2)
-    (tmp_path / "run").mkdir()
-
-    def fail(*arguments):
-        raise CheckpointError("Cannot save to run/state.pt: the disk is full")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "write_file", fail)
-        trainer.save(tmp_path / "run" / "state.pt", blocking=False)
-    wait_until(lambda: not writing())
-    return trainer
-
-
-def writing():
-    return [t for t in threading.enumerate() if t.name.startswith("raysgd-checkpoint-writer")]
-
-
-def test_a_failed_background_save_shows_no_password(make_trainer, monkeypatch):
-    def fail(*arguments):
-        raise RuntimeError("broken")
-
-    monkeypatch.setattr(checkpoint, "write_file", fail)
-    trainer = make_trainer()
-    url = "memory://me:secret@host/state.pt"
-    assert trainer.save(url, blocking=False) == url
-    wait_until(lambda: not writing())
-    with pytest.raises(CheckpointError, match=r"to memory://me:\*\*\*@host/state.pt: .*broken"):
-        trainer.train()
-
-
-CALLS = {
-    "train": lambda t, path: t.train(),
-    "save_behind": lambda t, path: t.save(path, blocking=False),
-    "save_model": lambda t, path: t.save_model(path),
-    "load": lambda t, path: t.load(path),
-    "get_local_operator": lambda t, path: t.get_local_operator(),
-    "shutdown": lambda t, path: t.shutdown(),
-}
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_the_next_call_raises_the_error_of_a_background_save(failed_write, tmp_path, call):
-    with pytest.raises(CheckpointError, match="the disk is full"):
-        CALLS[call](failed_write, tmp_path / "next.pt")
-    assert failed_write.global_step == 2
-    assert os.listdir(tmp_path) == ["run"]
-    if call == "shutdown":
-        with pytest.raises(RuntimeError, match="shut down"):
-            failed_write.train()
-    else:
-        assert failed_write.train()["num_samples"] == 24
-
-
-def test_a_with_block_raises_the_error_of_a_background_save(failed_write):
-    with pytest.raises(CheckpointError, match="the disk is full"), failed_write:
-        pass
-
-
-def test_an_error_in_a_with_block_has_a_note_of_the_failed_save(failed_write):
-    with pytest.raises(KeyError) as caught, failed_write:
-        raise KeyError
-    assert "the disk is full" in caught.value.__notes__[0]
 
 
 # ---- the end
