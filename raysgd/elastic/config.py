@@ -73,11 +73,10 @@ def _check_shares(shares: Any) -> None:
             check_number("ElasticConfig", field, share)
             if share == 0:
                 raise ValueError(f"ElasticConfig({field}={share!r}): must be above 0.")
-        return
-    if not isinstance(shares, str) or shares not in ("even", "measured"):
+    elif shares not in ("even", "measured"):
         raise ValueError(
-            f'ElasticConfig(shares={shares!r}): must be "even", "measured", or a mapping of node '
-            "labels, accelerator types, or resources to relative shares."
+            f'ElasticConfig(shares={shares!r}): must be "even", "measured", or a mapping of names '
+            "of nodes to relative shares."
         )
 
 

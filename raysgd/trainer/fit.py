@@ -137,7 +137,9 @@ class FitLoop:
             epoch = self._num_completed
             history.append(trainer.train(max_retries=options.max_retries, info=options.info))
             if len(history) == 1 and self._every is None:
-                self._warn_of_missing(history[0])
+                for given, name in self._monitored().items():
+                    if name not in history[0]:
+                        logger.warning("%s: the first epoch has no such metric.", given)
             if self._num_completed > epoch and self._is_due:
                 found = self.validate(trainer, options.info, from_start=True).merged
                 history[-1] = {**found, **history[-1]}
@@ -218,16 +220,6 @@ class FitLoop:
             error.add_note("fit() tried the validation before any training.")
             raise
         self._has_validated = True
-
-    def _warn_of_missing(self, metrics: Mapping[str, Any]) -> None:
-        for given, name in self._monitored().items():
-            if name not in metrics:
-                logger.warning(
-                    "%s: the first epoch has no such metric, and fit() does not validate. The "
-                    "metrics are: %s.",
-                    given,
-                    ", ".join(metrics),
-                )
 
     def _monitored(self) -> dict[str, str]:
         """Return the monitored metrics by argument. Empty if operator or callbacks add metrics."""
