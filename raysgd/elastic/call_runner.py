@@ -135,7 +135,8 @@ class CallRunner:
                     said = repr(self._journal.error)
                     self._journal.record("user_error", [attempt.first_error[0]], cause=said)
             return CallFailed(may_repeat=may_repeat)
-        is_complete = not attempt.paused and not action.is_redo
+        paused = any(outcome.kind == "paused" for outcome in attempt.outcomes.values())
+        is_complete = not paused and not action.is_redo
         if is_complete:
             self._context.snapshots.poll(progress)
             self.outcomes = [attempt.outcomes[member] for member in members]

@@ -68,11 +68,6 @@ class Attempt:
         )
 
     @property
-    def paused(self) -> bool:
-        """Whether the workers have paused at the requested step."""
-        return any(o.kind == "paused" for o in self.outcomes.values())
-
-    @property
     def has_cause(self) -> bool:
         return bool(self.lost) or self.first_error is not None
 

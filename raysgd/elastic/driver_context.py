@@ -48,12 +48,8 @@ class DriverContext:
         self.preemption = PreemptionWatch(group, journal, policy.can_join)
         self.scale_up = ScaleUp(group, elastic, journal, policy, created, timeout_s)
         self.shares = Shares(group, elastic, journal)
-        self.features: list[Feature] = [
-            self.snapshots,
-            self.preemption,
-            self.scale_up,
-            self.shares,
-        ]
+        features = (self.snapshots, self.preemption, self.scale_up, self.shares)
+        self.features: Sequence[Feature] = features
         self.call = Call()
         self.leaving: list[WorkerHandle] = []
         """Members that leave the group at the next restart."""

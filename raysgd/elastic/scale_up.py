@@ -27,8 +27,6 @@ _SHORT_GRACE_S = 0.5
 lost workers."""
 _MAX_SETUP_CRASHES = 3
 """Number of consecutive crashes in the ``setup`` of one slot that raises an error."""
-
-
 _LOOK_EVERY_S = 0.25
 """Seconds between two checks for free resources."""
 
@@ -289,8 +287,15 @@ class ScaleUp:
             self._crashes[slot] = step, count
             if count < (_MAX_SETUP_CRASHES if step == "set up" else self.config.max_attempts):
                 return
-            if step in ("start", "set up"):  # these run user code
-                self.error = _died_in_a_row(replacement, error, count)
+            if member is not None and step in ("start", "set up"):  # these run user code
+                where = "setup" if step == "set up" else "initialization_hook or an import"
+                self.error = WorkerLostError(
+                    f"Worker {replacement.rank} died {count} times in a row in {where}, the last "
+                    f"time on {member.name}: {said}",
+                    rank=replacement.rank,
+                    node_id=member.node_id,
+                    cause=said,
+                )
         elif self._is_first or not isinstance(error, WorkerTimeoutError):
             self.error = error  # a repeated attempt may not time out
         wait_s = backoff_s(self._failures, self.config)
@@ -370,17 +375,3 @@ class ScaleUp:
     def stop(self) -> None:
         for replacement in list(self._replacements):
             self.drop(replacement)
-
-
-def _died_in_a_row(replacement: Replacement, error: BaseException, count: int) -> WorkerLostError:
-    member = replacement.member
-    assert member is not None
-    cause = cause_of(member, error)
-    where = "setup" if replacement.step == "set up" else "initialization_hook or an import"
-    return WorkerLostError(
-        f"Worker {replacement.rank} died {count} times in a row in {where}, the last time on "
-        f"{member.name}: {cause}",
-        rank=replacement.rank,
-        node_id=member.node_id,
-        cause=cause,
-    )
