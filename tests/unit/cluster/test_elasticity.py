@@ -101,18 +101,6 @@ def test_a_lost_worker_is_replaced_while_the_others_train(world, caplog):
     ]
 
 
-def test_growing_costs_no_retry_and_redoes_no_step(world):
-    world.room = 2
-    controller = world.drive(3, resize_cooldown_s=1.0).controller
-    first_two = list(controller.members)
-    world.at_step(20, lambda: setattr(world, "room", 3))
-    assert steps_of(run_until(controller, 200, max_losses=0)) == [200] * 3
-    assert kinds(controller) == ["started", "grown"]
-    assert run.call.num_losses == 0
-    assert world.trained == list(range(1, 201))
-    assert [member.interruptions for member in first_two] == [0, 0]
-
-
 def test_a_replacement_that_is_ready_between_two_calls_joins_at_the_next(world):
     world.room = 2
     controller = world.drive(3, resize_cooldown_s=0.0).controller
@@ -276,19 +264,6 @@ def hold_when_ready(world, action):
 
 
 # ---- errors of the user
-
-
-def test_an_error_of_the_user_costs_no_retry_and_no_worker(world):
-    controller = world.drive(3).controller
-    members = list(controller.members)
-    world.at_step(20, lambda: setattr(members[1], "error", BadBatchError("bad")))
-    with pytest.raises(BadBatchError, match="bad"):
-        run_until(controller, 100, max_losses=3)
-    assert controller.members == members
-    assert kinds(controller) == ["started", "user_error"]
-    assert controller.progress.global_step == 20
-    assert steps_of(run_until(controller, 100, max_losses=0)) == [100] * 3
-    assert world.trained == list(range(1, 101))
 
 
 def test_a_pause_that_a_worker_misses_discards_the_step(world, monkeypatch):
@@ -486,16 +461,6 @@ def test_all_workers_restart_from_the_snapshot_if_every_state_is_partial(world):
     assert not set(before) & set(controller.members)
 
 
-def test_losing_all_more_often_than_allowed_ends_the_call(world):
-    controller = world.drive(3).controller
-    world.at_step(45, lambda: lose_all(world))
-    with pytest.raises(WorkerLostError, match="more often than max_retries=0"):
-        run_until(controller, 60, max_losses=0)
-    # the state is kept, and the next call goes on from it
-    assert controller.snapshots.state() is not None
-    assert steps_of(run_until(controller, 60)) == [60] * 3
-
-
 def test_a_restart_waits_for_room_longer_each_time(world):
     controller = world.drive(3, min_workers=2, initial_s=1.0).controller
     began = []
@@ -634,15 +599,6 @@ def test_stopped_work_makes_the_next_call_form_a_new_generation(world):
     assert isinstance(controller.state, Broken)
     assert steps_of(run_until(controller, 5)) == [5, 5]
     assert kinds(controller) == ["started", "resumed"]
-
-
-def test_workers_restart_if_none_has_a_whole_state_and_no_snapshot_has_arrived(world):
-    controller = world.drive(2).controller
-    controller.stop(request_of("work"))
-    for member in controller.members:
-        member.partial = True
-    assert steps_of(run_until(controller, 5)) == [5, 5]
-    assert kinds(controller) == ["started", "restarted"]
 
 
 def test_worker_that_does_not_stop_is_replaced(world):
