@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from raysgd._internal.context import Progress, Request, Runner
@@ -157,7 +157,12 @@ class Controller:
     def _react(self, event: Event | None) -> None:
         """Execute the actions that follow from an event. The last action returns the next event."""
         while event is not None:
-            actions, event = self._feed(event), None
+            self._check_open()
+            self.state, actions = transition(self.state, event, self.policy)
+            if self._is_shut_down:  # another thread has just called `shutdown`
+                self.state = machine.Closed()
+                raise RuntimeError(_SHUT_DOWN)
+            event = None
             for action in actions:
                 match action:
                     case Do():
@@ -175,14 +180,6 @@ class Controller:
                         self._context.discard_members()
                     case machine.Fail(why):
                         self._fail(why)
-
-    def _feed(self, event: Event) -> Sequence[machine.Action]:
-        self._check_open()
-        self.state, actions = transition(self.state, event, self.policy)
-        if self._is_shut_down:  # another thread has just called `shutdown`
-            self.state = machine.Closed()
-            raise RuntimeError(_SHUT_DOWN)
-        return actions
 
     # ---- calls
 

@@ -278,7 +278,6 @@ class SimMember(WorkerHandle):
         self.setup_s = 0.5
         self.setup_error = None
         self.join_error = None
-        self.stack = "in user code"
         self.num_joins = 0
         self.is_from_setup = False
         """Its state is that of its setup, until it trains or loads another."""
@@ -367,7 +366,7 @@ class SimMember(WorkerHandle):
         return pickle.dumps({"step": self.snapshot_step})
 
     def _stacks(self):
-        return self.stack
+        return "in user code"
 
     # ---- life
 
