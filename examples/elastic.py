@@ -26,7 +26,6 @@ from raysgd.utils import BATCH_SIZE
 TELLS = {
     "started": "{workers} started",
     "lost": "lost {workers}",
-    "hung": "{workers} hung, and will be killed",
     "resumed": "{workers} go on, {seconds:.2f} s after the loss was seen",
     "grown": "{workers} joined; training stood still for {seconds:.2f} s",
     "restarted": "{workers} started anew from the snapshot, in {seconds:.1f} s",
