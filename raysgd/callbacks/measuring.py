@@ -111,7 +111,7 @@ class ModelSummary(Callback):
 def _summary(operator: Any) -> str:
     """Return a table of an operator's models. Runs on the worker."""
     rows: list[tuple[str, ...]] = [("part", "type", "parameters", "trained", "size")]
-    models = operator._train_state.models
+    models = operator._train_state.given_models
     totals = [0, 0, 0]
     for number, model in enumerate(models):
         if hasattr(operator, "unwrapped"):

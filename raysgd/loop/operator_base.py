@@ -147,7 +147,7 @@ class OperatorBase:
     def _check_single(self) -> None:
         """Raise an error if the default `train_batch` gets several models or optimizers."""
         state, kind = self._train_state, type(self).__name__
-        for what, held in (("models", state.models), ("optimizers", state.optimizers)):
+        for what, held in (("models", state.given_models), ("optimizers", state.optimizers)):
             if len(held) > 1:
                 raise RuntimeError(
                     f"{kind} registered {len(held)} {what}, and the default train_batch trains one "

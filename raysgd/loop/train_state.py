@@ -62,6 +62,8 @@ class TrainState(ABC):
         self.timers = TimerCollection()
         self.timers.enabled = False
         self.models: list[Any] = []
+        self.num_criteria = 0
+        """Number of criteria with trained parameters, which are the last of `models`."""
         self.optimizers: list[Any] = []
         self.registered = False
         self.epoch = self.offset = self.validation_offset = self.global_step = 0
@@ -78,6 +80,11 @@ class TrainState(ABC):
     @property
     def context(self) -> WorkerContext:
         return self.settings.context
+
+    @property
+    def given_models(self) -> list[Any]:
+        """The models that the user registered as models, without criteria."""
+        return self.models[: len(self.models) - self.num_criteria]
 
     def feature(self, name: str) -> Any:
         """Return the feature whose class has this name, or None."""

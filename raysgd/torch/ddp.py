@@ -106,7 +106,10 @@ for _name in _METHODS_OF_THE_MODULE:
 
 
 def wrapped(
-    model: torch.nn.Module, device: torch.device, arguments: Mapping[str, Any]
+    model: torch.nn.Module,
+    device: torch.device,
+    arguments: Mapping[str, Any],
+    is_criterion: bool = False,
 ) -> torch.nn.Module:
     """Wrap a model, unless user code has wrapped it or it has no trainable parameter."""
     if isinstance(model, DistributedDataParallel) or not any(
@@ -114,7 +117,9 @@ def wrapped(
     ):
         return model  # DistributedDataParallel rejects a model without trainable parameters
     given = {"device_ids": None if device.index is None else [device.index], **arguments}
-    if only_running_statistics(model) and "broadcast_buffers" not in given:
+    # A criterion may run several times in a step, and a broadcast would modify its buffers.
+    stays = is_criterion or only_running_statistics(model)
+    if stays and "broadcast_buffers" not in given:
         given.setdefault("forward_sync_buffers", False)
     return ReplicatedModel(model, **given)
 

@@ -264,7 +264,7 @@ class TrainingOperator(OperatorBase):
             models: A module, or a list or tuple of modules.
             optimizers: An optimizer, or a list or tuple of optimizers.
             criterion: The loss, called with (output, target), or a list or tuple of losses. A loss
-                with trained parameters must be a part of a model.
+                whose parameters an optimizer trains counts as one of the last models.
             schedulers: A scheduler, or a list or tuple. Needs ``scheduler_step_freq``.
             ddp_args: More arguments of DistributedDataParallel.
             apex_args: Arguments of ``apex.amp.initialize``, for ``use_fp16="apex"``.

@@ -35,25 +35,13 @@ def checked(name: str, given: Any, kind: type | None) -> list[Any]:
     return members
 
 
-def checked_criteria(
-    criterion: Any, optimizers: list[torch.optim.Optimizer], models: list[torch.nn.Module]
-) -> list[Any]:
-    """Return the criteria as a list. An optimizer must not train them."""
-    criteria: list[Any] = listed(criterion)
+def check_criteria(criteria: Sequence[Any]) -> None:
     for each in criteria:
         if isinstance(each, type) or not callable(each):
             raise TypeError(
                 f"register(criterion={each!r}): criterion must be a function, or an object such as "
                 "torch.nn.MSELoss()."
             )
-        parameters = each.parameters() if isinstance(each, torch.nn.Module) else ()
-        own = {id(p) for p in parameters if p.requires_grad}
-        if own & _stepped(optimizers) - _parameters_of(models):
-            raise ValueError(
-                f"register(criterion=...): an optimizer trains {type(each).__name__}. Make it a "
-                "part of a model whose output has the loss."
-            )
-    return criteria
 
 
 def check_step_freq(schedulers: Sequence[Any], frequency: str | None) -> None:
@@ -69,6 +57,16 @@ def check_step_freq(schedulers: Sequence[Any], frequency: str | None) -> None:
             'Pass scheduler_step_freq="manual" to the trainer, and call '
             "trainer.update_scheduler(metric)."
         )
+
+
+def is_trained(
+    criterion: Any, optimizers: list[torch.optim.Optimizer], models: list[torch.nn.Module]
+) -> bool:
+    """Return whether an optimizer trains parameters of the criterion, such as class centers."""
+    if not isinstance(criterion, torch.nn.Module):
+        return False
+    own = {id(p) for p in criterion.parameters() if p.requires_grad}
+    return bool(own & _stepped(optimizers) - _parameters_of(models))
 
 
 def _parameters_of(models: Iterable[torch.nn.Module]) -> set[int]:

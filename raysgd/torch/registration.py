@@ -21,12 +21,13 @@ from raysgd.torch.features.speed import Speed
 from raysgd.torch.interop.horovod import HorovodGradients
 from raysgd.torch.precision import NativeAmp
 from raysgd.torch.register_checks import (
+    check_criteria,
     check_fully_shardable,
     check_shardable,
     check_step_freq,
     checked,
-    checked_criteria,
     checked_sharding,
+    is_trained,
 )
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ def register(
         raise RuntimeError(
             "register() was called twice. Pass lists to register several models or optimizers."
         )
+    criteria = [] if criterion is None else listed(criterion)
+    check_criteria(criteria)
     ddp_args = checked_dict("register", "ddp_args", ddp_args)
     apex_args = checked_dict("register", "apex_args", apex_args)
     horovod_args = checked_dict("register", "horovod_args", horovod_args)
@@ -60,14 +63,15 @@ def register(
     options, device = state.settings.options, state.settings.device
     distributed = state.context.distributed
     sharding_args = checked_sharding(sharding, sharding_args, options, state.optimizers)
-    criteria = [] if criterion is None else checked_criteria(criterion, state.optimizers, modules)
+    trained = [each for each in criteria if is_trained(each, state.optimizers, modules)]
+    state.num_criteria = len(trained)
     keeps_parameters = distributed and sharding == "full"  # workers move only their rows
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         stays = keeps_parameters and isinstance(tensor, torch.nn.Parameter)
         return tensor if stays else tensor.to(device)
 
-    state.models = [model._apply(move) for model in modules]
+    state.models = [model._apply(move) for model in [*modules, *trained]]
     precision = state.optimization.precision
     if apex_args and options.use_fp16 != "apex":
         unused = 'register(apex_args=%r) does nothing with %s. It needs use_fp16="apex".'
@@ -108,8 +112,9 @@ def register(
     state.optimization.begin()
     for each in sharded:
         each.begin()
+    wrapped = dict(zip(map(id, trained), state.models[len(modules) :], strict=True))
     state.criteria = criteria = [
-        each.to(device) if isinstance(each, torch.nn.Module) else each for each in criteria
+        wrapped.get(id(c), c.to(device) if isinstance(c, torch.nn.Module) else c) for c in criteria
     ]
     state.frozen_modes = [
         (model, [(module, module.training) for module in model.modules()])
@@ -118,7 +123,7 @@ def register(
     ]
     state.step.optimizers = state.optimizers
     state.registered = True
-    given = [shaped_like(models, state.models), optimizers]
+    given = [shaped_like(models, state.given_models), optimizers]
     if criterion is not None:
         given.append(shaped_like(criterion, criteria))
     if schedulers is not None:
@@ -152,8 +157,11 @@ def _replicate(
         return HorovodGradients(state, horovod_args)
     wraps = distributed and options.wrap_ddp
     if wraps:
-        device = state.settings.device
-        state.models = [ddp.wrapped(model, device, ddp_args) for model in state.models]
+        device, count = state.settings.device, len(state.given_models)
+        state.models = [
+            ddp.wrapped(model, device, ddp_args, is_criterion=index >= count)
+            for index, model in enumerate(state.models)
+        ]
         ddp.check_exchanged(state.optimizers, state.models)
     return Replication(state, wraps)
 

@@ -132,12 +132,12 @@ class TorchTrainState(TrainState):
     def whole_models(self) -> list[torch.nn.Module]:
         """Return copies of the models on the CPU. If models are sharded, only rank 0 gets any."""
         if (full := self.feature("FullyShardedModel")) is not None:
-            copies: list[torch.nn.Module] = full.copies()
+            copies: list[torch.nn.Module] = full.copies(len(self.given_models))
             return copies
         if self.sharded and self.context.world_rank != 0:
             return []
         with self.evaluating():
-            return [copy_to_cpu(ddp.plain(model)) for model in self.models]
+            return [copy_to_cpu(ddp.plain(model)) for model in self.given_models]
 
     def copy_leaf(self, leaf: Any) -> Any:
         return copy_leaf(leaf)
@@ -218,9 +218,12 @@ class TorchTrainState(TrainState):
 
     def _stateful(self, state: Mapping[str, Any]) -> list[tuple[str, list[Any], Any]]:
         """Return the registered objects of each kind, and their states in `state`."""
-        models = [ddp.plain(model) for model in self.models]
+        models, saved = [ddp.plain(model) for model in self.models], state.get("models", [])
+        if self.num_criteria and isinstance(saved, list | tuple):
+            # Older files lack the criterion.
+            models = models[: max(len(saved), len(models) - self.num_criteria)]
         found: list[tuple[str, list[Any], Any]] = [
-            ("models", models, state.get("models", [])),
+            ("models", models, saved),
             ("optimizers", self.optimizers, state.get("optimizers", [])),
         ]
         if self.schedulers:

@@ -100,3 +100,54 @@ def test_three_workers_equal_one_process_with_three_times_the_batch(three):
     expected = torch.cat([p.reshape(-1) for p in plain_training(10, 48).parameters()]).detach()
     assert all(torch.equal(found[0], each) for each in found)
     assert torch.allclose(found[0], expected, atol=1e-6, rtol=0)
+
+
+class Centers(torch.nn.Module):
+    """A loss that learns: the distance to a center of each class."""
+
+    def __init__(self):
+        super().__init__()
+        self.centers = torch.nn.Parameter(torch.rand(2, 2))  # another on each worker
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, output, target):
+        return ((output - self.centers[target]) * self.scale).square().mean()
+
+
+class Centered(Classifier):
+    def register(self, *, models, optimizers, criterion):
+        criterion = Centers()
+        optimizers.add_param_group({"params": criterion.parameters()})
+        return super().register(models=models, optimizers=optimizers, criterion=criterion)
+
+    def setup(self, config):
+        torch.seed()
+        super().setup(config)
+
+    def train_batch(self, batch, batch_info):
+        features, target = batch
+        output = self.model(features)
+        loss = self.criterion(output, target) + self.criterion(output / 2, target)
+        self.backward(loss)
+        self.optimizer_step(self.optimizer)
+        return {"train_loss": loss.detach(), "num_samples": len(target)}
+
+
+def centers_of(operator):
+    return operator.criterion.centers.tolist()
+
+
+def test_a_criterion_that_learns_is_the_same_on_all_workers_and_is_saved(module_cluster, tmp_path):
+    with TorchTrainer(
+        training_operator_cls=Centered, num_workers=2, use_local=True, use_gpu=False
+    ) as trainer:
+        trainer.train()
+        trainer.validate()
+        assert len(set(trainer.apply_all_operators(replica_hash))) == 1
+        assert isinstance(trainer.get_model(), torch.nn.Sequential)
+        trainer.save(tmp_path / "state.pt")
+        (held, same) = trainer.apply_all_operators(centers_of)
+        assert held == same
+    with TorchTrainer(training_operator_cls=Centered, use_local=True) as trainer:
+        trainer.load(tmp_path / "state.pt")
+        assert centers_of(trainer.get_local_operator()) == held

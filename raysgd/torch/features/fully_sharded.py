@@ -228,8 +228,8 @@ class FullyShardedModel(ShardedOptimizer):
 
     # ---- complete models
 
-    def copies(self) -> list[torch.nn.Module]:
-        """Return complete copies of the models on rank 0. All ranks must call it."""
+    def copies(self, count: int) -> list[torch.nn.Module]:
+        """Return complete copies of the first `count` models on rank 0. All ranks must call it."""
         # The collectives of DTensor would block, because they hold the GIL, which gloo needs.
         layout, is_first = self._layout, self._layout.rank == 0
         values = [torch.empty(p.shape if is_first else 0, dtype=p.dtype) for p in self._parameters]
@@ -244,7 +244,7 @@ class FullyShardedModel(ShardedOptimizer):
             return []
         try:
             self.models.put_whole(values)
-            return [copy_to_cpu(model) for model in self.models.models]
+            return [copy_to_cpu(model) for model in self.models.models[:count]]
         finally:
             self._place()
 

@@ -47,13 +47,29 @@ def test_models_and_criterion_move_to_the_device():
     assert criterion.weight.device.type == "meta"
 
 
-def test_criterion_must_be_an_object_that_is_not_trained():
-    with pytest.raises(TypeError, match=r"must be a function, or an object such as"):
+def test_trained_criterion_is_also_a_model():
+    model, criterion = linear(), linear()
+    train_state = make_registration()
+    given = register(train_state, model, sgd(model, criterion), criterion)
+    assert (given[0], given[2]) == (model, criterion)
+    assert (train_state.models, train_state.given_models) == ([model, criterion], [model])
+    assert len(train_state.training_state()["models"]) == 2
+    older = train_state.training_state()
+    older["models"].pop()
+    train_state.check_training_state(older)
+    train_state.load_training_state(older)
+    frozen = linear().requires_grad_(False)
+    train_state = make_registration()
+    register(train_state, model, sgd(model, frozen), frozen)
+    assert train_state.models == train_state.given_models == [model]
+    train_state = make_registration()
+    register(train_state, [model, criterion], sgd(model, criterion), criterion)
+    assert train_state.models == train_state.given_models == [model, criterion]
+
+
+def test_class_as_criterion_is_an_error():
+    with pytest.raises(TypeError, match="must be a function, or an object such as"):
         register(make_registration(), criterion=torch.nn.CrossEntropyLoss)
-    model, frozen = linear(), linear().requires_grad_(False)
-    register(make_registration(), model, sgd(model, frozen), frozen)
-    with pytest.raises(ValueError, match=r"trains Linear.*part of a model"):
-        register(make_registration(), model, sgd(model, criterion := linear()), criterion)
 
 
 # ---- the place in the data
