@@ -688,21 +688,6 @@ def test_items_are_joined_by_columns_and_downloaded_by_one_worker():
     assert sorted(downloads) == list(range(8))
 
 
-class Stopping(Numbers):
-    def __getitem__(self, index):
-        if index == 5:
-            raise StopIteration
-        return super().__getitem__(index)
-
-
-def test_stop_iteration_in_a_data_set_does_not_block_the_other_workers():
-    source = wrap(DataLoader(Stopping(), batch_size=2), world_size=2)
-    batches = source.batches(0, 0)
-    assert next(batches).tolist() == [0, 1]
-    with pytest.raises(RuntimeError, match=r"The loader ended after 1 of 5 batches"):
-        next(batches)
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_drop_last_is_kept(training):
     loader = DataLoader(tensors(23), batch_size=3, drop_last=True)
