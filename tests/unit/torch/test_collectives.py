@@ -95,22 +95,12 @@ def test_broadcast_state_keeps_structure_and_tensors(link):
         "bfloat16": torch.ones(2, dtype=torch.bfloat16),
         3: {"deep": [{"x": torch.arange(3)}]},
     }
-    sent = broadcast_state(lambda: state, 0, CPU)
-    assert sent is state
+    assert broadcast_state(lambda: state, 0, CPU) is state
     link["rank"] = 1
     device = torch.device("meta")  # tensors of the CPU, such as counters of Adam, stay there
     got = broadcast_state(lambda: pytest.fail("only the source makes it"), 0, device)
     assert not link["messages"]
-    assert list(got) == list(state)
-    for name, tensor in state["model"].items():
-        assert torch.equal(got["model"][name], tensor)
-        assert got["model"][name].dtype == tensor.dtype
-    assert got["list"][0] == 1
-    assert got["list"][1][0].item() is True
-    assert got["list"][1][1:] == ("text", None)
-    assert got["empty"].shape == (0, 4)
-    assert got["bfloat16"].dtype == torch.bfloat16
-    assert got[3]["deep"][0]["x"].tolist() == [0, 1, 2]
+    assert fingerprint(got) == fingerprint(state)
 
 
 def test_broadcast_overwrites_tensors_in_place(link):
