@@ -56,46 +56,30 @@ def mean(value: float, device: torch.device) -> float:
     return held.item() / dist.get_world_size()
 
 
-def broadcast(tensor: torch.Tensor, source: int, to: Sequence[int] | None = None) -> None:
-    """Overwrite a contiguous tensor with the tensor of rank `source`.
-
-    If `to` is given, only these ranks receive it, and only they and `source` call this.
-    """
+def broadcast(tensor: torch.Tensor, source: int) -> None:
+    """Overwrite a contiguous tensor with the tensor of rank `source`."""
     hvd = _horovod()
     content = tensor.view(-1).view(torch.uint8)  # gloo, NCCL and Horovod each lack some dtypes
-    if hvd is not None:
-        hvd.broadcast_(content, root_rank=source, name="raysgd.broadcast")
-    elif to is None:
+    if hvd is None:
         dist.broadcast(content, src=source)
-    elif rank() == source:
-        for each in to:
-            dist.send(content, each)
-    elif rank() in to:
-        dist.recv(content, source)
+    else:
+        hvd.broadcast_(content, root_rank=source, name="raysgd.broadcast")
 
 
-def broadcast_object(thing: Any, source: int, to: Sequence[int] | None = None) -> Any:
-    """Send the pickled `thing` of rank `source` to every rank, or to the ranks `to`. Return it."""
+def broadcast_object(thing: Any, source: int) -> Any:
+    """Send the pickled `thing` of rank `source` to every rank. Return it."""
     hvd = _horovod()
     if hvd is not None:
         return hvd.broadcast_object(thing, root_rank=source, name="raysgd.object")
     box = [thing]
-    if to is None:
-        dist.broadcast_object_list(box, src=source)
-    elif rank() == source:
-        for each in to:
-            dist.send_object_list(box, each)
-    elif rank() in to:
-        dist.recv_object_list(box, source)
+    dist.broadcast_object_list(box, src=source)
     return box[0]
 
 
 # ---- states
 
 
-def broadcast_tensors(
-    tensors: Sequence[torch.Tensor], source: int, to: Sequence[int] | None = None
-) -> None:
+def broadcast_tensors(tensors: Sequence[torch.Tensor], source: int) -> None:
     """Overwrite `tensors` with the tensors of rank `source`, grouped by dtype and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -105,13 +89,13 @@ def broadcast_tensors(
         for stop, tensor in enumerate(members, start=1):
             size += tensor.numel() * tensor.element_size()
             if size >= _MESSAGE_BYTES or stop == len(members):
-                _broadcast_flat(members[start:stop], source, to)
+                _broadcast_flat(members[start:stop], source)
                 start, size = stop, 0
 
 
-def _broadcast_flat(tensors: list[torch.Tensor], source: int, to: Sequence[int] | None) -> None:
+def _broadcast_flat(tensors: list[torch.Tensor], source: int) -> None:
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    broadcast(flat, source, to)
+    broadcast(flat, source)
     if rank() != source:
         for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
@@ -123,12 +107,7 @@ class _Slot(NamedTuple):
     on_cpu: bool
 
 
-def broadcast_state(
-    make_state: Callable[[], Any],
-    source: int,
-    device: torch.device,
-    to: Sequence[int] | None = None,
-) -> Any:
+def broadcast_state(make_state: Callable[[], Any], source: int, device: torch.device) -> Any:
     """Return rank `source`'s state on every rank: nested dicts, lists, and tuples with tensors.
 
     Only rank `source` calls `make_state`. Tensors from a CPU arrive on the CPU, and other tensors
@@ -151,10 +130,10 @@ def broadcast_state(
 
     if rank() == source:
         state = make_state()
-        broadcast_object(map_leaves(state, take), source, to)
+        broadcast_object(map_leaves(state, take), source)
     else:
-        state = map_leaves(broadcast_object(None, source, to), make)
-    broadcast_tensors(tensors, source, to)
+        state = map_leaves(broadcast_object(None, source), make)
+    broadcast_tensors(tensors, source)
     return state
 
 

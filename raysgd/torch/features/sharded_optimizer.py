@@ -349,11 +349,7 @@ class ShardedOptimizer(ShardedFeature):
 
         if to == (source,):
             return messages() if rank == source else []
-        everyone = device.type != "cpu"  # only gloo can send to a subset of the ranks
-        if not everyone and rank != source and rank not in to:
-            return []
-        sent: list[tuple[Any, ...]]
-        sent = collectives.broadcast_state(messages, source, device, None if everyone else to)
+        sent: list[tuple[Any, ...]] = collectives.broadcast_state(messages, source, device)
         return sent
 
     def _newest(self, planned: Transfer) -> Piece:
