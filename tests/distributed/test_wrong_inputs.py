@@ -48,22 +48,17 @@ def with_setup(function):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        pytest.param(
+        (
             {"num_workers": 2, "min_workers": 2, "num_cpus_per_worker": 3},
             ["2 workers", "3 CPU", "has 4 CPU", "4 CPU are free"],
-            id="cpus",
         ),
-        pytest.param(
-            {"num_workers": 1, "use_gpu": True},
-            ["1 worker", "1 GPU", "has 4 CPU, 0 GPU"],
-            id="gpus",
-        ),
-        pytest.param(
+        ({"use_gpu": True}, ["1 worker", "1 GPU", "has 4 CPU, 0 GPU"]),
+        (
             {"num_workers": 2, "resources_per_worker": {"licence": 1}},
             ["1 worker", "1 licence", "0 licence"],
-            id="custom_resource",
         ),
     ],
+    ids=["cpus", "gpus", "custom_resource"],
 )
 def test_error_shows_requested_and_free_resources(ray_cluster, arguments, words):
     """At once, since this Ray gets no more nodes while the caller waits."""
@@ -178,68 +173,32 @@ def trainer(shared_trainer):
     assert hashes[0] == hashes[1]
 
 
-WRONG_CALLS = {
-    "info_cannot_be_pickled": (
-        lambda t: t.train(info={"lock": threading.Lock()}),
-        TypeError,
-        ["train", "pickled", "lock"],
-    ),
-    "no_validation_loader": (
-        lambda t: t.validate(),
-        RuntimeError,
-        ["validation loader", "register_data(validation_loader="],
-    ),
-    "metric_cannot_be_pickled": (
-        lambda t: t.train(info={"mood": "unpicklable metric"}),
-        TypeError,
-        ["worker", "lock"],
-    ),
-    # raised as itself it would end the driver's program without a word, and with status 0
-    "exit_in_a_batch": (
-        lambda t: t.train(info={"mood": "exit"}),
-        RemoteError,
-        ["SystemExit"],
-    ),
-    "keyboard_interrupt_in_a_batch": (
-        lambda t: t.train(info={"mood": "keyboard interrupt"}),
-        KeyboardInterrupt,
-        ["in a batch"],
-    ),
-    "cancelled_error_in_a_batch": (
-        lambda t: t.train(info={"mood": "cancelled"}),
-        asyncio.CancelledError,
-        ["in a batch"],
-    ),
-    "function_that_cannot_be_sent": (
-        lambda t: t.apply_all_workers(threading.Lock().acquire),
-        TypeError,
-        ["pickled", "lock"],
-    ),
-    "function_whose_result_cannot_be_sent": (
-        lambda t: t.apply_all_workers(threading.Lock),
-        TypeError,
-        ["worker", "lock"],
-    ),
-    "function_that_raises": (
-        lambda t: t.apply_all_operators(lambda op: op.no_such_attribute),
-        AttributeError,
-        ["no_such_attribute"],
-    ),
-    "operator_is_not_local": (
-        lambda t: t.get_local_operator(),
-        NotImplementedError,
-        ["get_local_operator", "use_local=True"],
-    ),
-}
+def mood(text):
+    return {"info": {"mood": text}}
 
 
-@pytest.mark.parametrize("case", WRONG_CALLS)
+WRONG_CALLS = [
+    ("train", {"info": {"lock": threading.Lock()}}, TypeError, "train", "pickled", "lock"),
+    ("validate", {}, RuntimeError, "validation loader", "register_data(validation_loader="),
+    ("train", mood("unpicklable metric"), TypeError, "worker", "lock"),
+    # Raised as itself, it would end the driver's program without a word, and with status 0.
+    ("train", mood("exit"), RemoteError, "SystemExit"),
+    ("train", mood("keyboard interrupt"), KeyboardInterrupt, "in a batch"),
+    ("train", mood("cancelled"), asyncio.CancelledError, "in a batch"),
+    ("apply_all_workers", {"fn": threading.Lock().acquire}, TypeError, "pickled", "lock"),
+    ("apply_all_workers", {"fn": threading.Lock}, TypeError, "worker", "lock"),
+    ("apply_all_operators", {"fn": lambda op: op.missing}, AttributeError, "missing"),
+    ("get_local_operator", {}, NotImplementedError, "get_local_operator", "use_local=True"),
+]
+
+
+@pytest.mark.parametrize("case", WRONG_CALLS, ids=lambda case: f"{case[0]}-{case[2].__name__}")
 def test_wrong_call_is_refused(trainer, case):
-    call, error, words = WRONG_CALLS[case]
+    method, arguments, error, *words = case
     with pytest.raises(error) as caught:
-        call(trainer)
+        getattr(trainer, method)(**arguments)
     assert_names(caught.value, words)
-    if "_in_a_batch" in case:
+    if error in (RemoteError, KeyboardInterrupt, asyncio.CancelledError):
         assert trainer.events[-1].kind == "user_error"
 
 
