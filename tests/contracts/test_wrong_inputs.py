@@ -274,14 +274,6 @@ WRONG_SETUPS = [
     (registering(schedulers=0.5), TypeError, "schedulers", "scheduler", "0.5"),
     (registering(ddp_args=["a"]), TypeError, "ddp_args", "dict", "['a']"),
     (with_scheduler, ValueError, "schedulers", "scheduler_step_freq", *FREQUENCIES),
-    (
-        with_loaders(train_loader=generating()),
-        TypeError,
-        "train_loader",
-        "generator",
-        "second epoch",
-        "__iter__",
-    ),
     (with_loaders(train_loader=TWO_LOADERS), TypeError, "one loader", "dict of 2", "ConcatDataset"),
     (with_loaders(validation_loader=3), TypeError, "validation_loader", "iterable", "3"),
 ]
@@ -325,7 +317,7 @@ UNTRAINABLE = {
         with_loaders(train_loader=DataLoader(make_data(8), batch_size=9, drop_last=True)),
         ["train loader", "no", "9"],
     ),
-    "empty_list": (with_loaders(train_loader=[]), ["train loader", "no", "[]"]),
+    "empty_list": (with_loaders(train_loader=[]), ["train loader", "no", "list"]),
     "empty_iterator": (with_loaders(train_loader=iter(())), ["train loader", "no"]),
     "no_loader": (without_a_loader, ["train loader", "register_data(train_loader=", "setup"]),
 }
