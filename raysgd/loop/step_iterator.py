@@ -147,7 +147,11 @@ class StepIterator:
         """Commit or discard the step after the loop has raised. Return batches to train again."""
         lost = []
         if not (self._step.is_updated and self._step.place.is_last):
-            lost = self._discard_group()
+            ahead = [] if self._next_batch is _NOTHING else [self._next_batch]
+            lost = self._step.batches + ahead
+            self._next_batch, self.batch = _NOTHING, None
+            self._parts.clear()
+            self._train_state.roll_back()
         self._end()
         self._train_state.roll_back()
         return lost
@@ -159,14 +163,6 @@ class StepIterator:
         finally:
             self._train_state.offset = self._offset()
             self._train_state.end_segment()
-
-    def _discard_group(self) -> list[Any]:
-        """Discard the current step. Return its batches, and a batch that was read ahead."""
-        lost = self._step.batches + ([] if self._next_batch is _NOTHING else [self._next_batch])
-        self._next_batch, self.batch = _NOTHING, None
-        self._parts.clear()
-        self._train_state.roll_back()
-        return lost
 
     def _next_place(self) -> MicroBatch:
         train_state, position = self._train_state, len(self._step.batches) - 1
