@@ -158,9 +158,6 @@ class Sums(MergeableMetric):
     def __getstate__(self) -> dict[str, Any]:
         return {"function": self.function, "_sums": self.sums}
 
-    def __repr__(self) -> str:
-        return f"Sums({getattr(self.function, '__name__', self.function)}, {self.sums})"
-
 
 def ratio(total: Any, weight: Any) -> Any:
     """Return ``total / weight``, or NaN if the weight is zero. A function for `Sums`.
@@ -180,15 +177,6 @@ class Computed(float):
 
     metric: MergeableMetric
     end: str
-
-    def __new__(cls, value: float, metric: MergeableMetric, end: str = "") -> Self:
-        """Create the number."""
-        number = super().__new__(cls, value)
-        number.metric, number.end = metric, end
-        return number
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Computed, (float(self), self.metric, self.end)
 
 
 def _numbers(value: Any) -> dict[str, float]:
@@ -213,7 +201,11 @@ def computed(name: str, metric: MergeableMetric, raises: bool = False) -> dict[s
             error.add_note(f"The metric {name!r}, a {type(metric).__name__}, raised this error.")
             raise
         value = float("nan")
-    return {f"{name}{end}": Computed(n, metric, end) for end, n in _numbers(value).items()}
+    found = {}
+    for end, number in _numbers(value).items():
+        found[f"{name}{end}"] = each = Computed(number)
+        each.metric, each.end = metric, end
+    return found
 
 
 class AverageMeterCollection:

@@ -77,6 +77,4 @@ class Dataset:
         """Return one sample."""
         return self.fetch([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return several samples. PyTorch's DataLoader calls this for each batch."""
-        return self.fetch(indices)
+    __getitems__ = fetch  # a DataLoader calls this for each batch
