@@ -89,10 +89,6 @@ class Loop:
         self.evaluation = Evaluation(self)
         self.snapshots = Snapshots(self.train_state)
 
-    @property
-    def segment(self) -> StepIterator | None:
-        return self.train_state.segment
-
     def forget_iteration(self) -> None:
         """Start a new iteration over the loader in the next segment."""
         self.train_state.segment = self._batches = None
@@ -157,7 +153,10 @@ class Loop:
         if request.split is not None:
             train_state.parts.raise_split(request.split)
         train_state.timers.enabled = request.profile
-        source = self._choose_source(request)
+        source = train_state.data.training_source(request.dataset)
+        if source.weigh(request.shares) or source is not self._source:
+            self.forget_iteration()
+        self._source = source
         while (left := self._left(request)) != 0:
             pause = self.signal.pause
             if pause is not None and train_state.global_step >= pause:
@@ -178,14 +177,6 @@ class Loop:
             for feature in train_state.features:
                 feature.sync_buffers()
         return self.result()
-
-    def _choose_source(self, request: TrainRequest) -> BatchSource:
-        source, changed = self.train_state.data.training_source(request.dataset)
-        shares_changed = source.weigh(request.shares)
-        if changed or shares_changed or source is not self._source:
-            self.forget_iteration()
-        self._source = source
-        return source
 
     def measured(self, call: int, since: int | None = None) -> Mapping[str, Any] | None:
         """Return the metrics of a call so far, or None if it has none.

@@ -141,7 +141,7 @@ class OperatorRunner(ABC):
     def progress(self) -> Progress:
         if self._loop is None:
             return Progress()
-        train_state, segment = self._train_state, self._loop.segment
+        train_state, segment = self._train_state, self._train_state.segment
         evaluation, sharded = self._loop.evaluation, train_state.sharded
         if segment is not None:
             done, total = segment.num_finished, segment.total_batches

@@ -78,21 +78,17 @@ class DataSources(ABC):
             )
         return source
 
-    def training_source(self, dataset: Dataset | None) -> tuple[BatchSource, bool]:
-        """Return the source to train on, and whether it has changed.
-
-        A change discards the rest of the epoch in progress.
-        """
+    def training_source(self, dataset: Dataset | None) -> BatchSource:
+        """Return the source to train on. A change discards the rest of the epoch in progress."""
         name = "train" if dataset is None else f"dataset {dataset.uid}"
         if dataset is not None and not self.has(name):
             source = self.wrap(dataset, training=True)
             self._sources = {k: v for k, v in self._sources.items() if not k.startswith("dataset")}
             self._sources[name] = source
             source.set_batch_size(dataset.batch_size, follows_share=False)
-        changed = name != self.trains_on
-        if changed:
+        if name != self.trains_on:
             self.trains_on, self._state.offset = name, 0
-        return self.readable(name), changed
+        return self.readable(name)
 
     def warn_of_stale_ranks(self) -> None:
         """Warn about loaders that select their part by ranks of an earlier group."""

@@ -83,7 +83,7 @@ def test_data_set_of_a_call_keeps_its_batch_size():
             make_registration(batch_share=share),
             Dataset(range(8), batch_size=4),
         )
-        source, _ = train_state.data.training_source(dataset)
+        source = train_state.data.training_source(dataset)
         train_state.enter(WorkerContext(world_rank=1, world_size=2), batch_share=2)
         sizes.append(source.batch_size)
     assert sizes == [4, 4]
