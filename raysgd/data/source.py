@@ -98,23 +98,15 @@ class BatchSource:
     def steps_left(self, offset: int) -> int | None:
         """Return the number of steps from `offset` to the end, or None if unknown."""
         try:
-            if not self._has_length:
-                return None
-            steps = len(self.loader)
+            return max(0, len(self.loader) - offset) if self._has_length else None
         except TypeError:
             return None
-        return max(0, steps - offset)
 
     def offset_after(self, offset: int, num_steps: int) -> int:
         return offset + num_steps
 
     def close_workers(self) -> None:
         """Stop the worker processes of the loader. The next iteration starts new processes."""
-
-    @property
-    def can_be_tried(self) -> bool:
-        """Whether reading some batches early loses none of them."""
-        return not isinstance(self.loader, Iterator)
 
     # ---- agreement between the workers
 
@@ -125,28 +117,18 @@ class BatchSource:
         """Partition the epoch again. `batch_share` is the new share of ``config[BATCH_SIZE]``."""
 
     def weigh(self, shares: tuple[float, ...] | None) -> bool:
-        """Set relative shares of the workers until the next `reshard`. None means equal shares.
-
-        Return whether the shares have changed.
-        """
+        """Set the shares of the workers until the next `reshard`. Return whether they changed."""
         return False
 
     def batching(self) -> tuple[int, bool] | None:
-        """Return a worker's batch size, and whether it follows ``config[BATCH_SIZE]``.
-
-        None if the loader creates its batches itself.
-        """
+        """Return a worker's batch size, and whether it follows ``config[BATCH_SIZE]``."""
         return None
 
     def set_batch_size(self, size: int, follows_share: bool) -> None:
         """Apply the `batching` of another worker."""
 
     def reseed(self, seed: int, own_seed: int | None = None) -> None:
-        """Derive the order of the epochs from `seed`.
-
-        If the loader has a generator, use the `own_seed` of another worker or of a saved state
-        instead. Without `own_seed`, use the seed of the generator.
-        """
+        """Derive the order of epochs from `seed`, or from `own_seed` for a loader's generator."""
 
     def fingerprint(self) -> str:
         """Return a text that must be equal on all workers, to compare their data."""

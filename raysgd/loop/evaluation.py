@@ -127,7 +127,7 @@ class Evaluation:
         """
         train_state = self._loop.train_state
         source = train_state.data.readable("validation")
-        if not source.can_be_tried:
+        if isinstance(source.loader, Iterator):
             return None
         trial = ValidateRequest(
             call=-1, num_steps=request.num_steps, from_start=True, info=request.info

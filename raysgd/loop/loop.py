@@ -323,8 +323,8 @@ class Loop:
         """Compute the gradients of one training batch, then restore the state."""
         train_state, operator = self.train_state, self.operator
         source, settings = train_state.data.readable("train"), train_state.settings
-        if not source.can_be_tried:
-            return
+        if isinstance(source.loader, Iterator):
+            return  # to read a batch early would lose it
         # Use the batch size of the full group, although this worker is still alone.
         source.reshard(settings.options.num_workers, 0, settings.batch_share)
         positional, named = _arguments_of(operator, {}, 1, 0)
