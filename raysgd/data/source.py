@@ -136,9 +136,12 @@ class BatchSource:
 
     def describe(self) -> str:
         """Describe the data for messages."""
+        kind: Any = type(self.loader)
+        if kind.__repr__ is not object.__repr__:
+            return repr(self.loader)
         dataset = getattr(self.loader, "dataset", None)
         of = "" if dataset is None else f" of {type(dataset).__name__}"
-        return f"{type(self.loader).__name__}{of}"
+        return f"{kind.__name__}{of}"
 
 
 class PartitionedSource(BatchSource):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 from raysgd.data import Dataset
@@ -39,6 +40,11 @@ class DataSources(ABC):
         # Map-style data sets without __iter__ are iterable through __getitem__.
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise TypeError(f"{given} must be iterable, but it is {loader!r}.")
+        if isinstance(loader, GeneratorType):
+            raise TypeError(
+                f"{given}: a generator can be read only once, so it has no second epoch. Register "
+                "a list, or an object whose __iter__ is the generator."
+            )
         source = self.wrap(loader, training=training)
         if not source.partitioned_by and self._state.settings.options.num_workers > 1:
             self._state.say(
