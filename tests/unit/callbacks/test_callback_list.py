@@ -178,18 +178,6 @@ def test_events_come_as_they_happen_and_before_the_call_raises(make_trainer):
     assert spy.calls[4:] == [("spy", "on_event", "resumed"), ("spy", "on_epoch_end", 1)]
 
 
-def test_a_callback_of_fit_sees_the_events_of_that_fit(make_trainer):
-    trainer = make_trainer(Recorder)
-    trainer.get_local_operator().fail = failing_at(2)
-    with pytest.raises(ValueError, match="bad batch"):
-        trainer.train()
-    trainer.get_local_operator().fail = lambda *arguments: None
-    spy = Spy()
-    trainer.fit(1, callbacks=[spy])
-    trainer.fit(2)
-    assert [detail for _, hook, detail in spy.calls if hook == "on_event"] == ["resumed"]
-
-
 def test_events_between_two_runs_arrive_once(make_trainer, tmp_path):
     spy = Spy()
     trainer = make_trainer(callbacks=[spy], logdir=tmp_path)

@@ -163,26 +163,6 @@ def test_use_tqdm_shows_each_call_and_no_more_than_one_bar(make_trainer, capsys)
     ]
 
 
-def test_notebook_needs_ipywidgets_for_a_bar(monkeypatch):
-    class Shell:
-        config = {"IPKernelApp": {}}  # noqa: RUF012
-
-    class IPython:
-        shell = None
-
-        @classmethod
-        def get_ipython(cls):
-            return cls.shell
-
-    monkeypatch.setitem(sys.modules, "IPython", IPython)
-    assert not module.is_interactive()
-    IPython.shell = Shell()
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    assert not module.is_interactive()
-    monkeypatch.setitem(sys.modules, "ipywidgets", SimpleNamespace(__spec__=()))
-    assert module.is_interactive()
-
-
 @pytest.mark.parametrize("interactive", [True, False])
 def test_loop_without_a_batch_count_does_not_show_zero_batches(terminal, monkeypatch, interactive):
     monkeypatch.setattr(module, "is_interactive", lambda: interactive)
