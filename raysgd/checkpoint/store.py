@@ -99,21 +99,20 @@ class CheckpointFolder:
 
     def _surplus(self, newest: str | None) -> list[str]:
         """Return the checkpoints to remove: neither `newest` nor among the best."""
-        ranked = [] if self._keep is None else self._ranked(newest)[self._keep :]
+        ranked = [] if self._keep is None else self._ranked()[self._keep :]
         return [name for name in ranked if name != newest]
 
-    def _ranked(self, newest: str | None = None) -> list[str]:
+    def _ranked(self) -> list[str]:
         """Return the names of the readable checkpoints, best first, then newest first."""
         known = (name for name, manifest in self._manifests.items() if manifest)
-        return sorted(known, key=lambda name: self._goodness(name, newest), reverse=True)
+        return sorted(known, key=self._goodness, reverse=True)
 
-    def _goodness(self, name: str, newest: str | None) -> Any:
+    def _goodness(self, name: str) -> Any:
         """Return a sort key; larger is better."""
         value = self._value_of(name)
         is_rated = not math.isnan(value)
         rating = (value if self._mode == "max" else -value) if is_rated else 0.0
-        is_current = newest is None or not is_abandoned(name, newest)
-        return is_current, is_rated, rating, position_of(name)
+        return is_rated, rating, position_of(name)
 
     def _value_of(self, name: str) -> float:
         manifest = self._manifests[name]
@@ -137,8 +136,7 @@ class CheckpointStore(CheckpointFolder):
     Args:
         folder: a path, or a URL for fsspec. The first save creates it.
         keep: number of checkpoints to keep; None for all. With `monitor`, these are the best, and
-            the newest is kept in addition. If training resumed from an older checkpoint, later ones
-            are removed first.
+            the newest is kept in addition.
         monitor: name of the metric that selects the best checkpoints; None keeps the newest.
         mode: "min" if smaller values of the metric are better, or "max".
         job: name of the job. A folder with checkpoints of another job raises an error.
@@ -214,10 +212,8 @@ class CheckpointStore(CheckpointFolder):
     @property
     def best(self) -> str | None:
         """The path or URL of the checkpoint with the best monitored metric; None without one."""
-        names = self._names()
-        self._learn(names)
-        ranked = self._ranked(names[0]) if names else []
-        rated = [name for name in ranked if not math.isnan(self._value_of(name))]
+        self._learn(self._names())
+        rated = [name for name in self._ranked() if not math.isnan(self._value_of(name))]
         return self._folder.child(rated[0]).name if rated else None
 
     def restore(self) -> Restored | None:
@@ -233,8 +229,6 @@ class CheckpointStore(CheckpointFolder):
         names = self._names()
         if not names:
             return None
-        newest = names[0]
-        names.sort(key=lambda name: is_abandoned(name, newest))  # keeps the order otherwise
         name, state, _ = self._load_first(names, read_checkpoint)
         return Restored(self._folder.child(name).name, state)
 
@@ -273,11 +267,6 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
             if not isinstance(value, str | bytes):
                 numbers[name] = float(value)
     return numbers
-
-
-def is_abandoned(name: str, newest: str) -> bool:
-    """Return whether `name` has a later step than `newest`, because training went back."""
-    return position_of(name)[1:] > position_of(newest)[1:]
 
 
 def position_of(name: str) -> tuple[int, ...]:
