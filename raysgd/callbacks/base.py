@@ -91,8 +91,7 @@ class Callback:
         """Handle an event, once, during a call. Workers may be waiting, so be quick.
 
         You cannot call the workers here, for example by ``save`` or ``train``. Do that in the next
-        `on_epoch_end`. The callback also receives events from before `on_train_start` and from
-        after `on_train_end`.
+        `on_epoch_end`. The next start brings the events since the last end.
         """
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:

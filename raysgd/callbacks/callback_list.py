@@ -30,8 +30,6 @@ class _Entry:
     num_seen: int
     """Number of the trainer's events that the callback has received or skipped."""
     started: bool = False
-    gets_events: bool = False
-    """True from the first start on, also after the end."""
     pause: int | None = None
     """Step at which the callback wants the current call to pause."""
 
@@ -53,8 +51,6 @@ class CallbackList:
         """States that wait for their callbacks."""
         self._detached: dict[str, Any] = {}
         """States of the callbacks of earlier calls of `fit`."""
-        self.callbacks: Sequence[Callback] = callbacks
-        """The attached callbacks, and those of the newest `fit`."""
         self._attach(callbacks, num_seen=0)
 
     def __iter__(self) -> Iterator[Callback]:
@@ -84,7 +80,6 @@ class CallbackList:
         """Attach callbacks for a call of `fit`: start the new ones, and end them afterwards."""
         before = [entry for entry in self._entries if entry.started]
         added = self._attach(callbacks, num_seen=len(trainer.events))
-        self.callbacks = list(self)
         try:
             try:
                 self._load(added)
@@ -116,8 +111,6 @@ class CallbackList:
         new = [entry for entry in self._entries if not entry.started]
         for entry in sorted(new, key=lambda entry: -entry.callback.stage):
             entry.started = self._call_one(entry, "on_train_start", trainer)
-        for entry in new:
-            entry.gets_events |= entry.started
         self.tell_events(trainer)
 
     def _end(self, trainer: Trainer, entries: Sequence[_Entry]) -> None:
@@ -173,7 +166,7 @@ class CallbackList:
         """Call `on_event` for the events that callbacks have not received yet."""
         events = trainer.events
         for entry in list(self._entries):
-            while entry.gets_events and entry.num_seen < len(events):
+            while entry.started and entry.num_seen < len(events):
                 entry.num_seen += 1
                 self._call_one(entry, "on_event", trainer, events[entry.num_seen - 1])
 

@@ -41,7 +41,6 @@ class JsonlLogger(LoggerCallback):
     needs_logdir = True
 
     def on_train_start(self, trainer: Trainer) -> None:
-        super().on_train_start(trainer)
         for name in ("metrics.jsonl", "events.jsonl"):
             end_line(logdir_of(trainer) / name)
         run = {
@@ -63,8 +62,7 @@ class JsonlLogger(LoggerCallback):
         line = {**_record_of(trainer, call), "metrics": plain_values(metrics)}
         self._write(trainer, "metrics.jsonl", line)
 
-    def on_event(self, trainer: Trainer, event: Event) -> None:
-        # Events between two runs are written too, because the file does not stay open.
+    def log_event(self, trainer: Trainer, event: Event) -> None:
         self._write(trainer, "events.jsonl", dataclasses.asdict(event))
 
     def _write(self, trainer: Trainer, name: str, line: Mapping[str, Any]) -> None:
@@ -90,7 +88,6 @@ class CsvLogger(LoggerCallback):
     needs_logdir = True
 
     def on_train_start(self, trainer: Trainer) -> None:
-        super().on_train_start(trainer)
         end_line(logdir_of(trainer) / "metrics.csv")
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:

@@ -14,9 +14,6 @@ from raysgd.elastic.events import Event
 class LoggerCallback(Callback):
     """Writes the result of each call and each event. Override `log`, `log_event` and `close`."""
 
-    is_running = False
-    """Whether the logger is between its start and its end. Otherwise it ignores events."""
-
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         """Write the result of ``train()``, ``validate()``, or some steps: see ``call.kind``."""
 
@@ -26,11 +23,7 @@ class LoggerCallback(Callback):
     def close(self, trainer: Trainer) -> None:
         """Close open files and connections at the end, also after an exception."""
 
-    def on_train_start(self, trainer: Trainer) -> None:
-        self.is_running = True
-
     def on_train_end(self, trainer: Trainer) -> None:
-        self.is_running = False
         self.close(trainer)
 
     def on_epoch_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
@@ -43,8 +36,7 @@ class LoggerCallback(Callback):
         self.log(trainer, call, metrics)
 
     def on_event(self, trainer: Trainer, event: Event) -> None:
-        if self.is_running:
-            self.log_event(trainer, event)
+        self.log_event(trainer, event)
 
 
 class ServiceLogger(LoggerCallback):

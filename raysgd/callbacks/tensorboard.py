@@ -33,7 +33,6 @@ class TensorBoardLogger(LoggerCallback):
         self._board: Any = None
 
     def on_train_start(self, trainer: Trainer) -> None:
-        super().on_train_start(trainer)
         folder = logdir_of(trainer) / "tensorboard"
         # Hide later steps, which were trained after the checkpoint.
         self._board = self._new_board(str(folder), purge_step=trainer.global_step + 1)

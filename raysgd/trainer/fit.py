@@ -223,7 +223,7 @@ class FitLoop:
 
     def _monitored(self) -> dict[str, str]:
         """Return the monitored metrics by argument. Empty if operator or callbacks add metrics."""
-        callbacks = self.calls.callback_list.callbacks
+        callbacks = list(self.calls.callback_list)
         own_epoch = getattr(self.options.training_operator_cls, "train_epoch", None)
         is_ours = getattr(own_epoch, "__module__", "raysgd.").startswith("raysgd.")
         if not is_ours or any(adds_metrics(each) for each in callbacks):

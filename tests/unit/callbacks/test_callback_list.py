@@ -178,13 +178,13 @@ def test_events_come_as_they_happen_and_before_the_call_raises(make_trainer):
     assert spy.calls[4:] == [("spy", "on_event", "resumed"), ("spy", "on_epoch_end", 1)]
 
 
-def test_events_between_two_runs_arrive_once(make_trainer, tmp_path):
+def test_events_between_two_runs_arrive_at_the_next_start(make_trainer, tmp_path):
     spy = Spy()
     trainer = make_trainer(callbacks=[spy], logdir=tmp_path)
     trainer.fit(1)
     with pytest.raises(ZeroDivisionError):
         trainer.apply_all_workers(lambda: 1 / 0)
-    assert spy.calls[-2:] == [("spy", "on_train_end", 1), ("spy", "on_event", "user_error")]
+    assert spy.hooks[-1] == "on_train_end"
     trainer.fit(2)
     told = [detail for _, hook, detail in spy.calls if hook == "on_event"]
     assert told == [event.kind for event in trainer.events]
