@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import math
 import uuid
@@ -112,17 +111,15 @@ class BackendExecutor:
             self._elastic,
             can_join=False,
         )
-        # A reference to the executor would keep it from being collected.
-        prepare = BackendExecutor._prepare_workers
-        controller.forming.on_start = functools.partial(prepare, weakref.proxy(self))
+        proxy = weakref.proxy(self)  # a reference would keep the executor from being collected
+        controller.forming.on_start = lambda: proxy._prepare_workers()
         self._controller = controller
         # Shut down even if the script never calls shutdown().
         self._finalizer = weakref.finalize(self, controller.shutdown, force=True)
         try:
             controller.start()
         except BaseException:
-            if self._controller is controller:
-                self._forget()
+            self._forget()
             raise
 
     def _prepare_workers(self) -> None:
@@ -143,7 +140,12 @@ class BackendExecutor:
         controller.check_process()
         try:
             # The `on_shutdown` hook of the backend would wait for busy workers forever.
-            gently = graceful_termination and self._is_idle(controller, patience_s)
+            gently = (
+                graceful_termination
+                and self._run is None
+                and isinstance(controller.state, Ready)
+                and function_calls.are_idle(controller.members, patience_s)
+            )
             if gently:
                 self._backend.on_shutdown(self.worker_group, self._backend_config)
         except Exception:
@@ -151,14 +153,6 @@ class BackendExecutor:
         finally:
             controller.shutdown(force=not gently)
             self._forget()
-
-    def _is_idle(self, controller: Controller, patience_s: float) -> bool:
-        if self._run is not None or not isinstance(controller.state, Ready):
-            return False
-        if function_calls.are_idle(controller.members, patience_s):
-            return True
-        logger.warning("Killing the workers, because some are still busy after %g s.", patience_s)
-        return False
 
     def _forget(self) -> None:
         self._run = self._controller = self._workers = None
