@@ -1,5 +1,7 @@
 """Worker groups: resources, functions, and hosted classes, with workers in this process."""
 
+from types import SimpleNamespace
+
 import cloudpickle
 import pytest
 import ray
@@ -144,27 +146,10 @@ class Counter:
         return self.value, self.by
 
 
-class Executor:
-    def __init__(self, workers):
-        self.worker_group, self.ended = workers, None
-
-    def shutdown(self, graceful_termination, patience_s):
-        self.ended = graceful_termination, patience_s
-
-
 @pytest.fixture
 def hosted(workers, monkeypatch):
     monkeypatch.setattr(worker_group, "_HOSTED", {})
-    return TrainWorkerGroup(Executor(workers), Counter, (5,), {"by": 2})
-
-
-def test_methods_of_a_hosted_class_are_called_like_those_of_an_actor(hosted):
-    """All three workers share a process here, and therefore one object."""
-    assert len(hosted) == len(list(hosted)) == 3
-    assert hosted[0].add.remote() == 7
-    assert [worker.add.remote(times=2) for worker in hosted] == [11, 15, 19]
-    with pytest.raises(AttributeError, match="missing"):
-        hosted[0].missing.remote()
+    return TrainWorkerGroup(SimpleNamespace(worker_group=workers), Counter, (5,), {"by": 2})
 
 
 def test_methods_of_a_hosted_class_may_be_private_and_return_several_references(hosted):
@@ -177,14 +162,6 @@ def test_a_second_class_on_the_workers_leaves_the_first_as_it_is(hosted):
     second = TrainWorkerGroup(hosted._executor, Counter, (100,), {})
     assert second[0].add.remote() == 101
     assert hosted[0].add.remote() == 7
-
-
-@pytest.mark.parametrize(("patience_s", "graceful"), [(5, True), (0, False)])
-def test_a_hosted_group_ends_its_workers(hosted, patience_s, graceful):
-    executor = hosted._executor
-    hosted.shutdown(patience_s)
-    assert executor.ended == (graceful, patience_s)
-    assert len(hosted) == 0
 
 
 def test_an_object_that_was_lost_with_its_worker_is_an_error(hosted):
