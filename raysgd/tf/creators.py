@@ -3,47 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.arguments import check_int, checked_dict
 from raysgd.loop.operator_base import class_from_creators, created_loaders
 from raysgd.tf.operator import TrainingOperator
 
-_FIT = ("epochs", "steps_per_epoch", "class_weight", "verbose")
-_EVALUATE = ("steps", "verbose")
+_KEYS = {
+    "fit_config": ("epochs", "steps_per_epoch", "class_weight", "verbose"),
+    "evaluate_config": ("steps", "verbose"),
+}
 
 
-@dataclass(frozen=True)
-class FitPlan:
-    """The counts in ``fit_config`` and ``evaluate_config``."""
-
-    epochs: int = 1
-    steps_per_epoch: int | None = None
-    evaluate_steps: int | None = None
-
-
-def fit_plan(config: Mapping[str, Any]) -> FitPlan:
-    """Return the plan of a config, after checking it."""
-    plans = {}
-    for name, known in (("fit_config", _FIT), ("evaluate_config", _EVALUATE)):
-        plans[name] = given = checked_dict("config", name, config.get(name))
+def fit_plan(config: Mapping[str, Any]) -> dict[str, int | None]:
+    """Return the numbers of epochs and steps in ``fit_config`` and ``evaluate_config``."""
+    plan: dict[str, int | None] = {}
+    for name, known in _KEYS.items():
+        given = checked_dict("config", name, config.get(name))
         if unknown := [key for key in given if key not in known]:
             raise ValueError(
                 f"config[{name!r}] has unknown keys: {', '.join(map(repr, unknown))}. It can have "
                 f"{', '.join(map(repr, known))}. Set the batch size in data_creator, and pass "
                 "callbacks to TFTrainer(callbacks=...)."
             )
-
-    def count(where: str, name: str) -> Any:
-        given = plans[where].get(name)
-        return None if given is None else check_int(where, name, given, lowest=1)
-
-    return FitPlan(
-        epochs=count("fit_config", "epochs") or 1,
-        steps_per_epoch=count("fit_config", "steps_per_epoch"),
-        evaluate_steps=count("evaluate_config", "steps"),
-    )
+        for key in ("epochs", "steps_per_epoch", "steps"):
+            if key in known:
+                count = given.get(key)
+                plan[key] = None if count is None else check_int(name, key, count, lowest=1)
+    return plan
 
 
 class CreatorOperator(TrainingOperator):

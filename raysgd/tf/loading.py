@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from raysgd.data import Dataset
 from raysgd.data.partition import EpochPartition, MicroBatch, micro_batches_of, part_of
 from raysgd.data.source import BatchSource, PartitionedSource
 from raysgd.loop.sources import DataSources
@@ -37,8 +36,6 @@ class KerasSources(DataSources):
 
     def wrap(self, loader: Any, training: bool) -> BatchSource:
         settings, placing = self._state.settings, self._state.settings.placing
-        if isinstance(loader, Dataset):
-            return ItemSource(loader, **placing)
         if _is_arrays(loader):
             share = settings.batch_share
             return ArraySource(
@@ -128,10 +125,10 @@ class ArraySource(PartitionedSource):
         if self._shuffle:
             order = np.random.default_rng([self._seed, epoch]).permutation(len(order))
         for start, stop in self._shard.batches(offset, num_steps, in_parts):
-            yield self._fetched(order[start:stop])
-
-    def _fetched(self, rows: Any) -> Any:
-        return tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf[rows]), self._arrays)
+            rows = order[start:stop]
+            yield tf.nest.map_structure(
+                lambda leaf, rows=rows: tf.convert_to_tensor(leaf[rows]), self._arrays
+            )
 
     def reads(self) -> Any:
         return tf.nest.map_structure(
@@ -144,34 +141,6 @@ class ArraySource(PartitionedSource):
             digest.update(np.ascontiguousarray(leaf[[0, -1]]).tobytes() if len(leaf) else b"")
         content = digest.hexdigest()[:8]
         return f"{self._shard.total} samples, arrays {content}"
-
-
-class ItemSource(ArraySource):
-    """A :class:`raysgd.data.Dataset`, whose items each worker fetches itself."""
-
-    def __init__(self, dataset: Dataset, **placing: Any) -> None:
-        super().__init__(
-            np.arange(len(dataset)),
-            training=True,
-            batch_size=dataset.batch_size,
-            shuffle=False,
-            seed=0,
-            **placing,
-        )
-        self._dataset = dataset
-
-    def _fetched(self, rows: Any) -> Any:
-        samples = [
-            tf.nest.map_structure(tf.convert_to_tensor, sample)
-            for sample in self._dataset.fetch(rows.tolist())
-        ]
-        # A sample with dimensions is a small batch.
-        return tf.nest.map_structure(
-            lambda *rows: tf.concat(rows, 0) if rows[0].shape.rank else tf.stack(rows), *samples
-        )
-
-    def reads(self) -> Any:
-        return None
 
 
 class DatasetSource(BatchSource):

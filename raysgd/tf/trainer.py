@@ -11,7 +11,6 @@ from raysgd._internal.arguments import check_flags
 from raysgd.callbacks.base import Callback
 from raysgd.checkpoint.location import Location
 from raysgd.comm.tensorflow import check_tensorflow
-from raysgd.data import Dataset
 from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
@@ -141,25 +140,24 @@ class TFTrainer(OperatorTrainer):
         self._plan = fit_plan(options.config) if made_from_functions else None
         super().__init__(options, TFRunner, initialization_hook, callbacks, logdir)
 
-    def train(
+    def train(  # type: ignore[override]  # without data sets of raysgd
         self,
         num_steps: int | None = None,
         profile: bool = False,
         reduce_results: bool = True,
         max_retries: int = 3,
         info: dict[str, Any] | None = None,
-        dataset: Dataset | None = None,
     ) -> Any:
         """Train for one epoch, or for the rest of it. See :meth:`raysgd.TorchTrainer.train`.
 
         With creator functions, train ``fit_config["epochs"]`` epochs of
         ``fit_config["steps_per_epoch"]`` steps, and return the metrics of the last epoch.
         """
-        arguments = (profile, reduce_results, max_retries, info, dataset)
+        arguments = (profile, reduce_results, max_retries, info)
         if self._plan is None or num_steps is not None:
             return super().train(num_steps, *arguments)
-        for _ in range(self._plan.epochs):
-            result = super().train(self._plan.steps_per_epoch, *arguments)
+        for _ in range(self._plan["epochs"] or 1):
+            result = super().train(self._plan["steps_per_epoch"], *arguments)
         return result
 
     def validate(
@@ -176,7 +174,7 @@ class TFTrainer(OperatorTrainer):
         """
         if self._plan is None:
             return super().validate(num_steps, profile, reduce_results, info)
-        steps = self._plan.evaluate_steps if num_steps is None else num_steps
+        steps = self._plan["steps"] if num_steps is None else num_steps
         result = super().validate(steps, profile, reduce_results, info)
         return (
             with_old_names(result) if reduce_results else [with_old_names(each) for each in result]
