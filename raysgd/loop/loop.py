@@ -1,6 +1,6 @@
 """Runs the calls of ``train`` on one worker, in segments of epochs up to a goal.
 
-The life of a step, whose state `raysgd.loop.train_state.Step` holds::
+The life of a step, whose state `raysgd.loop.step.Step` holds::
 
     for batch in segment:                     # DRAWN: the loader has given the batch
         for feature in features:              # RUNNING
@@ -50,8 +50,9 @@ from raysgd.loop.operator_base import checked_result
 from raysgd.loop.requests import TrainRequest
 from raysgd.loop.signal import Signal
 from raysgd.loop.state import Snapshots
+from raysgd.loop.step import WarmedUp
 from raysgd.loop.step_iterator import StepIterator
-from raysgd.loop.train_state import TrainState, WarmedUp
+from raysgd.loop.train_state import TrainState
 from raysgd.metrics import merge_segments, weighted
 
 

@@ -10,7 +10,7 @@ import torch
 from raysgd._internal.nested import map_leaves
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
-from raysgd.loop.train_state import Step
+from raysgd.loop.step import Step
 from raysgd.torch.state import copy_all, version_of
 
 

@@ -23,7 +23,7 @@ from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.controller import Controller
 from raysgd.elastic.machine import Closed
 from raysgd.loop.requests import TrainRequest
-from raysgd.loop.train_state import Step
+from raysgd.loop.step import Step
 from raysgd.trainer.calls import TrainCall
 
 __all__ = ["POINTS", "BadBatchError", "Driver", "LostError", "PartialStateError"]

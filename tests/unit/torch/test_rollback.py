@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from raysgd.data.partition import MicroBatch
-from raysgd.loop.train_state import Step
+from raysgd.loop.step import Step
 from raysgd.torch.features.rollback import Rollback
 
 
