@@ -19,7 +19,7 @@ from raysgd.torch.features.rollback import Rollback
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.features.speed import Speed
 from raysgd.torch.interop.horovod import HorovodGradients
-from raysgd.torch.precision import NativeAmp
+from raysgd.torch.precision.native import NativeAmp
 from raysgd.torch.register_checks import (
     check_criteria,
     check_fully_shardable,

@@ -21,7 +21,7 @@ from raysgd.torch.features.schedules import Schedules
 from raysgd.torch.loading import TorchSources
 from raysgd.torch.optimization import Optimization
 from raysgd.torch.options import TorchOptions
-from raysgd.torch.precision import PRECISIONS
+from raysgd.torch.precision import create_precision
 from raysgd.torch.state import (
     copy_leaf,
     copy_to_cpu,
@@ -56,7 +56,7 @@ class TorchTrainState(TrainState):
         self.parts = TorchMicroBatches(self)
         self.features = [self.parts]
         options = settings.options
-        precision = PRECISIONS[options.use_fp16](settings.device, options.amp_dtype)
+        precision = create_precision(options.use_fp16, settings.device, options.amp_dtype)
         self.optimization = Optimization(self, precision)
 
     def set_mode(self, training: bool) -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from raysgd._internal.arguments import check_flags
 from raysgd._internal.nested import map_leaves
-from raysgd.torch.precision import PRECISIONS, Precision
+from raysgd.torch.precision import Precision, create_precision
 from raysgd.train import session
 from raysgd.train.api import world_rank, world_size
 from raysgd.train.torch.loading import prepared_loader
@@ -32,7 +32,7 @@ class _Accelerator:
 
     def __init__(self, amp: bool) -> None:
         self.amp = amp
-        self.precision = PRECISIONS[amp](get_device(), None)
+        self.precision = create_precision(amp, get_device())
         self.optimizers: list[Optimizer] = []
         self.share = 1.0
         """Weight of the current batch's loss in the mean over the workers."""

@@ -9,7 +9,7 @@ import torch
 from raysgd import TorchTrainer
 from raysgd.errors import CheckpointError
 from raysgd.testing import run_operator
-from raysgd.torch.precision import PRECISIONS, NativeAmp, Precision
+from raysgd.torch.precision import PRECISIONS, Precision, create_precision
 from tests.operators import Classifier, on_gpu, parameters
 from tests.unit.torch import fake_apex
 
@@ -107,7 +107,7 @@ def test_missing_apex_is_an_error_before_setup(monkeypatch):
 
 
 def test_optimizer_without_gradients_steps():
-    native = NativeAmp(CPU, torch.float16)
+    native = create_precision(True, CPU, torch.float16)
     (first, second), optimizers = one_layer(native, 2)
     native.backward(first(torch.ones(1, 1)).sum(), True)
     for optimizer in optimizers:
@@ -121,7 +121,7 @@ def test_optimizer_without_gradients_steps():
 
 
 def test_discarded_step_keeps_the_scale():
-    native = NativeAmp(CPU, torch.float16)
+    native = create_precision(True, CPU, torch.float16)
     models, optimizers = one_layer(native, 2)
     native.backward(models[0](torch.ones(1, 1)).sum() * float("nan"), True)
     native.unscale(optimizers[0])

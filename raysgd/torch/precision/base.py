@@ -1,0 +1,59 @@
+"""The interface of precisions, and full precision."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from raysgd.loop.feature import StepFeature
+
+
+class Precision(StepFeature):
+    """Computes in full precision. Subclasses override what they change.
+
+    A step calls `autocast` around the forward pass and the loss, then `backward` for each loss. For
+    each optimizer it calls `unscale`, if something inspects the gradients, and `step`. Finally it
+    calls `commit`, or `roll_back` if the step failed.
+
+    Args:
+        device: device of the models.
+        dtype: the trainer's ``amp_dtype``.
+    """
+
+    name: ClassVar[str] = "full precision (use_fp16=False)"
+    """Name in error messages."""
+    scales: bool = False
+    """Whether the loss is scaled, so that a step can overflow and be skipped."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        self.device = device
+
+    def prepare(
+        self,
+        models: list[torch.nn.Module],
+        optimizers: list[torch.optim.Optimizer],
+        arguments: Mapping[str, Any] | None,
+    ) -> list[torch.nn.Module]:
+        """Return the models to wrap and use. The optimizers must stay the same objects."""
+        return models
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context for forward passes in this precision."""
+        return contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        """Add the gradients of `loss`. An update may follow if it `is_last`."""
+        loss.backward()
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale the gradients, for clipping. Called at most once before `step`."""
+
+    def parameters(self, optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
+        return [p for group in optimizer.param_groups for p in group["params"]]
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update the parameters, unless gradients have overflowed."""
+        optimizer.step()

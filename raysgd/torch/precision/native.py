@@ -1,0 +1,108 @@
+"""Mixed precision with ``torch.amp``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from raysgd._internal.arguments import is_number
+from raysgd.errors import CheckpointError
+from raysgd.torch.precision.base import Precision
+
+_KEY = "amp_native"
+
+
+class NativeAmp(Precision):
+    """Autocasts forward passes, and scales the loss if the dtype is float16.
+
+    One scaler serves all optimizers, so each of them can step once in a training step. The scale
+    changes after all optimizers have stepped, or at `commit`.
+
+    ``dtype=None`` means float16 on a GPU, and bfloat16 on a CPU.
+    """
+
+    name: ClassVar[str] = "native AMP (use_fp16=True)"
+
+    def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        super().__init__(device)
+        default = torch.bfloat16 if device.type == "cpu" else torch.float16
+        self.dtype = default if dtype is None else dtype
+        # bfloat16 has the range of float32, and needs no scaler.
+        self.scaler = self._new_scaler() if self.dtype is torch.float16 else None
+        self.scales = self.scaler is not None
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._stepped: set[int] = set()
+        self._is_checked = False
+
+    def _new_scaler(self) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(self.device.type)
+
+    def prepare(
+        self,
+        models: list[torch.nn.Module],
+        optimizers: list[torch.optim.Optimizer],
+        arguments: Mapping[str, Any] | None,
+    ) -> list[torch.nn.Module]:
+        self._optimizers = optimizers
+        return super().prepare(models, optimizers, arguments)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.amp.autocast(self.device.type, dtype=self.dtype)
+
+    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale, and check them for overflows."""
+        if self.scaler is not None and self._has_gradients(optimizer):
+            self._is_checked = True  # set this first, because unscale_ may raise halfway
+            self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.scaler is None or not self._has_gradients(optimizer):
+            optimizer.step()
+            return
+        self._is_checked = True
+        self.scaler.step(optimizer)
+        self._stepped.add(id(optimizer))
+        if all(id(registered) in self._stepped for registered in self._optimizers):
+            self.commit()
+
+    def commit(self) -> None:
+        if self._is_checked and self.scaler is not None:
+            self.scaler.update()
+            self._is_checked = False
+            self._stepped.clear()
+
+    def roll_back(self) -> None:
+        """Keep the scale, and discard the results of overflow checks."""
+        if self._is_checked and self.scaler is not None:
+            state = self.scaler.state_dict()
+            self.scaler = self._new_scaler()
+            self.scaler.load_state_dict(state)
+            self._is_checked = False
+            self._stepped.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.scaler is None else {_KEY: self.scaler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.scaler is not None and _KEY in state:
+            self.scaler.load_state_dict(dict(state[_KEY]))
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        if self.scaler is None or _KEY not in state:
+            return
+        saved, keys = state[_KEY], self.scaler.state_dict().keys()
+        if not isinstance(saved, Mapping) or not all(is_number(saved.get(key)) for key in keys):
+            raise CheckpointError(
+                f"Cannot load {_KEY!r} of the state: {saved!r} is not a dict with the "
+                f"numbers of a GradScaler: {', '.join(keys)}."
+            )
+
+    def _has_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether any gradient exists; GradScaler raises if there is none."""
+        return any(parameter.grad is not None for parameter in self.parameters(optimizer))
