@@ -117,6 +117,9 @@ def doctor(
             help="Also show the Ray cluster at this address, for example auto.",
         ),
     ] = None,
+    shares: Annotated[
+        bool, typer.Option(help="Time each node of the cluster, and show what share it would get.")
+    ] = False,
 ) -> None:
     """Show the packages and resources of this machine and of a cluster."""
     rows = [("Python", platform.python_version(), ""), ("raysgd", raysgd.__version__, "")]
@@ -125,14 +128,23 @@ def doctor(
     rows += [("CPUs here", str(psutil.cpu_count()), "")]
     rows += [("memory here", _gib(memory.total), f"{_gib(memory.available)} free")]
     _show([*rows, *_torch_rows()])
+    if shares and not address:
+        typer.echo("\nraysgd doctor --shares needs --address, for example auto.", err=True)
+        raise typer.Exit(2)
     if address == "local":  # Ray would start a cluster
         typer.echo("\nThere is no cluster at the address 'local': each script starts its own Ray.")
     elif address and importlib.util.find_spec("ray") is not None:
         try:
             typer.echo(f"\nRay cluster at {address}:")
             _show(list(_cluster_rows(address)))
+            if shares:
+                typer.echo(
+                    "\nShares of the nodes by speed, and names for ElasticConfig(shares=...):"
+                )
+                _show(list(_node_rows(address)))
         except Exception as error:  # Ray raises errors of many types
-            typer.echo(f"No answer from a Ray cluster at {address!r}: {error}", err=True)
+            advice = " Timing needs one free CPU or GPU on each node." * shares
+            typer.echo(f"No answer from a Ray cluster at {address!r}: {error}{advice}", err=True)
             raise typer.Exit(1) from error
 
 
@@ -189,6 +201,15 @@ def _torch_rows() -> Iterator[tuple[str, str, str]]:
     yield "GPUs here", str(gpus), ", ".join(torch.cuda.get_device_name(i) for i in range(gpus))
     for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())):
         yield name, "available" if there else "missing", "" if there else f'backend="{name}"'
+
+
+def _node_rows(address: str) -> Iterator[tuple[str, str, str]]:
+    from raysgd.cluster import ray_session
+
+    speeds = ray_session.node_speeds(address)
+    mean = sum(speed for _, speed, _ in speeds) / len(speeds)
+    for ip, speed, traits in speeds:
+        yield ip, f"{speed / mean:.2f}", ", ".join(sorted(traits))
 
 
 def _cluster_rows(address: str) -> Iterator[tuple[str, str, str]]:
