@@ -174,6 +174,9 @@ class ProgressBar(EpochLines):
         if num_samples is not None:
             shown["samples/s"] = f"{num_samples / elapsed_s:.0f}"
         shown["workers"] = f"{trainer.num_workers}/{trainer.max_workers}"
+        shares = [event.shares for event in trainer.events if event.shares][-1:]
+        if shares and len(set(shares[0])) > 1:
+            shown["shares"] = "/".join(f"{share:.2g}" for share in shares[0])
         if self._bar is None:
             parts = [f"{done}/{total or '?'} batches"] if done else []
             parts += [f"{name}={value}" for name, value in shown.items()]

@@ -6,6 +6,7 @@ import datetime
 import html
 import json
 import logging
+import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -108,6 +109,44 @@ class RunLog:
             )
         ]
 
+    def goodput(self) -> float:
+        """Return the share of the duration that went into committed steps, from 0 to 1.
+
+        This is the time in calls of ``train``, without stops (from a failure to the next
+        generation, and pauses in which workers joined) and without repeated steps.
+        """
+        trains = [call for call in self.calls if call["kind"] == "train"]
+        spans = [(call["time"] - call["seconds"], call["time"]) for call in trains]
+        trained = sum(end - began for began, end in spans)
+        trained -= sum(
+            max(0.0, min(stop[1], end) - max(stop[0], began))
+            for stop in self._stops()
+            for began, end in spans
+        )
+        repeated = step = 0
+        for record in sorted([*self.runs, *trains, *self.events], key=lambda each: each["time"]):
+            reached = record["global_step"] if "global_step" in record else record["step"]
+            if record["kind"] in ("run", "restarted"):
+                repeated += max(0, step - reached)
+            step = reached
+        steps = max((call["global_step"] for call in trains), default=0)
+        if self.seconds <= 0 or steps <= 0:
+            return 0.0
+        return min(1.0, max(0.0, trained * steps / (steps + repeated) / self.seconds))
+
+    def _stops(self) -> Iterator[tuple[float, float]]:
+        """Yield the times when training stopped and continued. The spans do not overlap."""
+        stopped_at, continued_at = math.inf, 0.0
+        for event in self.events:
+            if event["kind"] == "started":
+                stopped_at = math.inf  # the time between two runs is not a stop
+            elif event["kind"] in ("lost", "user_error"):
+                stopped_at = min(stopped_at, event["time"])
+            elif event["kind"] in ("resumed", "grown", "moved", "restarted"):
+                began = min(stopped_at, event["time"] - event["seconds"])
+                yield max(began, continued_at), event["time"]
+                stopped_at, continued_at = math.inf, event["time"]
+
 
 def _records(path: Path) -> list[Record]:
     """Return the lines of a log, without those whose writer was killed."""
@@ -149,7 +188,10 @@ def _tiles(log: RunLog) -> Iterator[str]:
     """Yield the key figures at the top of the page."""
     num_lost = sum(event["kind"] == "lost" for event in log.events)
     yield _tile("duration", datetime.timedelta(seconds=round(log.seconds)), "duration")
+    yield _tile("goodput", f"{100 * log.goodput():.1f} %", "goodput: time in committed steps")
     yield _tile("lost-workers", num_lost, "lost workers")
+    if shares := [event["shares"] for event in log.events if event.get("shares")]:
+        yield _tile("shares", _listed(shares[-1]), "shares of the workers")
     if trains := log.kept("train"):
         yield _tile("epoch", trains[-1]["epoch"], "epochs")
         yield _tile("global-step", trains[-1]["global_step"], "steps")
@@ -162,6 +204,10 @@ def _tiles(log: RunLog) -> Iterator[str]:
         if found:
             best, epoch = best_of(found)
             yield _tile(name, found[-1][0], f"{label}, last; best {_shown(best)}, epoch {epoch}")
+
+
+def _listed(shares: Sequence[float]) -> str:
+    return "/".join(f"{share:.2g}" for share in shares[:8]) + "/..." * (len(shares) > 8)
 
 
 def _tile(key: str, value: Any, label: str) -> str:

@@ -45,6 +45,8 @@ class Event:
     """For ``split``: the number of parts of each batch from then on."""
     shares: tuple[float, ...] = ()
     """For ``rebalanced``: the new shares by rank. Their mean is 1."""
+    old_shares: tuple[float, ...] = ()
+    """For ``rebalanced``: the earlier shares, by the ranks that the workers had then."""
     num_workers: int = 0
     """Size of the group after the event."""
     seconds: float = 0.0

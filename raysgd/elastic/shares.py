@@ -83,6 +83,7 @@ class Shares:
             members,
             cause=f"shares {_listed(shares)}, before {_listed(old_shares)}",
             shares=shares,
+            old_shares=old_shares,
         )
 
     def _by_node(

@@ -66,7 +66,7 @@ def test_the_run_folder_holds_metrics_and_events(make_trainer, tmp_path):
     assert event["kind"] == "started"
     assert event["num_workers"] == 1
     fields = {"kind", "generation", "ranks", "nodes", "step", "cause", "seconds", "time"}
-    assert fields | {"factor", "num_workers", "shares"} == set(event)
+    assert fields | {"factor", "num_workers", "shares", "old_shares"} == set(event)
     assert event["ranks"] == [0]
 
 

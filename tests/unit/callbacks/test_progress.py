@@ -29,6 +29,7 @@ class FakeTrainer:
     num_epochs = None
     validation_due = False
     last_call = stop_reason = None
+    events = ()
 
 
 @pytest.fixture
@@ -68,10 +69,12 @@ def test_a_bar_shows_batches_loss_rate_and_live_workers(terminal):
     assert terminal.getvalue().count("\n") == 1, "one line for the whole call"
 
 
-def test_bar_shows_the_mean_of_unlike_numbers_of_batches(terminal):
+def test_bar_shows_shares_and_the_mean_of_unlike_numbers_of_batches(terminal):
     bar, trainer = ProgressBar(), FakeTrainer()
+    trainer.events = [SimpleNamespace(shares=shares) for shares in [(1.5, 0.5), ()]]
     bar.on_progress(trainer, "validate", [progress(30, total=20), progress(9, total=20)])
     assert "20/20" in terminal.getvalue()
+    assert "shares=1.5/0.5" in terminal.getvalue()
 
 
 def test_what_is_logged_comes_above_a_bar(terminal, monkeypatch):

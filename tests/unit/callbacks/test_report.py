@@ -44,8 +44,9 @@ def call(end, seconds, step, kind="train", epoch=1, **metrics):
     }
 
 
-def event(kind, time, step=0, seconds=0.0, ranks=(0,), num_workers=2, cause=""):
+def event(kind, time, step=0, seconds=0.0, ranks=(0,), num_workers=2, cause="", shares=()):
     return {
+        "shares": list(shares),
         "kind": kind,
         "time": time,
         "step": step,
@@ -92,6 +93,7 @@ def folder(tmp_path):
         event("started", 101, ranks=(0, 1)),
         event("lost", 130, 14, num_workers=1, cause="<i>OOM</i>"),
         event("grown", 133, 16, 0.1, num_workers=2),
+        event("rebalanced", 134, 17, shares=(1.5, 0.5)),
     ]
     write(tmp_path, records, events)
     return tmp_path
@@ -114,6 +116,9 @@ def check_numbers(text):
     assert tile(text, "duration") == "0:01:02"
     assert (tile(text, "epoch"), tile(text, "global-step")) == ("3", "30")
     assert tile(text, "train_loss") == "0.3333"
+    assert tile(text, "shares") == "1.5/0.5"
+    # 45 s in calls, less 130 to 133
+    assert tile(text, "goodput") == f"{100 * 42 / 62:.1f} %"
     assert tile(text, "val_accuracy") == "0.9"
 
 
@@ -164,6 +169,42 @@ def test_calls_that_a_later_run_repeated_are_not_kept(tmp_path):
     calls = [call(110, 5, 5), call(120, 5, 10), call(220, 5, 10), call(230, 5, 15)]
     write(tmp_path, [run(100), run(200, 5), *calls])
     assert [c["time"] for c in RunLog(tmp_path).kept("train")] == [110, 220, 230]
+
+
+def test_stops_do_not_count_as_goodput(tmp_path):
+    events = [
+        event("started", 101),
+        event("lost", 112, 2),
+        event("lost", 112.5, 2),
+        event("resumed", 113, 2, seconds=0.4),
+        event("grown", 116, 3, seconds=0.5),
+        event("user_error", 130, 5),  # between two calls
+        event("resumed", 131, 5, seconds=0.1),
+    ]
+    write(tmp_path, [run(100), call(120, 10, 5), call(150, 15, 10)], events)
+    # 25 s in calls, less 112 to 113, less 115.5 to 116
+    assert RunLog(tmp_path).goodput() == pytest.approx((25 - 1 - 0.5) / 50)
+
+
+def test_repeated_steps_do_not_count_as_goodput(tmp_path):
+    events = [event("lost", 110, step=6), event("restarted", 114, step=2, seconds=4)]
+    write(tmp_path, [run(100), call(120, 20, 12)], events)
+    # 16 s for 12 steps and 4 repeated ones
+    assert RunLog(tmp_path).goodput() == pytest.approx(16 * 12 / 16 / 20)
+    write(tmp_path, [run(100), call(120, 20, 10), run(200, 4), call(230, 30, 16)])
+    # 50 s for 16 steps and 6 repeated ones
+    assert RunLog(tmp_path).goodput() == pytest.approx(50 * 16 / 22 / 130)
+
+
+def test_the_time_between_two_runs_is_not_a_stop(tmp_path):
+    events = [
+        event("started", 101),
+        event("user_error", 115, 3),
+        event("started", 205),
+        event("grown", 230, 8, seconds=0.5),
+    ]
+    write(tmp_path, [run(100), call(112, 10, 3), run(200, 3), call(250, 40, 20)], events)
+    assert RunLog(tmp_path).goodput() == pytest.approx((10 + 40 - 0.5) / 150)
 
 
 def test_a_run_without_a_finished_call_has_a_page_too(tmp_path):

@@ -29,9 +29,9 @@ class FakeJournal:
     def __init__(self):
         self.events = []
 
-    def record(self, kind, members, *, shares, **_):
+    def record(self, kind, members, *, shares, old_shares, **_):
         assert kind == "rebalanced"
-        self.events.append(shares)
+        self.events.append((old_shares, shares))
 
 
 def make(num_workers=2, **config):
@@ -56,7 +56,7 @@ def test_shares_follow_a_difference_of_speed_that_lasts():
     poll(group, shares, 300, 100, seconds=5)
     assert shares.wants_change
     assert shares.of(group.members) == (1.5, 0.5)
-    assert journal.events == [(1.5, 0.5)]
+    assert journal.events == [((1.0, 1.0), (1.5, 0.5))]
     assert not shares.wants_change
 
 
@@ -78,7 +78,7 @@ def test_a_worker_that_recovers_gets_its_share_back_after_the_cooldown():
     assert shares.of(group.members) == (1.5, 0.5)
     poll(group, shares, 105, 100, seconds=20)
     assert shares.of(group.members) is None, "small differences give even shares"
-    assert journal.events == [(1.5, 0.5), (1.0, 1.0)]
+    assert [new for _, new in journal.events] == [(1.5, 0.5), (1.0, 1.0)]
 
 
 def test_a_new_group_has_shares_by_the_speeds_that_are_known():
@@ -87,7 +87,7 @@ def test_a_new_group_has_shares_by_the_speeds_that_are_known():
     assert shares.of(group.members) == (1.714, 0.429, 0.857)
     assert shares.of([group.members[0], group.members[2]]) == (1.333, 0.667)
     assert shares.of([group.members[0], FakeMember("new")]) is None
-    assert journal.events[1:] == [(1.333, 0.667), (1.0, 1.0)]
+    assert [new for _, new in journal.events[1:]] == [(1.333, 0.667), (1.0, 1.0)]
 
 
 def test_a_replacement_worker_joins_with_the_speed_of_its_warm_up():
@@ -97,7 +97,7 @@ def test_a_replacement_worker_joins_with_the_speed_of_its_warm_up():
     shares.poll({new: Progress(samples_per_s=300)})
     poll(group, shares, 100, 100)
     assert shares.of([group.members[0], new]) == (0.5, 1.5)
-    assert journal.events == [(0.5, 1.5)]
+    assert journal.events == [((1.0, 1.0), (0.5, 1.5))]
     shares.of(group.members)
     assert shares.of([group.members[0], new]) is None  # speeds of departed workers are forgotten
 
@@ -113,7 +113,7 @@ def test_a_worker_that_has_almost_stopped_keeps_a_share():
 def test_nodes_have_the_shares_of_a_mapping():
     group, journal, shares = make(shares={"slot=w1": 0.25})
     assert shares.of(group.members) == shares.given(group.members) == (1.6, 0.4)
-    assert journal.events == [(1.6, 0.4)]
+    assert journal.events == [((1.0, 1.0), (1.6, 0.4))]
     assert make(shares={"CPU": 2.0})[2].given(group.members) is None
 
 
