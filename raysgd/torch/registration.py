@@ -12,10 +12,9 @@ from raysgd._internal.arguments import check_int, checked_dict
 from raysgd.loop.train_state import listed, shaped_like
 from raysgd.torch import ddp
 from raysgd.torch.features.averaging import Averaging
-from raysgd.torch.features.buffers import BufferCopies
 from raysgd.torch.features.gradient_norms import GradientNorms
 from raysgd.torch.features.replication import Replication
-from raysgd.torch.features.rollback import Rollback
+from raysgd.torch.features.rollback import BufferCopies, Rollback
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.features.speed import Speed
 from raysgd.torch.interop.horovod import HorovodGradients

@@ -17,7 +17,7 @@ from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.register_checks import warn_of_own_schedulers, warn_of_unregistered
 from raysgd.torch.registration import adopt_wrappers
-from raysgd.torch.sharding.pieces import gather_state
+from raysgd.torch.sharding.shards import gather_state
 from raysgd.torch.state import TorchGenerators
 from raysgd.torch.train_state import OperatorSettings, TorchTrainState
 

@@ -15,8 +15,8 @@ from raysgd.data.partition import MicroBatch
 from raysgd.loop.state import check_parts
 from raysgd.loop.train_state import Settings, TrainState
 from raysgd.torch import collectives, ddp
-from raysgd.torch.features.buffers import BufferCopies
 from raysgd.torch.features.micro_batches import TorchMicroBatches
+from raysgd.torch.features.rollback import BufferCopies
 from raysgd.torch.features.schedules import Schedules
 from raysgd.torch.loading import TorchSources
 from raysgd.torch.optimization import Optimization

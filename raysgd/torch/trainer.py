@@ -20,7 +20,7 @@ from raysgd.loop.operator_base import check_operator
 from raysgd.torch.operator import CreatorOperator, TrainingOperator
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
-from raysgd.torch.sharding.pieces import gather_state
+from raysgd.torch.sharding.shards import gather_state
 from raysgd.trainer.base import OperatorTrainer, known_arguments
 from raysgd.trainer.info import argument
 from raysgd.trainer.state import TrainerState

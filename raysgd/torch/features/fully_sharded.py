@@ -20,8 +20,7 @@ from raysgd.data.partition import MicroBatch
 from raysgd.torch import collectives, ddp
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.sharding.fsdp import ShardedModels
-from raysgd.torch.sharding.layout import Room
-from raysgd.torch.sharding.pieces import PARAMETER, Piece
+from raysgd.torch.sharding.shards import PARAMETER, Piece, Room
 from raysgd.torch.state import copy_all, copy_to_cpu
 
 if TYPE_CHECKING:

@@ -20,10 +20,19 @@ import torch
 import torch.distributed as dist
 from torch import optim
 
+from raysgd._internal.nested import map_leaves
 from raysgd.loop.feature import ShardedFeature
 from raysgd.torch import collectives
-from raysgd.torch.sharding.layout import Layout, Room, Transfer, transfers
-from raysgd.torch.sharding.pieces import Piece, elements_of, flat, on_device
+from raysgd.torch.sharding.shards import (
+    Layout,
+    Piece,
+    Room,
+    Transfer,
+    elements_of,
+    flat,
+    is_divided,
+    transfers,
+)
 from raysgd.torch.state import copy_all
 
 if TYPE_CHECKING:
@@ -301,7 +310,9 @@ class ShardedOptimizer(ShardedFeature):
         """Keep a replica of the same step. Ignore a replica of another step."""
         token, version, messages = replica
         if (token, version) == (self._token, self._version):
-            self._pieces += [on_device(message, self._device) for message in messages]
+            device = self._device  # values that are not divided, such as steps, stay on the CPU
+            moved = map_leaves(messages, lambda x: x.to(device) if is_divided(x) else x)
+            self._pieces += [Piece(*message) for message in moved]
 
     def receive(self, leader: int) -> Callable[[], None]:
         self.reshard(leader)

@@ -31,7 +31,7 @@ from raysgd.torch.features.fully_sharded import FullyShardedModel
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
-from raysgd.torch.sharding.pieces import gather_state
+from raysgd.torch.sharding.shards import gather_state
 
 NUM_WORKERS = 4
 BATCH = 6

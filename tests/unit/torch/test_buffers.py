@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raysgd.torch.features.buffers import BufferCopies
+from raysgd.torch.features.rollback import BufferCopies
 
 
 class Model(torch.nn.Module):

@@ -21,8 +21,7 @@ from raysgd.loop.requests import TrainRequest
 from raysgd.torch.features.sharded_optimizer import ShardedOptimizer
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import build_operator
-from raysgd.torch.sharding.layout import Layout, transfers
-from raysgd.torch.sharding.pieces import gather_state
+from raysgd.torch.sharding.shards import Layout, gather_state, transfers
 from raysgd.torch.train_state import OperatorSettings
 from tests.conftest import IN_SOAK, running_ranks
 from tests.operators import register_all
