@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from raysgd.data.partition import MicroBatch
@@ -20,7 +17,6 @@ class Schedules(StepFeature):
         self._last_epochs: list[Any] = []
         self._states: list[Any] = []
         self._rates: list[dict[str, Any]] = []
-        self._is_first = True
 
     def step(self) -> None:
         """See :meth:`TrainingOperator.step_schedulers`."""
@@ -29,28 +25,13 @@ class Schedules(StepFeature):
             return
         if place.is_last:
             state.optimization.check_complete()
-        with self._tolerating_a_skipped_step():
-            for scheduler in state.schedulers:
-                scheduler.step()
+        for scheduler in state.schedulers:
+            scheduler.step()
         self._note()
 
     def step_with(self, metric: float) -> None:
         for scheduler in self._state.schedulers:
             scheduler.step(metric)
-
-    @contextlib.contextmanager
-    def _tolerating_a_skipped_step(self) -> Iterator[None]:
-        """Suppress the warning that schedulers step before the optimizer.
-
-        Schedulers do so if the first step overflows.
-        """
-        if not self._is_first or not self._state.optimization.precision.scales:
-            yield
-            return
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            yield
-        self._is_first = False
 
     def _note(self) -> None:
         schedulers = self._state.schedulers

@@ -1,7 +1,6 @@
 """The precisions, each by itself and in an operator: formats, scale, overflows, state."""
 
 import sys
-import warnings
 
 import pytest
 import torch
@@ -162,24 +161,6 @@ def test_overflow_skips_its_step(make_trainer, clip, make):
     trainer.train(num_steps=6)
     assert scaler_of(trainer).get_scale() == START / 8
     assert not torch.equal(parameters(trainer.get_local_operator()), before)
-
-
-def test_overflow_in_the_first_step_causes_no_warning(make_trainer):
-    """Torch would warn that the scheduler stepped before the optimizer."""
-
-    class Scheduled(Overflowing):
-        def register(self, *, optimizers, **given):
-            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizers, 0.5)
-            *rest, self.scheduler = super().register(
-                optimizers=optimizers, schedulers=scheduler, **given
-            )
-            return rest
-
-    trainer = make_trainer(Scheduled, {"overflow_at": [0]}, scheduler_step_freq="batch", **HALF)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trainer.train(num_steps=2)
-    assert trainer.get_local_operator().scheduler.last_epoch == 2
 
 
 # ---- state
