@@ -41,29 +41,23 @@ class Progress:
     """Progress of a worker. Another thread reads it while the worker is busy."""
 
     epoch: int = 0
-    in_epoch: bool = False
-    """Whether the worker has started another epoch."""
+    in_epoch: bool = False  # whether the worker has started another epoch
     global_step: int = 0
-    num_batches: int = 0
-    """Batches finished in the current call or epoch, whichever began last."""
+    num_batches: int = 0  # batches finished in the current call or epoch, whichever began last
     total_batches: int | None = None
     """Total number of batches in the current call or epoch. None if unknown."""
-    num_samples: int = 0
-    """Samples finished in the current call or epoch."""
+    num_samples: int = 0  # samples finished in the current call or epoch
     step_s: float = 0.0
     """Mean seconds per step in the current call or epoch. 0 if unknown."""
-    samples_per_s: float = 0.0
-    """Samples that this worker computes per second, or 0 if unknown."""
+    samples_per_s: float = 0.0  # samples that this worker computes per second, or 0 if unknown
     snapshot: int | None = None
     """Committed steps in the newest snapshot that this worker holds for the driver."""
     split: int = 1
     """Number of micro-batches per batch. Above 1 after a worker ran out of memory."""
-    latest: Mapping[str, float] = field(default_factory=dict)
-    """Newest values of the first metrics."""
+    latest: Mapping[str, float] = field(default_factory=dict)  # newest values of the first metrics
     divided: bool = False
     """Whether each worker holds only a shard of the state. A snapshot then needs all workers."""
-    lacks_shards: bool = False
-    """Whether every worker that held some shard of the state was lost."""
+    lacks_shards: bool = False  # whether every worker that held some shard of the state was lost
     partial: bool = False
     """Whether an optimizer raised within a step and left an inconsistent state."""
     blocked_on_driver: bool = False

@@ -100,7 +100,7 @@ def _disable(fn: Any = None, *args: Any, **kwargs: Any) -> Any:
     return fn
 
 
-class _PartFinder(MetaPathFinder):
+class _PartFinder(MetaPathFinder, Loader):
     """Finds a submodule of ``torch._dynamo`` that was loaded together with it.
 
     ``import torch._dynamo.config`` first checks ``sys.modules``, and then asks the package for its
@@ -115,12 +115,8 @@ class _PartFinder(MetaPathFinder):
         if there is None or target is not None or not name.startswith(f"{_NAME}."):
             return None
         origin = None if there.__spec__ is None else there.__spec__.origin
-        return ModuleSpec(name, _Existing(there), origin=origin)
-
-
-class _Existing(Loader):
-    def __init__(self, module: ModuleType) -> None:
-        self._module = module
+        return ModuleSpec(name, self, origin=origin, loader_state=there)
 
     def exec_module(self, module: ModuleType) -> None:
-        sys.modules[module.__name__] = self._module
+        assert module.__spec__ is not None
+        sys.modules[module.__name__] = module.__spec__.loader_state

@@ -64,16 +64,7 @@ def deep_copied(leaf: Any) -> Any:
 
 @contextlib.contextmanager
 def unchanged(held: Any) -> Iterator[None]:
-    """Restore an object's attributes at the end, and the content of its lists, dicts, and sets.
-
-    >>> from types import SimpleNamespace
-    >>> counts = SimpleNamespace(total=1, seen=[1])
-    >>> with unchanged(counts):
-    ...     counts.total, counts.other = 2, 3
-    ...     counts.seen.append(2)
-    >>> counts
-    namespace(total=1, seen=[1])
-    """
+    """Restore an object's attributes at the end, and the content of its lists, dicts, and sets."""
     attributes = dict(vars(held))
     contents = [(v, v.copy()) for v in attributes.values() if type(v) in (list, dict, set)]
     try:

@@ -11,12 +11,9 @@ from typing import NamedTuple
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.worker_handle import WorkerHandle
 
-_LOOK_EVERY_S = 1.0
-"""Seconds between two requests to Ray."""
-_SILENT_S = 2.0
-"""Seconds without an answer after which the Ray head node counts as unresponsive."""
-_TERM_S = 10.0
-"""Seconds that a process usually survives after SIGTERM."""
+_LOOK_EVERY_S = 1.0  # seconds between two requests to Ray
+_SILENT_S = 2.0  # seconds without an answer after which the Ray head node counts as unresponsive
+_TERM_S = 10.0  # seconds that a process usually survives after SIGTERM
 
 
 class Notice(NamedTuple):
@@ -25,8 +22,7 @@ class Notice(NamedTuple):
     cause: str
     deadline: float | None
     """Deadline in seconds since the Unix epoch. None if it is unknown."""
-    leave_by: float
-    """Time until which the worker may wait for a replacement."""
+    leave_by: float  # time until which the worker may wait for a replacement
 
 
 class Drains:

@@ -31,8 +31,7 @@ from raysgd.comm.network import address_towards, is_single_node, shut_down
 
 logger = logging.getLogger(__name__)
 
-_SILENCE_S = 4
-"""Seconds without an answer after which the kernel closes a connection."""
+_SILENCE_S = 4  # seconds without an answer after which the kernel closes a connection
 _KEEPALIVE = {
     "TCP_KEEPIDLE": 1,
     "TCP_KEEPINTVL": 1,
@@ -44,14 +43,12 @@ _REACHED_MS = 1500
 """Milliseconds without an answer after which a host counts as silent. Hosts answer each second."""
 _LAST_ANSWER = slice(56, 60)
 """The field tcpi_last_ack_recv of struct tcp_info in linux/tcp.h, in milliseconds."""
-_RECONNECT_S = 3.0
-"""Seconds that a live worker may take to reconnect."""
+_RECONNECT_S = 3.0  # seconds that a live worker may take to reconnect
 _TICK_S = 0.25
 _CONNECT_S, _REACH_S = 5.0, 0.5
 _NUM_REFUSALS = 3
 """Number of refused connections after which a worker exits. A busy driver may refuse one."""
-_END_S = 1.0
-"""Seconds that Ray may take to kill a refused worker before the worker exits by itself."""
+_END_S = 1.0  # seconds that Ray may take to kill a refused worker before the worker exits by itself
 
 
 class LostError(Exception):

@@ -44,8 +44,7 @@ class Slot:
     def __init__(self, group: PlacementGroup, index: int) -> None:
         self.group = group
         self._index = index
-        self.last_node_id: str | None = None
-        """Node of the last worker that left this slot."""
+        self.last_node_id: str | None = None  # node of the last worker that left this slot
 
     @property
     def strategy(self) -> PlacementGroupSchedulingStrategy:
@@ -96,8 +95,7 @@ class Reservation:
 
     def __init__(self, group: PlacementGroup, indexes: Iterable[int], owned: bool) -> None:
         self._owned = owned
-        self.groups = [group] if owned else []
-        """Placement groups that raysgd requested."""
+        self.groups = [group] if owned else []  # placement groups that raysgd requested
         self.slots = [Slot(group, index) for index in indexes]
         self._waiting_since: dict[PlacementGroup, float] = {}
         """Time when Ray began to reschedule several lost bundles of a group."""
@@ -246,7 +244,7 @@ def _granted(
     is_wanted: Callable[[], bool],
 ) -> PlacementGroup | None:
     """Request a placement group and wait for it. After `timeout_s`, remove it and return None."""
-    group = placement_group([dict(bundle) for bundle in bundles], strategy)
+    group: PlacementGroup = placement_group([dict(bundle) for bundle in bundles], strategy)
     is_granted = False
     try:
         started = mentioned = time.monotonic()

@@ -53,8 +53,7 @@ class Outcome:
     content in a thread where no user code may run."""
     progress: Progress
     traceback: str = ""
-    note: str = ""
-    """Note for the exception: the location in user code that raised it."""
+    note: str = ""  # note for the exception: the location in user code that raised it
     split: int = 0
     """Parts per batch for repeating the call with less memory. 0 if more parts would not help."""
 

@@ -21,8 +21,7 @@ from raysgd.cluster.worker_info import WorkerInfo
 
 _WHICH = ("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:")
 """Prefixes of the lines that identify the lost actor in a Ray error."""
-_SIGNAL_S = 10.0
-"""Timeout for sending a signal on another node, in seconds."""
+_SIGNAL_S = 10.0  # timeout for sending a signal on another node, in seconds
 
 
 class WorkerHandle(ABC):
@@ -30,8 +29,7 @@ class WorkerHandle(ABC):
 
     info = WorkerInfo(node_id="", node_ip="")
     """Location of the worker, with empty fields until it is known."""
-    remote: bool
-    """Whether the worker has its own process."""
+    remote: bool  # whether the worker has its own process
     watch: HostWatch | None = None
     """The watch on the worker's host. None on the driver's own host."""
 
@@ -100,8 +98,7 @@ class ActorHandle(WorkerHandle):
     def __init__(self, actor: Any, monitor: HostMonitor | None = None) -> None:
         self.actor = actor
         self._monitor = monitor
-        self._waiting: dict[Future[Any], None] = {}
-        """Futures of calls that have not returned."""
+        self._waiting: dict[Future[Any], None] = {}  # futures of calls that have not returned
         self._lost: LostError | None = None
 
     def locate(self, info: WorkerInfo) -> None:

@@ -46,8 +46,7 @@ _HANDSHAKE_S = 60.0
 """Timeout of a handshake in seconds, equal to that of a connecting process: both can be busy."""
 _MOST_STRANGERS = 256
 """Maximum number of simultaneous handshakes. A further one closes the oldest."""
-_RETRY_S = 0.5
-"""Seconds to pause after a failed accept."""
+_RETRY_S = 0.5  # seconds to pause after a failed accept
 _CLOSE_S = 5.0
 _READ_BYTES = 1 << 20
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}

@@ -16,14 +16,11 @@ from raysgd._internal.context import WorkerContext
 from raysgd.comm.backend import Backend
 from raysgd.comm.network import LOOPBACK, driver_address, endpoints, interface_of, is_single_node
 
-_CONNECT_S = 30
-"""Timeout of connecting to workers that are all present."""
-_POLL_S = 0.05
-"""Longest delay until the rendezvous server stops."""
+_CONNECT_S = 30  # timeout of connecting to workers that are all present
+_POLL_S = 0.05  # longest delay until the rendezvous server stops
 _SIGNS = ("Horovod has been shut down", "HorovodInternalError", "gloo", "Gloo", "Horovod has not")
 
-_Connection = tuple[tuple[str, int], tuple[str, int]]
-"""Local and remote end of a TCP connection."""
+_Connection = tuple[tuple[str, int], tuple[str, int]]  # local and remote end of a TCP connection
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,8 @@ Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _HEADER = struct.Struct("=QQ")
 _RANK = struct.Struct("=Q")
 _CLOSE_S = 5.0
-_REACH_S = 5.0
-"""Timeout of a TCP connection to another rank."""
-_LONGEST_WAIT_S = 3600.0
-"""Maximum timeout of `poll`, a C int of milliseconds."""
+_REACH_S = 5.0  # timeout of a TCP connection to another rank
+_LONGEST_WAIT_S = 3600.0  # maximum timeout of `poll`, a C int of milliseconds
 
 
 class Mesh:
@@ -57,8 +55,7 @@ class Mesh:
         self._sockets: list[socket.socket] = []
         self._peers: dict[int, socket.socket] = {}
         self._num_started = 0
-        self._last: Future[None] | None = None
-        """The newest reduction."""
+        self._last: Future[None] | None = None  # the newest reduction
         self._starting = threading.Lock()
         self._broken = ""
         self._listener = Listener(host, "raysgd-mesh-listener")

@@ -23,8 +23,7 @@ from raysgd.comm.connection import Address, Listener, connect, framed, read, rec
 from raysgd.comm.network import shut_down
 
 _CONNECT_S = 10.0
-_ANSWER_S = 60.0
-"""Seconds that an answer may take in addition to the `wait_s` of its request."""
+_ANSWER_S = 60.0  # seconds that an answer may take in addition to the `wait_s` of its request
 
 
 class StoreServer:
@@ -56,7 +55,6 @@ class StoreServer:
             "set": self._set,
             "append": lambda key, value: self._set([key], [values.get(key, "") + value]),
             "add": self._add,
-            "check": lambda keys: all(key in values for key in keys),
         }
 
     async def _get(self, keys: Sequence[str], timeout_s: float) -> list[str] | None:

@@ -75,7 +75,7 @@ class TorchStore(Store):
         self._ask("append", key, _text(value))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask("check", list(keys)))
+        return self._ask("get", list(keys), 0) is not None
 
     def has_extended_api(self) -> bool:
         return True
@@ -200,7 +200,14 @@ class TorchBackend(Backend):
             if self._mesh is not None and is_meshed:
                 self._group.use(self._mesh)
         else:
-            _init_nccl(_store_of_nccl(rendezvous, self._timeout), *ranks)
+            rank, size, timeout = ranks
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl",  # gloo carries batch counts, Python objects, and CPU tensors
+                store=_store_of_nccl(rendezvous, self._timeout),
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+            )
         assert dist.group.WORLD is not None
         dist.group.WORLD.set_timeout(self._timeout)
         # gloo has connected now. Each connection of gloo has a listener of gloo at one end.
@@ -287,14 +294,3 @@ def _store_of_nccl(rendezvous: TorchRendezvous | None, timeout: datetime.timedel
     # The ranks of NCCL wait for each other in the store during the first collective.
     store.set_timeout(timeout)
     return store
-
-
-def _init_nccl(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> None:
-    dist.init_process_group(
-        # gloo carries batch counts, Python objects, and CPU tensors.
-        "cpu:gloo,cuda:nccl",
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=timeout,
-    )
