@@ -256,22 +256,6 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
-SLOW_S = 5.0
-_unmarked = []
-
-
-def pytest_runtest_logreport(report):
-    """Note tests that take long and do not say why."""
-    if report.when == "call" and report.duration > SLOW_S and "slow" not in report.keywords:
-        _unmarked.append((report.duration, report.nodeid))
-
-
-def pytest_terminal_summary(terminalreporter):
-    """List them; machines differ, so that it is no failure."""
-    for seconds, name in sorted(_unmarked, reverse=True):
-        terminalreporter.line(f"slow, without a mark that says why: {seconds:.1f} s {name}")
-
-
 def pytest_configure():
     """Take SIGINT, here and in child processes: shells ignore it in what runs in the background."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

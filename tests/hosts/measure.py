@@ -2,7 +2,6 @@
 
     python -m tests.hosts.measure            # as root; about twenty minutes
     python -m tests.hosts.measure --only cut --sides raysgd
-    python -m tests.hosts.measure --pauses 7 # what a move costs, beside a join
 
 Three workers on hosts that are network namespaces of this machine, with steps of 20 ms. A row has
 the longest time without a step, how many steps were done once more, and what the trainer said. The
@@ -14,7 +13,6 @@ import contextlib
 import json
 import os
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -238,55 +236,16 @@ def row(side, name, run):
     return found
 
 
-def measure_pauses(num_runs):
-    """Print how long training stands still as a worker moves, joins after a loss, and grows in."""
-    found = {"move": [], "join": [], "growth": []}
-    with Hosts(ROOM) as hosts, contextlib.closing(RaysgdRun(hosts)) as run:
-        run.train()
-        for _ in range(num_runs):
-            began = time.time()
-            terminate(run)
-            time.sleep(2)
-            found["move"].append(run.pause(began))
-            began = time.time()
-            alone(run)[1].kill()
-            found["join"].append(_join_pause(run, began))
-        run.end()
-    with Hosts(NO_ROOM) as hosts, contextlib.closing(RaysgdRun(hosts)) as run:
-        run.train()
-        for _ in range(num_runs):
-            began = time.time()
-            terminate(run)
-            found["growth"].append(_join_pause(run, began))
-        run.end()
-    for name, pauses in found.items():
-        in_order = [f"{pause:.3f}" for pause in sorted(pauses)]
-        print(f"{name:8} {statistics.median(pauses):.3f} s, of {', '.join(in_order)}", flush=True)
-
-
-def _join_pause(run, began):
-    """Wait for a full group after a smaller one; return the time between their steps."""
-    smaller = run.await_size(NUM_WORKERS - 1, began)
-    full = run.await_size(NUM_WORKERS, smaller)
-    time.sleep(2)
-    steps = run.steps(began)
-    return full - max(moment for moment, num, _ in steps if num < NUM_WORKERS and moment < full)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[""], help="rows that have one of these words")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--pauses", type=int, help="time so many moves, joins and growths alone")
     parser.add_argument("--runs", type=int, default=1, help="how often each is done")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--ray-train", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if (reason := why_not()) is not None:
         raise SystemExit(f"Hosts that vanish are not measured: {reason}.")
-    if given.pauses:
-        measure_pauses(given.pauses)
-        return
     if given.ray_train:
         ray_train(given.ray_train)
         return

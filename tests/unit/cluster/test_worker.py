@@ -351,16 +351,6 @@ def test_next_generation_waits_for_messages_to_the_last(worker):
     assert call(worker, fail_with(PlainError())).kind == "user"
 
 
-def test_a_worker_that_hosts_nothing_says_so():
-    worker = Worker()
-    assert worker.progress() == Progress()
-    worker.interrupt()
-    worker.teardown()
-    error = call(worker, int).exception()
-    assert "no runner" in str(error)
-    assert not hasattr(error, "__notes__")  # no user code raised it
-
-
 # ---- pauses and snapshots
 
 
@@ -443,14 +433,6 @@ def test_replacement_sets_up_alone_and_knows_its_rank(worker):
     assert seen == [replace(context, alone=True)]
     worker.enter(context, "there", 0)
     assert worker._backend.context == context
-
-
-def test_teardown_lets_go_of_runner_and_group(worker):
-    runner, backend = worker.runner, worker._backend
-    worker.teardown()
-    assert runner.calls[-1] == ("teardown",)
-    assert backend.calls[-1] == "teardown"
-    assert worker.runner is None
 
 
 def test_stacks_are_those_of_threads_with_user_code(worker, monkeypatch):

@@ -1,7 +1,6 @@
 """Handles of workers: what they say about a worker, and calls that reach it."""
 
 import os
-import signal
 import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -87,15 +86,6 @@ def test_a_thread_member_works_beside_the_calling_thread():
     ident = member.work("call", request_of("run", function=threading.get_ident)).result(20).value()
     assert ident != threading.get_ident()
     member.kill()
-
-
-def test_a_worker_in_this_process_has_none_of_its_own():
-    member = InlineHandle()
-    with pytest.raises(RuntimeError, match=r"\(127\.0\.0\.1\): .*no process of its own"):
-        member.signal(signal.SIGKILL)
-    with pytest.raises(RuntimeError, match="not a Ray actor"):
-        member.execute(print)
-    assert member.alive
 
 
 def test_work_and_control_are_calls_of_the_actor(member):
