@@ -71,13 +71,11 @@ def check_number(
 
 
 def check_timeout(where: str, seconds: Any, name: str = "timeout_s") -> None:
-    """Check that an argument is a positive, finite number of seconds."""
     if not is_number(seconds) or not 0 < seconds < math.inf:
         raise ValueError(f"{where}({name}={seconds!r}): must be a positive number of seconds.")
 
 
 def check_choice(where: str, name: str, value: Any, allowed: Collection[Any]) -> None:
-    """Check that a value is one of `allowed`."""
     if not any(value is choice or (type(value) is str and value == choice) for choice in allowed):
         choices = ", ".join(repr(choice) for choice in allowed)
         raise ValueError(f"{where}({name}={value!r}): must be one of {choices}.")

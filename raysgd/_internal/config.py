@@ -27,7 +27,6 @@ def env_seconds(name: str, default: float) -> float:
 
 
 def check_batch_size(config: Mapping[str, Any], num_workers: int) -> None:
-    """Check ``config[BATCH_SIZE]``, if it is set."""
     size = config.get(BATCH_SIZE)
     if size is None:
         return

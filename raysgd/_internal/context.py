@@ -44,28 +44,19 @@ class Progress:
     in_epoch: bool = False  # whether the worker has started another epoch
     global_step: int = 0
     num_batches: int = 0  # batches finished in the current call or epoch, whichever began last
-    total_batches: int | None = None
-    """Total number of batches in the current call or epoch. None if unknown."""
+    total_batches: int | None = None  # None if unknown
     num_samples: int = 0  # samples finished in the current call or epoch
-    step_s: float = 0.0
-    """Mean seconds per step in the current call or epoch. 0 if unknown."""
+    step_s: float = 0.0  # mean seconds per step, or 0 if unknown
     samples_per_s: float = 0.0  # samples that this worker computes per second, or 0 if unknown
-    snapshot: int | None = None
-    """Committed steps in the newest snapshot that this worker holds for the driver."""
-    split: int = 1
-    """Number of micro-batches per batch. Above 1 after a worker ran out of memory."""
+    snapshot: int | None = None  # committed steps in the newest snapshot of this worker
+    split: int = 1  # micro-batches per batch, above 1 after a worker ran out of memory
     latest: Mapping[str, float] = field(default_factory=dict)  # newest values of the first metrics
-    divided: bool = False
-    """Whether each worker holds only a shard of the state. A snapshot then needs all workers."""
+    divided: bool = False  # whether each worker holds only a shard of the state
     lacks_shards: bool = False  # whether every worker that held some shard of the state was lost
-    partial: bool = False
-    """Whether an optimizer raised within a step and left an inconsistent state."""
-    blocked_on_driver: bool = False
-    """Whether the worker's code has ended or only waits for the driver."""
+    partial: bool = False  # whether an optimizer raised within a step
+    blocked_on_driver: bool = False  # whether the worker's code has ended or waits for the driver
     terminated: bool = False
-    collective: int | None = None
-    """Number of the collective that the worker waits for. None if there is none or it is
-    unknown."""
+    collective: int | None = None  # number of the collective that the worker waits for
 
 
 class Request:

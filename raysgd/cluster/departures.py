@@ -17,8 +17,6 @@ _TERM_S = 10.0  # seconds that a process usually survives after SIGTERM
 
 
 class Notice(NamedTuple):
-    """The notice that a worker or a node will be preempted."""
-
     cause: str
     deadline: float | None
     """Deadline in seconds since the Unix epoch. None if it is unknown."""
@@ -51,7 +49,6 @@ class Drains:
         return _notice("drain() was called", deadline)
 
     def terminate(self, member: WorkerHandle) -> None:
-        """Record that a worker received SIGTERM."""
         if member not in self._of_members:
             leave_by = self._clock.time() + _TERM_S
             self._of_members[member] = Notice("its process was sent SIGTERM", None, leave_by)
@@ -84,7 +81,6 @@ class Drains:
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the Ray head node last answered."""
         asked_at = self._asked_at
         return 0.0 if asked_at is None else self._clock.monotonic() - asked_at
 
@@ -97,7 +93,6 @@ class Drains:
 
     @property
     def nodes(self) -> dict[str, Notice]:
-        """Notices for nodes, by Ray node ID."""
         return {**self._of_nodes, **self._of_ray}
 
     def __bool__(self) -> bool:

@@ -15,8 +15,6 @@ WAIT_LONGER = (
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions:
-    """The number of workers, and the resources of each."""
-
     num_workers: int
     min_workers: int = 1
     num_cpus: float = 1
@@ -28,7 +26,6 @@ class GroupOptions:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """Resources of one worker, by their Ray names."""
         bundle = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
         return {name: amount for name, amount in bundle.items() if amount}
 

@@ -174,7 +174,6 @@ class HostMonitor:
         return is_cut_off
 
     def note_start(self, answer: Future[Any]) -> None:
-        """Log a warning if a worker could not connect."""
         if answer.exception() is None and (reason := answer.result()):
             logger.warning(
                 "A worker cannot connect to the driver (%s). If the host of the "

@@ -115,7 +115,6 @@ class Reservation:
         return slot
 
     def drop_pending(self, requested: Iterable[Slot]) -> None:
-        """Remove the pending requests for single slots."""
         for slot in requested:
             if not slot.is_ready:
                 self.slots.remove(slot)
@@ -323,7 +322,6 @@ def _left_beside(
 
 
 def demand(bundle: Mapping[str, float], size: int = 1) -> str:
-    """Describe the resources that workers need and that are free."""
     return (
         f"{_plural(size)} with {_described(bundle)} each: the cluster has "
         f"{_described(ray.cluster_resources(), bundle)}, of which "

@@ -24,13 +24,11 @@ class Packed:
 
     data: Any
     buffers: Sequence[Any] = ()
-    """Memory of the large tensors and arrays."""
     reference: Any = None
     """Reference to the value in Ray's object store, if this process has put it there."""
 
     @property
     def is_large(self) -> bool:
-        """Whether the value is sent through Ray's object store."""
         sizes = [memoryview(buffer).nbytes for buffer in (self.data, *self.buffers)]
         return sum(sizes) >= _STORED_BYTES
 
@@ -154,7 +152,6 @@ def _pickler(portable: bool, shares_tensors: bool) -> Any:
 
 
 def _location(storage: Any, torch: Any) -> str:
-    """Return the device of a storage, as ``torch.save`` names it."""
     untyped = getattr(storage, "_untyped_storage", storage)
     return str(torch.serialization.location_tag(untyped))
 
