@@ -1,13 +1,4 @@
-"""Communication backends by name.
-
-To add a backend, write a class and register it::
-
-    from raysgd.backends import Backend, register_backend
-
-    class MyBackend(Backend): ...
-
-    register_backend("mine", "my_package.my_module:MyBackend")
-"""
+"""Communication backends by name."""
 
 from __future__ import annotations
 
@@ -16,7 +7,7 @@ import importlib
 from raysgd._internal.context import WorkerContext
 from raysgd.comm.backend import Backend
 
-__all__ = ["Backend", "WorkerContext", "backend_names", "create_backend", "register_backend"]
+__all__ = ["Backend", "WorkerContext", "backend_names", "create_backend"]
 
 _BACKENDS = {
     "gloo": "raysgd.comm.torch:TorchBackend",
@@ -24,14 +15,6 @@ _BACKENDS = {
     "nccl": "raysgd.comm.torch:TorchBackend",
     "tensorflow": "raysgd.comm.tensorflow:TensorflowBackend",
 }
-
-
-def register_backend(name: str, target: str) -> None:
-    """Register the class at `target`, ``"module:Class"``, as backend `name`.
-
-    raysgd imports the class on first use and calls it with ``(name, timeout_s)``.
-    """
-    _BACKENDS[name] = target
 
 
 def backend_names() -> list[str]:

@@ -23,7 +23,6 @@ SURFACE = {
         "WorkerContext",
         "backend_names",
         "create_backend",
-        "register_backend",
     ],
     "raysgd.callbacks": [
         "Callback",

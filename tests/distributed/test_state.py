@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from raysgd import ElasticConfig, TorchTrainer
-from raysgd.backends import register_backend
+from raysgd import ElasticConfig, TorchTrainer, backends
 from raysgd.callbacks import CheckpointCallback
 from raysgd.comm.torch import TorchBackend
 from tests.ends import by_thread, check_that_shutdown_ends, hold
@@ -159,9 +158,9 @@ class OneGroup(TorchBackend):
 
 @pytest.mark.slow("two workers start, and after a loss two others")
 def test_all_restart_with_the_state_of_a_survivor_if_no_process_can_rejoin(
-    module_cluster, tmp_path
+    module_cluster, tmp_path, monkeypatch
 ):
-    register_backend("one-group", f"{__name__}:OneGroup")
+    monkeypatch.setitem(backends._BACKENDS, "one-group", f"{__name__}:OneGroup")
     elastic = ElasticConfig(initial_s=0.2, snapshot_every=None)
     with faulty_trainer(tmp_path, 2, backend="one-group", elastic=elastic) as trainer:
         order(tmp_path, "train", 1, 5, "die")
