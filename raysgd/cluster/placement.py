@@ -43,14 +43,9 @@ class Slot:
 
     def __init__(self, group: PlacementGroup, index: int) -> None:
         self.group = group
+        self.strategy = PlacementGroupSchedulingStrategy(group, index)
         self._index = index
         self.last_node_id: str | None = None  # node of the last worker that left this slot
-
-    @property
-    def strategy(self) -> PlacementGroupSchedulingStrategy:
-        return PlacementGroupSchedulingStrategy(
-            self.group, placement_group_bundle_index=self._index
-        )
 
     @property
     def node_id(self) -> str | None:
@@ -220,16 +215,8 @@ def _topped_up(
         while time.monotonic() < deadline and not all(slot.is_ready for slot in requested):
             time.sleep(POLL_S)
         reservation.drop_pending(requested)
-        num_ready = len(reservation.slots)
-        if num_ready < num_workers:
-            logger.warning(
-                "Starting with %d of %d workers, each with %s. The cluster has %s, and no room for "
-                "more now.",
-                num_ready,
-                num_workers,
-                _described(bundle),
-                _described(ray.cluster_resources(), bundle),
-            )
+        where = f"The cluster has {_described(ray.cluster_resources(), bundle)}, and"
+        _warn_of_few(len(reservation.slots), num_workers, bundle, where)
     except BaseException:  # most likely Ctrl-C
         reservation.release()
         raise
@@ -294,15 +281,14 @@ def _reserve_within(
             f"group of this trainer, which has room for {num_beside} next to the caller. Give the "
             "group a bundle for each worker."
         )
-    if num_beside < num_workers:
-        logger.warning(
-            "Starting with %d of %d workers, each with %s. The placement group of this trainer has "
-            "no room for more.",
-            num_beside,
-            num_workers,
-            _described(bundle),
-        )
+    _warn_of_few(num_beside, num_workers, bundle, "The placement group of this trainer has")
     return Reservation(group, [-1] * min(num_beside, num_workers), owned=False)
+
+
+def _warn_of_few(found: int, wanted: int, bundle: Mapping[str, float], where: str) -> None:
+    if found < wanted:
+        text = "Starting with %d of %d workers, each with %s. %s no room for more now."
+        logger.warning(text, found, wanted, _described(bundle), where)
 
 
 def _left_beside(

@@ -56,9 +56,13 @@ class Packed:
         return pickle.loads(self.data, buffers=buffers)
 
 
-def dumps(value: Any) -> bytes:
-    """Pickle a value. Ray references stay valid in other processes."""
-    return _pickled(value, None)
+def dumps(
+    value: Any, is_small: Any = None, portable: bool = False, shares_tensors: bool = True
+) -> bytes:
+    """Pickle a value. Ray references stay valid in other processes. See `pack`."""
+    with io.BytesIO() as file:
+        _pickler(portable, shares_tensors)(file, protocol=5, buffer_callback=is_small).dump(value)
+        return file.getvalue()
 
 
 def sendable(what: str, value: Any) -> Packed:
@@ -98,7 +102,7 @@ def pack(value: Any, portable: bool = False, shares_tensors: bool = True) -> Pac
         large.append(buffer)
         return False
 
-    return Packed(_pickled(value, is_small, portable, shares_tensors), large)
+    return Packed(dumps(value, is_small, portable, shares_tensors), large)
 
 
 class Portable:
@@ -111,7 +115,8 @@ class Portable:
         torch = sys.modules.get("torch")
         if torch is not None:
             storages = torch.UntypedStorage | torch.storage.TypedStorage
-            if isinstance(obj, storages) and _location(obj, torch) != "cpu":
+            untyped = getattr(obj, "_untyped_storage", obj)
+            if isinstance(obj, storages) and torch.serialization.location_tag(untyped) != "cpu":
                 file = io.BytesIO()
                 torch.save(obj, file, _use_new_zipfile_serialization=False)
                 load = functools.partial(torch.load, map_location="cpu", weights_only=False)
@@ -119,14 +124,6 @@ class Portable:
             if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
                 return operator.itemgetter(0), ((obj.module,),)
         return super().reducer_override(obj)  # type: ignore[misc]
-
-
-def _pickled(
-    value: Any, is_small: Any, portable: bool = False, shares_tensors: bool = True
-) -> bytes:
-    with io.BytesIO() as file:
-        _pickler(portable, shares_tensors)(file, protocol=5, buffer_callback=is_small).dump(value)
-        return file.getvalue()
 
 
 @functools.cache
@@ -149,11 +146,6 @@ def _pickler(portable: bool, shares_tensors: bool) -> Any:
             return super().reducer_override(obj)  # type: ignore[no-untyped-call]
 
     return type("PortableWithTensors", (Portable, WithTensors), {}) if portable else WithTensors
-
-
-def _location(storage: Any, torch: Any) -> str:
-    untyped = getattr(storage, "_untyped_storage", storage)
-    return str(torch.serialization.location_tag(untyped))
 
 
 def _is_plain(tensor: Any, torch: Any) -> bool:

@@ -85,7 +85,10 @@ class HorovodBackend(Backend):
         hvd.init()
         if hvd.size() > 1:
             # gloo has closed its listeners, so its connections are the ones between two workers.
-            opened = self._gathered(_connections() - before)
+            name = "torch" if self._framework == "torch" else "tensorflow.functions"
+            opened = importlib.import_module(f"horovod.{name}").allgather_object(
+                _connections() - before
+            )
             self._own_connections = {
                 (local, remote) for each in opened for remote, local in each
             } & _connections()
@@ -94,11 +97,6 @@ class HorovodBackend(Backend):
         """Stop the rendezvous server, unless functions can still call ``hvd.init()``."""
         if self._framework is not None:
             self.close()
-
-    def _gathered(self, value: Any) -> list[Any]:
-        module = "horovod.torch" if self._framework == "torch" else "horovod.tensorflow.functions"
-        gathered: list[Any] = importlib.import_module(module).allgather_object(value)
-        return gathered
 
     def _horovod(self) -> Any:
         return importlib.import_module(f"horovod.{self._framework}")
