@@ -17,7 +17,7 @@ from typing import Any
 from raysgd._internal.files import replacing
 from raysgd.callbacks.base import LastCall, Trainer
 from raysgd.callbacks.logger import LoggerCallback, end_line, logdir_of
-from raysgd.callbacks.values import json_dict, jsonable, plain_values, shown_config
+from raysgd.callbacks.values import json_dict, jsonable, scalars, shown_config
 from raysgd.elastic.events import Event
 
 
@@ -59,7 +59,7 @@ class JsonlLogger(LoggerCallback):
         self._write(trainer, "metrics.jsonl", run)
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
-        line = {**_record_of(trainer, call), "metrics": plain_values(metrics)}
+        line = {**_record_of(trainer, call), "metrics": scalars(metrics)}
         self._write(trainer, "metrics.jsonl", line)
 
     def log_event(self, trainer: Trainer, event: Event) -> None:
@@ -92,11 +92,7 @@ class CsvLogger(LoggerCallback):
 
     def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
         path, record = logdir_of(trainer) / "metrics.csv", _record_of(trainer, call)
-        cells = {
-            name: json.dumps(value) if isinstance(value, list) else value
-            for name, value in plain_values(metrics).items()
-        }
-        row = {**record, **cells, **record}  # keep the order and the values of the record
+        row = {**record, **scalars(metrics), **record}  # keep the record's order and values
         columns = _columns_of(path)
         if missing := [name for name in row if name not in columns]:
             columns += missing

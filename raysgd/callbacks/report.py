@@ -271,7 +271,7 @@ def _group_of(name: str) -> str:
             return title
     # Entries of one vector or dict share a chart: val_f1_0 and val_f1_1, profile/mean_fwd_s.
     whole = name.removeprefix("train_").removeprefix("val_").partition("/")[0]
-    return re.sub(r"[-_]\d+$", "", whole) or name
+    return re.sub(r"([-_]\d+)+$", "", whole) or name
 
 
 def _chart(

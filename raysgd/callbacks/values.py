@@ -54,37 +54,25 @@ def _without_secrets(value: Any, name: str) -> Any:
     return value
 
 
-def scalars(metrics: Mapping[str, Any]) -> dict[str, float | int | str]:
+def scalars(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float | int | str]:
     """Return the numbers and strings in metrics. Names of nested values are ``outer/inner``.
 
     >>> scalars({"loss": 0.5, "profile": {"mean_fwd_s": 1.0}, "note": "x", "other": [1]})
     {'loss': 0.5, 'profile/mean_fwd_s': 1.0, 'note': 'x'}
     """
-    return {name: v for name, v in plain_values(metrics).items() if not isinstance(v, list)}
+    found: dict[str, float | int | str] = {}
+    for key, value in metrics.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            found |= scalars(value, f"{name}/")
+        elif (plain := _plain(value)) is not None:
+            found[name] = plain
+    return found
 
 
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float | int]:
     """Return the numbers in metrics. Names of nested numbers are ``outer/inner``."""
     return {name: v for name, v in scalars(metrics).items() if not isinstance(v, str)}
-
-
-def plain_values(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the same as `scalars`, and also lists, arrays, and tensors, as lists.
-
-    >>> plain_values({"f1": {"cat": 0.5}, "matrix": [(1, 0), (0, float("nan"))], "odd": {1}})
-    {'f1/cat': 0.5, 'matrix': [[1, 0], [0, 'nan']]}
-    """
-    found: dict[str, Any] = {}
-    for key, value in metrics.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            found.update(plain_values(value, f"{name}/"))
-        elif (plain := _plain(value)) is not None:
-            found[name] = plain
-        else:
-            rows = value.tolist() if hasattr(value, "tolist") else value
-            found |= json_dict({name: rows}) if isinstance(rows, list | tuple) else {}
-    return found
 
 
 def jsonable(value: Any, keep_nan: bool = False) -> Any:
