@@ -242,22 +242,15 @@ class CheckpointStore(CheckpointFolder):
     def _tidy(self, newest: str) -> None:
         """Remove surplus checkpoints. Only log errors, because the new checkpoint is saved."""
         try:
-            step = position_of(newest)[1:]
-            for name in [name for name in self._manifests if name != newest]:
-                if position_of(name)[1:] == step:  # an earlier save of this step
-                    self._remove(name)
             for name in self._surplus(newest):
-                self._remove(name)
+                self._folder.child(name).remove()
+                del self._manifests[name]
             for name in self._folder.file_names():
                 unfinished = TEMPORARY_NAME.fullmatch(name)  # the writer of this file was killed
                 if unfinished and self._pattern.fullmatch(unfinished[1]):
                     self._folder.child(name).remove()
         except CheckpointError as error:
             logger.warning("Saved %s, but could not remove older checkpoints: %s", newest, error)
-
-    def _remove(self, name: str) -> None:
-        self._folder.child(name).remove()
-        self._manifests.pop(name, None)
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

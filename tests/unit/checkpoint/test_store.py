@@ -191,13 +191,6 @@ def test_files_without_a_manifest_are_skipped(tmp_path, caplog):
     assert "no manifest" in caplog.text
 
 
-def test_a_step_that_is_saved_again_replaces_its_checkpoint(folder):
-    store = CheckpointStore(folder, job="first", keep=2)
-    for step in (1, 2, 2):
-        store.save(state_at(step))
-    assert names_in(folder) == [name_at(1), name_at(2, number=3)]
-
-
 def test_damaged_ones_take_no_room_of_good_ones(tmp_path):
     saved(tmp_path, 1, 2, 3)
     flip(tmp_path / name_at(3), 700)
