@@ -21,7 +21,7 @@ from raysgd.cluster.serialization import unpicklable_key
 from raysgd.train.arguments import bound_function, make_folder, run_folder
 from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks.callback import CallbackHandler
-from raysgd.train.configs import RunConfig, ScalingConfig, checked_run, checked_scaling
+from raysgd.train.configs import checked_run, checked_scaling
 from raysgd.train.datasets import Datasets
 from raysgd.train.executor import BackendExecutor, executor_for
 from raysgd.train.result import REPORTS, ReportLog, Result
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 _TRAINER = "trainer.pkl"
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class DataParallelTrainer:
     """Runs a training function on several workers, each with its shard of the data.
 
@@ -56,32 +57,21 @@ class DataParallelTrainer:
         resume_from_checkpoint: checkpoint to start from.
     """
 
-    def __init__(
-        self,
-        train_loop_per_worker: Callable[..., Any],
-        *,
-        train_loop_config: Mapping[str, Any] | None = None,
-        backend_config: BackendConfig | None = None,
-        scaling_config: Any = None,
-        dataset_config: Any = None,
-        run_config: Any = None,
-        datasets: Mapping[str, Any] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        resume_from_checkpoint: Any = None,
-    ) -> None:
-        self.train_loop_per_worker = train_loop_per_worker
-        self.train_loop_config: Any = train_loop_config
-        self.backend_config = backend_config or BackendConfig()
-        self.scaling_config: ScalingConfig = scaling_config
-        self.run_config: RunConfig = run_config
-        self.datasets: Any = datasets
-        self.dataset_config = dataset_config
-        self.metadata: Any = metadata
-        self.resume_from_checkpoint = resume_from_checkpoint
-        self._folder: Path | None = None
-        self._check()
+    train_loop_per_worker: Callable[..., Any]
+    _: dataclasses.KW_ONLY
+    train_loop_config: Any = None
+    backend_config: Any = None
+    scaling_config: Any = None
+    dataset_config: Any = None
+    run_config: Any = None
+    datasets: Any = None
+    metadata: Any = None
+    resume_from_checkpoint: Any = None
+    _folder: Path | None = dataclasses.field(default=None, init=False)
+    """Folder of the run to continue; None for a new run."""
 
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
+        self.backend_config = self.backend_config or BackendConfig()
         if not isinstance(self.backend_config, BackendConfig):
             raise TypeError(f"backend_config={self.backend_config!r}: must be a BackendConfig.")
         for name in ("train_loop_config", "datasets", "metadata"):
@@ -236,7 +226,7 @@ class DataParallelTrainer:
                 raise unknown_argument(f"{cls.__name__}.restore", name, trainer.__dict__)
         trainer.__dict__.update(changed)
         trainer._folder = folder
-        trainer._check()
+        trainer.__post_init__()
         return trainer
 
     def as_trainable(self) -> type[Any]:
