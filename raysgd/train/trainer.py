@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
@@ -21,8 +20,6 @@ from raysgd.train.executor import BackendExecutor, executor_for
 from raysgd.train.worker_group import TrainWorkerGroup
 
 __all__ = ["TrainWorkerGroup", "Trainer", "TrainingIterator"]
-
-logger = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -74,7 +71,6 @@ class Trainer:
             self.logdir = make_folder(self.logdir)  # another trainer may use the same name
         else:
             self.logdir.mkdir(parents=True, exist_ok=True)
-        logger.info("The runs are in %s.", self.logdir)
 
     # ---- lifecycle
 
