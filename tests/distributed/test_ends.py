@@ -24,8 +24,8 @@ def wait_for_end(pids, timeout_s=20.0):
 
 @pytest.mark.slow("four workers start, and are lost one by one")
 def test_losses_that_are_not_replaced_until_too_few_are_left(ray_cluster, tmp_path):
-    elastic = ElasticConfig(grow=False, min_workers=2)
-    with faulty_trainer(tmp_path, 4, elastic=elastic) as trainer:
+    elastic = ElasticConfig(grow=False)
+    with faulty_trainer(tmp_path, 4, elastic=elastic, min_workers=2) as trainer:
         start = trainer.state_dict()
         trainer.apply_all_operators(lambda op: setattr(op, "tokens_per_sample", 10))
         order(tmp_path, "train", 1, 3, "die")
