@@ -30,33 +30,6 @@ class Executor:
         return value
 
 
-@pytest.mark.parametrize("reports", [[], [[{"n": 0}], [{"n": 1}]]])
-def test_reports_come_before_the_final_results(reports):
-    executor = Executor(*reports, final=[7])
-    iterator = TrainingIterator(executor)
-    found = []
-    for each in iterator:
-        assert not iterator.is_finished()
-        assert iterator.get_final_results() is None
-        found.append(each)
-    assert found == reports
-    assert iterator.is_finished()
-    assert iterator.get_final_results() == [7]
-    assert list(iterator) == []
-    iterator.abandon()
-    assert executor.calls == ["finish"]
-
-
-def test_a_run_can_be_finished_before_its_reports_are_read():
-    executor = Executor([{"n": 0}], [{"n": 1}], final=[7])
-    iterator = TrainingIterator(executor)
-    next(iterator)
-    assert iterator.get_final_results(force=True) == [7]
-    assert list(iterator) == []
-    assert iterator.get_final_results(force=True) == [7]
-    assert executor.calls == ["finish"]
-
-
 @pytest.mark.parametrize("error", [ValueError("bad batch"), KeyboardInterrupt()])
 @pytest.mark.parametrize("at_end", [False, True])
 def test_an_error_ends_the_run(error, at_end):
