@@ -44,14 +44,6 @@ def squares_of(kind):
 
 
 @pytest.mark.parametrize("kind", ["loss", "name", "function"])
-def test_a_loss_takes_sample_weights(kind):
-    weights = np.arange(len(BITS), dtype="float32")
-    found = MeanLoss(squares_of(kind))(BITS, CHANCES, sample_weight=weights)
-    expected = np.mean((BITS - CHANCES)[:, 0] ** 2 * weights)
-    assert float(found) == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["loss", "name", "function"])
 def test_a_loss_can_be_called_for_one_of_several_outputs(kind):
     inputs = keras.Input((1,))
     model = keras.Model(inputs, [keras.layers.Dense(1, name=name)(inputs) for name in "ab"])
@@ -64,22 +56,6 @@ def test_a_loss_of_a_narrow_output_is_computed_in_float32(kind):
     found = MeanLoss(squares_of(kind))
     assert float(found(np.zeros((2, 1), "float32"), tf.constant([[300.0]] * 2, tf.float16))) == 9e4
     assert float(found(np.ones((2, 1), "float32"), tf.constant([[3.0]] * 2, tf.bfloat16))) == 4
-
-
-@pytest.mark.parametrize("kind", ["loss", "name", "function"])
-def test_a_loss_leaves_out_what_the_output_masks(kind):
-    layers = [keras.layers.Embedding(5, 2, mask_zero=True), keras.layers.Dense(1)]
-    model = keras.Sequential([keras.Input((4,)), *layers])
-    steps = tf.constant([[1, 2, 0, 0], [3, 0, 0, 0]])
-    target, output = tf.ones((2, 4, 1)), model(steps)
-    criterion = {
-        "loss": keras.losses.MeanSquaredError(),
-        "name": "mse",
-        "function": keras.losses.mean_squared_error,
-    }[kind]
-    found = MeanLoss(criterion)(target, output)
-    expected = np.mean((1 - output.numpy()[steps.numpy() > 0]) ** 2)
-    assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
 @examples(5)
