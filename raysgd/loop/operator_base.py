@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from raysgd.data.source import BatchSource
@@ -16,6 +16,7 @@ class OperatorBase:
     """The properties and methods that operators of all frameworks offer to users."""
 
     _train_state: TrainState
+    predict_batch: Any
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = dict(config)
@@ -87,6 +88,26 @@ class OperatorBase:
             return self._count_steps()
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    # ---- methods to override
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Create models, optimizers, and data, and register them.
+
+        ``config[BATCH_SIZE]`` is this worker's share of the global batch.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override setup(self, config).")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state of your own, which raysgd saves with the models and sends to new workers."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the result of `state_dict`.
+
+        If this raises, the trainer loads nothing, and calls this method again with the previous
+        state.
+        """
+
     def on_world_change(self) -> None:
         """Create objects that depend on the group of workers. Override this method if you need it.
 
@@ -101,6 +122,11 @@ class OperatorBase:
     def _new_meters(self) -> AverageMeterCollection:
         self._train_state.meters = AverageMeterCollection()
         return self._train_state.meters
+
+    def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        for batch_idx, batch in enumerate(iterator):
+            info = self._batch_info(None, batch_idx, self._train_state.epoch)
+            yield self._train_state.to_cpu(self.predict_batch(batch, info))
 
     def _epoch_is_over(self) -> bool:
         # A loop that drew nothing from its iterator has its own batches. They count as an epoch.

@@ -47,13 +47,6 @@ class TrainingOperator(OperatorBase):
 
     # ---- methods to override
 
-    def setup(self, config: dict[str, Any]) -> None:
-        """Create models, optimizers, and data, and register them. Must be overridden.
-
-        ``config[BATCH_SIZE]`` is this worker's share.
-        """
-        raise NotImplementedError(f"{type(self).__name__} must override setup(self, config).")
-
     def train_epoch(
         self,
         iterator: Iterator[Any],
@@ -147,23 +140,6 @@ class TrainingOperator(OperatorBase):
         self._check_own_steps("predict_batch")
         features, _, _ = self._train_state.unpacked(batch, training=False)
         return self.run(self._predicted, features)
-
-    def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        for batch_idx, batch in enumerate(iterator):
-            batch_info = self._batch_info(None, batch_idx, self._train_state.epoch)
-            output = self.predict_batch(batch, batch_info)
-            yield map_leaves(output, lambda x: x.numpy() if hasattr(x, "numpy") else x)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return your own state to save with the models: numbers, strings, arrays."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of `state_dict`.
-
-        If this raises, the trainer loads nothing and calls this method again with the previous
-        state.
-        """
 
     # ---- methods for user code
 

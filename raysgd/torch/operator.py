@@ -68,13 +68,6 @@ class TrainingOperator(OperatorBase):
 
     # ---- methods to override
 
-    def setup(self, config: dict[str, Any]) -> None:
-        """Create models, optimizers, and loaders, and register them.
-
-        ``config[BATCH_SIZE]`` is this worker's share of the global batch.
-        """
-        raise NotImplementedError(f"{type(self).__name__} must override setup(self, config).")
-
     def train_epoch(
         self,
         iterator: Iterator[Any],
@@ -223,20 +216,7 @@ class TrainingOperator(OperatorBase):
     @torch.no_grad()
     def _predictions(self, iterator: Iterator[Any]) -> Iterator[Any]:
         self.train_mode(False)
-        for batch_idx, batch in enumerate(iterator):
-            info = self._batch_info(None, batch_idx, self._train_state.epoch)
-            yield self._train_state.to_cpu(self.predict_batch(batch, info))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return state of your own, which raysgd saves with the models and sends to new workers."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of `state_dict`.
-
-        If this raises, the trainer loads nothing, and calls this method again with the previous
-        state.
-        """
+        yield from super()._predictions(iterator)
 
     # ---- registration, in setup
 
