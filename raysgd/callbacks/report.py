@@ -132,7 +132,8 @@ class RunLog:
         steps = max((call["global_step"] for call in trains), default=0)
         if self.seconds <= 0 or steps <= 0:
             return 0.0
-        return min(1.0, max(0.0, trained * steps / (steps + repeated) / self.seconds))
+        share: float = trained * steps / (steps + repeated) / self.seconds
+        return min(1.0, max(0.0, share))
 
     def _stops(self) -> Iterator[tuple[float, float]]:
         """Yield the times when training stopped and continued. The spans do not overlap."""
