@@ -909,6 +909,49 @@ class HabitOperator(ModelOperator):
         self.register_data(train_loader=loader, validation_loader=loader)
 
 
+def test_an_older_train_epoch_may_use_info_as_a_dict_though_none_was_given():
+    class Operator(HabitOperator):
+        def train_epoch(self, iterator, info):
+            meters = AverageMeterCollection()
+            for batch_idx, batch in enumerate(iterator):
+                batch_info = {"batch_idx": batch_idx, "global_step": self.global_step}
+                batch_info.update(info)
+                metrics = self.train_batch(batch, batch_info=batch_info)
+                meters.update(metrics, n=metrics.pop(NUM_SAMPLES, 1))
+            return meters.summary()
+
+    stats, _ = train_alone(Operator)
+    assert stats["num_samples"] == NUM_TRAIN
+
+
+def test_an_own_train_epoch_may_count_the_global_step_itself():
+    class Operator(HabitOperator):
+        def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
+            meters = AverageMeterCollection()
+            for batch_idx, batch in enumerate(iterator):
+                batch_info = {"batch_idx": batch_idx, "global_step": self.global_step}
+                metrics = self.train_batch(batch, batch_info)
+                meters.update(metrics, n=metrics.pop(NUM_SAMPLES, 1))
+                self.global_step += 1
+            return meters.summary()
+
+    stats, trainer = train_alone(Operator)
+    assert stats["num_samples"] == NUM_TRAIN
+    # each step counts once
+    assert trainer.global_step == NUM_TRAIN / 16
+
+
+def test_keys_of_info_are_found_in_batch_info():
+    class Operator(HabitOperator):
+        def train_batch(self, batch, batch_info):
+            metrics = super().train_batch(batch, batch_info)
+            metrics["scale"] = batch_info["scale"]
+            return metrics
+
+    stats, _ = train_alone(Operator, info={"scale": 3.0})
+    assert stats["scale"] == 3.0
+
+
 def test_an_older_validate_may_use_info_as_a_dict_though_none_was_given():
     class Operator(HabitOperator):
         def validate(self, val_iterator, info):
