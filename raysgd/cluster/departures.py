@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import weakref
 from typing import NamedTuple
 
 from raysgd.cluster.clock import Clock
@@ -29,29 +28,20 @@ class Drains:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._of_ray: dict[str, Notice] = {}
-        self._of_nodes: dict[str, Notice] = {}
-        self._of_members: weakref.WeakKeyDictionary[WorkerHandle, Notice]
-        self._of_members = weakref.WeakKeyDictionary()
+        self._announced: dict[WorkerHandle | str, Notice] = {}  # by worker or node ID
         self._is_over: threading.Event | None = None
         self._asked_at: float | None = None
         """Time of the request that Ray has not answered; None if Ray has answered all requests."""
 
     # ---- notices of the user
 
-    def drain_node(self, node_id: str, deadline_s: float | None) -> None:
-        self._of_nodes[node_id] = self._by_user(deadline_s)
-
-    def drain_member(self, member: WorkerHandle, deadline_s: float | None) -> None:
-        self._of_members[member] = self._by_user(deadline_s)
-
-    def _by_user(self, deadline_s: float | None) -> Notice:
+    def drain(self, target: WorkerHandle | str, deadline_s: float | None) -> None:
         deadline = None if deadline_s is None else self._clock.time() + deadline_s
-        return _notice("drain() was called", deadline)
+        self._announced[target] = _notice("drain() was called", deadline)
 
     def terminate(self, member: WorkerHandle) -> None:
-        if member not in self._of_members:
-            leave_by = self._clock.time() + _TERM_S
-            self._of_members[member] = Notice("its process was sent SIGTERM", None, leave_by)
+        notice = Notice("its process was sent SIGTERM", None, self._clock.time() + _TERM_S)
+        self._announced.setdefault(member, notice)
 
     # ---- notices of Ray
 
@@ -93,13 +83,14 @@ class Drains:
 
     @property
     def nodes(self) -> dict[str, Notice]:
-        return {**self._of_nodes, **self._of_ray}
+        announced = list(self._announced.items())  # another thread may change the dict
+        return {key: notice for key, notice in announced if isinstance(key, str)} | self._of_ray
 
     def __bool__(self) -> bool:
-        return bool(self._of_ray or self._of_nodes or self._of_members)
+        return bool(self._of_ray or self._announced)
 
     def of(self, member: WorkerHandle) -> Notice | None:
-        return self._of_members.get(member) or self.nodes.get(member.node_id)
+        return self._announced.get(member) or self.nodes.get(member.node_id)
 
 
 def _notice(cause: str, deadline: float | None) -> Notice:

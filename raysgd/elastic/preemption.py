@@ -43,7 +43,7 @@ class PreemptionWatch:
             if node_id not in known and node_id not in (known := known | self._group.nodes()):
                 there = ", ".join(sorted(known)) or "none"
                 raise ValueError(f"drain(node_id={node_id!r}): must be one of the nodes {there}.")
-            self._group.drains.drain_node(node_id, deadline_s)
+            self._group.drains.drain(node_id, deadline_s)
             return
         if rank is None or not 0 <= rank < len(members):
             allowed = f"must be from 0 to {len(members) - 1}" if members else "no worker is left"
@@ -53,7 +53,7 @@ class PreemptionWatch:
                 f"drain(rank={rank}): this worker is in the driver's process (use_local). Only "
                 "workers in other processes can be replaced."
             )
-        self._group.drains.drain_member(members[rank], deadline_s)
+        self._group.drains.drain(members[rank], deadline_s)
 
     def poll(self, progress: Mapping[WorkerHandle, Progress]) -> None:
         self._step_s = max((p.step_s for p in progress.values()), default=0.0) or self._step_s

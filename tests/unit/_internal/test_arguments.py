@@ -27,13 +27,6 @@ def test_min_workers_is_between_1_and_num_workers(num_workers, min_workers):
             options(**given)
 
 
-def test_a_hook_is_a_function_or_none():
-    arguments.check_hook("T", None)
-    arguments.check_hook("T", print)
-    with pytest.raises(TypeError, match=r"T\(initialization_hook=7\): must be a function"):
-        arguments.check_hook("T", 7)
-
-
 def test_a_dict_is_copied():
     mine = {"a": 1}
     taken = arguments.checked_dict("T", "config", mine)
@@ -63,22 +56,6 @@ def test_resources_are_positive_numbers(resources):
             options(resources_per_worker=resources)
 
 
-@pytest.mark.parametrize("num_cpus", [0, -1, float("nan"), True, "1", None])
-def test_num_cpus_per_worker_is_positive(num_cpus):
-    with pytest.raises(ValueError, match=r"num_cpus_per_worker=.*must be above 0"):
-        options(num_cpus_per_worker=num_cpus)
-    assert options(num_cpus_per_worker=0.5).resources_per_worker == {}
-
-
-def test_a_choice_is_one_of_those_allowed_and_1_is_not_true():
-    allowed = (True, False, "apex")
-    for value in ("apex", "".join(["ap", "ex"]), True, False):
-        arguments.check_choice("T", "use_fp16", value, allowed)
-    for value in (1, 0, None, "half", [True]):
-        with pytest.raises(ValueError, match=r"T\(use_fp16=.*one of True, False, 'apex'"):
-            arguments.check_choice("T", "use_fp16", value, allowed)
-
-
 def test_gpus_are_used_if_requested_or_found(monkeypatch):
     def decide(use_gpu, resources, found=False, **arguments):
         monkeypatch.setattr("torch.cuda.is_available", lambda: found)
@@ -98,13 +75,3 @@ def test_gpus_are_used_if_requested_or_found(monkeypatch):
 def test_workers_that_share_a_gpu_use_gloo(num_gpus, backend):
     given = {"use_gpu": "auto", "resources_per_worker": {"GPU": num_gpus}}
     assert TorchOptions(**given).decided().backend == backend
-
-
-def test_flags_and_bounds_are_named():
-    arguments.check_flags("T", wrap_ddp=True, use_local=False)
-    with pytest.raises(TypeError, match=r"^T\(use_local=1\): must be True or False"):
-        arguments.check_flags("T", wrap_ddp=True, use_local=1)
-    arguments.check_timeout("T", 0.5)
-    for timeout_s in (0, -1, float("nan"), float("inf"), "1", True, None):
-        with pytest.raises(ValueError, match=rf"^T\(timeout_s={timeout_s!r}\): must be a positive"):
-            arguments.check_timeout("T", timeout_s)

@@ -37,13 +37,6 @@ def test_no_garbage_is_collected_during_an_import():
     assert collections() > before
 
 
-def test_garbage_collection_resumes_if_an_import_fails():
-    threshold = gc.get_threshold()
-    with pytest.raises(ImportError), frozen_imports():
-        raise ImportError
-    assert gc.get_threshold() == threshold
-
-
 def test_frozen_imports_keep_the_settings_of_the_user():
     gc.disable()
     with frozen_imports():
