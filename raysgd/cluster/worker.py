@@ -133,7 +133,7 @@ class Worker:
             node_ip=ray.util.get_node_ip_address(),
             pid=os.getpid(),
             gpu_ids=tuple(str(gpu) for gpu in ray.get_gpu_ids()),
-            hostname=_host(),
+            hostname=os.uname().nodename,
         )
 
     def create(self, hook: Any, runner: Any, backend: Any, import_path: list[str]) -> Outcome:
@@ -191,10 +191,7 @@ class Worker:
         return self._attempt(enter)
 
     def call(self, request: Request | Packed) -> Outcome:
-        try:
-            return self._success(self._hosted.handle(_unpacked(request)))
-        except BaseException as error:
-            return self._failure(error)
+        return self._attempt(lambda: self._hosted.handle(_unpacked(request)))
 
     def interrupt(self, generation: int | None = None) -> None:
         """Make the current call fail, at its next step or in its collective.
@@ -272,16 +269,13 @@ class Worker:
             )
         return self.runner
 
-    def _attempt(self, function: Callable[[], None]) -> Outcome:
+    def _attempt(self, function: Callable[[], Any]) -> Outcome:
         try:
-            function()
-            return self._success(None)
+            value = function()
+            payload = _packed(value) if self._remote else value
+            return Outcome("ok", payload, self._safe_progress())
         except BaseException as error:
             return self._failure(error)
-
-    def _success(self, value: Any) -> Outcome:
-        payload = _packed(value) if self._remote else value
-        return Outcome("ok", payload, self._safe_progress())
 
     def _failure(self, error: BaseException) -> Outcome:
         in_main_thread = threading.current_thread() is threading.main_thread()
@@ -314,7 +308,7 @@ class Worker:
             error = _bare(error)  # the frames of the error hold memory that the repeated call needs
         if not self._remote:
             return Outcome(kind, error, progress, split=split)
-        where = f"Raised on worker {self._rank} (pid {os.getpid()}, {_host()}):\n{text}"
+        where = f"Raised on worker {self._rank} (pid {os.getpid()}, {os.uname().nodename}):\n{text}"
         bare = _bare(error)
         # Send the error as text, because unpickling a TensorFlow error would import TensorFlow.
         if kind != "user":
@@ -423,7 +417,3 @@ def _packed_error(error: BaseException) -> Packed:
 
 def _as_text(error: BaseException) -> RemoteError:
     return RemoteError(f"{type(error).__qualname__}: {error}")
-
-
-def _host() -> str:
-    return os.uname().nodename

@@ -150,7 +150,6 @@ class GlooGroup(ProcessGroup):
             self._running,
             lambda: mesh.reduce(tensors[0], combine, timeout_s, in_thread),
             tensors,
-            then=lambda _: tensors,
         )
 
     def allgather(self, *args: Any) -> Work:
@@ -297,7 +296,7 @@ class _Running:
 
 
 class _Operation(Work):
-    """A running collective or transfer. Its future holds the result of `then`, or an error."""
+    """A running collective or transfer. Its future holds the result, or an error."""
 
     def __init__(
         self,
@@ -305,11 +304,10 @@ class _Operation(Work):
         start: Callable[[], Any],
         output: Any = None,
         is_collective: bool = True,
-        then: Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__()
         self._ended: Future[Any] = Future()
-        self._outputs: list[Any] | None = None if then is None else output
+        self._outputs: list[Any] | None = None
         ended = self._ended
         key = id(ended)  # unlike the Work, the future lives until gloo has finished
         running.begin(key, ended.set_result, is_collective)
@@ -317,7 +315,7 @@ class _Operation(Work):
         # Do not refer to the group here: a gloo thread runs this, and cannot outlive the group.
         def finish(value: Callable[[], Any]) -> None:
             try:
-                found = value() if then is None else then(value())
+                found = value()
             except Exception as error:
                 found = error.with_traceback(None)  # frames hold tensors
             if running.finish(key):
@@ -325,8 +323,9 @@ class _Operation(Work):
 
         try:
             work = self._work = start()
-            if isinstance(work, concurrent.futures.Future):  # of the mesh
-                work.add_done_callback(lambda done: finish(done.result))
+            if isinstance(work, concurrent.futures.Future):  # the mesh reduces in place
+                self._outputs = output
+                work.add_done_callback(lambda done: finish(lambda: done.result() or output))
                 return
             try:
                 future = work.get_future()
@@ -356,9 +355,6 @@ class _Operation(Work):
 
     def is_completed(self) -> bool:
         return self._ended.done()
-
-    def is_success(self) -> bool:
-        return self.is_completed() and not isinstance(self._ended.value(), BaseException)
 
     def result(self) -> list[torch.Tensor]:
         self.wait()

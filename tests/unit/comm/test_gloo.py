@@ -221,7 +221,7 @@ works = [dist.all_reduce(each, async_op=True) for each in (small, large)]
 for work in reversed(works):
     work.wait()
 assert small.tolist() == [3.0] * 3 and bool((large == 3).all())
-assert all(work.is_completed() and work.is_success() for work in works)
+assert all(work.is_completed() for work in works)
 assert works[0].result()[0] is small
 assert mesh._num_started == before + 1
 assert group.collective() is None
@@ -255,7 +255,7 @@ if rank == 0:
             assert "gloo/" in str(error), error
         else:
             raise SystemExit("not interrupted")
-    assert work.is_completed() and not work.is_success()
+    assert work.is_completed()
     store.set("interrupted", "")
 else:
     store.wait(["interrupted"])
