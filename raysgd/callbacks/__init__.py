@@ -20,15 +20,15 @@ from raysgd.callbacks.logger import LoggerCallback as LoggerCallback
 from raysgd.callbacks.measuring import DeviceStats as DeviceStats
 from raysgd.callbacks.measuring import LearningRateLogger as LearningRateLogger
 from raysgd.callbacks.measuring import ModelSummary as ModelSummary
-from raysgd.callbacks.mlflow import MLflowLogger as MLflowLogger
 from raysgd.callbacks.profiler import TorchProfiler as TorchProfiler
 from raysgd.callbacks.progress import EpochLines as EpochLines
 from raysgd.callbacks.progress import ProgressBar as ProgressBar
 from raysgd.callbacks.report import RunReport as RunReport
+from raysgd.callbacks.services import MLflowLogger as MLflowLogger
+from raysgd.callbacks.services import WandbLogger as WandbLogger
 from raysgd.callbacks.stopping import EarlyStopping as EarlyStopping
 from raysgd.callbacks.stopping import TerminateOnNaN as TerminateOnNaN
 from raysgd.callbacks.tensorboard import TensorBoardLogger as TensorBoardLogger
-from raysgd.callbacks.wandb import WandbLogger as WandbLogger
 
 # Export every class above.
 __all__ = sorted(name for name, value in globals().items() if isinstance(value, type))

@@ -39,47 +39,6 @@ class LoggerCallback(Callback):
         self.log_event(trainer, event)
 
 
-class ServiceLogger(LoggerCallback):
-    """Logs to a run of a tracking service. A resumed training continues the same run."""
-
-    run_id: str | None = None
-    """ID of the run. None before the run starts."""
-    _run: Any = None
-    _failed = False
-
-    def _open(self, trainer: Trainer) -> Any:
-        """Start a run, or continue the run `run_id`. Return the run, and set `run_id`."""
-        raise NotImplementedError
-
-    def _end(self, run: Any, failed: bool) -> None:
-        raise NotImplementedError
-
-    def _opened(self, trainer: Trainer) -> Any:
-        """Return the run. The first record opens it, because loading a state can set `run_id`."""
-        if self._run is None:
-            self._failed = False
-            self._run = self._open(trainer)
-        return self._run
-
-    def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
-        self._failed = False  # training has continued after an exception
-
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
-        self._failed = True
-
-    def close(self, trainer: Trainer) -> None:
-        run, self._run = self._run, None
-        if run is not None:
-            self._end(run, self._failed)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self.run_id is None else {"run_id": self.run_id}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._run is None:
-            self.run_id = state.get("run_id")
-
-
 def named_metrics(
     trainer: Trainer, call: LastCall, metrics: dict[str, Any]
 ) -> dict[str, float | int]:

@@ -1,4 +1,4 @@
-"""The callback for MLflow."""
+"""Loggers for tracking services: MLflow, and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -10,12 +10,53 @@ from typing import Any, TypeGuard
 
 from raysgd._internal.imports import import_extra
 from raysgd.callbacks.base import LastCall, Trainer
-from raysgd.callbacks.logger import ServiceLogger, named_metrics
-from raysgd.callbacks.values import scalars, shown_config
+from raysgd.callbacks.logger import LoggerCallback, logdir_of, named_metrics
+from raysgd.callbacks.values import json_dict, scalars, shown_config
 from raysgd.elastic.events import Event
 
 _LONGEST_VALUE = 500
 """Maximum length of a parameter value that every MLflow server accepts."""
+
+
+class ServiceLogger(LoggerCallback):
+    """Logs to a run of a tracking service. A resumed training continues the same run."""
+
+    run_id: str | None = None
+    """ID of the run. None before the run starts."""
+    _run: Any = None
+    _failed = False
+
+    def _open(self, trainer: Trainer) -> Any:
+        """Start a run, or continue the run `run_id`. Return the run, and set `run_id`."""
+        raise NotImplementedError
+
+    def _end(self, run: Any, failed: bool) -> None:
+        raise NotImplementedError
+
+    def _opened(self, trainer: Trainer) -> Any:
+        """Return the run. The first record opens it, because loading a state can set `run_id`."""
+        if self._run is None:
+            self._failed = False
+            self._run = self._open(trainer)
+        return self._run
+
+    def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
+        self._failed = False  # training has continued after an exception
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        self._failed = True
+
+    def close(self, trainer: Trainer) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            self._end(run, self._failed)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.run_id is None else {"run_id": self.run_id}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._run is None:
+            self.run_id = state.get("run_id")
 
 
 class MLflowLogger(ServiceLogger):
@@ -133,3 +174,53 @@ def _is_folder(uri: str | None) -> TypeGuard[str]:
 def _allowed(name: str) -> str:
     """Return a name without characters that MLflow rejects, such as those in ``*batch_size``."""
     return re.sub(r"[^\w\-. /]", "_", name)
+
+
+class WandbLogger(ServiceLogger):
+    """Writes a run of Weights & Biases.
+
+    Metrics are ``train/NAME`` and ``validate/NAME`` by ``global_step``, ``workers/num_workers``,
+    and the kinds of events, ``event``.
+
+    Args:
+        project: name of the project.
+        arguments: further arguments of ``wandb.init``, such as ``mode="offline"``. The default of
+            ``dir`` is the trainer's ``logdir``.
+
+    Raises:
+        ImportError: if wandb is not installed.
+    """
+
+    def __init__(self, project: str = "raysgd", **arguments: Any) -> None:
+        import_extra("WandbLogger", "wandb", "callbacks")
+        self._given = {"project": project, **arguments}
+        self.run_id = arguments.get("id")
+
+    def log(self, trainer: Trainer, call: LastCall, metrics: dict[str, Any]) -> None:
+        super().log(trainer, call, metrics)
+        values = named_metrics(trainer, call, metrics)
+        self._opened(trainer).log({**values, "global_step": trainer.global_step})
+
+    def log_event(self, trainer: Trainer, event: Event) -> None:
+        values = {"event": event.kind, "workers/num_workers": event.num_workers}
+        self._opened(trainer).log({**values, "global_step": event.step})
+
+    def _open(self, trainer: Trainer) -> Any:
+        import wandb
+
+        given = {
+            "config": json_dict(shown_config(trainer.config)),
+            "reinit": "create_new",  # otherwise wandb returns the process's open run
+            "dir": None if trainer.logdir is None else str(logdir_of(trainer)),
+            **self._given,
+        }
+        if self.run_id is not None:
+            given |= {"id": self.run_id, "resume": "allow"}
+        run = wandb.init(**given)
+        self.run_id = run.id
+        # Steps in wandb cannot decrease, but a restart from a snapshot repeats steps.
+        run.define_metric("*", step_metric="global_step")
+        return run
+
+    def _end(self, run: Any, failed: bool) -> None:
+        run.finish(exit_code=int(failed))
