@@ -1,0 +1,193 @@
+"""Callbacks that measure: rates, resources, models, traces, and losses that are no numbers."""
+
+import gzip
+import json
+import math
+import re
+
+import pytest
+import torch
+
+from raysgd.callbacks import (
+    Callback,
+    CheckpointCallback,
+    DeviceStats,
+    JsonlLogger,
+    LearningRateLogger,
+    ModelSummary,
+    TerminateOnNaN,
+    TorchProfiler,
+)
+from raysgd.callbacks import profiler as module
+from raysgd.errors import WorkerLostError
+from tests.operators import Classifier
+from tests.unit.recorder import Recorder
+
+
+class TwoOptimizers(Recorder):
+    def setup(self, config):
+        model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Linear(4, 1))
+        halves = [
+            torch.optim.SGD(model[0].parameters(), lr=0.5),
+            torch.optim.SGD(
+                [{"params": [model[1].weight], "lr": 0.25}, {"params": [model[1].bias], "lr": 2}]
+            ),
+        ]
+        self.register(models=model, optimizers=halves)
+        self.register_data(**self.make_loaders(config))
+
+    def train_batch(self, batch, batch_info):
+        return {}
+
+
+def test_the_rate_at_the_end_of_the_epoch_is_a_metric(make_trainer, tmp_path):
+    def scheduler(optimizer):
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    # the loggers come first in the list, and see it all the same
+    trainer = make_trainer(
+        Recorder,
+        {"scheduler": scheduler},
+        scheduler_step_freq="epoch",
+        callbacks=[JsonlLogger(), LearningRateLogger()],
+        logdir=tmp_path,
+    )
+    assert [trainer.train()["lr"] for _ in range(2)] == [0.005, 0.0025]
+    assert trainer.train(num_steps=1)["lr"] == 0.0025
+    logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["metrics"]["lr"] for line in logged[1:]] == [0.005, 0.0025, 0.0025]
+
+
+def test_every_optimizer_and_every_group_has_a_rate(make_trainer):
+    result = make_trainer(TwoOptimizers, callbacks=[LearningRateLogger()]).train()
+    rates = {name: value for name, value in result.items() if name.startswith("lr")}
+    assert rates == {"lr-0": 0.5, "lr-1/group0": 0.25, "lr-1/group1": 2.0}
+
+
+def test_worker_lost_in_the_hook_does_not_end_the_run(make_trainer, monkeypatch, caplog):
+    trainer = make_trainer(callbacks=[LearningRateLogger()])
+
+    def lose(function):
+        raise WorkerLostError("gone", rank=0)
+
+    monkeypatch.setattr(trainer, "apply_all_operators", lose)
+    assert "lr" not in trainer.train()
+    assert "LearningRateLogger has no metrics for epoch 1" in caplog.text
+
+
+def test_optimizers_of_keras_have_a_rate_too():
+    pytest.importorskip("tensorflow")
+    import keras
+
+    from raysgd import TFTrainer
+    from tests.tf_operators import Digits
+
+    class Decaying(Digits):
+        def setup(self, config):
+            rate = keras.optimizers.schedules.PiecewiseConstantDecay([2], [0.5, 0.25])
+            super().setup({**config, "lr": rate})
+
+    for operator_cls, expected in ((Digits, 0.125), (Decaying, 0.25)):
+        with TFTrainer(
+            training_operator_cls=operator_cls,
+            config={"lr": 0.125, "num_samples": 128, "optimizer": "SGD"},
+            use_local=True,
+            callbacks=[LearningRateLogger()],
+        ) as trainer:
+            assert trainer.train()["lr"] == expected
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("method", ["train_batch", "validate_batch"])
+def test_a_loss_that_is_no_number_ends_the_run(make_trainer, tmp_path, value, method):
+    saving = CheckpointCallback(tmp_path, monitor="val_loss")
+    trainer = make_trainer(Recorder, callbacks=[TerminateOnNaN(), saving])
+    operator = trainer.get_local_operator()
+    original = getattr(operator, method)
+
+    def spoiled(batch, batch_info):
+        metrics = original(batch, batch_info)
+        if batch_info["epoch_idx"] == (1 if method == "train_batch" else 2):
+            metrics |= {"train_loss": value, "val_loss": value, "val_other": 1.0}
+        return metrics
+
+    setattr(operator, method, spoiled)
+    history = trainer.fit(5)
+    assert len(history) == 2
+    assert f"_loss is {value} in epoch 2." in history.stop_reason
+    if method == "validate_batch" and math.isnan(value):
+        assert "epoch-00001" in saving.best
+
+
+def test_what_workers_use_is_among_the_metrics(make_trainer):
+    metrics = make_trainer(Recorder, callbacks=[DeviceStats()]).fit(2)[-1]
+    assert 10 < metrics["memory_mib"] < 1e6
+    assert metrics["cpu_percent"] >= 0
+    assert ("gpu_memory_mib" in metrics) == torch.cuda.is_initialized()
+
+
+def test_a_table_of_the_model_is_printed_at_the_start(make_trainer, capsys):
+    trainer = make_trainer(Classifier, callbacks=[ModelSummary()])
+    model = trainer.get_local_operator().model
+    model[0].bias.requires_grad_(False)
+    model.module = torch.nn.Linear(2, 2)  # a part of the user's, and no wrapper of ours
+    trainer.train(num_steps=1)
+    table = capsys.readouterr().out.splitlines()
+    assert [re.split("  +", line) for line in table] == [
+        ["part", "type", "parameters", "trained", "size"],
+        ["0", "Linear(in_features=8, out_features=16, bias=True)", "144", "128", "0.6 KiB"],
+        ["1", "ReLU", "0", "0", "0.0 KiB"],
+        ["2", "Linear(in_features=16, out_features=2, bias=True)", "34", "34", "0.1 KiB"],
+        ["module", "Linear(in_features=2, out_features=2, bias=True)", "6", "6", "0.0 KiB"],
+        ["all", "184", "168", "0.7 KiB"],
+    ]
+
+
+# ---- traces
+
+
+def num_updates(path):
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return sum(event.get("name", "").startswith("Optimizer.step#") for event in events)
+
+
+@pytest.mark.parametrize(("skip_steps", "num_steps"), [(0, 1), (2, 3), (4, 3)])
+def test_so_many_steps_are_profiled(make_trainer, tmp_path, skip_steps, num_steps):
+    profiler = TorchProfiler(num_steps, skip_steps)
+    trainer = make_trainer(Recorder, callbacks=[profiler], logdir=tmp_path)
+    trainer.fit(3)
+    last = skip_steps + num_steps
+    assert profiler.trace == tmp_path / "profile" / f"trace-step-{last:08d}.json.gz"
+    assert list((tmp_path / "profile").iterdir()) == [profiler.trace]
+    assert num_updates(profiler.trace) == num_steps
+    assert trainer.get_local_operator().trained == [*range(40)] * 3
+
+
+def test_a_run_that_ends_first_has_the_trace_so_far(make_trainer, tmp_path):
+    profiler = TorchProfiler(100, 2)
+    make_trainer(Recorder, callbacks=[profiler], logdir=tmp_path).fit(1)
+    assert profiler.trace.name == "trace-step-00000005.json.gz"
+    assert num_updates(profiler.trace) == 3
+    assert not module._running
+
+
+def test_a_worker_that_is_lost_takes_its_trace_along(make_trainer, tmp_path, caplog):
+    profiler = TorchProfiler(2, 0)
+    trainer = make_trainer(Recorder, logdir=tmp_path)
+
+    class Losing(Callback):
+        def next_pause(self, global_step):
+            return 1 if global_step == 0 else None
+
+        def on_pause(self, trainer):
+            module._running.pop().stop()
+
+    trainer.fit(2, callbacks=[Losing(), profiler])
+    assert profiler.trace is None
+    assert "worker 0 was lost" in caplog.text
+
+
+@pytest.mark.parametrize("arguments", [{"num_steps": 0}, {"skip_steps": -1}])
+def test_wrong_arguments_raise(arguments):
+    with pytest.raises(ValueError, match="TorchProfiler"):
+        TorchProfiler(**arguments)
