@@ -6,12 +6,13 @@ import functools
 import logging
 import math
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar, Literal
 
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.logger import logdir_of
 from raysgd.callbacks.values import missing_metric
-from raysgd.checkpoint import BackgroundWriter, CheckpointStore
+from raysgd.checkpoint import CheckpointStore
 from raysgd.checkpoint.location import Location
 from raysgd.errors import CheckpointError
 
@@ -70,7 +71,8 @@ class CheckpointCallback(Callback):
         self._new_store = functools.partial(CheckpointStore, keep=keep, monitor=monitor, mode=mode)
         self._new_store(folder or ".", job=job or "job")  # check the arguments early
         self._store: CheckpointStore | None = None
-        self._writer = BackgroundWriter()
+        self._write: Future[None] | None = None
+        """The newest write in the background."""
         self._newest: str | None = None
         self._of_validation = False
         """Whether validations return the monitored metric."""
@@ -80,7 +82,7 @@ class CheckpointCallback(Callback):
     @property
     def best(self) -> str | None:
         """The path or URL of the checkpoint with the best monitored metric; None without one."""
-        self._writer.wait()
+        self._wait()
         return None if self._store is None else self._store.best
 
     def on_train_start(self, trainer: Trainer) -> None:
@@ -145,11 +147,17 @@ class CheckpointCallback(Callback):
             error.add_note(f"If you start the script again, it resumes from {self._newest}.")
 
     def on_train_end(self, trainer: Trainer) -> None:
-        self._writer.wait()
+        self._wait()
+
+    def _wait(self) -> None:
+        """Wait until the write has ended, and raise its error, once."""
+        write, self._write = self._write, None
+        if write is not None:
+            write.result()
 
     def _save(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         assert self._store is not None
-        self._writer.wait()  # wait before copying the state, to hold one copy at a time
+        self._wait()  # wait before copying the state, to hold one copy at a time
         if self.monitor is not None:
             metrics = {self.monitor: math.nan, **metrics}  # the metric is unknown within an epoch
         state = trainer.state_dict(copy=False)
@@ -160,5 +168,13 @@ class CheckpointCallback(Callback):
 
         if self._blocking:
             write()
-        else:
-            self._writer.submit(write, f"step {trainer.global_step}")
+            return
+        executor = ThreadPoolExecutor(1)  # the interpreter waits for it at exit
+        self._write = executor.submit(write)
+        self._write.add_done_callback(_log_failure)
+        executor.shutdown(wait=False)
+
+
+def _log_failure(write: Future[None]) -> None:
+    if (error := write.exception()) is not None:
+        logger.error("Could not write a checkpoint: %s", error)

@@ -4,10 +4,8 @@ from raysgd.checkpoint.file import read_file, read_manifest, write_file
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.checkpoint.store import CheckpointStore, Restored
 from raysgd.checkpoint.weights import save_model
-from raysgd.checkpoint.writer import BackgroundWriter
 
 __all__ = [
-    "BackgroundWriter",
     "CheckpointStore",
     "Manifest",
     "Restored",

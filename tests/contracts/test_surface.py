@@ -18,8 +18,7 @@ SURFACE = {
         ProgressBar RunReport SWA TensorBoardLogger TerminateOnNaN TorchProfiler WandbLogger
     """,
     "raysgd.checkpoint": """
-        BackgroundWriter CheckpointStore Manifest Restored read_file read_manifest save_model
-        write_file
+        CheckpointStore Manifest Restored read_file read_manifest save_model write_file
     """,
     "raysgd.data": "Dataset",
     "raysgd.elastic.config": "ElasticConfig",

@@ -1,6 +1,8 @@
 """Checkpoints of a run, and going on from the newest."""
 
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -265,3 +267,24 @@ def test_the_last_background_write_raises_its_error(make_trainer, tmp_path):
     saving = CheckpointCallback(folder, every=5, blocking=False, resume=False)
     with pytest.raises(CallbackError, match="CheckpointCallback"):
         make_trainer(callbacks=[saving]).fit(1)
+
+
+SCRIPT = """
+import sys, time
+from raysgd import TorchTrainer
+from raysgd.callbacks import CheckpointCallback
+from raysgd.checkpoint import store
+from tests.operators import Classifier
+
+write = store.write_file
+store.write_file = lambda *given: (time.sleep(0.5), write(*given))  # until training has ended
+saving = CheckpointCallback(sys.argv[1], blocking=False)
+trainer = TorchTrainer(training_operator_cls=Classifier, use_local=True, callbacks=[saving])
+trainer.train()
+"""
+
+
+def test_a_script_that_ends_does_not_lose_its_write(tmp_path):
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    subprocess.run(command, check=True)
+    assert read_manifest(tmp_path / names(tmp_path)[0]).epoch == 1
