@@ -208,7 +208,7 @@ class CausalTransformer(nn.Module):
                 num_heads,
                 dim_feedforward=4 * hidden_size,
                 dropout=dropout,
-                activation="gelu",
+                activation=functional.silu,  # for GELU, PyTorch has a slow path with masks
                 batch_first=True,
                 norm_first=True,
             )

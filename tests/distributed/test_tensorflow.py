@@ -85,8 +85,8 @@ def test_horovod_takes_the_place_of_the_strategy(module_cluster, tmp_path):
         check_that_two_learn_the_digits(trainer, tmp_path / "state")
         step = trainer.global_step
         with chaos.Chaos(trainer, [chaos.Fault(rank=1, step=step + 5)]):
-            result = trainer.train()  # all workers restart
-        assert result["num_samples"] == 1440
+            trainer.train()  # all workers restart
+        assert trainer.global_step == 4 * 45
         assert [e.kind for e in trainer.events if e.kind in ("lost", "restarted")] == [
             "lost",
             "restarted",
