@@ -9,8 +9,7 @@ import numbers
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-MOST_WORKERS = 10_000
-"""Upper limit of `num_workers`. For more, Ray takes minutes to report that there is no room."""
+MOST_WORKERS = 10_000  # for more, Ray takes minutes to report that there is no room
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -17,8 +17,7 @@ _TERM_S = 10.0  # seconds that a process usually survives after SIGTERM
 
 class Notice(NamedTuple):
     cause: str
-    deadline: float | None
-    """Deadline in seconds since the Unix epoch. None if it is unknown."""
+    deadline: float | None  # in seconds since the Unix epoch, or None if it is unknown
     leave_by: float  # time until which the worker may wait for a replacement
 
 
@@ -30,8 +29,7 @@ class Drains:
         self._of_ray: dict[str, Notice] = {}
         self._announced: dict[WorkerHandle | str, Notice] = {}  # by worker or node ID
         self._is_over: threading.Event | None = None
-        self._asked_at: float | None = None
-        """Time of the request that Ray has not answered; None if Ray has answered all requests."""
+        self._asked_at: float | None = None  # time of the request that Ray has not answered
 
     # ---- notices of the user
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-COME_UP_S = 60.0
-"""Seconds that worker processes may take to start after Ray has reserved their resources."""
+COME_UP_S = 60.0  # seconds that processes may take to start in their reserved resources
 WAIT_LONGER = (
     "To wait longer, set SGD_PLACEMENT_GROUP_TIMEOUT_S (raysgd.train: "
     "TRAIN_PLACEMENT_GROUP_TIMEOUT_S) to more seconds."

@@ -39,15 +39,12 @@ _KEEPALIVE = {
     # Covers the end of the handshake, when the kernel sends no probes.
     "TCP_USER_TIMEOUT": _SILENCE_S * 1000,
 }
-_REACHED_MS = 1500
-"""Milliseconds without an answer after which a host counts as silent. Hosts answer each second."""
-_LAST_ANSWER = slice(56, 60)
-"""The field tcpi_last_ack_recv of struct tcp_info in linux/tcp.h, in milliseconds."""
+_REACHED_MS = 1500  # milliseconds without an answer, after which a host counts as silent
+_LAST_ANSWER = slice(56, 60)  # tcpi_last_ack_recv of struct tcp_info in linux/tcp.h, milliseconds
 _RECONNECT_S = 3.0  # seconds that a live worker may take to reconnect
 _TICK_S = 0.25
 _CONNECT_S, _REACH_S = 5.0, 0.5
-_NUM_REFUSALS = 3
-"""Number of refused connections after which a worker exits. A busy driver may refuse one."""
+_NUM_REFUSALS = 3  # refused connections after which a worker exits; a busy driver may refuse one
 _END_S = 1.0  # seconds that Ray may take to kill a refused worker before the worker exits by itself
 
 
@@ -79,8 +76,7 @@ class HostWatch:
         self._connection: socket.socket | None = None
         self._connected_at = 0.0
         self._is_closed = False
-        self.is_silent = False
-        """Whether the host has stopped answering, and the worker has not reconnected."""
+        self.is_silent = False  # until the worker reconnects
         self.address = listener.expect(self._follow)
 
     @property

@@ -92,8 +92,7 @@ class Reservation:
         self._owned = owned
         self.groups = [group] if owned else []  # placement groups that raysgd requested
         self.slots = [Slot(group, index) for index in indexes]
-        self._waiting_since: dict[PlacementGroup, float] = {}
-        """Time when Ray began to reschedule several lost bundles of a group."""
+        self._waiting_since: dict[PlacementGroup, float] = {}  # groups that Ray reschedules
         self._is_released = False
 
     def request_slot(self, bundle: Mapping[str, float]) -> Slot | None:

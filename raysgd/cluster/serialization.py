@@ -24,8 +24,7 @@ class Packed:
 
     data: Any
     buffers: Sequence[Any] = ()
-    reference: Any = None
-    """Reference to the value in Ray's object store, if this process has put it there."""
+    reference: Any = None  # to the value in Ray's object store, if this process has put it there
 
     @property
     def is_large(self) -> bool:

@@ -54,8 +54,7 @@ class Outcome:
     progress: Progress
     traceback: str = ""
     note: str = ""  # note for the exception: the location in user code that raised it
-    split: int = 0
-    """Parts per batch for repeating the call with less memory. 0 if more parts would not help."""
+    split: int = 0  # parts per batch for repeating the call, or 0 if more parts would not help
 
     def value(self, own: bool = True) -> Any:
         """Return the value or the exception. See `Packed.value` for `own`."""

@@ -37,8 +37,7 @@ class WorkerGroup:
         self.clock = clock or Clock()
         self.members: list[WorkerHandle] = []
         self.drains = Drains(self.clock)
-        self._extra: list[Any] = []
-        """Slots requested in addition to the slots of lost or leaving workers."""
+        self._extra: list[Any] = []  # slots requested for workers that may soon be lost
         self._reservation: Any = None
         self._local: _LocalSlot | None = None
         self._slots: dict[WorkerHandle, Any] = {}
@@ -260,7 +259,8 @@ class WorkerGroup:
             self._slots.clear()
             self._extra.clear()
             for member in everyone:
-                if member in leaving and not _has_ended(leaving[member]):
+                answer = leaving.get(member)
+                if answer and not (answer.done() and not answer.exception() and answer.result()):
                     member.kill_process()  # Ray considers the worker dead already
                 else:
                     member.kill()
@@ -269,10 +269,6 @@ class WorkerGroup:
                 self._monitor.close()
             if reservation is not None:
                 reservation.release()
-
-
-def _has_ended(answer: Future[bool]) -> bool:
-    return answer.done() and answer.exception() is None and answer.result()
 
 
 class _LocalSlot:

@@ -27,11 +27,9 @@ _SIGNAL_S = 10.0  # timeout for sending a signal on another node, in seconds
 class WorkerHandle(ABC):
     """One worker, on the driver. Calls return futures."""
 
-    info = WorkerInfo(node_id="", node_ip="")
-    """Location of the worker, with empty fields until it is known."""
+    info = WorkerInfo(node_id="", node_ip="")  # empty until it is known
     remote: bool  # whether the worker has its own process
-    watch: HostWatch | None = None
-    """The watch on the worker's host. None on the driver's own host."""
+    watch: HostWatch | None = None  # None on the driver's own host
 
     def locate(self, info: WorkerInfo) -> None:
         """Store where the worker runs, and start to watch its host."""
@@ -80,7 +78,6 @@ class WorkerHandle(ABC):
 
     @property
     def alive(self) -> bool:
-        """Whether the worker can still receive calls."""
         return True
 
     @property

@@ -50,8 +50,8 @@ class Mesh:
         self._rank = rank
         self._key = key
         self._timeout_s = timeout_s
+        # Ranks that have connected, or None after `interrupt`.
         self._come: SimpleQueue[tuple[int, socket.socket] | None] = SimpleQueue()
-        """Ranks that have connected. None means that `interrupt` was called."""
         self._sockets: list[socket.socket] = []
         self._peers: dict[int, socket.socket] = {}
         self._num_started = 0

@@ -35,10 +35,8 @@ from raysgd.comm.rendezvous import StoreClient, StoreServer
 _CONNECT = datetime.timedelta(seconds=10)
 """Timeout of connecting to workers that are all present. If a worker dies meanwhile, the gloo group
 of NCCL waits five times as long."""
-_NCCL_CONNECT = datetime.timedelta(seconds=60)
-"""Timeout of connecting ``TCPStore``, which first resolves the name of its address."""
-_MOST_MESHED = 16
-"""Maximum number of workers in a mesh. With more workers, gloo is faster."""
+_NCCL_CONNECT = datetime.timedelta(seconds=60)  # ``TCPStore`` first resolves its address
+_MOST_MESHED = 16  # with more workers, gloo is faster than a mesh
 _SIGNS = ("gloo/", "pair closure", "NCCL", "ProcessGroup")
 """Parts of the messages of RuntimeErrors from gloo and NCCL, which define no error types."""
 
@@ -138,8 +136,7 @@ class TorchBackend(Backend):
         self._server: StoreServer | None = None
         self._tcp_store: TCPStore | None = None
         self._client: TorchStore | None = None
-        self._listening: set[tuple[str, int]] = set()
-        """Addresses on which gloo listens, of all workers."""
+        self._listening: set[tuple[str, int]] = set()  # addresses of gloo, of all workers
         self._made = False
         self._entry: Entry | None = None
         self._group: GlooGroup | None = None
