@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.comm.connection import Address, Listener, connect
 from raysgd.comm.network import address_towards, is_single_node, shut_down
 
@@ -143,15 +142,15 @@ class HostMonitor:
         self._listeners: dict[str, Listener] = {}
         self._is_cut_off = False
 
-    def watch(self, info: WorkerInfo, lose: Callable[[LostError], None]) -> HostWatch | None:
+    def watch(self, node_ip: str, lose: Callable[[LostError], None]) -> HostWatch | None:
         """Return a watch for the worker to connect to. None for the driver's own host."""
-        if sys.platform != "linux" or is_single_node([info.node_ip]):
+        if sys.platform != "linux" or is_single_node([node_ip]):
             return None
         try:
-            own = address_towards(info.node_ip)
+            own = address_towards(node_ip)
             if own not in self._listeners:
                 self._listeners[own] = Listener(own, "raysgd-host-monitor")
-            return HostWatch(info.node_ip, lose, self, self._listeners[own])
+            return HostWatch(node_ip, lose, self, self._listeners[own])
         except (OSError, RuntimeError):  # no port can be opened, or no thread can start
             return None
 

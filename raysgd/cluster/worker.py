@@ -29,10 +29,22 @@ from raysgd._internal.imports import frozen_imports
 from raysgd._internal.tracebacks import is_the_users, stacks
 from raysgd.cluster.host_monitor import DriverWatch
 from raysgd.cluster.serialization import Packed, dumps, pack
-from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.comm.backend import Backend
 from raysgd.comm.connection import Address
 from raysgd.errors import RemoteError, RemoteTraceback
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerInfo:
+    """Where a worker runs."""
+
+    node_id: str
+    node_ip: str
+    pid: int = 0
+    gpu_ids: tuple[str, ...] = ()
+    in_driver: bool = False
+    hostname: str = ""
+
 
 OutcomeKind = Literal["ok", "paused", "user", "communication", "stopped", "cut off"]
 

@@ -14,7 +14,7 @@ from raysgd.cluster.clock import Clock
 from raysgd.cluster.departures import Drains, Notice
 from raysgd.cluster.group_options import COME_UP_S, WAIT_LONGER, GroupOptions
 from raysgd.cluster.host_monitor import HostMonitor
-from raysgd.cluster.worker import CONTROL_METHODS, Worker
+from raysgd.cluster.worker import CONTROL_METHODS, Worker, WorkerInfo
 from raysgd.cluster.worker_handle import (
     ActorHandle,
     InlineHandle,
@@ -22,7 +22,6 @@ from raysgd.cluster.worker_handle import (
     WorkerHandle,
     is_loss,
 )
-from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
 
 _CONTROL_THREADS = 4

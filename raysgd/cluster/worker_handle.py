@@ -16,8 +16,7 @@ import psutil
 from raysgd._internal.paths import without_secrets
 from raysgd.cluster.host_monitor import HostMonitor, HostWatch, LostError
 from raysgd.cluster.serialization import Packed
-from raysgd.cluster.worker import CONTROL_METHODS, Worker
-from raysgd.cluster.worker_info import WorkerInfo
+from raysgd.cluster.worker import CONTROL_METHODS, Worker, WorkerInfo
 
 _WHICH = ("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:")
 """Prefixes of the lines that identify the lost actor in a Ray error."""
@@ -101,7 +100,7 @@ class ActorHandle(WorkerHandle):
     def locate(self, info: WorkerInfo) -> None:
         self.info = info
         monitor = self._monitor
-        if monitor is not None and (watch := monitor.watch(info, self._lose)) is not None:
+        if monitor is not None and (watch := monitor.watch(info.node_ip, self._lose)) is not None:
             self.watch = watch
             arguments = (watch.address, monitor.driver_grace_s, monitor.stops_calls)
             self.control("watch_driver", *arguments).add_done_callback(monitor.note_start)

@@ -53,14 +53,7 @@ _COMBINATIONS = {
     dist.ReduceOp.MIN: torch.minimum,
     dist.ReduceOp.MAX: torch.maximum,
 }
-_SMALL_TYPES = {
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int32,  # DistributedDataParallel's map of used parameters
-    torch.int64,
-}
+_TYPES = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64}
 
 
 class Entry:
@@ -386,7 +379,7 @@ def _combination(size: int, tensors: Any, options: Any = None, **more: Any) -> A
     if (
         tensor.device.type != "cpu"
         or tensor.layout != torch.strided
-        or tensor.dtype not in _SMALL_TYPES
+        or tensor.dtype not in _TYPES
         or tensor.numel() * tensor.element_size() * (size - 1) > SMALL_BYTES
     ):
         return None

@@ -101,9 +101,6 @@ class StoreClient:
     def interrupt(self) -> None:
         shut_down(self._socket)
 
-    def set(self, keys: Sequence[str], values: Sequence[str]) -> None:
-        self.ask("set", list(keys), list(values))
-
     def get(self, keys: Sequence[str], timeout_s: float) -> list[str]:
         """Wait for `keys` and return their values. Raise TimeoutError after `timeout_s` seconds."""
         values: list[str] | None = self.ask("get", list(keys), timeout_s, wait_s=timeout_s)

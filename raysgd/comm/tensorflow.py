@@ -76,7 +76,7 @@ class TensorflowBackend(Backend):
         self._held = _held_port()
         address = f"{host}:{self._held.getsockname()[1]}"
         store = StoreClient(rendezvous.store)
-        store.set([str(context.world_rank)], [address])
+        store.ask("set", [str(context.world_rank)], [address])
         ranks = [str(rank) for rank in range(context.world_size)]
         workers = store.get(ranks, self._timeout_s)
         os.environ["TF_CONFIG"] = json.dumps(

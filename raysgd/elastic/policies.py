@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raysgd._internal.context import Progress, WorkerContext
-from raysgd.cluster.worker_info import WorkerInfo
+from raysgd.cluster.worker import WorkerInfo
 from raysgd.elastic.config import ElasticConfig
 
 

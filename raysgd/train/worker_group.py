@@ -15,8 +15,8 @@ from raysgd._internal.config import env_seconds
 from raysgd.cluster import function_calls as tasks
 from raysgd.cluster import worker_group as core
 from raysgd.cluster.group_options import GroupOptions
+from raysgd.cluster.worker import WorkerInfo
 from raysgd.cluster.worker_handle import WorkerHandle
-from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.train.arguments import checked_size, env_flag
 from raysgd.train.constants import (
     TRAIN_ENABLE_WORKER_SPREAD_ENV,

@@ -13,10 +13,9 @@ import ray.exceptions
 from raysgd._internal.context import Progress
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.group_options import GroupOptions
-from raysgd.cluster.worker import Outcome
+from raysgd.cluster.worker import Outcome, WorkerInfo
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle
-from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.data.partition import MicroBatch
 from raysgd.elastic.call import Call
 from raysgd.elastic.config import ElasticConfig

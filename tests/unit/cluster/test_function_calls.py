@@ -7,9 +7,8 @@ import ray
 import ray.exceptions
 
 from raysgd.cluster import function_calls as tasks
-from raysgd.cluster.worker import CarriedError
+from raysgd.cluster.worker import CarriedError, WorkerInfo
 from raysgd.cluster.worker_handle import InlineHandle
-from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.errors import RemoteTraceback, WorkerLostError
 
 DIED = """The actor died unexpectedly before finishing this task.

@@ -17,7 +17,6 @@ from raysgd.cluster.host_monitor import (
     HostWatch,
     LostError,
 )
-from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.comm.connection import Listener, connect
 from tests.conftest import wait_until
 
@@ -151,8 +150,7 @@ def test_a_host_counts_as_reached_only_after_a_while(watched):
 
 
 def test_workers_on_the_drivers_host_are_not_watched(watched):
-    info = WorkerInfo(node_id="a", node_ip="127.0.0.1", pid=77)
-    assert watched.monitor.watch(info, watched.lost.set_result) is None
+    assert watched.monitor.watch("127.0.0.1", watched.lost.set_result) is None
 
 
 def test_a_cut_of_the_drivers_host_is_logged_once(watched, caplog):

@@ -7,8 +7,7 @@ import pytest
 
 from raysgd._internal.context import Progress, WorkerContext
 from raysgd.cluster.group_options import GroupOptions
-from raysgd.cluster.worker import Outcome
-from raysgd.cluster.worker_info import WorkerInfo
+from raysgd.cluster.worker import Outcome, WorkerInfo
 from raysgd.elastic.scale_up import Replacement
 from tests.unit.cluster.clock import ManualClock
 

@@ -10,9 +10,8 @@ from ray.util.client.api import _ClientAPI
 
 from raysgd.cluster import worker_group as group_module
 from raysgd.cluster.group_options import GroupOptions
-from raysgd.cluster.worker import CONTROL_METHODS, Worker
+from raysgd.cluster.worker import CONTROL_METHODS, Worker, WorkerInfo
 from raysgd.cluster.worker_group import WorkerGroup
-from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.errors import WorkerLostError, WorkerTimeoutError
 from tests.unit.cluster.clock import ManualClock
 

@@ -13,6 +13,7 @@ from raysgd._internal.context import Progress
 from raysgd.cluster import worker_handle as members
 from raysgd.cluster.host_monitor import LostError
 from raysgd.cluster.serialization import pack
+from raysgd.cluster.worker import WorkerInfo
 from raysgd.cluster.worker_handle import (
     ActorHandle,
     InlineHandle,
@@ -20,7 +21,6 @@ from raysgd.cluster.worker_handle import (
     is_loss,
     loss_cause,
 )
-from raysgd.cluster.worker_info import WorkerInfo
 from tests.unit.cluster.calls import request_of
 from tests.unit.cluster.test_worker import FakeRunner
 

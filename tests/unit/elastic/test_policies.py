@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from raysgd._internal.context import Progress
 from raysgd.cluster.group_options import workers_that_fit
-from raysgd.cluster.worker_info import WorkerInfo
+from raysgd.cluster.worker import WorkerInfo
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.policies import (
     assign_contexts,

@@ -4,7 +4,7 @@ import pytest
 
 from raysgd.cluster.departures import Drains
 from raysgd.cluster.group_options import GroupOptions
-from raysgd.cluster.worker_info import WorkerInfo
+from raysgd.cluster.worker import WorkerInfo
 from raysgd.elastic import scale_up as scaling_module
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.policies import Policy

@@ -8,8 +8,8 @@ import ray
 
 from raysgd.cluster import worker_group as core
 from raysgd.cluster.group_options import GroupOptions
+from raysgd.cluster.worker import WorkerInfo
 from raysgd.cluster.worker_handle import InlineHandle
-from raysgd.cluster.worker_info import WorkerInfo
 from raysgd.train import worker_group
 from raysgd.train.worker_group import TrainWorkerGroup, WorkerGroup, group_options
 
