@@ -131,8 +131,17 @@ class WorkerGroup:
         """Start a worker in a slot. It does not join the group."""
         options = self.options
         member: WorkerHandle
-        if slot is self._local:
-            member = InlineHandle() if options.inline else _local_member()
+        if slot is self._local and options.inline:
+            member = InlineHandle()
+        elif slot is self._local:
+            import ray
+
+            member = ThreadHandle()
+            member.info = WorkerInfo(
+                node_id=ray.get_runtime_context().get_node_id(),
+                node_ip=ray.util.get_node_ip_address(),
+                in_driver=True,
+            )
         else:
             actor_class = _actor_class().options(
                 scheduling_strategy=slot.strategy,
@@ -288,15 +297,3 @@ def _actor_class() -> Any:
             ray.method(concurrency_group=group)(method)
     remote: Any = ray.remote  # the type stubs lack concurrency_groups
     return remote(concurrency_groups={"work": 1, "control": _CONTROL_THREADS})(Worker)
-
-
-def _local_member() -> WorkerHandle:
-    import ray
-
-    member = ThreadHandle()
-    member.info = WorkerInfo(
-        node_id=ray.get_runtime_context().get_node_id(),
-        node_ip=ray.util.get_node_ip_address(),
-        in_driver=True,
-    )
-    return member

@@ -108,11 +108,7 @@ class GlooGroup(ProcessGroup):
 
     @staticmethod
     def init(
-        store: Store,
-        rank: int,
-        size: int,
-        timeout: datetime.timedelta,
-        entry: Entry | None = None,
+        store: Store, rank: int, size: int, timeout: datetime.timedelta, entry: Entry | None = None
     ) -> GlooGroup:
         """Create the default process group of torch.distributed."""
         GlooGroup.entry = entry or Entry()

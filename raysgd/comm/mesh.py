@@ -39,11 +39,7 @@ _LONGEST_WAIT_S = 3600.0  # maximum timeout of `poll`, a C int of milliseconds
 class Mesh:
     """Connections of one rank to all other ranks. All ranks use the same key.
 
-    Args:
-        rank: This rank.
-        host: Address of this rank for the others.
-        key: Key of the connections.
-        timeout_s: Seconds to connect to all ranks.
+    `timeout_s` limits `connect`.
     """
 
     def __init__(self, rank: int, host: str, key: str, timeout_s: float) -> None:
