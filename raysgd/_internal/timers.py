@@ -8,21 +8,13 @@ from collections.abc import Iterator
 
 
 class TimerStat:
-    """Times a block of code: ``with timer: ...``.
-
-    >>> timer = TimerStat()
-    >>> with timer:
-    ...     pass
-    >>> timer.count
-    1
-    """
+    """Times blocks of code: ``with timer: ...``. `last` is the newest duration in seconds."""
 
     def __init__(self) -> None:
         self._started = 0.0
         self.count = 0
         self.total_s = 0.0
         self.last = 0.0
-        """Duration of the newest block in seconds."""
 
     def __enter__(self) -> TimerStat:
         self._started = time.perf_counter()
