@@ -202,7 +202,10 @@ class Worker:
         return self._attempt(enter)
 
     def call(self, request: Request | Packed) -> Outcome:
-        return self._attempt(lambda: self._hosted.handle(_unpacked(request)))
+        try:
+            return self._success(self._hosted.handle(_unpacked(request)))
+        except BaseException as error:
+            return self._failure(error)
 
     def interrupt(self, generation: int | None = None) -> None:
         """Make the current call fail, at its next step or in its collective.
@@ -280,13 +283,16 @@ class Worker:
             )
         return self.runner
 
-    def _attempt(self, function: Callable[[], Any]) -> Outcome:
+    def _attempt(self, function: Callable[[], None]) -> Outcome:
         try:
-            value = function()
-            payload = _packed(value) if self._remote else value
-            return Outcome("ok", payload, self._safe_progress())
+            function()
+            return self._success(None)
         except BaseException as error:
             return self._failure(error)
+
+    def _success(self, value: Any) -> Outcome:
+        payload = _packed(value) if self._remote else value
+        return Outcome("ok", payload, self._safe_progress())
 
     def _failure(self, error: BaseException) -> Outcome:
         in_main_thread = threading.current_thread() is threading.main_thread()
