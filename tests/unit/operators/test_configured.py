@@ -159,7 +159,6 @@ def test_numpy_numbers_are_accepted():
         ({"model": None}, "override build_model in Regressor"),
         ({"model": lambda config: 3}, "config['model'] must be a torch.nn.Module"),
     ],
-    ids=str,
 )
 def test_an_error_names_the_wrong_value(config, message):
     with pytest.raises(ValueError, match=re.escape(message)):
