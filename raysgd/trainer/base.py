@@ -276,7 +276,8 @@ class OperatorTrainer(TrainerInfo):
 
         Its keys are ``epoch``, ``global_step``, ``operator`` (the ``state_dict`` of the operator),
         ``models``, ``optimizers``, ``schedulers``, ``data`` (the position in the data, and the
-        states of random number generators), and ``callbacks``.
+        states of random number generators), ``callbacks``, and ``config`` (its numbers and
+        strings).
         Some states also have ``averages`` (of weights), ``amp_native`` or ``amp_apex`` (a loss
         scaler), and ``validation_due`` (the newest metrics, before a validation of `fit`).
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from raysgd import checkpoint
-from raysgd.callbacks.values import scalars
+from raysgd.callbacks.values import scalars, shown_config
 from raysgd.checkpoint.location import Location
 from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.snapshots import with_shares
@@ -18,6 +19,8 @@ from raysgd.loop.options import Options
 from raysgd.loop.requests import ModelsRequest, RngStateRequest, StateRequest
 from raysgd.trainer.calls import Calls
 from raysgd.trainer.fit import FitLoop
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -44,6 +47,7 @@ class TrainerState:
         state = self._collect_from_workers(own)
         if callbacks:
             state["callbacks"] = callbacks
+        state["config"] = scalars(shown_config(self.options.config))
         if self.fit_loop.lacks_validation:
             # Callbacks need these metrics in the next validation.
             state["validation_due"] = scalars(self.calls.metrics)
@@ -97,7 +101,7 @@ class TrainerState:
         ]
         if missing:
             raise CheckpointError(f"This is not a trainer state: it lacks {', '.join(missing)}.")
-        of_driver = {key: state.get(key, {}) for key in ("callbacks", "validation_due")}
+        of_driver = {key: state.get(key, {}) for key in ("callbacks", "config", "validation_due")}
         for key, value in of_driver.items():
             if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
                 raise CheckpointError(f"state[{key!r}] must be a dict, but it is {value!r}.")
@@ -110,3 +114,18 @@ class TrainerState:
         self.calls.latest.update(of_driver["validation_due"])
         # An empty dict counts too: the state was saved before any metric.
         self.fit_loop.note_owed("validation_due" in state)
+        self._warn_of_changes(of_driver["config"])
+
+    def _warn_of_changes(self, saved: Mapping[str, Any]) -> None:
+        own = scalars(shown_config(self.options.config))
+        changed = [
+            f"{name} {saved[name]!r} → {own[name]!r}"
+            for name in own
+            if name in saved and saved[name] != own[name]
+        ]
+        if changed:
+            logger.warning(
+                "The config differs from that of the checkpoint: %s. Optimizers and schedulers "
+                "keep the values of the checkpoint, such as learning rates.",
+                ", ".join(changed),
+            )

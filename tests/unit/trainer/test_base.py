@@ -365,6 +365,16 @@ def test_states_of_compiled_models_have_the_names_of_the_original(make_trainer, 
     assert equal(other.state_dict()["models"][0], state["models"][0])
 
 
+def test_a_config_that_differs_from_the_checkpoint_is_logged(make_trainer, caplog):
+    before = make_trainer(config={"lr": 0.1, "api_key": "a", "note": "x"}).state_dict()
+    assert before["config"]["api_key"] == "***"
+    make_trainer(config={"lr": 0.1, "api_key": "b", "note": "x"}).load_state_dict(before)
+    assert not caplog.messages
+    make_trainer(config={"lr": 0.5, "note": "x", "new": 1}).load_state_dict(before)
+    (message,) = caplog.messages
+    assert "The config differs from that of the checkpoint: lr 0.1 → 0.5." in message
+
+
 def flat(optimizer):
     """A scheduler that halves the rate with each metric but the first."""
     return torch.optim.lr_scheduler.ReduceLROnPlateau(
