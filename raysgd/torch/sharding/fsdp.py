@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn, cast
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+_generations = itertools.count()
 
 
 class _Unit(torch.nn.Module):
@@ -146,7 +149,9 @@ class ShardedModels:
         """Shard the models over the current group. The rows are uninitialized."""
         group = dist.group.WORLD
         assert group is not None
-        mesh = DeviceMesh.from_group(group, self.device.type)
+        # PyTorch caches meshes by name and size, but the rank may differ between groups.
+        name = f"workers_{next(_generations)}"
+        mesh = DeviceMesh.from_group(group, self.device.type, mesh_dim_names=(name,))
         self.release()
         for block, numbers in self._blocks.items():
             names = {number: f"parameter_{number}" for number in numbers}

@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from raysgd.torch.sharding.fsdp import ShardedModels
 
@@ -124,3 +126,15 @@ def test_a_block_that_shares_a_parameter_is_gathered_with_the_rest(process_group
         models.shard()
         assert sharded_modules(model) == [True, False, False, False, True, False]
         models.release()
+
+
+def test_parameters_know_the_rank_in_the_newest_group():
+    model = torch.nn.Linear(6, 6)
+    models = ShardedModels([model], None, None, CPU)
+    for rank in (1, 0):
+        dist.init_process_group("fake", rank=rank, world_size=3, store=FakeStore())
+        try:
+            models.shard()
+            assert model.weight.device_mesh.get_coordinate() == (rank,)
+        finally:
+            dist.destroy_process_group()
