@@ -79,8 +79,8 @@ def snippets(path):
 
 
 def is_run_as_it_is(path, block):
-    """Whether it is what everybody tries first, or kills worker 0."""
-    return path == ROOT / "README.md" or "Chaos" in block.code
+    """Whether it is what everybody tries first, kills worker 0, or needs a process group."""
+    return path == ROOT / "README.md" or "Chaos" in block.code or "dcp." in block.code
 
 
 class OneWorker(ast.NodeTransformer):
