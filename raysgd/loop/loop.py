@@ -35,6 +35,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -54,6 +55,8 @@ from raysgd.loop.step import WarmedUp
 from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import TrainState
 from raysgd.metrics import merge_segments, weighted
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -313,12 +316,15 @@ class Loop:
             if train_state.global_step == self.call.began_at and is_last:
                 # The previous call stopped at the end of an epoch of unknown length.
                 self.call.more_epochs += 1
-        elif limit is not None:
-            raise RuntimeError(
-                f"{type(self.operator).__name__}.train_epoch drew no batch from its iterator, so "
-                "raysgd cannot count num_steps. Draw the batches from the iterator, or increase "
-                "self.global_step."
-            )
+        else:
+            loop = f"{type(self.operator).__name__}.train_epoch"
+            drew_none = f"{loop} drew no batch from its iterator"
+            if limit is not None:
+                raise RuntimeError(
+                    f"{drew_none}, so raysgd cannot count num_steps. Draw the batches from the "
+                    "iterator, or increase self.global_step."
+                )
+            logger.warning("%s. The epoch counts as done, but no step was counted.", drew_none)
 
     def warm_up(self) -> None:
         """Compute the gradients of one training batch, then restore the state."""

@@ -194,6 +194,16 @@ def test_a_loop_that_draws_no_batch_is_an_error_with_num_steps(start):
     assert operator.trained == EPOCH[:16]
 
 
+def test_an_epoch_without_a_batch_causes_a_warning(start, caplog):
+    class Idle(Recorder):
+        def train_epoch(self, iterator, info=None):
+            return {"idle": 1.0}
+
+    trainer, _ = start(Idle)
+    assert trainer.train()["epoch"] == 1
+    assert "Idle.train_epoch drew no batch from its iterator" in caplog.text
+
+
 def test_an_init_that_does_not_call_its_base_is_an_error():
     class Forgetful(Recorder):
         def __init__(self, config, settings):
