@@ -7,9 +7,8 @@ import hashlib
 import importlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -142,16 +141,16 @@ class ShardedLoader(PartitionedSource):
         self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
     ) -> Iterator[Any]:
         order, shard = self._order_of(epoch), self.shard
+        spans = [*shard.batches(offset, num_steps, in_parts)]
         if self._tensors is not None:
-            spans = shard.batches(offset, num_steps, in_parts)
             keys = torch.arange(shard.total) if order is None else torch.as_tensor(order)
             return ([each[keys[start:stop]] for each in self._tensors] for start, stop in spans)
         loader = self._reader()
-        loader._index_sampler.begin(order, partial(shard.batches, offset, num_steps, in_parts))
+        loader._index_sampler.begin(order, spans)
         # The seeds of loader processes come from this generator, not from generators of the user.
         seed = self._seed + (epoch + 1) * shard.world_size + shard.rank
         loader.generator = torch.Generator().manual_seed(seed)
-        return iter(loader)
+        return _complete(iter(loader), len(spans))
 
     def indices(self, epoch: int) -> Iterator[Any]:
         """Iterate over the indices, or other keys, of this worker's samples in `epoch`."""
@@ -287,12 +286,24 @@ class _Indices:
     def __init__(self, flat: bool) -> None:
         self._flat = flat
 
-    def begin(self, order: Order, spans: Callable[[], Iterator[tuple[int, int]]]) -> None:
+    def begin(self, order: Order, spans: list[tuple[int, int]]) -> None:
         self._order, self._spans = order, spans
 
     def __iter__(self) -> Iterator[Any]:
-        batches = (picked(self._order, start, stop) for start, stop in self._spans())
+        batches = (picked(self._order, start, stop) for start, stop in self._spans)
         return itertools.chain.from_iterable(batches) if self._flat else batches
+
+
+def _complete(batches: Iterator[Any], expected: int) -> Iterator[Any]:
+    """Yield the batches of a loader. Raise an error if samples are missing at the end."""
+    number = 0
+    for number, batch in enumerate(batches, start=1):  # noqa: B007
+        yield batch
+    if number < expected:
+        raise RuntimeError(
+            f"The loader ended after {number} of {expected} batches. Its data set must not raise "
+            "StopIteration."
+        )
 
 
 def wrap_loader(

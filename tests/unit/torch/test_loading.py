@@ -688,6 +688,20 @@ def test_items_are_joined_by_columns_and_downloaded_by_one_worker():
     assert sorted(downloads) == list(range(8))
 
 
+class Stopping(Numbers):
+    def __getitem__(self, index):
+        if index == 5:
+            raise StopIteration
+        return super().__getitem__(index)
+
+
+def test_data_set_that_raises_stop_iteration_is_an_error():
+    batches = wrap(DataLoader(Stopping(), batch_size=2), training=False, world_size=2).batches(0, 0)
+    assert next(batches).tolist() == [0, 1]
+    with pytest.raises(RuntimeError, match=r"The loader ended after 1 of 5 batches"):
+        list(batches)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_drop_last_is_kept(training):
     loader = DataLoader(tensors(23), batch_size=3, drop_last=True)
