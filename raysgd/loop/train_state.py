@@ -159,7 +159,14 @@ class TrainState(ABC):
         with contextlib.ExitStack() as stack:
             for feature in self.features:
                 stack.enter_context(feature.evaluating())
-            yield
+            try:
+                yield
+            except Exception as error:
+                if self.parts.is_tolerable(error):
+                    error.add_note(
+                        "Batches are only split in training. Give this loader a smaller batch_size."
+                    )
+                raise
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:

@@ -181,6 +181,20 @@ def test_training_continues_without_memory_for_a_snapshot(splits_on_oom, caplog)
     assert caplog.text.count("Memory is too small for a snapshot") == 1
 
 
+@pytest.mark.parametrize("call", ["validate", "predict"])
+def test_evaluation_that_runs_out_of_memory_raises_with_advice(call):
+    class Full(Scarce):
+        def validate_batch(self, batch, batch_info):
+            raise MemoryError
+
+        predict_batch = validate_batch
+
+    arguments = () if call == "validate" else (DataLoader(make_data(61), batch_size=8),)
+    with local(Full) as trainer, pytest.raises(MemoryError) as caught:
+        getattr(trainer, call)(*arguments)
+    assert "Give this loader a smaller batch_size" in notes_of(caught.value)
+
+
 # ---- what is done about it later
 
 
