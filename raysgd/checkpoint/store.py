@@ -144,7 +144,6 @@ class CheckpointStore(CheckpointFolder):
     Raises:
         ValueError: if an argument has a value that is not allowed.
         TypeError: if an argument has another type.
-        CheckpointError: if no installed package can open the URL.
     """
 
     _pattern = re.compile(r"[0-9]{4,}-epoch-[0-9]{5,}-step-[0-9]{8,}\.ckpt")
