@@ -58,15 +58,12 @@ def check_int(
     return value
 
 
-def check_number(
-    where: str, name: str, value: Any, lowest: float = 0.0, highest: float = math.inf
-) -> None:
-    """Check that a value is a finite number from `lowest` to `highest`."""
+def check_number(where: str, name: str, value: Any) -> None:
+    """Check that a value is a finite number of at least 0."""
     if not is_number(value):
         raise TypeError(f"{where}({name}={value!r}): must be a number.")
-    if not lowest <= value <= highest or value == math.inf:
-        limit = f"at least {lowest:g}" if highest == math.inf else f"{lowest:g} to {highest:g}"
-        raise ValueError(f"{where}({name}={value!r}): must be {limit}.")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{where}({name}={value!r}): must be at least 0.")
 
 
 def check_timeout(where: str, seconds: Any, name: str = "timeout_s") -> None:
