@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -328,6 +329,11 @@ def wrap_loader(
             f"A {type(loader).__name__} of {len(loader)} loaders cannot be trained on. Pass "
             "one loader, and join data sets with torch.utils.data.ConcatDataset. To validate on "
             "several data sets, call trainer.test(loader) for each."
+        )
+    if isinstance(loader, torch.Tensor | Dataset) and not isinstance(loader, IterableDataset):
+        raise TypeError(
+            f"A {type(loader).__name__} yields samples, not batches. Pass a loader: "
+            "torch.utils.data.DataLoader(data, batch_size=...)."
         )
     if isinstance(loader, ItemDataset):
         loader = DataLoader(loader, loader.batch_size, collate_fn=_join_samples)  # type: ignore[arg-type]

@@ -82,8 +82,10 @@ def test_places_put_what_workers_read_in_the_loaders_order(world_size, total, si
         (numbers(0, 0), RuntimeError, "The given loader has no batches: 0 samples"),
         ({"a": numbers(0, 9), "b": numbers(0, 9)}, TypeError, "call trainer.test"),
         (3, TypeError, "The loader must be iterable, but it is 3"),
+        (torch.ones(4, 1), TypeError, "A Tensor yields samples, not batches"),
+        (TensorDataset(torch.ones(4, 1)), TypeError, "A TensorDataset yields samples"),
     ],
-    ids=["shuffled", "empty", "several", "none"],
+    ids=["shuffled", "empty", "several", "none", "tensor", "data set"],
 )
 def test_predict_refuses_loaders_without_an_order(make_trainer, loader, error, text):
     trainer = make_trainer(Recorder)
