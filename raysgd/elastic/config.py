@@ -59,9 +59,12 @@ class ElasticConfig:
         check_flags(where, grow=self.grow)
         check_choice(where, "global_batch", self.global_batch, ("keep", "scale"))
         _check_shares(self.shares)
-        if isinstance(self.snapshot_every, str) or self.snapshot_every is None:
-            check_choice(where, "snapshot_every", self.snapshot_every, ("epoch", None))
-        else:
+        if isinstance(self.snapshot_every, str) and self.snapshot_every != "epoch":
+            raise ValueError(
+                f'{where}(snapshot_every={self.snapshot_every!r}): must be "epoch", a number of '
+                "steps, or None."
+            )
+        if self.snapshot_every not in ("epoch", None):
             every = check_int(where, "snapshot_every", self.snapshot_every, 1)
             set_fields(self, snapshot_every=every)
 

@@ -61,6 +61,11 @@ def test_a_value_out_of_its_range_is_an_error(name, values):
             ElasticConfig(**{name: value})
 
 
+def test_the_error_about_snapshot_every_names_a_number_of_steps():
+    with pytest.raises(ValueError, match='must be "epoch", a number of steps, or None'):
+        ElasticConfig(snapshot_every="step")
+
+
 @pytest.mark.parametrize(
     ("name", "values"),
     [
