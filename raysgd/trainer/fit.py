@@ -146,7 +146,7 @@ class FitLoop:
         if (reason := end()) is not None and self._num_completed < num_epochs:
             history.stop_reason = reason
             level = logging.INFO if history else logging.WARNING
-            logger.log(level, "fit() ends after %d epochs: %s", self._num_completed, reason)
+            logger.log(level, "fit() ends at step %d: %s", trainer.global_step, reason)
         return history
 
     # ---- validations

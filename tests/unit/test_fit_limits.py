@@ -18,7 +18,7 @@ def test_fit_continues_within_an_epoch_after_max_steps(make_trainer, caplog):
     assert spy.hooks[2:-1] == ["on_epoch_end", "on_validation_end", "on_steps_end"]
     with caplog.at_level(logging.WARNING):
         assert trainer.fit(max_steps=7) == []
-    assert "max_steps=7 is reached" in caplog.text
+    assert caplog.messages == ["fit() ends at step 7: max_steps=7 is reached"]
     assert [entry["num_samples"] for entry in trainer.fit(2)] == [24]
     assert trainer.get_local_operator().trained == [*range(40), *range(40)]
     assert len(trainer.fit(max_steps=20)) == 2
