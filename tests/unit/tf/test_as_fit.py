@@ -136,6 +136,22 @@ def test_an_epoch_is_that_of_fit(build, num_outputs, arguments):
     compared(build, make, (FEATURES, targets(num_outputs, arguments), WEIGHTS))
 
 
+def test_gradients_of_a_row_of_an_embedding_are_added_up(build):
+    def make():
+        rows = keras.layers.Embedding(3, 1, embeddings_initializer="ones")
+        model = keras.Sequential([keras.Input((1,)), rows])
+        model.compile("adam", "mse")
+        return model
+
+    operator = build(Compiled, {"make": make})
+    operator.train_epoch(iter(in_batches((CLASSES[:, None], BITS[:, None]))), num_steps=3)
+    dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+    fitted = keras.Sequential([keras.Input((3,)), dense])
+    fitted.compile("adam", "mse")
+    fitted.fit(in_batches((np.eye(3)[CLASSES], BITS)), verbose=0, shuffle=False)
+    np.testing.assert_allclose(operator.model.get_weights(), fitted.get_weights(), atol=1e-6)
+
+
 class Given(TrainingOperator):
     """Registers the same, one by one."""
 
