@@ -94,6 +94,14 @@ class Shares:
             return (1.0,)  # Ray may not run if the driver is the only worker
         if not self._traits.keys() >= {member.node_id for member in members}:
             self._traits = self._group.node_traits()
+            known = {name for traits in self._traits.values() for name in traits}
+            if missing := [name for name in shares if name not in known]:
+                logger.warning(
+                    "ElasticConfig(shares=...): no node has the label, accelerator type, or "
+                    "resource %s yet. The nodes have %s.",
+                    ", ".join(map(repr, missing)),
+                    ", ".join(sorted(known)),
+                )
         found = []
         for member in members:
             traits = self._traits.get(member.node_id, set())

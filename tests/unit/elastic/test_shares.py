@@ -117,6 +117,11 @@ def test_nodes_have_the_shares_of_a_mapping():
     assert make(shares={"CPU": 2.0})[2].given(group.members) is None
 
 
+def test_names_that_no_node_has_yet_are_logged(caplog):
+    make(shares={"slot=w1": 0.25, "A600": 2.0})
+    assert "resource 'A600' yet. The nodes have CPU, slot=w0, slot=w1." in caplog.text
+
+
 def test_the_only_worker_has_the_whole_batch_without_a_look_at_nodes(monkeypatch):
     monkeypatch.delattr(FakeGroup, "node_traits")  # Ray does not run
     group, _, shares = make(1, shares={"slot=w0": 0.25})
