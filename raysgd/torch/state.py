@@ -6,7 +6,7 @@ import copy
 import copyreg
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,8 @@ def copy_leaf(leaf: Any) -> Any:
 
 def copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
     """Return a CPU copy that can be pickled, without a temporary copy on the model's device."""
-    held = itertools.chain(model.parameters(), model.buffers())
+    kept = _tensors_in([vars(module) for module in model.modules()], set())
+    held = itertools.chain(model.parameters(), model.buffers(), kept)
     memo = {id(tensor): _twin(tensor) for tensor in held}
     try:
         copied = copy.deepcopy(model, memo)
@@ -57,6 +58,16 @@ def copy_to_cpu(model: torch.nn.Module) -> torch.nn.Module:
         if parametrize.is_parametrized(module):
             copyreg.pickle(type(module), _reduced)
     return copied
+
+
+def _tensors_in(held: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Iterate over tensors in containers. Forward passes may keep tensors with their graph."""
+    if isinstance(held, torch.Tensor):
+        yield held
+    elif isinstance(held, dict | list | tuple) and id(held) not in seen:
+        seen.add(id(held))
+        for each in held.values() if isinstance(held, dict) else held:
+            yield from _tensors_in(each, seen)
 
 
 def _reduced(module: Any) -> tuple[Any, ...]:

@@ -88,6 +88,14 @@ def test_copied_model_with_parametrizations_can_be_pickled():
     assert torch.equal(twin[0].weight, 2 * model[0].weight)
 
 
+def test_a_model_that_keeps_tensors_of_its_forward_pass_is_copied():
+    model = torch.nn.Linear(2, 2)
+    model.kept = {"outputs": [next(model.parameters()) * 2]}
+    (copied,) = copy_to_cpu(model).kept["outputs"]
+    assert copied.is_leaf
+    assert torch.equal(copied, model.kept["outputs"][0])
+
+
 # ---- whether a state fits
 
 Optim, Lr = torch.optim, torch.optim.lr_scheduler
