@@ -287,6 +287,8 @@ class OperatorRunner(ABC):
         self._running.snapshots.clear()
         if "call" in state:  # the state is a snapshot, from which the call continues
             self._running.join_call(state["call"])
+        else:
+            train_state.warn_of_other_steps(position)
         train_state.move_to(position, state.get("global_step", 0))
         if generators:
             self.generators.set(generators[context.world_rank])

@@ -150,6 +150,12 @@ class DataSources(ABC):
             self._sources[name].set_batch_size(*batching[name])
 
     @property
+    def global_batch(self) -> int | None:
+        """Samples of a step of training, or None if raysgd does not partition by samples."""
+        source = self._sources.get(self.trains_on)
+        return None if source is None else source.global_batch
+
+    @property
     def keeps_global_batch(self) -> bool:
         """Whether each step has exactly ``config[BATCH_SIZE]`` samples."""
         source, given = self._sources.get("train"), self._state.settings.global_batch

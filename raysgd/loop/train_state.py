@@ -106,6 +106,8 @@ class TrainState(ABC):
             "validation_offset": self.validation_offset,
             "seed": self.seed,
         }
+        if (global_batch := self.data.global_batch) is not None:
+            position["global_batch"] = global_batch
         if own := self.data.own_seeds():
             position["loader_seeds"] = own
         if self.parts.split > 1:
@@ -113,6 +115,19 @@ class TrainState(ABC):
         if self.data.trains_on != "train":
             position["trains_on"] = self.data.trains_on
         return position
+
+    def warn_of_other_steps(self, position: Mapping[str, Any]) -> None:
+        now, then = self.data.global_batch, position.get("global_batch")
+        if None not in (now, then, self.settings.full_size) and now != then:
+            self.say(
+                "step size",
+                "A step had %d samples when the state was saved, and has %d now. This changes the "
+                "length of epochs and schedules. To keep the size, register loaders with "
+                "config[BATCH_SIZE] and pass config={BATCH_SIZE: %d}.",
+                then,
+                now,
+                then,
+            )
 
     def move_to(self, position: dict[str, Any], global_step: int) -> None:
         self.epoch, self.offset = position["epoch"], position["offset"]

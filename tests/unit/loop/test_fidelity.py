@@ -24,6 +24,7 @@ from raysgd.torch.runner import TorchRunner
 from raysgd.utils import BATCH_SIZE
 from tests.conftest import examples
 from tests.fidelity import Exact, Meeting, flat, plain_run
+from tests.unit.recorder import Recorder
 
 
 class DiedError(Exception):
@@ -450,6 +451,15 @@ def test_all_workers_have_the_same_number_of_parts():
     workers.train(12)
     assert workers.members[1].registration.parts.split == 2
     workers.check(*plain_run(config, 6))
+
+
+def test_a_state_of_steps_of_another_size_is_loaded_with_a_warning(make_trainer, caplog):
+    state = make_trainer(Recorder, {"batch_size": 8}).state_dict()
+    other = make_trainer(Recorder, {"batch_size": 4})
+    other.load_state_dict(state)
+    assert "A step had 8 samples when the state was saved, and has 4 now" in caplog.text
+    other.train()
+    assert other.global_step == 10
 
 
 def test_optimizer_step_returns_whether_it_made_the_update():
