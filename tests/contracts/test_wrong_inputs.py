@@ -276,6 +276,7 @@ WRONG_SETUPS = [
     (with_scheduler, ValueError, "schedulers", "scheduler_step_freq", *FREQUENCIES),
     (with_loaders(train_loader=TWO_LOADERS), TypeError, "one loader", "dict of 2", "ConcatDataset"),
     (with_loaders(validation_loader=3), TypeError, "validation_loader", "iterable", "3"),
+    (with_loaders(train_loader=torch.ones(3, 8)), TypeError, "Tensor", "samples", "DataLoader"),
 ]
 
 
