@@ -101,7 +101,6 @@ class Controller:
         try:
             with self._supervised():
                 self._group.reserve(self._group.options.start_timeout_s)
-                self._context.shares.check()
                 self._react(machine.StartRequested(min_workers=self.min_workers))
         except BaseException:
             self.shutdown(force=True)

@@ -37,19 +37,6 @@ class Shares:
         self.wants_change = False
         """Whether the call should pause at a step, because shares have been wrong for long."""
 
-    def check(self) -> None:
-        """Warn about names in the user's mapping that match no node. Nodes may still be added."""
-        if not isinstance(self._config.shares, Mapping) or self._group.options.inline:
-            return
-        known = {name for traits in self._group.node_traits().values() for name in traits}
-        if missing := [name for name in self._config.shares if name not in known]:
-            logger.warning(
-                "ElasticConfig(shares=...): no node has the label, accelerator type, or resource "
-                "%s yet. The nodes have %s.",
-                ", ".join(map(repr, missing)),
-                ", ".join(sorted(known)),
-            )
-
     def of(self, members: Sequence[WorkerHandle]) -> tuple[float, ...] | None:
         """Return the shares of the workers that receive a request. None means equal shares."""
         if self.wants_change or self._members != list(members):

@@ -129,11 +129,6 @@ def test_the_only_worker_has_the_whole_batch_without_a_look_at_nodes(monkeypatch
     assert shares.given(group.members) is None
 
 
-def test_names_that_no_node_has_yet_are_logged(caplog):
-    make(shares={"slot=w1": 0.25, "A600": 2.0})[2].check()
-    assert "resource 'A600' yet. The nodes have CPU, slot=w0, slot=w1." in caplog.text
-
-
 @pytest.mark.parametrize(
     ("shares", "error"),
     [("fast", ValueError), ({}, ValueError), ({"A": 0}, ValueError), ({"A": "x"}, TypeError),
