@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from queue import Empty
@@ -16,6 +17,8 @@ from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle, is_loss
 from raysgd.elastic.journal import Journal
 from raysgd.errors import CollectiveError, WorkerTimeoutError
+
+logger = logging.getLogger(__name__)
 
 _ROOT_CAUSE_S = 0.5
 """Seconds to look for the cause of a failed collective before the other workers are interrupted."""
@@ -31,6 +34,8 @@ _SALVAGE_S = 10.0
 """Seconds that a worker may take to send its state before all workers restart."""
 _LOOK_EVERY_S = 1.0
 _ASK_AGAIN_S = 0.05
+_QUIET_S = 5.0
+"""Seconds after which to log that workers are still busy with an interrupted call."""
 
 
 class Attempt:
@@ -203,7 +208,15 @@ class Commands:
         """
         attempt = Attempt(self.busy, self._clock)
         try:
-            attempt.settle_until(patience_s, lambda: False)
+            quiet_s = min(_QUIET_S, patience_s)
+            attempt.settle_until(quiet_s, lambda: False)
+            if attempt.pending and quiet_s < patience_s:
+                logger.warning(
+                    "Waiting up to %.0f s for workers %s, which are still busy with a failed call.",
+                    patience_s - quiet_s,
+                    self._journal.listed(attempt.pending),
+                )
+                attempt.settle_until(patience_s - quiet_s, lambda: False)
         finally:
             self.busy = attempt.pending
         why = f"it was still busy {patience_s:g} s after it was stopped"

@@ -35,6 +35,8 @@ _STRAGGLER_S = 60.0
 """Seconds that the next call waits for workers that are busy with a failed call."""
 _RESTART_STRAGGLER_S = 5.0
 """The same limit in seconds for training functions, whose workers restart from a checkpoint."""
+_MENTION_S = 30.0
+"""Seconds after which to log what a start or a rejoin is waiting for."""
 _START_TICK_S = 0.01
 _BUSY_TICK_S = 0.05
 
@@ -324,9 +326,14 @@ class GroupForming:
         )
         timeout_s = self._context.timeout_s
         deadline = self._clock.monotonic() + timeout_s
+        mention_at = self._clock.monotonic() + _MENTION_S
         while attempt.under_way:
             has_settled = attempt.settle(1.0)
             self._context.check_open()
+            if self._clock.monotonic() > mention_at:
+                mention_at += _MENTION_S
+                waiting = self._journal.listed(attempt.pending)
+                logger.warning("Still waiting for workers %s to %s.", waiting, what)
             if listening and not has_settled:
                 _, lost = self._commands.reach(attempt.pending)
                 for member, error in lost.items():

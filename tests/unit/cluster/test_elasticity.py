@@ -116,7 +116,7 @@ def test_a_replacement_that_is_ready_between_two_calls_joins_at_the_next(world):
     assert steps_of(run_until(controller, 9)) == [9] * 3
 
 
-def test_a_straggler_that_does_not_come_back_is_lost_too(world):
+def test_a_straggler_that_does_not_come_back_is_lost_too(world, caplog):
     controller = world.drive(3).controller
     controller.members[2].deaf = True
     world.at_step(20, lambda: world.lose(1))
@@ -124,6 +124,7 @@ def test_a_straggler_that_does_not_come_back_is_lost_too(world):
     causes = [event.cause for event in controller.events if event.kind == "lost"]
     assert len(causes) == 2
     assert "still busy 60 s after" in causes[1]
+    assert "Waiting up to 55 s for workers 2, which are still busy" in caplog.text
 
 
 def test_a_pause_ends_with_the_call(world):
@@ -647,6 +648,12 @@ def test_worker_lost_during_a_start_is_replaced_alone(slow_world, when):
     assert set(controller.members) == {world.workers[n] for n in (0, 2, 3)}
     assert [member.num_joins for member in controller.members] == [1] * 3
     assert steps_of(run_until(controller, 20)) == [20] * 3
+
+
+def test_a_long_setup_is_logged(world, caplog):
+    world.join_s = 40.0
+    world.drive(2)
+    assert "Still waiting for workers 0, 1 to set up." in caplog.text
 
 
 def test_replacements_form_the_group_if_the_last_member_is_lost(slow_world):
