@@ -4,7 +4,8 @@
     python examples/benchmarks/saving.py --num-steps 100 --pairs 8 --json saving.json
 
 A trainer trains a model of 25 million floats in segments of equal length. One segment of each pair
-begins with ``save``. The order within the pairs alternates.
+begins with a save of ``CheckpointCallback(blocking=False)``, which copies the state to the driver
+and writes it during training. The order within the pairs alternates.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from _workloads import machine
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
+from raysgd.callbacks import CheckpointCallback
 
 WIDTH = 2048
 NUM_LAYERS = 6  # 25 million floats
@@ -43,12 +45,12 @@ class Wide(TrainingOperator):
         )
 
 
-def segment(trainer, num_steps, path):
-    """Train `num_steps` steps, after a save if there is a path. Return the seconds."""
+def segment(trainer, num_steps, saving=None):
+    """Train `num_steps` steps, after a save if there is a callback. Return the seconds."""
     started = time.perf_counter()
     saved = 0.0
-    if path is not None:
-        trainer.save(path)
+    if saving is not None:
+        saving.on_pause(trainer)
         saved = time.perf_counter() - started
     trainer.train(num_steps=num_steps)
     return time.perf_counter() - started, saved
@@ -66,16 +68,16 @@ def main():
 
     ray.init("local", num_cpus=max(args.num_workers, os.cpu_count()), include_dashboard=False)
     rows = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        TorchTrainer(training_operator_cls=Wide, num_workers=args.num_workers) as trainer,
-    ):
-        path = Path(folder) / "state.pt"
-        segment(trainer, num_steps, path)  # warm-up
+    with tempfile.TemporaryDirectory() as folder:
+        saving = CheckpointCallback(folder, every=10**9, blocking=False)
+        trainer = TorchTrainer(
+            training_operator_cls=Wide, num_workers=args.num_workers, callbacks=[saving]
+        )
+        segment(trainer, num_steps)  # warm-up
         for pair in range(pairs):
             times = {}
-            for saving in (pair % 2 == 0, pair % 2 == 1):
-                times[saving] = segment(trainer, num_steps, path if saving else None)
+            for saves in (pair % 2 == 0, pair % 2 == 1):
+                times[saves] = segment(trainer, num_steps, saving if saves else None)
             rows.append(
                 {
                     "without_s": times[False][0],
@@ -90,7 +92,8 @@ def main():
                 f"ratio {rows[-1]['ratio']:.3f}",
                 flush=True,
             )
-        size = path.stat().st_size
+        trainer.shutdown()
+        size = max(file.stat().st_size for file in Path(folder).iterdir())
     ratios = [row["ratio"] for row in rows]
     print(
         f"\n{size / 1e6:.0f} MB saved every {statistics.median(r['without_s'] for r in rows):.0f} s"
