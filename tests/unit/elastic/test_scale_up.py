@@ -157,6 +157,18 @@ def test_one_worker_starts_for_each_leaving_member_until_it_stays(make):
     assert not scale_up.under_way
 
 
+def test_a_surplus_replacement_without_a_process_is_dropped_first(make):
+    scale_up, group = make(num_workers=3, present=1)
+    scale_up.tick()
+    waiting, started = replacements()
+    waiting.advance = lambda: None
+    waiting.member, started.member = None, FakeMember("started")
+    group.members.append(FakeMember("member1"))
+    scale_up.tick()
+    assert not group.discarded
+    assert scale_up.under_way
+
+
 def test_grow_false_starts_no_replacement(make):
     scale_up, _ = make(grow=False)
     scale_up.poll({})
