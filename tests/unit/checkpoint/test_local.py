@@ -112,3 +112,19 @@ def test_a_path_is_local_and_absolute(tmp_path, monkeypatch):
 def test_what_is_no_path_is_a_type_error(nonsense):
     with pytest.raises(TypeError, match=r"(?i)path"):
         Location(nonsense)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(OSError(28, "disk full"), "disk full"), (ValueError("odd"), "odd")]
+)
+def test_a_failed_write_names_its_cause(tmp_path, error, reason):
+    def fill(file):
+        try:
+            raise error
+        finally:
+            file.close()
+
+    path = tmp_path / "state"
+    with pytest.raises(CheckpointError, match=f"Cannot save to {path}: {reason}"):
+        Location(path).write(fill)
+    assert not any(tmp_path.iterdir())
