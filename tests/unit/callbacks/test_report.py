@@ -144,7 +144,7 @@ def test_report_has_config_versions_and_best_values(tmp_path):
 
 
 def test_incomplete_lines_are_skipped(tmp_path, caplog):
-    """Of a driver that was killed, and of one that went on after it."""
+    """A driver was killed while it wrote a line, and another one continued the file."""
     write(tmp_path, [run(), call(120, 10, 5)])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "tra\n' + json.dumps(run(130)) + '\n{"kind"')
@@ -177,13 +177,14 @@ def test_stops_do_not_count_as_goodput(tmp_path):
         event("lost", 112, 2),
         event("lost", 112.5, 2),
         event("resumed", 113, 2, seconds=0.4),
+        event("grown", 113.2, 2, seconds=0.5),
         event("grown", 116, 3, seconds=0.5),
         event("user_error", 130, 5),  # between two calls
         event("resumed", 131, 5, seconds=0.1),
     ]
     write(tmp_path, [run(100), call(120, 10, 5), call(150, 15, 10)], events)
-    # 25 s in calls, less 112 to 113, less 115.5 to 116
-    assert RunLog(tmp_path).goodput() == pytest.approx((25 - 1 - 0.5) / 50)
+    # 25 s in calls, less 112 to 113.2, less 115.5 to 116
+    assert RunLog(tmp_path).goodput() == pytest.approx((25 - 1.2 - 0.5) / 50)
 
 
 def test_repeated_steps_do_not_count_as_goodput(tmp_path):
