@@ -101,7 +101,7 @@ class ProgressBar(EpochLines):
             self._begin(trainer, kind, label)
         if not progress:
             return
-        # With shares, the workers evaluate different numbers of batches.
+        # The workers may have evaluated different numbers of batches.
         num_batches = math.ceil(_mean([each.num_batches for each in progress]))
         if not num_batches:
             return

@@ -13,7 +13,7 @@ from raysgd.elastic.config import ElasticConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The fixed rules by which a group continues after a failure."""
+    """How a group continues after a failure. It does not change during a run."""
 
     rejoins: bool = True
     """Whether a process can join a second process group. Otherwise any failure restarts all

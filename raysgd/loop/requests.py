@@ -21,7 +21,7 @@ class _EpochRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest(_EpochRequest):
-    """Train up to an absolute goal, so that a repeated request trains only what is left.
+    """Train up to an absolute goal, so that a repeated request trains only the missing steps.
 
     The answer is the metrics, or None if training paused at `callback_pause`. A repeated request
     then continues, and its metrics cover the whole call.

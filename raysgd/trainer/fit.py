@@ -75,7 +75,7 @@ class FitLoop:
     """Number of epochs between the validations of the running ``fit()``."""
     _has_validated: bool = False
     _num_settled: int = 0
-    """Number of epochs of which no validation is missing."""
+    """Number of epochs that need no validation anymore."""
     _owed_at: int | None = None
     """Step at which a validation was missing when a ``fit()`` ended or a state was saved."""
 

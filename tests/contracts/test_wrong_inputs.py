@@ -257,7 +257,7 @@ def twice(operator, config):
 TWO_LOADERS = {"a": DataLoader([1]), "b": DataLoader([1])}
 FREQUENCIES = ['"batch"', '"epoch"', '"manual"']
 WRONG_SETUPS = [
-    # Raised as itself, it would end the driver's program without a word, and with status 0.
+    # A SystemExit would end the driver's program without a message, and with status 0.
     (lambda op, config: sys.exit(), RemoteError, "SystemExit", "sys.exit("),
     (lambda op, config: None, RuntimeError, "setup", "self.register("),
     (

@@ -181,7 +181,7 @@ WRONG_CALLS = [
     ("train", {"info": {"lock": threading.Lock()}}, TypeError, "train", "pickled", "lock"),
     ("validate", {}, RuntimeError, "validation loader", "register_data(validation_loader="),
     ("train", mood("unpicklable metric"), TypeError, "worker", "lock"),
-    # Raised as itself, it would end the driver's program without a word, and with status 0.
+    # A SystemExit would end the driver's program without a message, and with status 0.
     ("train", mood("exit"), RemoteError, "SystemExit"),
     ("train", mood("keyboard interrupt"), KeyboardInterrupt, "in a batch"),
     ("train", mood("cancelled"), asyncio.CancelledError, "in a batch"),

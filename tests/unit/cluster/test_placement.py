@@ -11,7 +11,7 @@ from raysgd.cluster.placement import Reservation
 
 @pytest.fixture
 def room(monkeypatch):
-    """Room for three workers, of which Ray looks anew for what is lost."""
+    """Room for three workers. Ray reschedules the bundles of lost nodes."""
     table = {"state": "CREATED", "strategy": "SPREAD"}
     table["bundles_to_node_id"] = {0: "one", 1: "two", 2: "three"}
     monkeypatch.setattr(placement, "placement_group_table", lambda group: table)

@@ -234,7 +234,7 @@ for op, expected in [("MIN", 1), ("MAX", 2), ("PRODUCT", 2)]:
     assert number.item() == expected
 assert mesh._num_started == before + 4
 
-# what nobody waits for reaches the other rank nevertheless
+# the other rank receives an operation that this rank does not wait for
 for _ in range(5):
     if rank == 0:
         dist.all_reduce(torch.ones(3), async_op=True)
