@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TrainingOperator
@@ -237,6 +238,8 @@ class Player:
         members, self.generation = json.loads(self.store.get(f"{self.prefix}/join"))
         self.enter([self.process], "alone", context_of=members)
         runner.setup(self.context)
+        models = runner.operator.all_models
+        assert not any(isinstance(p, DTensor) for model in models for p in model.parameters())
         self.rejoin(members, is_new=True)
         self.train(call, NUM_STEPS)
         self.gather("left", members, "")
@@ -337,6 +340,7 @@ class Player:
                 world_size=len(context_of),
                 distributed=True,
                 generation=self.generation,
+                alone=True,
             )
 
     def leave_group(self):
