@@ -145,7 +145,6 @@ def _upload(local: str, fs: Any, path: str) -> None:
     try:
         fs.put_file(local, temporary)
         fs.mv(temporary, path)
-        fs.invalidate_cache()
     except BaseException:
         with contextlib.suppress(Exception):
             fs.rm_file(temporary)

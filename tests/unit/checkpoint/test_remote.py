@@ -1,5 +1,6 @@
 """URLs: through a file system in memory, and one that fails."""
 
+import re
 import traceback
 
 import pytest
@@ -103,7 +104,7 @@ def test_elsewhere_a_file_is_moved_to_its_name_when_it_is_whole(failing):
     failing("mv", move)
     write_file(STATE, "failing://run/state.pt")
     ((source, target, size),) = moved
-    assert source.startswith("/run/.saving-")
+    assert re.fullmatch(r"/run/\.saving-[0-9a-f]{8}-state\.pt", source)
     assert (target, size) == ("/run/state.pt", MemoryFileSystem().size("/run/state.pt"))
 
 

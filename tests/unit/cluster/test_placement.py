@@ -7,6 +7,7 @@ import ray
 
 from raysgd.cluster import placement
 from raysgd.cluster.placement import Reservation
+from tests.unit.cluster.clock import ManualClock
 
 
 @pytest.fixture
@@ -76,3 +77,17 @@ def test_strict_strategy_gets_as_many_workers_as_fit(monkeypatch):
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4})
     asked = {"num_workers": 5, "min_workers": 1, "timeout_s": 1}
     assert placement.reserve({"CPU": 1}, strategy="STRICT_PACK", **asked) == 2
+
+
+def test_a_wait_for_resources_is_logged_with_the_time_left(monkeypatch, caplog):
+    clock = ManualClock()
+    monkeypatch.setattr(placement, "time", clock)
+    monkeypatch.setattr(placement, "placement_group", lambda *arguments: "requested")
+    monkeypatch.setattr(placement, "_is_created", lambda group: False)
+    monkeypatch.setattr(placement, "remove_placement_group", lambda group: None)
+    for name in ("cluster_resources", "available_resources"):
+        monkeypatch.setattr(ray, name, lambda: {"CPU": 4})
+    assert placement._granted([{"CPU": 3.0}], "PACK", 14.9, lambda: True) is None
+    waits = [record.getMessage().split(" for ")[0] for record in caplog.records]
+    assert waits == ["Waiting up to 14 s", "Waiting up to 4 s"]
+    assert "1 worker with 3 CPU each: the cluster has 4 CPU" in caplog.text

@@ -418,19 +418,21 @@ def test_entering_makes_the_group_before_the_operator(worker):
     worker._backend.teardown = lambda: order.append("left")
     worker.runner.setup = lambda context: order.append("setup")
     worker.runner.rejoin = lambda context, leader: order.append(("rejoin", leader))
+    worker.runner.warm_up = lambda: order.append("warm-up")
     worker.enter(WorkerContext(generation=1), "here", None)
     worker.enter(WorkerContext(generation=2), "there", 1)
     assert order == ["left", ("group", "here"), "setup", "left", ("group", "there"), ("rejoin", 1)]
 
 
-def test_replacement_sets_up_alone_and_knows_its_rank(worker):
+def test_replacement_sets_up_alone_warms_up_and_knows_its_rank(worker):
     context = WorkerContext(world_rank=2, world_size=3, generation=4, distributed=True)
     seen = []
     worker.runner.setup = seen.append
+    worker.runner.warm_up = lambda: seen.append("warm-up")
     assert worker.enter(context, None, None, True).kind == "ok"
     alone = worker._backend.context
     assert (alone.world_rank, alone.world_size, alone.generation) == (0, 1, 4)
-    assert seen == [replace(context, alone=True)]
+    assert seen == [replace(context, alone=True), "warm-up"]
     worker.enter(context, "there", 0)
     assert worker._backend.context == context
 
