@@ -5,9 +5,9 @@ BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test soak check docs bench clean
-# Two pips in one environment would break it.
+# Two parallel runs of pip would break the environment.
 .NOTPARALLEL:
-# Each worker would compile anew all that it imports, which takes seconds.
+# Without bytecode files, each worker compiles its imports again, which takes seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
 help: ## List these targets
@@ -48,25 +48,23 @@ $(VENV)/.test-stamp: EXTRAS = all,test
 $(VENV)/.docs-stamp: EXTRAS = all,docs
 $(VENV)/.bench-stamp: EXTRAS = all,bench
 
-# Python compiles what is imported, once, and that is a small part of what is installed.
+# Python compiles a module at its first import. Most installed modules are never imported.
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-# Without its dependencies, among which is TensorFlow for GPUs, tf-keras takes the one that is there.
-define INSTALL_FRAMEWORKS
-	$(INSTALL) --no-deps tf-keras
+define INSTALL_HOROVOD
 	@wheel=$$(.ci/horovod-wheel $(BIN)/python $(HOROVOD)); status=$$?; \
 	case $$status in \
 		0) $(INSTALL) --no-deps "$$wheel" ;; \
-		3) echo "Going on without Horovod: the tests that need it are skipped." ;; \
+		3) echo "Horovod is not installed. The tests that need it are skipped." ;; \
 		*) exit $$status ;; \
 	esac
 endef
 HOROVOD = $(shell sed -n 's/^horovod==//p' constraints.txt)
 
-# The package without GPUs is published for Linux on x86_64; elsewhere the other one has none.
+# tensorflow-cpu exists only for Linux on x86_64. Elsewhere, tensorflow is for CPUs anyway.
 TENSORFLOW := $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && echo tensorflow-cpu || echo tensorflow)
 $(VENV)/.test-stamp: BESIDE = $(TENSORFLOW) wheel
-$(VENV)/.test-stamp: AND_THEN = $(INSTALL_FRAMEWORKS)
+$(VENV)/.test-stamp: AND_THEN = $(INSTALL_HOROVOD)
 $(VENV)/.test-stamp: .ci/horovod-wheel
 
 $(VENV)/.%-stamp: setup.py constraints.txt | $(BIN)/pip
@@ -75,6 +73,6 @@ $(VENV)/.%-stamp: setup.py constraints.txt | $(BIN)/pip
 	$(AND_THEN)
 	@touch $@
 
-# bin/pip, not bin/python: a system without ensurepip leaves an environment with python alone.
+# Depend on bin/pip: without ensurepip, venv creates bin/python and fails.
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)

@@ -34,7 +34,6 @@ EXTRAS = {
         "pytest-xdist",
         "ruff",
         "scikit-learn",
-        "torchdata",
         "types-psutil",
         "types-tqdm",
     ],
