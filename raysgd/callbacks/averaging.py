@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from raysgd._internal.arguments import check_int
+from raysgd._internal.arguments import check_int, is_number
 from raysgd.callbacks.base import Callback, Trainer
 
 
@@ -39,8 +39,8 @@ class EMA(_WeightAveraging):
     """
 
     def __init__(self, decay: float = 0.999) -> None:
-        if not 0 < decay < 1:
-            raise ValueError(f"EMA(decay={decay!r}): must be between 0 and 1.")
+        if not is_number(decay) or not 0 < decay < 1:
+            raise ValueError(f"EMA(decay={decay!r}): must be a number between 0 and 1.")
         self._decay = float(decay)
 
 

@@ -9,6 +9,7 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar, Literal
 
+from raysgd._internal.arguments import check_flags
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.logger import logdir_of
 from raysgd.callbacks.values import missing_metric
@@ -23,7 +24,8 @@ class CheckpointCallback(Callback):
     """Saves checkpoints into a folder, and resumes from the newest intact one.
 
     Without `monitor`, it saves after each epoch, or every few steps. With `monitor`, it saves when
-    the metric is measured: for ``val_loss`` after ``validate()`` instead of after the epoch.
+    the metric is measured: for ``val_loss`` after ``validate()`` instead of after the epoch. It
+    also saves if ``fit(max_steps=...)`` ends within an epoch.
 
     Args:
         folder: a path, or a URL for fsspec; None for ``checkpoints`` in the trainer's ``logdir``.
@@ -40,6 +42,7 @@ class CheckpointCallback(Callback):
         job: name of the job, one per folder; None for the operator's name.
 
     Raises:
+        TypeError: if `blocking` or `resume` is not a bool.
         ValueError: if an argument has a value that is not allowed.
     """
 
@@ -61,6 +64,7 @@ class CheckpointCallback(Callback):
             raise ValueError(
                 f'CheckpointCallback(every={every!r}): must be "epoch" or a number of steps.'
             )
+        check_flags("CheckpointCallback", blocking=blocking, resume=resume)
         self._folder = folder
         self.needs_logdir = not folder
         self._every = every
@@ -74,6 +78,8 @@ class CheckpointCallback(Callback):
         self._write: Future[None] | None = None
         """The newest write in the background."""
         self._newest: str | None = None
+        self._saved_at: int | None = None
+        """The step of the newest checkpoint since training started."""
         self._of_validation = False
         """Whether validations return the monitored metric."""
         self.restored_from: str | None = None
@@ -86,6 +92,7 @@ class CheckpointCallback(Callback):
         return None if self._store is None else self._store.best
 
     def on_train_start(self, trainer: Trainer) -> None:
+        self._saved_at = None
         folder = self._folder or logdir_of(trainer) / "checkpoints"
         self._store = self._new_store(folder, job=self._job or trainer.operator_name)
         if not self._resume or trainer.epoch or trainer.global_step:
@@ -131,6 +138,11 @@ class CheckpointCallback(Callback):
         elif not self._of_validation and trainer.num_epochs is None:  # `fit` checks the name
             self._save(trainer, metrics)  # in a loop without such a metric, keep the newest
 
+    def on_steps_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
+        in_fit = trainer.num_epochs is not None  # otherwise, more plain calls may follow
+        if in_fit and trainer.global_step != self._saved_at:
+            self._save(trainer, metrics)
+
     def on_validation_end(self, trainer: Trainer, metrics: dict[str, Any]) -> None:
         if self.monitor is None:
             return
@@ -161,6 +173,7 @@ class CheckpointCallback(Callback):
         if self.monitor is not None:
             metrics = {self.monitor: math.nan, **metrics}  # the metric is unknown within an epoch
         state = trainer.state_dict(copy=False)
+        self._saved_at = trainer.global_step
         store, labels = self._store, (trainer.num_workers, trainer.operator_name)
 
         def write() -> None:

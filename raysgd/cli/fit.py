@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -102,6 +103,7 @@ def fit(operator_cls: type[Any], settings: dict[str, dict[str, Any]]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     is_keras = issubclass(operator_cls, KerasOperator)
     trainer_cls: type[Any] = TFTrainer if is_keras else TorchTrainer
+    inspect.signature(trainer_cls.fit).bind(None, **settings["fit"])  # before workers start
     with trainer_cls(
         training_operator_cls=operator_cls,
         config=settings["config"],

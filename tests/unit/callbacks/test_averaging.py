@@ -124,7 +124,9 @@ def test_averages_that_do_not_fit_are_refused(make_trainer, change):
         trainer.load_state_dict(state)
 
 
-@pytest.mark.parametrize(("kind", "value"), [(EMA, 1.0), (EMA, 0), (SWA, 0), (SWA, 1.5)])
+@pytest.mark.parametrize(
+    ("kind", "value"), [(EMA, 1.0), (EMA, 0), (EMA, "0.9"), (SWA, 0), (SWA, 1.5)]
+)
 def test_arguments_out_of_range_are_refused(kind, value):
     with pytest.raises((TypeError, ValueError), match="must be"):
         kind(value)

@@ -207,6 +207,15 @@ def test_plain_calls_are_saved_within_an_epoch(make_trainer, tmp_path, num_calls
     assert steps(tmp_path) == [2, 4]
 
 
+def test_the_end_by_max_steps_is_saved_once(make_trainer, tmp_path):
+    arguments = [("epoch", 7), (3, 6), (3, 7)]
+    for number, (every, max_steps) in enumerate(arguments):
+        saving = CheckpointCallback(tmp_path / str(number), every=every, keep=None)
+        make_trainer(callbacks=[saving]).fit(max_steps=max_steps)
+    found = [steps(tmp_path / str(number)) for number in range(len(arguments))]
+    assert found == [[5, 7], [3, 6], [3, 6, 7]]
+
+
 def test_background_writes_are_complete_when_training_ends(make_trainer, tmp_path):
     saving = CheckpointCallback(tmp_path, every=2, keep=None, blocking=False)
     trainer = make_trainer(callbacks=[saving])
@@ -254,10 +263,19 @@ def test_checkpoint_of_another_model_is_an_error_with_advice(make_trainer, tmp_p
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"every": 0}, {"every": "step"}, {"every": True}, {"keep": 0}, {"mode": "low"}]
+    "arguments",
+    [
+        {"every": 0},
+        {"every": "step"},
+        {"every": True},
+        {"keep": 0},
+        {"mode": "low"},
+        {"blocking": "no"},
+        {"resume": None},
+    ],
 )
 def test_wrong_arguments_raise(arguments):
-    with pytest.raises(ValueError, match=next(iter(arguments))):
+    with pytest.raises((TypeError, ValueError), match=next(iter(arguments))):
         CheckpointCallback(**arguments)
 
 
