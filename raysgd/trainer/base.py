@@ -14,12 +14,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from raysgd._internal.arguments import (
-    check_hook,
-    check_int,
-    checked_dict,
-    unknown_argument,
-)
+from raysgd._internal.arguments import check_hook, check_int, checked_dict, unknown_argument
 from raysgd._internal.config import BATCH_SIZE, env_seconds, warn_of_rounding
 from raysgd._internal.context import Runner
 from raysgd._internal.nested import join_outputs
