@@ -39,7 +39,7 @@ def test_stacks_are_logged_once_per_standstill(clock, caplog):
     member = FakeMember()
     monitor, *_ = watched(clock, member)
     for step in range(2):
-        for _ in range(3):
+        for _ in range(4):
             monitor.log_standstill({member: Progress(global_step=step)})
             clock.now += 40
     shown = [record.getMessage() for record in caplog.records]

@@ -42,13 +42,13 @@ def test_ranks_are_dense_and_local_ranks_count_each_node_from_zero(nodes):
 
 def test_each_worker_sees_all_gpus_of_its_node_and_knows_its_own():
     infos = [
-        WorkerInfo(node_id="a", node_ip="1", gpu_ids=("10",)),
+        WorkerInfo(node_id="a", node_ip="1", gpu_ids=("10", "11")),
         WorkerInfo(node_id="a", node_ip="1", gpu_ids=("9",)),
         WorkerInfo(node_id="b", node_ip="2", gpu_ids=("0",)),
     ]
     contexts = assign_contexts(infos, generation=1, distributed=True, num_cpus=1)
     # sorted as numbers, because the text "10" is smaller than "9"
-    assert [c.visible_gpus for c in contexts] == [("9", "10"), ("9", "10"), ("0",)]
+    assert [c.visible_gpus for c in contexts] == [("9", "10", "11"), ("9", "10", "11"), ("0",)]
     assert [c.gpu_index for c in contexts] == [1, 0, 0]
 
 
