@@ -248,6 +248,14 @@ def zeroing(self, batch, batch_info):
     return {}
 
 
+def zeroing_and_stepping_at_the_end(self, batch, batch_info):
+    self.optimizer.zero_grad()
+    self.backward(self.criterion(self.model(batch[0]), batch[1]))
+    if batch_info["batch_idx"] % 2 == 1:
+        self.optimizer_step(self.optimizer)
+    return {}
+
+
 def twice(self, batch, batch_info):
     for _ in range(2):
         self.backward(self.criterion(self.model(batch[0]), batch[1]))
@@ -308,9 +316,10 @@ def test_step_that_bypasses_the_helpers_is_an_error(function, config, precision,
         assert trainer.global_step == 0
 
 
-def test_loop_may_zero_gradients_with_accumulation():
+@pytest.mark.parametrize("function", [zeroing, zeroing_and_stepping_at_the_end])
+def test_loop_may_zero_gradients_with_accumulation(function):
     config = {"num_samples": 16, "batch_size": 4, "steps": 2}
-    found, _ = trained(config, operator_cls=with_train_batch(zeroing))
+    found, _ = trained(config, operator_cls=with_train_batch(function))
     assert torch.equal(found, trained(config)[0])
 
 
