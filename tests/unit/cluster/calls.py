@@ -1,4 +1,4 @@
-"""Calls as the trainers make them, in one line."""
+"""Helpers that make the calls of a trainer in one line."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ OPTIONS = {field.name for field in dataclasses.fields(Call)}
 
 @dataclasses.dataclass(frozen=True)
 class NamedRequest(Request):
-    """A request to a fake runner for one of its methods."""
+    """A request that calls a method of a fake runner."""
 
     method: str
     arguments: dict = dataclasses.field(default_factory=dict)
@@ -33,7 +33,7 @@ def request_of(method, **arguments):
 
 
 def run(controller, method, **given):
-    """Run a call, kept as ``run.call``; what is no option of `Call` is the request's."""
+    """Run a call, and store it as ``run.call``. The request gets the options that `Call` lacks."""
     options = {name: value for name, value in given.items() if name in OPTIONS}
     arguments = {name: value for name, value in given.items() if name not in OPTIONS}
     run.call = Call(

@@ -1,4 +1,4 @@
-"""A clock whose time is what a test says."""
+"""A clock that a test sets."""
 
 from raysgd.cluster.clock import Clock
 
@@ -6,7 +6,7 @@ __all__ = ["ManualClock"]
 
 
 class ManualClock(Clock):
-    """Stands still; who waits by it is told at once who is not done."""
+    """A clock that only `sleep` and the test advance. `wait` returns immediately."""
 
     def __init__(self):
         self.now = 500.0

@@ -1,4 +1,4 @@
-"""Workers that are announced to go, on a simulated cluster with a clock of its own."""
+"""Preemption notices for workers and nodes, on a simulated cluster and clock."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.blackbox.simulation.world import TICK_S, World
 
 
 def train(controller, step, max_losses=0):
-    """Train up to a step, as the trainer does; return the call."""
+    """Train up to a step as the trainer does, and return the call."""
     call = Call(
         request=TrainRequest(call=0, until_step=step),
         has_batches=True,
@@ -35,7 +35,7 @@ def start():
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_where_there_is_room_a_successor_takes_over_at_a_step(start, num_workers):
+def test_a_replacement_takes_over_at_a_step_if_there_is_room(start, num_workers):
     world, controller = start(room=6, num_workers=num_workers)
     before = controller.members[0]
     world.at_step(20, lambda: controller.drain(None, 0, 60.0))
@@ -84,12 +84,12 @@ def test_without_room_workers_leave_shortly_before_the_deadline(start):
     assert world.trained == list(range(1, 601))
 
 
-def test_a_node_that_is_going_gets_no_worker(start):
+def test_a_draining_node_gets_no_worker(start):
     world, controller = start(room=6)
     node = controller.members[0].node_id
     world.at_step(20, lambda: controller.drain(node, None, 60.0))
     train(controller, 300)
-    assert kinds(controller) == ["draining", "moved"]  # both workers of it at once
+    assert kinds(controller) == ["draining", "moved"]  # both of its workers together
     assert node not in {member.node_id for member in controller.members}
     assert len(controller.members) == 3
 
@@ -103,7 +103,7 @@ def test_a_worker_that_was_sent_sigterm_moves(start):
 
 
 @pytest.mark.parametrize("is_divided", [False, True])
-def test_where_nobody_can_take_over_the_driver_saves_at_once(start, is_divided):
+def test_driver_saves_immediately_if_no_worker_can_take_over(start, is_divided):
     world, controller = start(room=2, num_workers=2, min_workers=2)
     for member in controller.members:
         member.divided = is_divided

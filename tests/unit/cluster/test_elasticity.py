@@ -1,4 +1,4 @@
-"""Losses, replacements, restarts and hangs, on a simulated cluster with a clock of its own."""
+"""Losses, replacements, restarts, and hangs, on a simulated cluster and clock."""
 
 import logging
 import re
@@ -14,7 +14,7 @@ from tests.unit.cluster.calls import request_of, run
 
 
 def run_until(controller, step, **arguments):
-    """Train up to a step, as the trainer does."""
+    """Train up to a step as the trainer does."""
     return run(controller, "train", until_step=step, **arguments)
 
 
@@ -33,7 +33,7 @@ def steps_of(outcomes):
 
 
 def every_new(world, **values):
-    """Let all workers that start from now on have these attributes."""
+    """Set attributes of all workers that start from now on."""
 
     def change(member):
         for name, value in values.items():
@@ -46,7 +46,7 @@ def every_new(world, **values):
 
 
 def test_live_worker_is_asked_again_if_its_answer_is_lost(world, monkeypatch):
-    """As Ray's connection to it was, after some time without a link."""
+    """A temporary network failure can break Ray's connection to a live worker."""
     controller = world.drive(3).controller
     (survivor, gone, _), lost = controller.members, []
     control = survivor.control
@@ -88,7 +88,7 @@ def test_a_lost_worker_is_replaced_while_the_others_train(world, caplog):
     )
     first = controller.events[0].generation
     assert [e.generation - first for e in (lost, resumed, grown)] == [0, 1, 2]
-    # the replacement takes the place by its node: rank 1, on the node of the one that was lost
+    # workers of a node have adjacent ranks, so the replacement on node0 gets rank 1
     assert grown.nodes == ("node0",)
     assert grown.ranks == (1,)
     said = [(r.levelname, r.message) for r in caplog.records if re.search("orkers? 1", r.message)]
@@ -140,7 +140,7 @@ def test_a_pause_ends_with_the_call(world):
 
 
 def test_one_long_step_among_short_ones_is_waited_for_too(world):
-    """Such as one in which a worker evaluates for minutes."""
+    """For example, a worker may evaluate for minutes in one step."""
     world.room = 2
     controller = world.drive(3, resize_cooldown_s=0.0).controller
     first_two = list(controller.members)
@@ -206,7 +206,7 @@ def test_loss_during_a_join_counts_once_and_replacements_join_later(world):
     assert "newcomer_failed" not in kinds(controller)
 
 
-def test_a_replacement_that_is_stopped_as_it_joins_is_given_up(world):
+def test_a_replacement_that_hangs_while_it_joins_is_discarded(world):
     world.room = 2
     controller = world.drive(3, resize_cooldown_s=0.0).controller
 
@@ -238,7 +238,7 @@ def break_with_an_error(world, controller):
         run_until(controller, 10)
 
 
-def test_losses_without_end_before_a_call_are_given_up(world):
+def test_endless_losses_before_a_call_raise_an_error(world):
     world.room = 30
     controller = world.drive(30, grow=False, max_attempts=3).controller
     break_with_an_error(world, controller)
@@ -253,7 +253,7 @@ def test_losses_without_end_before_a_call_are_given_up(world):
 
 
 def hold_when_ready(world, action):
-    """Do something as soon as the replacement worker has set up."""
+    """Call `action` as soon as the replacement worker has set up."""
 
     def look():
         if len(world.workers) > 2 and world.workers[2].is_set_up:
@@ -296,7 +296,7 @@ def test_user_error_in_a_discarded_step_is_raised(world, monkeypatch):
         if method != "pause_at" or arguments[1] is None:
             return control(method, *arguments)
         first.error = BadBatchError("bad")
-        return Future()  # so the step is discarded
+        return Future()  # without an answer, the driver discards the step
 
     monkeypatch.setattr(first, "control", fail_at_pause)
     world.at_step(2, lambda: setattr(world, "room", 3))
@@ -309,7 +309,7 @@ def test_user_error_in_a_discarded_step_is_raised(world, monkeypatch):
 
 @pytest.fixture
 def mixed(world):
-    """A controller whose workers have measured shares. Worker 0 is three times faster."""
+    """A controller with measured shares. Worker 0 is three times as fast as the others."""
     every_new(world, speed=100.0)
     controller = world.drive(3, shares="measured", resize_cooldown_s=1.0).controller
     controller.members[0].speed = 300.0
@@ -361,7 +361,7 @@ def test_snapshots_are_fetched_in_the_order_of_ranks(world, monkeypatch):
     assert polled[-1] == controller.members
 
 
-# ---- all are lost
+# ---- all workers are lost
 
 
 def lose_all(world):
@@ -375,11 +375,11 @@ def test_when_all_are_lost_the_group_restarts_from_the_newest_snapshot(world):
     outcomes = run_until(controller, 60, max_losses=1)
     assert steps_of(outcomes) == [60] * 3
     assert kinds(controller) == ["started", "lost", "lost", "lost", "restarted"]
-    assert controller.events[-1].step in (10, 20)  # not the start, and nothing that was not done
+    assert controller.events[-1].step in (10, 20)  # of a snapshot that the driver has fetched
     lost = [event.step for event in controller.events if event.kind == "lost"]
     assert all(controller.events[-1].step <= step <= 25 for step in lost)
     assert run.call.num_losses == 1
-    assert len(world.reservations) == 1  # their room was kept
+    assert len(world.reservations) == 1  # the restart reuses their slots
 
 
 def test_all_lost_before_the_first_snapshot_restart_from_setup(world):
@@ -391,7 +391,7 @@ def test_all_lost_before_the_first_snapshot_restart_from_setup(world):
     assert controller.events[-1].step == 0
 
 
-def test_a_state_that_was_loaded_is_what_a_restart_goes_on_from(world):
+def test_a_restart_continues_from_the_loaded_state(world):
     controller = world.drive(3).controller
     run(controller, "load", state={"step": 7})
     controller.snapshots.set({"step": 7})
@@ -412,7 +412,7 @@ def test_without_snapshots_losing_all_ends_the_call(world):
 
 
 def lose_shares(world, controller):
-    """Lose a worker, and with it what was divided."""
+    """Lose a worker and all copies of its shards."""
     for member in controller.members:
         member.lacks_shards = True
     world.lose(1)
@@ -428,7 +428,7 @@ def test_all_restart_from_the_snapshot_if_shards_are_lost(world, caplog):
     assert "without one: all copies of some shards" in caplog.text
 
 
-def test_without_snapshots_that_ends_the_call(world):
+def test_without_snapshots_lost_shards_end_the_call(world):
     controller = world.drive(3, snapshot_every=None).controller
     world.at_step(25, lambda: lose_shares(world, controller))
     with pytest.raises(WorkerLostError, match="all copies of some shards of the state are lost"):
@@ -479,7 +479,7 @@ def test_a_restart_waits_for_room_longer_each_time(world):
     assert kinds(controller)[-1] == "restarted"
 
 
-def test_a_restart_without_room_is_given_up_and_the_state_kept(world):
+def test_a_restart_without_room_fails_and_keeps_the_state(world):
     controller = world.drive(3, min_workers=2, initial_s=0.5, max_attempts=3).controller
     run_until(controller, 15)
     world.room = 0
@@ -499,7 +499,7 @@ def test_loss_at_the_begin_of_a_restart_replaces_one_worker(world):
     world.on_meeting.append(lambda: world.workers[4].die("again"))
     assert steps_of(run_until(controller, 60, max_losses=1)) == [60] * 3
     assert kinds(controller)[-2:] == ["newcomer_failed", "restarted"]
-    assert {world.workers[3], world.workers[5]} < set(controller.members)  # they stayed
+    assert {world.workers[3], world.workers[5]} < set(controller.members)  # they stay members
 
 
 def test_error_in_setup_during_a_restart_reaches_the_caller(world):
@@ -525,14 +525,14 @@ def test_workers_that_others_cannot_join_restart_from_the_snapshot(world):
     assert run.call.num_losses == 1
 
 
-# ---- too few are left
+# ---- too few workers are left
 
 
 def test_too_few_workers_wait_for_replacements(world):
     controller = world.drive(3, min_workers=3).controller
     world.at_step(20, lambda: world.lose(1))
     assert steps_of(run_until(controller, 100, max_losses=1)) == [100] * 3
-    assert kinds(controller) == ["started", "lost", "grown"]  # there is room: no wait for it
+    assert kinds(controller) == ["started", "lost", "grown"]  # no "waiting", because there is room
     assert all(m.context.world_size == 3 for m in controller.members)
 
 
@@ -552,8 +552,8 @@ def test_call_fails_without_replacements_and_the_state_can_be_read(world):
     assert len(run(controller, "work", any_size=True)) == 2
 
 
-def test_a_later_call_tries_replacements_again_that_were_given_up(world):
-    """The user may have mended what `setup` complained of."""
+def test_a_later_call_retries_replacements_that_failed(world):
+    """The user may have fixed the cause of the error in `setup`."""
     controller = world.drive(3, min_workers=3, initial_s=0.5, max_attempts=2).controller
     every_new(world, setup_error=ValueError("no such file"))
     world.at_step(20, lambda: world.lose(1))
@@ -572,7 +572,7 @@ def test_replacements_that_never_manage_to_join_end_the_call(world):
     assert kinds(controller).count("newcomer_failed") == 3
 
 
-# ---- workers that cannot be joined
+# ---- groups that cannot be joined
 
 
 def test_group_that_cannot_be_joined_grows_by_a_restart(world):
@@ -582,7 +582,7 @@ def test_group_that_cannot_be_joined_grows_by_a_restart(world):
     controller.forming.on_start = lambda: started.append(len(controller.members))
     assert not controller.grow()
     world.room = 3
-    assert not controller.grow()  # it has started just now
+    assert not controller.grow()  # resize_cooldown_s is not over
     world.sleep(1.5)
     controller.snapshots.set({"step": 7})
     world.kept_by_driver = 7
@@ -630,7 +630,7 @@ def as_soon_as(world, condition, action):
 
 @pytest.fixture
 def slow_world():
-    """Room for three workers, whose processes need a second to come up."""
+    """Room for three workers whose processes take a second to start."""
     made = World(room=3)
     every_new(made, start_s=1.0)
     return made
@@ -664,14 +664,14 @@ def test_replacements_form_the_group_if_the_last_member_is_lost(slow_world):
     world.at_step(75, lambda: lose_all(world))
     assert steps_of(run_until(controller, 200, max_losses=2)) == [200] * 3
     restarted = next(e for e in controller.events if e.kind == "restarted")
-    assert restarted.step in (60, 70)  # the snapshot, not their setup
+    assert restarted.step in (60, 70)  # from the snapshot, not from scratch
     assert restarted.seconds < 2.0
     assert {world.workers[3], world.workers[4]} <= set(controller.members)
     assert "waiting" not in kinds(controller)
 
 
 def die_in_setup(world, workers, cause, at="enter"):
-    """Let these workers die as they set up, alone or together; or where else they are `at`."""
+    """Kill the given workers whenever they are in the method `at`, alone or in a rendezvous."""
 
     def die():
         for member in workers():
@@ -708,7 +708,7 @@ def test_crashes_of_a_slot_in_user_code_end_the_start(world, rejoins, at, said):
 
 
 def test_three_crashes_in_setup_of_one_slot_alone_end_the_start(world):
-    """The others are set up by then, and would be enough."""
+    """The start fails although the other workers, which are set up by then, would be enough."""
 
     def die():
         for member in world.workers:

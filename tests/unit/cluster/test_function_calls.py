@@ -1,4 +1,4 @@
-"""Functions of the user on workers, with Ray's own errors and no Ray behind them."""
+"""User functions on workers, with real Ray errors but without Ray."""
 
 import threading
 
@@ -18,19 +18,19 @@ exits with a connection error code 2. Some common causes include: (1) the proces
 
 
 class Reference(tuple):
-    """A call and its answer; like Ray's, it is equal to nothing but itself."""
+    """A call and its answer. Like a Ray reference, it equals only itself."""
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
 
 def wait(pending, num_returns=1, timeout=None):
-    """Say that the last ones are done."""
+    """Return the last references as done."""
     return pending[-num_returns:], pending[:-num_returns]
 
 
 class Remote(InlineHandle):
-    """A member whose references are what it shall answer."""
+    """A member with given answers."""
 
     def __init__(self, *answers, info=None):
         super().__init__()
@@ -43,7 +43,7 @@ class Remote(InlineHandle):
 
 @pytest.fixture(autouse=True)
 def get(monkeypatch):
-    """Getting what a reference stands for, as Ray does: an error is raised as one of both kinds."""
+    """Replace `ray.get` and `ray.wait`. As in Ray, errors also have the type of their cause."""
 
     def get(reference):
         *_, answer = reference
@@ -79,14 +79,14 @@ def test_exception_of_a_function_keeps_its_type():
     assert "in line 5" in cause.text
 
 
-def test_what_cannot_be_pickled_is_told_all_the_same():
-    """Ray puts an error of its own in its place, which names it."""
+def test_an_exception_that_cannot_be_pickled_is_still_reported():
+    """Ray replaces the exception by one of its own that contains the traceback."""
     error = ValueError("bad batch", threading.Lock())
     with pytest.raises(ray.exceptions.RayError, match="in line 5"):
         outcome(Remote(failure(error)))
 
 
-def test_a_worker_that_died_is_lost_with_all_that_is_known():
+def test_error_for_a_dead_worker_names_rank_node_and_cause():
     died = ray.exceptions.RayActorError(error_msg=DIED)
     with pytest.raises(WorkerLostError) as caught:
         outcome(Remote("fine"), Remote(died))
@@ -98,7 +98,7 @@ def test_a_worker_that_died_is_lost_with_all_that_is_known():
 
 
 def test_loss_is_raised_instead_of_its_consequence():
-    """A peer sees the broken connection before Ray tells of the death."""
+    """A peer detects the broken connection before Ray reports the death."""
     died, broken = ray.exceptions.RayActorError(error_msg=DIED), failure(RuntimeError("gloo"))
     for members in ([Remote(died), Remote("fine"), Remote(broken)], [Remote(broken), Remote(died)]):
         with pytest.raises(WorkerLostError, match="Lost worker"):
@@ -107,6 +107,6 @@ def test_loss_is_raised_instead_of_its_consequence():
         outcome(Remote(broken), Remote("fine"), Remote(failure(RuntimeError("gloo"))))
 
 
-def test_what_a_worker_carries_is_raised_as_itself():
+def test_a_carried_base_exception_is_raised_as_itself():
     with pytest.raises(KeyboardInterrupt, match="mine"):
         outcome(Remote(failure(CarriedError(KeyboardInterrupt("mine")))))

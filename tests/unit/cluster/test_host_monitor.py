@@ -1,4 +1,4 @@
-"""Which worker the driver declares lost, and when a worker ends by itself."""
+"""When the driver declares a worker lost, and when a worker exits by itself."""
 
 import asyncio
 import socket
@@ -26,7 +26,7 @@ HOST = "10.0.0.7"
 
 
 class Watched:
-    """A watch, and whether the driver reaches another worker."""
+    """A watch, and a flag for whether the driver reaches another worker."""
 
     def __init__(self, listener, driver_grace_s=60.0):
         self.is_any_reached = False
@@ -50,7 +50,7 @@ def watched(listener, monkeypatch):
 
 
 class Worker:
-    """A worker's end that records whether it has stopped its call and ended."""
+    """A worker's end of the connection. It records whether the worker stopped and exited."""
 
     def __init__(self, address=None, driver_grace_s=60.0):
         self.stopped, self.ended = threading.Event(), threading.Event()
@@ -67,18 +67,18 @@ def worker(watched, monkeypatch):
     wait_until(lambda: watched.watch._connection is not None)
     yield worker
     watched.watch.close()
-    wait_until(worker.ended.is_set)  # or its thread would end this process
+    wait_until(worker.ended.is_set)  # before monkeypatch restores _end, which exits this process
 
 
 class SilentSocket(socket.socket):
-    """A connection whose host has stopped to answer."""
+    """A connection to a host that no longer answers."""
 
     def recv(self, size):
         raise TimeoutError(110, "Connection timed out")
 
 
 def follow_silent(watch):
-    """Let a watch follow a connection with a silent host, in a thread."""
+    """Let a watch follow a connection to a silent host, in a thread."""
 
     def run():
         with SilentSocket() as connection:
@@ -153,11 +153,11 @@ def test_workers_on_the_drivers_host_are_not_watched(watched):
     assert watched.monitor.watch("127.0.0.1", watched.lost.set_result) is None
 
 
-def test_a_cut_of_the_drivers_host_is_logged_once(watched, caplog):
+def test_driver_logs_once_that_no_host_answers(watched, caplog):
     a, b = (SimpleNamespace(host=host, is_silent=True) for host in ("10.0.0.5", HOST))
     is_cut_off = watched.monitor.is_cut_off
     assert not is_cut_off([])
-    assert not is_cut_off([a, None])  # the other one is on the driver's host
+    assert not is_cut_off([a, None])  # None: a worker on the driver's host
     assert not caplog.records
     assert is_cut_off([a, b])
     assert is_cut_off([a, b])

@@ -1,4 +1,4 @@
-"""Room for workers."""
+"""Reservations of resources for workers."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from tests.unit.cluster.clock import ManualClock
 
 @pytest.fixture
 def room(monkeypatch):
-    """Room for three workers. Ray reschedules the bundles of lost nodes."""
+    """A reservation for three workers. Tests change its placement group in ``room.table``."""
     table = {"state": "CREATED", "strategy": "SPREAD"}
     table["bundles_to_node_id"] = {0: "one", 1: "two", 2: "three"}
     monkeypatch.setattr(placement, "placement_group_table", lambda group: table)
@@ -52,7 +52,7 @@ def test_request_is_dropped_if_all_its_bundles_are_lost(room, monkeypatch):
 
 
 @pytest.mark.parametrize("captures", [True, False])
-def test_room_is_in_a_placement_group_that_captures_child_tasks(monkeypatch, captures):
+def test_workers_use_a_placement_group_that_captures_child_tasks(monkeypatch, captures):
     context = SimpleNamespace(should_capture_child_tasks_in_placement_group=captures)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(placement, "get_current_placement_group", lambda: "the caller's")

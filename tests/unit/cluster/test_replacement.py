@@ -1,4 +1,4 @@
-"""A replacement on its way: from room to a worker that is ready to join, without any waiting."""
+"""The steps of a replacement, from a free slot to a worker that is ready to join."""
 
 from concurrent.futures import Future
 from dataclasses import replace
@@ -26,7 +26,7 @@ class FakeSlot:
 
 
 class FakeMember:
-    """A worker whose answers the test gives."""
+    """A worker that answers when the test says so."""
 
     info = WorkerInfo(node_id="", node_ip="")
 
@@ -97,7 +97,7 @@ def test_no_worker_is_started_before_there_is_room(replacement, group, clock):
     assert group.made == [(replacement.slot, replacement.member)]
 
 
-def test_it_is_ready_when_it_has_set_up_and_not_before(replacement):
+def test_replacement_is_ready_only_after_its_setup(replacement):
     replacement.advance()
     for method in ("info", "create", "prepare"):
         replacement.member.answer(method)
@@ -112,7 +112,7 @@ def test_it_is_ready_when_it_has_set_up_and_not_before(replacement):
     assert replacement.replaces_lost
 
 
-def test_it_is_told_where_it_will_be_and_sets_up_alone(replacement):
+def test_replacement_knows_its_rank_and_sets_up_alone(replacement):
     answer_all(replacement, "info")
     (prepared,) = replacement.member.arguments["prepare"]
     context, rendezvous, leader, alone = replacement.member.arguments["enter"]
@@ -142,8 +142,8 @@ def test_an_error_of_the_user_is_kept_as_the_reason(replacement, failing, error)
     ("method", "step"),
     [("info", "come up"), ("create", "start"), ("prepare", "set up"), ("enter", "set up")],
 )
-def test_a_worker_that_dies_on_its_way_is_an_error(replacement, method, step):
-    """One that dies at once in its setup may take the answer of `prepare` along."""
+def test_a_worker_that_dies_before_it_is_ready_is_an_error(replacement, method, step):
+    """If a worker dies early in its setup, the answer of `prepare` may be lost too."""
     answer_all(replacement, *{"info": [], "create": ["info"]}.get(method, ["info", "create"]))
     replacement.member.asked[method].set_exception(ConnectionError("the actor died"))
     if method == "enter":
@@ -162,7 +162,7 @@ def test_a_worker_that_cannot_be_started_is_an_error(replacement, group):
     assert replacement.member is None
 
 
-def test_ctrl_c_on_its_way_does_not_make_it_ready(replacement, group):
+def test_ctrl_c_during_the_start_does_not_make_a_replacement_ready(replacement, group):
     group.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         replacement.advance()
@@ -199,7 +199,7 @@ def test_replacement_in_a_start_is_ready_after_create(group):
     replacement.set_up_alone(generation=7)
     replacement.advance()
     assert not replacement.is_ready
-    # the GPUs that its process sees are those for which it was prepared
+    # the GPUs stay those of the first `prepare`, because its process sees these
     (context,) = replacement.member.arguments["prepare"]
     assert context == replace(prepared, generation=7)
     assert replacement.member.arguments["enter"] == (context, None, None, True)

@@ -1,4 +1,4 @@
-"""Groups whose workers cannot go on in another generation: all start anew, with their state."""
+"""Groups whose workers cannot rejoin: all restart from the state of a survivor."""
 
 import pytest
 
@@ -21,25 +21,25 @@ def test_loss_restarts_all_with_the_state_of_a_survivor(world):
     run_until(controller, 40, max_losses=1)
     assert kinds(controller) == ["started", "lost", "restarted"]
     assert not set(first) & set(controller.members)
-    assert controller.events[-1].step == 17  # not the 10 of the snapshot
+    assert controller.events[-1].step == 17  # the snapshot has step 10
     assert [event.num_workers for event in controller.events] == [3, 0, 3]
     assert world.trained == list(range(1, 41))
 
 
-def test_a_start_that_failed_uses_no_process_again(world):
+def test_a_failed_start_reuses_no_process(world):
     world.on_meeting.append(lambda: world.workers[1].die("OOM"))
     controller = world.drive(3, rejoins=False).controller
     assert not set(controller.members) & set(world.workers[:3])
 
 
-def test_the_furthest_state_counts(world):
+def test_restart_uses_the_furthest_state(world):
     controller = world.drive(3, rejoins=False).controller
     world.at_step(17, lambda: world.lose(0, ahead=[2]))
     run_until(controller, 40, max_losses=1)
     assert controller.events[-1].step == 18
 
 
-def test_where_nobody_is_left_the_snapshot_counts(world):
+def test_restart_without_survivors_uses_the_snapshot(world):
     controller = world.drive(2, rejoins=False).controller
 
     def lose_all():
@@ -67,7 +67,7 @@ def test_a_users_error_costs_no_step_and_no_retry(world):
     assert controller.events[-1].step == step >= 17
 
 
-def test_with_less_room_fewer_start_and_later_all(world):
+def test_restart_with_less_room_starts_fewer_workers_and_grows_later(world):
     controller = world.drive(2, rejoins=False, resize_cooldown_s=0.0).controller
 
     def shrink():
@@ -86,7 +86,7 @@ def test_with_less_room_fewer_start_and_later_all(world):
 
 @pytest.fixture
 def silence(world, monkeypatch):
-    """A function that says from when until when Ray's head stands still."""
+    """A function that sets when the Ray head is unresponsive."""
     spans = []
 
     def silence_s(drains):
@@ -97,7 +97,7 @@ def silence(world, monkeypatch):
     return lambda *span: spans.append(span)
 
 
-def test_while_rays_head_is_silent_there_are_no_vain_tries(world, silence, caplog):
+def test_while_the_ray_head_is_silent_no_start_is_tried(world, silence, caplog):
     controller = world.drive(2, rejoins=False, max_attempts=1).controller
 
     def lose_all():

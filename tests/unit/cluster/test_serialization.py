@@ -1,4 +1,4 @@
-"""What large tensors and arrays become on their way to another process."""
+"""How tensors, arrays, and functions travel to another process."""
 
 import importlib
 import pickle
@@ -16,7 +16,7 @@ from raysgd.cluster.serialization import dumps, pack
 from raysgd.torch.options import TorchOptions
 
 LARGE = 1 << 14
-"""Bytes from which a tensor or an array goes beside."""
+"""Smallest size in bytes of a buffer that is sent out of band."""
 
 
 def same(a, b):
@@ -26,7 +26,7 @@ def same(a, b):
 
 
 def through_ray(packed):
-    """Make of it what Ray does: the buffers arrive as memory that is read only."""
+    """Return what arrives through Ray: buffers are read-only memory."""
     return type(packed)(packed.data, [bytes(buffer) for buffer in packed.buffers])
 
 
@@ -52,16 +52,16 @@ def test_large_values_travel_without_a_copy(make):
     packed = pack([value, value])
     assert len(packed.data) < 1000
     (buffer,) = packed.buffers
-    value[0] = 7  # Ray has not taken it over yet
+    value[0] = 7  # the buffer still shares the memory of the value
     assert bytes(buffer)[:4] != bytes(4) or bytes(buffer)[:8] != bytes(8)
     first, second = through_ray(packed).value()
     assert first is second
-    first[1] = 3  # which read-only memory would refuse
+    first[1] = 3  # needs writable memory
     assert value[1] == 0
 
 
 @pytest.mark.parametrize("make", [torch.zeros, np.zeros])
-def test_what_is_only_read_stays_in_ray_s_memory(make, recwarn):
+def test_read_only_values_stay_in_the_memory_of_ray(make, recwarn):
     arrived = through_ray(pack(make(LARGE)))
     tracemalloc.start()
     try:
@@ -85,7 +85,7 @@ def test_what_is_only_read_stays_in_ray_s_memory(make, recwarn):
     ],
     ids=["parameter", "grad", "view", "conj", "sparse", "channels-last"],
 )
-def test_what_is_more_than_its_memory_is_left_to_torch(tensor):
+def test_tensors_that_are_not_plain_keep_their_properties(tensor):
     arrived = through_ray(pack(tensor)).value()
     assert type(arrived) is type(tensor)
     assert arrived.requires_grad == tensor.requires_grad
@@ -95,8 +95,8 @@ def test_what_is_more_than_its_memory_is_left_to_torch(tensor):
     assert torch.equal(arrived.to_dense(), tensor.to_dense())
 
 
-def test_functions_that_name_torchs_settings_by_chance_arrive():
-    """By two names of theirs cloudpickle takes torch.distributed.config, if that is loaded."""
+def test_functions_that_seem_to_use_torch_distributed_config_can_be_sent():
+    """The names `distributed` and `config` make cloudpickle pickle `torch.distributed.config`."""
     importlib.import_module("torch.distributed.config")
     there = through_ray(pack(lambda own: (torch.distributed.is_available(), own.config))).value()
     assert there(SimpleNamespace(config=3)) == (True, 3)
@@ -104,7 +104,7 @@ def test_functions_that_name_torchs_settings_by_chance_arrive():
 
 @pytest.fixture
 def store(monkeypatch):
-    """An object store that holds what is put there as Ray does: pickled, with read-only buffers."""
+    """A fake Ray object store: values are pickled, and their buffers are read-only."""
     held = []
 
     def put(value):
@@ -130,7 +130,7 @@ def test_large_value_is_stored_once_without_a_copy_on_the_driver(store):
     assert len(store) == 1
     assert len(store[0][0]) < 1000
     assert (packed.data, packed.buffers) == (b"", ())
-    assert packed.value()["array"].sum() == 2**18  # as a worker in this process reads it
+    assert packed.value()["array"].sum() == 2**18  # a worker in this process reads it this way
 
 
 def test_workers_share_large_arrays_and_have_their_own_tensors(store):

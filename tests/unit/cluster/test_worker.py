@@ -1,4 +1,4 @@
-"""What runs in a worker process: outcomes, kinds of failures, and what crosses to the driver."""
+"""The worker process: outcomes, kinds of failures, and what is sent to the driver."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ PACKAGE = raysgd.__path__[0]
 
 
 class FakeRunner:
-    """A runner whose method `run` calls what it is given."""
+    """A runner that records calls. Its method `run` calls the given function."""
 
     def __init__(self):
         self.calls = []
@@ -94,7 +94,7 @@ class FakeBackend(Backend):
 
 @pytest.fixture
 def worker():
-    """A worker as an actor hosts it: what it returns is pickled."""
+    """A worker as in an actor, whose results are pickled."""
     worker = Worker()
     assert worker.create(None, pack(FakeRunner()), FakeBackend(), []).kind == "ok"
     return worker
@@ -117,7 +117,7 @@ class PlainError(Exception):
 
 
 class TwoArgumentsError(Exception):
-    """An exception whose pickle cannot be read: its constructor wants more than the message."""
+    """An exception that cannot be unpickled, because its constructor has two arguments."""
 
     def __init__(self, first, second):
         super().__init__(f"{first} {second}")
@@ -201,7 +201,7 @@ def test_user_code_is_neither_raysgd_nor_installed(filename, expected):
     [TwoArgumentsError("two", "parts"), PlainError(threading.Lock())],
     ids=["unreadable", "unpicklable"],
 )
-def test_an_exception_that_cannot_cross_is_told_about(worker, error):
+def test_an_exception_that_cannot_be_sent_arrives_as_remote_error(worker, error):
     outcome = call(worker, fail_with(error), inline=True)
     outcome = pickle.loads(pickle.dumps(outcome))
     told = outcome.exception()
@@ -252,7 +252,7 @@ def test_thread_of_the_driver_returns_every_base_exception(error):
             call(worker, fail_with(error), inline=True)
 
 
-def test_failures_of_communication_are_told_from_others(worker):
+def test_errors_caused_by_communication_count_as_communication(worker):
     assert call(worker, fail_with(ConnectionError("peer"))).kind == "communication"
     assert call(worker, fail_with(PlainError())).kind == "user"
 
@@ -272,7 +272,7 @@ def test_failures_of_communication_are_told_from_others(worker):
     assert call(worker, while_handling).kind == "communication"
 
 
-def test_an_error_that_a_backend_has_advice_for_is_the_users(worker):
+def test_an_error_with_advice_of_the_backend_is_a_user_error(worker):
     def use():
         try:
             raise ConnectionError("peer")
@@ -285,7 +285,7 @@ def test_an_error_that_a_backend_has_advice_for_is_the_users(worker):
 
 
 def test_consequence_of_another_error_arrives_as_text(worker):
-    """The driver would import TensorFlow to read one of its errors, which takes seconds."""
+    """Unpickling a TensorFlow error would import TensorFlow, which takes seconds."""
     outcome = call(worker, fail_with(ConnectionError("no answer")))
     assert outcome.kind == "communication"
     told = outcome.exception()
@@ -295,7 +295,7 @@ def test_consequence_of_another_error_arrives_as_text(worker):
 
 
 @pytest.mark.parametrize("error", [ConnectionError("peer"), PlainError("bad batch")])
-def test_an_exception_that_somebody_keeps_keeps_no_frames(worker, error):
+def test_an_exception_does_not_keep_frames_alive(worker, error):
     def fail():
         try:
             raise KeyError("first")
@@ -324,12 +324,12 @@ def test_late_messages_do_not_affect_the_next_generation(worker):
     assert (worker.runner.calls, worker._backend.calls) == ([], [])
     assert call(worker, fail_with(PlainError())).kind == "user"
     assert worker.pause_at(3, 9) == 4
-    worker.interrupt(4)  # of a generation that it is about to enter
+    worker.interrupt(4)  # for a generation that the worker is about to enter
     assert worker.runner.calls == [("pause", 9), ("stop", True)]
     assert worker._backend.calls == ["interrupt"]
 
 
-def test_next_generation_waits_for_messages_to_the_last(worker):
+def test_next_generation_waits_for_messages_to_the_previous_one(worker):
     worker.enter(WorkerContext(generation=1), None, 0)
     interrupting, go_on = threading.Event(), threading.Event()
 
@@ -362,14 +362,14 @@ def test_a_pause_is_neither_a_result_nor_a_failure(worker):
     assert call(worker, fail_with(PausedError())).kind == "paused"
 
 
-def test_a_snapshot_comes_pickled_where_there_is_one(worker):
+def test_a_snapshot_is_pickled_if_there_is_one(worker):
     assert worker.snapshot() is None
     worker.runner.step = 4
     assert pickle.loads(worker.snapshot()) == {"step": 4}
     assert Worker().snapshot() is None
 
 
-# ---- life
+# ---- life cycle
 
 
 def test_the_hook_runs_before_the_runner_is_unpickled():
@@ -380,7 +380,7 @@ def test_the_hook_runs_before_the_runner_is_unpickled():
 
 
 class Loud:
-    """Says when it is unpickled."""
+    """An object that reports when it is unpickled."""
 
     def __getstate__(self):
         return {"name": "runner"}
@@ -405,14 +405,14 @@ def test_what_the_driver_can_import_the_worker_can(worker, monkeypatch, tmp_path
     monkeypatch.delitem(sys.modules, "module_of_the_user")
 
 
-def test_a_failing_hook_is_an_error_and_nothing_is_hosted():
+def test_a_failing_hook_is_an_error_and_leaves_no_runner():
     worker = Worker()
     outcome = worker.create(fail_with(PlainError("no network here")), FakeRunner(), None, [])
     assert outcome.kind == "user"
     assert worker.runner is None
 
 
-def test_entering_makes_the_group_before_the_operator(worker):
+def test_enter_sets_up_the_process_group_before_the_runner(worker):
     order = []
     worker._backend.setup = lambda context, rendezvous: order.append(("group", rendezvous))
     worker._backend.teardown = lambda: order.append("left")
@@ -444,7 +444,7 @@ def test_stacks_are_those_of_threads_with_user_code(worker, monkeypatch):
     assert "Thread MainThread:" in worker.stacks()
 
 
-# ---- members in the driver's process
+# ---- functions and GPUs
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt("mine"), asyncio.CancelledError()])

@@ -1,4 +1,4 @@
-"""Waiting for workers, and what each of them reserves."""
+"""Worker groups: start, slots, and shutdown."""
 
 import inspect
 from concurrent.futures import Future
@@ -33,14 +33,14 @@ def test_control_methods_have_their_own_threads():
     assert groups["call"] == groups["execute"] == "work"
 
 
-def test_ray_client_takes_the_actor(monkeypatch):
-    """Its decorator knows fewer arguments, and refuses others."""
+def test_ray_client_accepts_the_actor_class(monkeypatch):
+    """The decorator of Ray Client accepts fewer arguments."""
     monkeypatch.setattr(ray, "method", _ClientAPI(None).method)
     monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
     group_module._actor_class.__wrapped__()
 
 
-def test_an_inline_group_starts_and_ends_without_anything():
+def test_an_inline_group_needs_no_ray():
     group = WorkerGroup(GroupOptions(num_workers=1, use_local=True))
     group.reserve(timeout_s=5)
     (slot,) = group.vacant_slots()
@@ -53,7 +53,7 @@ def test_an_inline_group_starts_and_ends_without_anything():
     assert group.members == group.vacant_slots() == []
 
 
-# ---- workers and their room
+# ---- workers and their slots
 
 
 class FakeSlot:
@@ -64,7 +64,7 @@ class FakeSlot:
 
 
 class FakeReservation:
-    """Room of our own, or of the caller, of which no more can be had."""
+    """A reservation. If the caller owns it, it cannot grow."""
 
     def __init__(self, size, owned=True):
         self.slots = [FakeSlot(index) for index in range(size)]
@@ -124,7 +124,7 @@ class FakeMember:
 
 
 class Actors:
-    """Stands in for the class of actors: each is a number."""
+    """A fake actor class whose actors are numbers."""
 
     def __init__(self):
         self.number = -1
@@ -142,7 +142,7 @@ class Actors:
 
 @pytest.fixture
 def start(monkeypatch):
-    """A function that returns a started group with room for so many workers."""
+    """A function that returns a started group."""
     monkeypatch.setattr(group_module, "ActorHandle", FakeMember)
     actors = Actors()
     monkeypatch.setattr(group_module, "_actor_class", lambda: actors)
@@ -171,7 +171,7 @@ def test_workers_that_reserve_no_gpu_see_none(start, num_gpus):
     assert group_module._actor_class().hides_gpus == (num_gpus == 0)
 
 
-def test_room_that_is_missing_is_requested_once(start):
+def test_missing_room_is_requested_once(start):
     group = start(num_workers=4, room=2)
     vacant = group.vacant_slots()
     assert [slot.strategy for slot in vacant] == [2, 3]
@@ -192,7 +192,7 @@ def test_start_requests_lost_room_again(start):
     assert not set(vacant) & set(lost)
 
 
-def test_no_more_room_is_requested_where_it_is_the_callers(start):
+def test_no_room_is_requested_in_a_reservation_of_the_caller(start):
     assert start(num_workers=4, room=2, owned=False).vacant_slots() == []
 
 
@@ -209,7 +209,7 @@ def test_a_lost_worker_leaves_its_slot_to_a_successor(start):
     successor = group.new_member(slot)
     assert group.vacant_slots() == []
     assert group.slot_of(successor) is slot
-    assert successor not in group.members  # before it has joined
+    assert successor not in group.members  # it has not joined yet
     group.discard(successor)
     assert group.vacant_slots() == [slot]
 
@@ -246,7 +246,7 @@ def test_further_workers_take_the_room_of_those_that_were_removed(start):
     assert (len(group.members), reserved) == (3, [1])
 
 
-def test_further_workers_that_do_not_come_up_leave_none_behind(start, monkeypatch):
+def test_further_workers_that_do_not_start_are_killed(start, monkeypatch):
     group = start(num_workers=2, room=2)
     before, made = list(group.members), []
 

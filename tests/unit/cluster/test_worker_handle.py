@@ -1,4 +1,4 @@
-"""Handles of workers: what they say about a worker, and calls that reach it."""
+"""Handles of workers: calls, liveness, and causes of losses."""
 
 import os
 import threading
@@ -26,11 +26,11 @@ from tests.unit.cluster.test_worker import FakeRunner
 
 PLACE = WorkerInfo(node_id="0123456789abcdef", node_ip="10.0.0.7", pid=77)
 NO_PROCESS = 2**30
-"""Above what any system numbers its processes with."""
+"""A process ID above the maximum of any system."""
 
 
 class Actor:
-    """A handle of Ray's that notes the calls."""
+    """A fake Ray actor handle that records calls."""
 
     def __init__(self):
         self.calls = []
@@ -40,7 +40,7 @@ class Actor:
 
 
 class Method:
-    """Has no options, of which a handle of Ray Client knows fewer."""
+    """An actor method without `options`, because Ray Client supports fewer of them."""
 
     def __init__(self, actor, name):
         self.actor, self.name = actor, name
@@ -55,7 +55,7 @@ class Method:
 
 @pytest.fixture
 def member(monkeypatch):
-    """A member of an actor that only notes what it is told, in a process that has Ray."""
+    """A member with a fake actor, in a process in which Ray seems to be initialized."""
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     member = ActorHandle(Actor())
     member.info = PLACE
@@ -75,12 +75,12 @@ def test_an_inline_member_works_in_the_calling_thread():
     assert "127.0.0.1" in member.name
 
 
-def test_a_thread_member_works_beside_the_calling_thread():
+def test_a_thread_member_works_in_a_thread_of_its_own():
     member = ThreadHandle()
     member.work("create", None, FakeRunner(), None, []).result(20)
     gate = threading.Event()
     busy = member.work("call", request_of("run", function=lambda: gate.wait(20)))
-    assert member.control("progress").result(20) == Progress()  # while it is busy
+    assert member.control("progress").result(20) == Progress()  # while the work thread is busy
     gate.set()
     assert busy.result(20).value() is True
     ident = member.work("call", request_of("run", function=threading.get_ident)).result(20).value()
@@ -121,7 +121,7 @@ def test_a_large_argument_travels_through_ray_s_object_store_once(member, monkey
     assert member.actor.calls == [("call", ("its place in the store", small), {})] * 2
 
 
-def test_without_ray_a_call_is_an_error_and_starts_none(member, monkeypatch):
+def test_without_ray_a_call_is_an_error_and_does_not_start_ray(member, monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "kill", lambda actor: pytest.fail("that would start Ray"))
     for call in (member.work, member.control, member.execute):
@@ -176,7 +176,7 @@ def test_killing_a_remote_worker_does_not_wait_for_the_ray_head(member, monkeypa
         answers.set()
 
 
-def test_what_ray_says_about_a_death_comes_in_one_line():
+def test_loss_cause_is_one_line_of_the_error_of_ray():
     said = (
         "The actor died unexpectedly before finishing this task.\n\tpid: 77\n"
         "The actor is dead because its worker process has died. Worker exit detail: Worker exits "
@@ -204,13 +204,13 @@ def test_what_ray_says_about_a_death_comes_in_one_line():
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_loss_is_told_from_other_errors(error, lost):
+def test_a_loss_is_distinguished_from_other_errors(error, lost):
     assert is_loss(error) is lost
 
 
 @pytest.mark.parametrize(("stops", "lives"), [(True, True), (False, False), (None, False)])
 def test_worker_that_ray_cannot_reach_may_live_if_its_host_is_watched(member, stops, lives):
-    if stops is not None:  # its calls, when it hears nothing of the driver
+    if stops is not None:  # whether the worker stops its calls when it loses the driver
         member._monitor = SimpleNamespace(stops_calls=stops)
         member.watch = object()
     assert member.may_live(ray.exceptions.ActorUnavailableError("reset", None)) is lives
