@@ -25,7 +25,7 @@ def outcome(kind, payload=None):
 
 
 class Named(str):
-    """A worker that may live until Ray reports its death."""
+    """A worker that may be alive if Ray reports it as unavailable."""
 
     def may_live(self, error):
         return isinstance(error, ray.exceptions.ActorUnavailableError)
@@ -61,7 +61,7 @@ def test_the_first_failure_in_time_is_the_one_to_raise():
     assert isinstance(attempt.error(), ValueError)
 
 
-def test_an_answer_that_is_gone_is_no_loss_and_stops_the_others():
+def test_a_lost_answer_is_no_lost_worker_and_stops_the_others():
     attempt, futures = attempt_of("a", "b")
     futures["a"].set_exception(ray.exceptions.ActorUnavailableError("reset", None))
     attempt.settle(0)

@@ -1,4 +1,4 @@
-"""Calls of the controller on a simulated cluster: outcomes, errors, interruptions, and the end."""
+"""Calls of the controller on a simulated cluster: outcomes, errors, interruptions, and shutdown."""
 
 import threading
 
@@ -176,7 +176,7 @@ def test_on_wait_gets_the_progress_of_the_workers(world):
     assert [20, 20, 20] in seen
 
 
-# ---- the start and the end
+# ---- start and shutdown
 
 
 def test_an_error_at_the_start_leaves_no_worker(world):

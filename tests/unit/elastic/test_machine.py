@@ -66,7 +66,7 @@ RESULTS = {
     machine.FormGroup: formed | failed | lost | state_lost,
     machine.RunCall: lost | returned | stopped,
 }
-"""What can happen next, by the last action."""
+"""Strategies for the next event, by last action."""
 
 
 def key(action):
@@ -98,7 +98,7 @@ SAMPLES = [
 
 
 def edges():
-    """Return each transition there is, as the names of a state, an event, and the next state."""
+    """Return all transitions as names of (state, event, next state)."""
     found = set()
     for state, event, policy in product(STATES, SAMPLES, POLICIES):
         with contextlib.suppress(ValueError):  # the event cannot happen in the state
@@ -124,7 +124,7 @@ def test_the_table_of_the_architecture_page_has_the_transitions():
 
 @st.composite
 def lives(draw):
-    """A start and some calls of a group, step by step: state, event, next state, and actions."""
+    """Draw the start and some calls of a group, as (state, event, next state, actions)."""
     policy, state, event = draw(st.sampled_from(POLICIES)), New(), draw(starts)
     steps = []
     for _ in range(draw(st.integers(1, 60))):
@@ -201,7 +201,7 @@ def test_a_loss_ends_no_survivor(policy):
     assert (type(after), after.budget.num_losses) == (Broken, 1)
 
 
-def test_a_group_that_is_alive_and_cannot_form_is_an_error_at_the_third_time():
+def test_the_third_failure_to_form_a_live_group_is_an_error():
     state, event = Broken(), machine.FormingFailed()
     for _ in range(2):
         state, actions = machine.transition(state, event, POLICIES[0])

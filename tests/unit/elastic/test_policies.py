@@ -1,4 +1,4 @@
-"""How many workers fit, who is who, whose state counts, and how long to wait."""
+"""Policies for the number of workers, ranks, leaders, waits, and pauses."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,7 +94,7 @@ def test_a_pause_is_two_steps_and_the_notice_ahead_of_every_worker(workers, reac
     step = pause_step(progress, notice_s)
     assert all(step >= p.global_step + 2 for p in progress)
     ahead = step - 2 - first.global_step
-    # not much farther, so that the pause is not late
+    # and no later than necessary
     if first.step_s:
         rounding = 1e-9 * (1.0 + first.step_s)
         assert (ahead - 1) * first.step_s - rounding <= notice_s

@@ -24,7 +24,7 @@ class FakeMember(str):
 
 
 class FakeGroup:
-    """A group of names; each of its slots is a number."""
+    """A fake group whose members are names and whose slots are numbers."""
 
     def __init__(self, clock, num_workers, present, use_local=False):
         self.clock = clock
@@ -73,7 +73,7 @@ class FakeJournal:
 
 
 class FakeReplacement:
-    """Ready or failed when the test says so."""
+    """A replacement that becomes ready or fails when the test says so."""
 
     made = ()
 
@@ -198,7 +198,7 @@ def test_a_failed_replacement_is_recorded_and_replaced_after_a_wait(make, clock)
 
 
 def waits_until_the_next(scale_up, clock, most_s=200.0):
-    """Seconds until another replacement worker is started."""
+    """Return the seconds until another replacement starts, or None after `most_s`."""
     before, began = len(replacements()), clock.now
     while len(replacements()) == before:
         scale_up.tick()
@@ -218,7 +218,7 @@ def test_a_lost_replacement_is_replaced_immediately_with_its_rank(make):
     another = replacements()[-1]
     assert len(replacements()) == 4
     assert (another.slot, another.rank, another.size) == (first.slot, first.rank, 5)
-    assert another.replaces_lost  # so that no cooldown keeps it waiting
+    assert another.replaces_lost  # it joins without a cooldown
     assert [n.error for n in others] == [None, None]
 
 
@@ -235,7 +235,7 @@ def test_a_slot_with_repeated_losses_in_the_same_step_waits(make, clock, step, m
     replacements()[-1].step, replacements()[-1].error = step, LostError("OOM")
     scale_up.tick()
     assert waits_until_the_next(scale_up, clock) == pytest.approx(2, abs=0.25)
-    # only in these steps the code of the user runs
+    # user code runs only in these steps
     assert (scale_up.error is not None) == (step in ("set up", "start"))
 
 
@@ -339,12 +339,12 @@ def test_a_slot_that_was_filled_again_has_the_cooldown(make, clock):
     scale_up.forget_joined([replacements()[0]])
     assert not scale_up.under_way
     assert scale_up.ready() == []
-    # it goes again, this time not as a loss
+    # the worker leaves, but is not lost
     group.members.pop()
     group.taken.pop()
     scale_up.tick()
     replacements()[1].get_ready()
     assert not replacements()[1].replaces_lost
-    assert scale_up.ready() == []  # joining was a change of size
+    assert scale_up.ready() == []  # the join started a cooldown
     clock.now += 5
     assert scale_up.ready() == [replacements()[1]]

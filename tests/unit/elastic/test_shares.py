@@ -42,7 +42,7 @@ def make(num_workers=2, **config):
 
 
 def poll(group, shares, *speeds, seconds=0.0):
-    """Report speeds once a second, for as long as given."""
+    """Report `speeds` once per second, for `seconds`."""
     for _ in range(int(seconds) + 1):
         progress = zip(group.members, speeds, strict=True)
         shares.poll({member: Progress(samples_per_s=speed) for member, speed in progress})
@@ -117,13 +117,13 @@ def test_nodes_have_the_shares_of_a_mapping():
     assert make(shares={"CPU": 2.0})[2].given(group.members) is None
 
 
-def test_names_that_no_node_has_yet_are_logged(caplog):
+def test_resources_that_no_node_has_yet_are_logged(caplog):
     make(shares={"slot=w1": 0.25, "A600": 2.0})
     assert "resource 'A600' yet. The nodes have CPU, slot=w0, slot=w1." in caplog.text
 
 
 def test_the_only_worker_has_the_whole_batch_without_a_look_at_nodes(monkeypatch):
-    monkeypatch.delattr(FakeGroup, "node_traits")  # Ray does not run
+    monkeypatch.delattr(FakeGroup, "node_traits")  # it would need Ray
     group, _, shares = make(1, shares={"slot=w0": 0.25})
     assert shares.of(group.members) is None
     assert shares.given(group.members) is None

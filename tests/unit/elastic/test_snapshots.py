@@ -1,4 +1,4 @@
-"""Snapshots on the driver: which one counts, and failures while it is fetched."""
+"""Snapshots on the driver: which one it keeps, and failures while it fetches one."""
 
 import pickle
 from concurrent.futures import Future
@@ -45,7 +45,7 @@ def keeper():
 
 
 def test_a_newer_snapshot_of_the_same_step_is_fetched(keeper):
-    """A scheduler has received a metric since."""
+    """For example, a scheduler has received a metric in between."""
     member = FakeMember()
     for step, state in ((5, "before"), (None, ""), (5, "after")):
         keeper.poll({member: at(step)})
@@ -75,7 +75,7 @@ def test_shards_of_one_step_are_fetched_together():
     assert keeper.state() == {"step": 4, "shares": ["a", "b"]}
     keeper.poll({one: divided(5), other: divided(5)})
     one.send({"step": 5, "shares": "a"})
-    other.asked[-1].set_result(None)  # it has a newer one
+    other.asked[-1].set_result(None)  # its snapshot is of a later step
     assert keeper.state()["step"] == 4
 
 
