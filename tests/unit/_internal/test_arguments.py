@@ -47,7 +47,7 @@ def test_elastic_is_an_elastic_config():
 @example({"x": float("nan")})
 @example({"CPU": 1})
 def test_resources_are_positive_numbers(resources):
-    """NaN is no amount, and CPUs have their own argument."""
+    """NaN is invalid, and CPUs have their own argument."""
     fine = all(type(amount) in (int, float) and amount > 0 for amount in resources.values())
     if fine and "CPU" not in resources:
         assert options(resources_per_worker=resources).resources_per_worker == resources
@@ -66,7 +66,7 @@ def test_gpus_are_used_if_requested_or_found(monkeypatch):
     assert decide(True, {}, **local) is True
     assert decide(False, {}, found=True, **local) is False
     assert [decide("auto", {}, found=found, **local) for found in (True, False)] == [True, False]
-    assert decide("auto", {"GPU": 1})  # no cluster is asked
+    assert decide("auto", {"GPU": 1})  # does not need a cluster
     with pytest.raises(ValueError, match="Remove GPU, or pass use_gpu=True"):
         decide(False, {"GPU": 1})
 

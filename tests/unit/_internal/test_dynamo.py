@@ -118,12 +118,12 @@ WAYS = [
     "kept_the_stand_in",
     "comes_from_several_threads",
 ]
-"""Ways to load it."""
+"""Functions of `CODE` that load ``torch._dynamo``. Each entry runs in one fork."""
 
 
 @pytest.fixture(scope="module")
 def found():
-    """Results of a process that has postponed it. Each way runs in a fork."""
+    """Results of a process that has postponed ``torch._dynamo``, by entry of `WAYS`."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CODE, *WAYS],
         cwd=Path(__file__).parents[3],
