@@ -1,4 +1,4 @@
-"""Faults that are drawn by a seed, and what is refused."""
+"""Schedules of random faults, and errors for invalid ranks."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from raysgd.testing.chaos import schedule
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_schedule_follows_from_its_arguments_and_keeps_to_its_bounds(seed):
+def test_a_schedule_is_deterministic_and_within_its_bounds(seed):
     faults = schedule(seed, 9, 3, num_steps=10)
     assert faults == schedule(seed, 9, 3, num_steps=10)
     assert [fault.step for fault in faults] == list(range(1, 10))

@@ -21,7 +21,7 @@ def test_an_operator_can_be_driven_by_hand():
     assert operator.train_epoch(iter(operator.train_loader))["num_samples"] == 40
 
 
-def test_it_is_on_cpu_and_alone():
+def test_run_operator_uses_the_cpu_and_one_worker():
     operator = run_operator(Classifier)
     assert operator.device == torch.device("cpu")
     assert (operator.world_rank, operator.local_rank, operator.world_size) == (0, 0, 1)
