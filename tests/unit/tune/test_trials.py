@@ -1,4 +1,4 @@
-"""Trials of Ray Tune and their trainers; no Ray is started."""
+"""Trials of Ray Tune and their trainers, without starting Ray."""
 
 import sys
 
@@ -92,7 +92,7 @@ def test_an_old_subclass_creates_its_trainer_itself(make_trial, tmp_path):
                 data_creator=None,
             )
 
-    assert Own.default_resource_request({"lr": 0.5}) is None  # one CPU
+    assert Own.default_resource_request({"lr": 0.5}) is None  # Tune then reserves one CPU
     trial = make_trial({"lr": 0.5}, cls=Own)
     assert lr_of(trial) == 0.5
     assert {"train_loss", "val_loss"} <= trial.train().keys()
@@ -128,7 +128,7 @@ WORKER = {"CPU": 1}
         ({"resources_per_worker": {"GPU": 2}, "use_gpu": True}, {}, [{"CPU": 1, "GPU": 2}]),
         ({"num_workers": 4}, {"num_workers": np.int64(1)}, [WORKER]),
         ({}, {"num_cpus_per_worker": 0.5, "use_gpu": True}, [{"CPU": 0.5, "GPU": 1}]),
-        # the config of the trainer is that of the operator
+        # `config` is for the operator, so its num_workers does not count
         ({"num_workers": 2, "config": {"num_workers": 7}}, {}, [WORKER, WORKER]),
     ],
 )
@@ -143,7 +143,7 @@ def test_auto_asks_the_cluster_for_gpus(monkeypatch, gpus, worker):
     assert bundles(make_class(use_gpu="auto")) == [worker]
 
 
-# ---- life
+# ---- trials
 
 
 def test_the_config_of_a_trial_is_merged_over_that_of_the_trainer(make_trial):
@@ -206,7 +206,7 @@ def test_a_copied_trial_uses_the_options_that_its_config_changes(make_trial, tmp
     assert lr_of(third) == 0.4
 
 
-def test_a_rate_that_the_config_does_not_set_comes_from_the_checkpoint(make_trial, tmp_path):
+def test_a_rate_that_the_config_does_not_change_is_restored(make_trial, tmp_path):
     trial, other = make_trial({"lr": 0.1}), make_trial({"lr": 0.1})
     trial.trainer.get_local_operator().optimizer.param_groups[0]["lr"] = 0.01
     other.restore(trial.save(str(tmp_path / "saved")))
@@ -232,7 +232,7 @@ def test_a_reused_trial_keeps_nothing_of_the_first(make_trial):
 
 
 class Counting(Callback):
-    """Adds the number of epochs that it has seen to the metrics."""
+    """A callback that adds the number of epochs it has seen to the metrics."""
 
     num_epochs = 0
 
