@@ -24,7 +24,7 @@ class Block(torch.nn.Module):
 
 
 def whole_parts(model):
-    """Return whether each part of a model has whole parameters."""
+    """Return whether the parameters of each part are gathered."""
     return [not isinstance(next(each.parameters()), DTensor) for each in model]
 
 

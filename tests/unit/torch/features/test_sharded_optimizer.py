@@ -77,7 +77,7 @@ def test_one_copy_survives_one_loss_at_a_time(history, by_rows):
         assert sorted(n for share in map(elements, shares) for n in share) == sorted(everything)
         planned = transfers(shares, 1, 0, [held.get(worker, []) for worker in group])
         assert planned is not None
-        for which, start, stop, _, source, _ in planned:  # each source has what it sends
+        for which, start, stop, _, source, _ in planned:  # each source holds what it sends
             has = [(a, b) for n, a, b, _ in held[group[source]] if n == which]
             assert any(a <= start and stop <= b for a, b in has)
         held = {
@@ -108,7 +108,7 @@ FULL_ROUND = Round(sharding="full", register={"max_grad_norm": 0.05})
 CHOSEN = [
     # some workers commit the step in which others fail
     Round(leaves=[(2, 5, "fail gathered"), (1, 5, "fail gathered")]),
-    # two workers fail together that hold no common share
+    # two workers without a common share fail together
     replace(FULL_ROUND, leaves=[(1, 3, "update"), (3, 3, "backward")], joins_at=8),
     # one worker remains
     Round(copies=3, leaves=[(1, 3, "update"), (2, 3, "update"), (3, 5, "step")], joins_at=8),
@@ -257,7 +257,7 @@ def test_a_closure_and_added_parameters_are_refused(process_group):
 
 @contextlib.contextmanager
 def group_of_one():
-    """Yield a function that enters a new process group, and leaves the one before."""
+    """Yield a function that leaves the process group and enters a new one."""
     backend = create_backend("gloo", 30)
 
     def enter():
@@ -299,7 +299,7 @@ def test_a_state_can_be_loaded_between_two_groups(sharding):
         runner.teardown()
 
 
-# ---- what is refused
+# ---- errors
 
 
 class Refused(TrainingOperator):

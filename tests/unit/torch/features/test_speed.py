@@ -1,4 +1,4 @@
-"""The speed of a worker, for shares that follow it."""
+"""The measured speed of a worker, which determines its share of a batch."""
 
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ def step(clock, model, speed, size, seconds):
     speed.begin_batch(MicroBatch(size=size))
     clock.sleep(seconds)
     model(torch.ones(1, 2)).sum().backward()
-    clock.sleep(5.0)  # it waits for other workers
+    clock.sleep(5.0)  # the time to wait for other workers
     speed.before_commit()
 
 
