@@ -28,7 +28,7 @@ def data_creator(config):
     return make_loader(), make_loader(4)
 
 
-def test_everything_single():
+def test_creators_may_return_single_objects():
     operator_cls = TrainingOperator.from_creators(
         model_creator,
         optimizer_creator,
@@ -46,7 +46,7 @@ def test_everything_single():
     assert operator.validate(iter(operator.validation_loader))["num_samples"] == 4
 
 
-def test_everything_in_several():
+def test_creators_may_return_several_objects():
     operator_cls = TrainingOperator.from_creators(
         lambda config: [torch.nn.Linear(2, 2) for _ in "ab"],
         lambda models, config: tuple(optimizer_creator(model, config) for model in models),
@@ -63,7 +63,7 @@ def test_everything_in_several():
     assert isinstance(operator.criterion, torch.nn.MSELoss)
 
 
-def test_only_what_is_required():
+def test_only_model_and_optimizer_creators_are_required():
     operator = run_operator(TrainingOperator.from_creators(model_creator, optimizer_creator))
     assert operator.criterion is None
     assert not hasattr(operator, "scheduler")

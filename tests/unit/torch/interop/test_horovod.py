@@ -1,4 +1,4 @@
-"""Horovod's exchange of gradients, in a group of one."""
+"""Averaging of gradients by Horovod, in a group of one."""
 
 from tests.conftest import import_horovod, run_ranks
 
@@ -25,8 +25,8 @@ print("good")
 
 
 def test_graph_of_a_failed_step_exchanges_nothing(monkeypatch):
-    """An exception's traceback may hold it; its hooks would take the names of the new ones."""
+    """A traceback may keep the graph, whose hooks use the same tensor names as the new hooks."""
     import_horovod("horovod.torch")
-    # where Horovod cannot grow, one alone exchanges nothing
+    # otherwise, Horovod exchanges nothing in a group of one
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     run_ranks(HELD, 1)

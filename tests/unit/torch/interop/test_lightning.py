@@ -1,4 +1,4 @@
-"""A LightningModule under an operator: its steps, its hooks, its data, and what is refused."""
+"""A LightningModule in an operator: steps, hooks, data, and errors."""
 
 import pickle
 
@@ -27,7 +27,7 @@ def loader(batch_size=8):
 
 
 class Line(lightning.LightningModule):
-    """Writes down which of its hooks are called."""
+    """Records the calls of its hooks."""
 
     def __init__(self, config):
         super().__init__()
@@ -126,13 +126,13 @@ def test_module_trains_like_a_plain_loop(tmp_path):
     assert found["val_mae"] == pytest.approx(errors.mean().item(), rel=1e-5)
     assert found["val_loss"] == pytest.approx((errors**2).mean().item(), rel=1e-5)
     assert "outputs" not in found
-    # part of an epoch, and a state with what the module adds
+    # the state includes the entries that the module adds
     trainer.train(num_steps=2)
     trainer.load(trainer.save(tmp_path / "line.pt"))
     assert trainer.get_local_operator().module.loaded > 0
 
 
-def test_num_items_of_an_operator_of_a_module():
+def test_num_items_weights_the_validation_loss_of_a_module():
     class Counting(TrainingOperator.from_ptl(Line)):
         def num_items(self, batch):
             return (batch[1] > 0).sum()
@@ -199,7 +199,7 @@ def test_reduce_fx_of_logged_values():
     values = [-5, 1, -3, 3, -1]
     found = (stats["total"], stats["low"], stats["high"], stats["also_low"])
     assert found == (sum(values), min(values), max(values), 1)
-    assert stats["where"] == 0  # and what comes after has its own
+    assert stats["where"] == 0  # values without reduce_fx use the mean
     assert stats["epoch_total"] == 2
     assert trainer.validate()["val_count"] == 40
     operator = trainer.get_local_operator()
@@ -242,7 +242,7 @@ def test_hooks_are_called_in_the_order_of_lightning():
 
 
 class Clipping(Line):
-    """Clips its gradients where Lightning has them whole."""
+    """Clips its gradients in the hook that sees those of the whole batch."""
 
     def on_before_optimizer_step(self, optimizer):
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
@@ -295,7 +295,7 @@ def test_data_may_come_from_a_data_module():
             return loader(self.size)
 
     ready = lightning.LightningDataModule()
-    ready.train_dataloader = loader  # as its from_datasets() sets it
+    ready.train_dataloader = loader  # as from_datasets() does
     for data in (Data, Data(), ready):
         trainer = start(datamodule=data)
         assert trainer.train()["num_samples"] == 40
@@ -303,7 +303,7 @@ def test_data_may_come_from_a_data_module():
             trainer.validate()
 
 
-# ---- what is refused
+# ---- errors
 
 
 @pytest.mark.parametrize("given", [torch.nn.Linear, Line({"lr": 0.1}), None])
