@@ -1,4 +1,4 @@
-"""What several tests of torch need."""
+"""Fixtures for the PyTorch tests."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from raysgd.backends import create_backend
 
 @pytest.fixture
 def process_group():
-    """A gloo process group of one."""
+    """Create a gloo process group with one worker."""
     backend = create_backend("gloo", 30)
     context = WorkerContext(distributed=True)
     backend.setup(context, backend.prepare(["127.0.0.1"]))

@@ -1,9 +1,8 @@
 """A stand-in for NVIDIA Apex, which needs a GPU and a compiler to install.
 
-It has the functions of ``apex.amp`` that raysgd calls, with the signatures and the behaviour
-that Apex documents: the loss scale is dynamic, gradients are unscaled when the context of
-``scale_loss`` is left unless ``delay_unscale``, and an overflow makes the next ``step`` of the
-optimizers do nothing.
+It implements the functions of ``apex.amp`` that raysgd calls, as Apex documents them. The loss
+scale is dynamic. The context of ``scale_loss`` unscales the gradients at its end, unless
+``delay_unscale`` is set. After an overflow, the optimizers skip their next ``step``.
 """
 
 import contextlib
@@ -14,7 +13,7 @@ import torch
 
 
 def install(monkeypatch, scale=2.0**16):
-    """Put the stand-in where ``import apex.amp`` finds it; return it."""
+    """Install the stand-in as the module ``apex.amp``, and return it."""
     package, amp = types.ModuleType("apex"), Amp("apex.amp", scale)
     package.amp = amp
     monkeypatch.setitem(sys.modules, "apex", package)

@@ -1,4 +1,4 @@
-"""Workers in processes of their own that train on masked tokens, and one process that does so."""
+"""Train on masked tokens with workers in separate processes, and with one process."""
 
 import itertools
 import pickle
@@ -24,19 +24,19 @@ LENGTH = 2
 
 @dataclass
 class Case:
-    """What is trained, and on how many workers."""
+    """A training problem, its number of workers, and its settings."""
 
     targets: list[list[float]]
-    """The tokens of each sample; NaN is masked."""
+    """The tokens of each sample. NaN marks a masked token."""
     num_workers: int = 1
     accumulation: int = 1
     num_parts: int = 1
     num_losses: int = 1
-    """1 for the default loop, which asks `num_items`; else a `train_batch` of its own."""
+    """Losses per batch. More than 1 selects `SeveralLosses` instead of the default loop."""
     sharding: str | None = None
     max_grad_norm: float | None = None
     scaled: bool = False
-    """Whether the loss is scaled, as for float16."""
+    """Whether to scale the loss, as for float16."""
 
     def data(self):
         generator = torch.Generator().manual_seed(1)
@@ -63,7 +63,7 @@ def count_items(target):
 
 
 def mean_loss(output, target):
-    """Return the mean over the tokens that are not masked; NaN if all are."""
+    """Return the mean over the unmasked tokens, or NaN if all are masked."""
     return errors(output, target).square().sum() / count_items(target)
 
 
@@ -93,7 +93,7 @@ class SeveralLosses(Tokens):
 
     def train_batch(self, batch, batch_info):
         features, target = batch
-        self.optimizer.zero_grad()  # keeps what an accumulation group has so far
+        self.optimizer.zero_grad()  # keeps the gradients of earlier batches in the group
         output, count = self.model(features), count_items(target)
         self.backward(mean_loss(output, target), num_samples=count)
         for _ in range(self.case.num_losses - 1):
@@ -143,7 +143,7 @@ def run(case, rank):
 
 
 def expected(case):
-    """Return what a loop by hand makes of the same samples, in one process."""
+    """Return the parameters and losses of a plain PyTorch loop in one process."""
     (features, targets), model = case.data(), make_model()
     optimizer = make_optimizer(model)
     total = 0.0
@@ -166,7 +166,7 @@ def expected(case):
 
 
 def play(rank, store):
-    """Run the cases that come, until there are no more."""
+    """Run cases from the store until one is None."""
     for number in itertools.count():
         case = pickle.loads(store.get(f"cases/{number}"))
         if case is None:

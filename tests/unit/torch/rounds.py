@@ -41,18 +41,18 @@ MOVE_AT = 4
 
 
 class LeftError(Exception):
-    """Ends a worker."""
+    """Raised to simulate the loss of a worker."""
 
 
 @dataclass
 class Round:
-    """What is trained, which workers leave when, and when they join again."""
+    """A training setup, the workers that leave it, and when they rejoin."""
 
     optimizer: str = "AdamW"
     copies: int | None = None
     register: dict[str, Any] = field(default_factory=dict)
     leaves: list[tuple[int, int, str]] = field(default_factory=list)
-    """Process, step, and moment; the step is None in the validation at the end."""
+    """Process, step (None in validation), and moment. "fail MOMENT" raises instead of leaving."""
     moves: int | None = None
     """The process that leaves between two steps and hands over its shards."""
     joins_at: int | None = None
@@ -64,7 +64,7 @@ class Round:
 
 
 class Tied(torch.nn.Module):
-    """Has tied weights, blocks, a frozen part, and a buffer."""
+    """A model with tied weights, blocks, a frozen part, and a buffer."""
 
     def __init__(self, sharding):
         super().__init__()
@@ -134,7 +134,7 @@ class Divided(TrainingOperator):
             self.at("step")
             updated = self.optimizer_step(optimizer)
             self.at(f"after {number}")
-        self.num_updates += updated  # what follows an update, such as an average of the model
+        self.num_updates += updated  # state that follows updates, such as a moving average
         return {"train_loss": loss.detach(), "num_samples": len(tokens)}
 
     def validate_batch(self, batch, batch_info):
@@ -174,7 +174,7 @@ def make_runner(given, at, divides):
 
 @functools.cache
 def plain_state(optimizer, num_optimizers, register, sharding):
-    """Return the state of one process."""
+    """Return the state after training in one process."""
     given = Round(
         optimizer,
         register=json.loads(register),
@@ -246,7 +246,7 @@ class Player:
         return self.result(given, members)
 
     def hand_over(self, goes, members):
-        """Hand over shards like the driver after a notice."""
+        """Hand over shards, as the driver does after a preemption notice."""
         if self.process == goes:
             self.store.set(
                 f"{self.prefix}/held", pickle.dumps(self.runner.handle(ExportReplicaRequest()))
@@ -258,7 +258,7 @@ class Player:
         return "stays"
 
     def watch(self):
-        """Call `at` within the steps of optimizers."""
+        """Patch the steps of optimizers so that they call `at`."""
 
         def watch(kind, name, before, after):
             method = getattr(kind, name)
@@ -294,7 +294,7 @@ class Player:
         self.runner.handle(TrainRequest(call=call, until_step=goal))
 
     def attempt(self, function):
-        """Call a function, and return how it failed."""
+        """Call a function. Return "left", "failed", or "" for success."""
         result = ""
         try:
             function()
@@ -311,14 +311,14 @@ class Player:
         return result
 
     def interrupt_broken(self):
-        """End the collectives of the others like the driver if a worker fails."""
+        """Interrupt the collectives of a broken group, as the driver does if a worker fails."""
         while True:
             backend, group, _ = self.entries.get()
             if self.watched_store.get(f"{group}/end-of-{self.process}") == b"broken":
                 backend.interrupt()
 
     def enter(self, members, name="", context_of=None):
-        """Enter a process group like a worker."""
+        """Enter a process group, as a worker does."""
         self.leave_group()
         group = f"{self.prefix}/{self.generation}/{name}/{members}"
         backend = create_backend("gloo", 30)
@@ -363,13 +363,13 @@ class Player:
         return self.runner.progress().global_step
 
     def gather(self, what, members, value):
-        """Return the values of all members."""
+        """Exchange a value with the members, and return all values by process."""
         key = f"{self.prefix}/{self.generation}/{what}"
         self.store.set(f"{key}/{self.process}", json.dumps(value))
         return {p: json.loads(self.store.get(f"{key}/{p}")) for p in members}
 
     def validate(self, members):
-        """Validate, also after losses, and return the result."""
+        """Validate until no worker leaves. Return the metrics, or None if this process leaves."""
         found = []
         while not found:
             left = self.attempt(lambda: found.append(self.runner.handle(ValidateRequest(call=-1))))
@@ -384,7 +384,7 @@ class Player:
         return found[0]
 
     def result(self, given, members):
-        """Return the state, after saving and loading it."""
+        """Check snapshots, loading, and validation. Return the complete state."""
         held = self.joined(self.runner.snapshot())
         assert self.step - held["global_step"] in range(4)
         state = self.joined(self.runner.state_dict())
@@ -412,7 +412,7 @@ class Player:
         return state
 
     def joined(self, own):
-        """Return the whole state."""
+        """Gather the shards of all workers into one state."""
         held = [None] * dist.get_world_size()
         dist.all_gather_object(held, own)
         assert len({each["global_step"] for each in held}) == 1
@@ -420,7 +420,7 @@ class Player:
 
 
 def check_equal(found, expected, place=""):
-    """Compare values except for rounding."""
+    """Assert that two values are equal except for rounding."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys(), (place, found.keys(), expected.keys())
         for key, value in expected.items():
@@ -440,7 +440,7 @@ def check_equal(found, expected, place=""):
 
 
 def play(process, connect):
-    """Play rounds until there are no more."""
+    """Play rounds from the store until one is None."""
     player = Player(process, connect)
     player.watch()
     for number in itertools.count():
@@ -458,14 +458,14 @@ def play(process, connect):
 
 
 def play_round(store, number, given):
-    """Let four processes play a round."""
+    """Make the four processes play a round, and raise their errors."""
     store.set(f"rounds/{number}", pickle.dumps(given))
     if given is not None:
         store.set_timeout(datetime.timedelta(seconds=60))
         keys = [f"said/{number}/{n}" for n in range(NUM_WORKERS)]
         try:
             store.wait(keys)
-        except dist.DistStoreError:  # they wait for a process that failed
+        except dist.DistStoreError:  # the others wait for a process that failed
             keys = [key for key in keys if store.check([key])] or keys
         said = [store.get(key).decode() for key in keys]
         assert not any(said), "\n".join(said)

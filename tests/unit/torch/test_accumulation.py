@@ -1,4 +1,4 @@
-"""Groups of batches: weights that add up to one mean, whatever the sizes."""
+"""Weights of the batches in an accumulation group."""
 
 import math
 
@@ -11,7 +11,7 @@ from raysgd.torch.optimization import Group, as_count
 
 
 def effective_weights(sizes, planned, num_losses=1, **weighing):
-    """By how much each batch's gradient counts in the end."""
+    """Return the final weight of each batch's gradient."""
     group, held = Group(), []
     for position, size in enumerate(sizes):
         group.begin(MicroBatch(position, planned, is_last=position == len(sizes) - 1))
@@ -29,7 +29,7 @@ def test_each_batch_counts_by_its_samples(sizes, more_planned, num_losses):
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(0, 30), st.booleans())
-def test_items_count_by_the_mean_of_the_workers(sizes, others, sums_each_batch):
+def test_items_are_weighted_by_the_mean_count_of_the_workers(sizes, others, sums_each_batch):
     mean = (sum(sizes) + others) / 2
     weighing = {"mean_over_workers": lambda count: (count + others) / 2}
     weights = effective_weights(sizes, len(sizes), sums_each_batch=sums_each_batch, **weighing)

@@ -1,4 +1,4 @@
-"""What the default train_batch and validate_batch take as a batch, and as a model's output."""
+"""Formats of batches and model outputs that the default train and validate methods accept."""
 
 import dataclasses
 from collections import UserDict, namedtuple
@@ -125,7 +125,7 @@ def test_batch_formats(kind):
     assert found["num_samples"] == 6
 
 
-def test_sample_with_a_target_of_no_dimension_counts_once():
+def test_sample_with_a_scalar_target_counts_once():
     operator = run_operator(Trained, {"model": Model})
     operator.train_mode(True)
     for method in (operator.train_batch, operator.validate_batch):

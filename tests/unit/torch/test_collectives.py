@@ -1,4 +1,4 @@
-"""What workers tell each other, by torch.distributed or by Horovod."""
+"""Collectives over torch.distributed and Horovod."""
 
 import collections
 import copy
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(params=["torch", "horovod"])
 def group(request):
-    """A group of one, of either kind."""
+    """Create a group with one worker, in PyTorch and in Horovod."""
     if request.param == "torch":
         request.getfixturevalue("process_group")
         yield request.param
@@ -32,7 +32,7 @@ def group(request):
 
 @pytest.mark.parametrize("value", [0, -7, 2**40, 2**62 - 1, 1 - 2**62])
 def test_minimum_of_large_numbers(group, value):
-    """Also beyond what 32 bits hold."""
+    """Digests need up to 62 bits."""
     found = collectives.minimum(value, CPU)
     assert (found, type(found)) == (value, int)
 
@@ -52,7 +52,7 @@ def test_minimum_of_large_numbers(group, value):
     ids=str,
 )
 def test_broadcast_supports_all_dtypes(group, dtype):
-    """Buffers are of types that gloo, or Horovod, knows nothing of."""
+    """Buffers may have dtypes that gloo or Horovod does not support."""
     for shape in ((), (3,), (2, 2), (0,)):
         tensor = torch.ones(shape).to(dtype)
         collectives.broadcast(tensor, 0)
@@ -64,7 +64,7 @@ def test_broadcast_supports_all_dtypes(group, dtype):
 
 @pytest.fixture
 def link(monkeypatch):
-    """Two ranks: what rank 0 broadcasts reaches the calls that rank 1 makes afterwards."""
+    """Fake broadcasts: rank 0 queues its messages, and later calls as rank 1 receive them."""
     state = {"rank": 0, "messages": collections.deque()}
 
     def broadcast(tensor, src):
@@ -97,7 +97,7 @@ def test_broadcast_state_keeps_structure_and_tensors(link):
     }
     assert broadcast_state(lambda: state, 0, CPU) is state
     link["rank"] = 1
-    device = torch.device("meta")  # tensors of the CPU, such as counters of Adam, stay there
+    device = torch.device("meta")  # CPU tensors, such as the step counters of Adam, stay there
     got = broadcast_state(lambda: pytest.fail("only the source makes it"), 0, device)
     assert not link["messages"]
     assert fingerprint(got) == fingerprint(state)

@@ -1,4 +1,4 @@
-"""Models that user code compiles, and the warm-up of a replacement worker."""
+"""Warm-up of a replacement worker whose model user code compiles."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ GRAPHS = []
 
 
 def count(graph, inputs):
-    """Be a backend of torch.compile that records graphs, and does not change them."""
+    """Record a graph and return it unchanged, as a backend of torch.compile."""
     GRAPHS.append(graph)
     return graph.forward
 
@@ -26,7 +26,7 @@ def graphs():
 
 
 class Noisy(torch.nn.Module):
-    """Has statistics and random numbers, which a warm-up must not change."""
+    """A model with running statistics and dropout, which a warm-up must not affect."""
 
     def __init__(self):
         super().__init__()

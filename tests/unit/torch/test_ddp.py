@@ -1,4 +1,4 @@
-"""Wrapped models, in a group of one."""
+"""Models wrapped in ReplicatedModel or DistributedDataParallel, in a group of one."""
 
 import copy
 import pickle
@@ -69,7 +69,7 @@ def test_rebuild_keeps_the_wrapper_and_its_module(process_group, static):
 
 @pytest.mark.parametrize("wrapper", [ddp.ReplicatedModel, DistributedDataParallel])
 def test_rebuild_averages_parameters_that_were_frozen_meanwhile(process_group, wrapper):
-    """They stay frozen: GAN code freezes the discriminator between batches."""
+    """The parameters stay frozen. GAN code freezes the discriminator between batches."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     model[0].bias.requires_grad_(False)
     wrapped = wrapper(model)
@@ -97,7 +97,7 @@ def test_rebuild_keeps_hooks(process_group):
 
 
 def test_rebuilt_wrapper_equals_that_of_a_new_worker(process_group):
-    """A survivor may be between the micro-batches of a step."""
+    """A surviving worker may rebuild between two micro-batches of a step."""
     wrapped = ddp.ReplicatedModel(torch.nn.Linear(2, 2))
     required = ddp.averaged_parameters(wrapped)
     with wrapped.no_sync():
@@ -152,7 +152,7 @@ def test_only_running_statistics(layers, expected):
     assert ddp.only_running_statistics(torch.nn.Sequential(*layers)) is expected
 
 
-# ---- a wrapped model is used as one that is not
+# ---- a wrapped model behaves like its module
 
 
 class Encoder(torch.nn.Module):
@@ -284,7 +284,7 @@ def test_step_with_gradients_that_are_not_averaged_is_an_error(process_group, by
             optimizer.step()
         optimizers[0].zero_grad()
         for optimizer in optimizers:
-            optimizer.step()  # with no gradient there is nothing to average
+            optimizer.step()  # without gradients, there is nothing to average
     (model(x).sum() + bypass(model, x).sum()).backward()
     optimizers[0].step()
     optimizers[0].zero_grad()

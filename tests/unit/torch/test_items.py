@@ -1,4 +1,4 @@
-"""An update is the gradient of the mean over the items of all workers, losses and parts."""
+"""An update uses the mean over the items of all workers, losses, and micro-batches."""
 
 import datetime
 import itertools
@@ -23,14 +23,14 @@ play(rank, dist.TCPStore("127.0.0.1", int(sys.argv[-1])))
 
 MASKED = math.nan
 NOTHING = [MASKED] * LENGTH
-"""A sample without any token."""
+"""A sample whose tokens are all masked."""
 tokens = st.one_of(st.just(MASKED), st.floats(-2, 2, width=32))
 samples = st.one_of(st.just(NOTHING), st.lists(tokens, min_size=LENGTH, max_size=LENGTH))
 
 
 @pytest.fixture(scope="module")
 def workers():
-    """What lets processes train a case; returns the parameters and the metrics of each."""
+    """Return a function that trains a case and returns each worker's parameters and metrics."""
     with running_ranks(PLAY, NUM_RANKS) as store:
         store.set_timeout(datetime.timedelta(seconds=60))
         numbers = itertools.count()

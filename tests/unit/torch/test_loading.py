@@ -1,4 +1,4 @@
-"""Loaders as workers use them: which are shared out, and that nothing of them is lost."""
+"""Orders, partitions, and settings of the loaders that workers use."""
 
 import copy
 import itertools
@@ -34,7 +34,7 @@ SEED = 5
 
 
 class Numbers(Dataset):
-    """A data set that is no TensorDataset: the samples are their own indices."""
+    """A data set other than TensorDataset. Each sample is its own index."""
 
     def __init__(self, size=20):
         self.size = size
@@ -52,7 +52,7 @@ class Stream(IterableDataset):
 
 
 class Reversed(Sampler):
-    """A sampler of the user's own."""
+    """A custom sampler."""
 
     def __init__(self, size):
         self.size = size
@@ -65,7 +65,7 @@ class Reversed(Sampler):
 
 
 class OfEveryLibrary(Reversed):
-    """A sampler that draws its order from every source of random numbers there is."""
+    """A sampler that draws from the global generators of PyTorch, Python, and NumPy."""
 
     def __iter__(self):
         order = torch.randperm(self.size).tolist()
@@ -90,7 +90,7 @@ def wrap(loader, *, training=True, world_size=1, rank=0, seed=SEED, **arguments)
 
 
 def indices(batches):
-    """The samples of batches, in order, however they are packed."""
+    """Return the samples of batches in order, for any batch format."""
     found = []
     for batch in batches:
         first = batch[0] if isinstance(batch, list | tuple) else batch
@@ -109,7 +109,7 @@ def group_batches(loader, world_size, epoch=0, **arguments):
 
 
 class Every(SequentialSampler):
-    """A subclass with an order of its own."""
+    """A SequentialSampler with its own order."""
 
     def __iter__(self):
         return iter(range(0, len(self.data_source), 5))
@@ -119,14 +119,14 @@ class Every(SequentialSampler):
 
 
 class Forever(Reversed):
-    """A sampler that never ends, though it has a length."""
+    """An endless sampler that has a length."""
 
     def __iter__(self):
         return itertools.cycle(range(self.size))
 
 
 class ByEpoch(Reversed):
-    """A sampler whose order follows from `set_epoch`."""
+    """A sampler whose order depends on `set_epoch`."""
 
     def set_epoch(self, epoch):
         self.epoch = epoch
@@ -187,7 +187,7 @@ def test_ranks_follow_one_order_that_a_shuffle_changes_each_epoch(name, make_dat
     loader = DataLoader(data, batch_size=3, **SAMPLERS[name](data))
     epochs = []
     for epoch in range(3):
-        # each rank has a process of its own, and random states of its own
+        # each rank has its own process and random states
         apart = [copy.deepcopy(loader) for _ in range(2)]
         ranks = []
         for rank, mine in enumerate(apart):
@@ -199,7 +199,7 @@ def test_ranks_follow_one_order_that_a_shuffle_changes_each_epoch(name, make_dat
         for batches in zip(*ranks, strict=True):
             order += indices(batches)
         size = len(loader.sampler)
-        assert len(order) - size in (0, 1)  # one repeat, where two workers share one sample
+        assert len(order) - size in (0, 1)  # a single last sample goes to both workers
         epochs.append(tuple(order[:size]))
         if name not in NO_PERMUTATION:
             assert sorted(order) == list(range(20))
@@ -241,7 +241,7 @@ def test_drawing_an_order_restores_the_random_generators(name):
 
 
 def test_drawing_an_order_does_not_seed_the_gpu(monkeypatch):
-    """Seeding them anew each epoch would repeat the same dropout on every rank."""
+    """Seeding the GPU in each epoch would repeat the same dropout on every rank."""
     seeded = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
     list(wrap(DataLoader(tensors(), batch_size=3, shuffle=True)).batches(1, 0))
@@ -249,7 +249,7 @@ def test_drawing_an_order_does_not_seed_the_gpu(monkeypatch):
 
 
 class ByName(Dataset):
-    """A data set whose keys are no integers."""
+    """A data set with keys that are not integers."""
 
     def __init__(self, keys):
         self.places = {key: place for place, key in enumerate(keys)}
@@ -281,7 +281,7 @@ def test_digest_identifies_an_order_that_the_seed_does_not_determine(name):
     assert first == second
     if name in ("shuffle", "none", "random", "sequential", "random with its own generator"):
         assert first == [None] * 3
-    elif name == "generator":  # the seed says it, and no order is drawn for it
+    elif name == "generator":  # its seed identifies the order without drawing it
         assert first == [9] * 3
         assert not ranks[0]._has_order(0)
     else:
@@ -299,7 +299,7 @@ def test_sampler_may_yield_batches_without_collation():
 
 def test_digest_is_that_of_the_order_that_was_drawn():
     class OfItsOwn(Reversed):
-        def __iter__(self):  # no seed of raysgd reaches it
+        def __iter__(self):  # raysgd cannot seed this generator
             return iter(np.random.default_rng().permutation(self.size).tolist())
 
     def digest(order):
@@ -311,7 +311,7 @@ def test_digest_is_that_of_the_order_that_was_drawn():
     assert digest(["a", ("b", 1)]) == digest(["a", ("b", 1)]) != digest([("b", 1), "a"])
 
 
-# ---- sharing out
+# ---- partitions
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -336,7 +336,7 @@ def test_loader_with_the_batch_share_follows_it():
     assert [len(batch[0]) for batch in follows.batches(0, 0)] == [8, 8, 4]
 
 
-def test_size_of_batches_in_a_smaller_group():
+def test_smaller_group_keeps_the_batch_size_of_the_full_group():
     sizes = {"batch_share": 10, "full_size": 4, "global_batch": 20}
     source = wrap(DataLoader(tensors(), batch_size=10), training=False, world_size=2, **sizes)
     assert source.batch_size == 5
@@ -346,7 +346,7 @@ def test_size_of_batches_in_a_smaller_group():
 
 @pytest.mark.parametrize("follows", [False, True])
 def test_replacement_adopts_the_batching_of_the_others(follows):
-    """Whatever its share was in setup, where the size of the group was a guess."""
+    """It sets up before it knows the group size, so its batch share may differ."""
     member = wrap(DataLoader(tensors(), batch_size=6), batch_share=6 if follows else 3)
     replacement = wrap(DataLoader(tensors(), batch_size=4), batch_share=2 if follows else 4)
     assert member.fingerprint() == replacement.fingerprint()
@@ -441,7 +441,7 @@ def worker_init(worker_id):
 
 
 @pytest.mark.parametrize("persistent", [True, False])
-def test_worker_processes_of_the_loader(persistent):
+def test_worker_processes_of_the_loader_keep_the_order_and_end(persistent):
     before = set(multiprocessing.active_children())
     settings = {"batch_size": 2, "shuffle": True}
     loader = DataLoader(Numbers(12), num_workers=2, persistent_workers=persistent, **settings)
@@ -449,7 +449,7 @@ def test_worker_processes_of_the_loader(persistent):
     for epoch, offset in [(0, 0), (1, 0), (1, 4), (2, 8)]:
         expected = indices(plain.batches(epoch, offset))
         first = source.batches(epoch, offset)
-        assert indices([next(first)]) == expected[:2]  # and is left there
+        assert indices([next(first)]) == expected[:2]  # the iterator stays unfinished
         assert set(multiprocessing.active_children()) > before
         assert indices(source.batches(epoch, offset)) == expected
         source.close_workers()
@@ -480,11 +480,11 @@ def test_every_setting_of_the_loader_is_kept():
     assert differing == {"batch_sampler"}
 
 
-# ---- what is left as it is
+# ---- loaders with their own order or partition
 
 
 class Unsized(Sampler):
-    """A sampler without a length, which PyTorch does not ask for."""
+    """A sampler without a length, which PyTorch does not require."""
 
     def __init__(self):
         pass
@@ -494,11 +494,11 @@ class Unsized(Sampler):
 
 
 class OwnBatches(BatchSampler):
-    """Batches that raysgd does not know how to make."""
+    """A batch sampler that raysgd cannot replace."""
 
 
 class EveryOther(Reversed):
-    """A sampler that selects the part of a worker itself, and says so."""
+    """A sampler that selects the samples of its worker. `num_replicas` shows this."""
 
     num_replicas = 2
 
@@ -507,14 +507,14 @@ class EveryOther(Reversed):
 
 
 class Twice(DataLoader):
-    """A loader that iterates in its own way."""
+    """A loader that overrides iteration."""
 
     def __iter__(self):
         return (batch for batch in super().__iter__() for _ in range(2))
 
 
 class OfAllRanks(DistributedSampler):
-    """A DistributedSampler that is made in its own way."""
+    """A DistributedSampler with a different constructor."""
 
     def __init__(self, data):
         super().__init__(data, num_replicas=2, rank=1)
@@ -560,7 +560,7 @@ def test_add_dist_sampler_false_leaves_a_loader_whole():
 
 
 def parts_of(loader, epoch=0, **arguments):
-    """The samples of each batch, by worker."""
+    """Return the samples of each batch, by worker."""
     ranks = group_batches(loader, 2, epoch, **arguments)
     return [[indices([batch]) for batch in rank] for rank in ranks]
 
@@ -569,7 +569,7 @@ def parts_of(loader, epoch=0, **arguments):
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 0)])
 @pytest.mark.parametrize("kind", [DistributedSampler, type("Named", (DistributedSampler,), {})])
 def test_distributed_sampler_follows_the_group(shard, replicas, kind):
-    """A replacement worker makes it in a group of one."""
+    """A replacement worker creates its sampler in a group of one."""
     data = tensors(24)
     loader = DataLoader(data, batch_size=3, sampler=kind(data, *replicas, seed=5))
     for epoch in range(2):
@@ -584,7 +584,7 @@ def test_distributed_sampler_follows_the_group(shard, replicas, kind):
         together = [sorted(indices(step)) for step in steps]
         given = list(zip(*map(list, expected), strict=True))
         assert together == [sorted(sum(given[i : i + 3], ())) for i in range(0, 12, 3)]
-    assert (loader.sampler.num_replicas, loader.sampler.rank) == replicas  # the user's stays
+    assert (loader.sampler.num_replicas, loader.sampler.rank) == replicas  # unchanged
     first, second = parts_of(loader, training=False)
     assert sorted(itertools.chain(*first, *second)) == list(range(24))
 
@@ -600,7 +600,7 @@ def test_plain_batch_sampler_is_a_sampler_with_a_batch_size(drop_last):
 
 
 class Shuffled(OwnBatches):
-    """Batches of neighbours in random order."""
+    """Batches of consecutive samples, in random order."""
 
     def __iter__(self):
         batches = list(super().__iter__())
@@ -609,7 +609,7 @@ class Shuffled(OwnBatches):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("training", [False, True])
-def test_batches_of_an_own_batch_sampler_go_to_one_worker(training, num_workers):
+def test_each_batch_of_a_custom_batch_sampler_goes_to_one_worker(training, num_workers):
     data = tensors(20)
     loader = DataLoader(
         data,
@@ -660,7 +660,7 @@ def test_iterable_continues_after_the_seen_batches(size, offset, num_steps):
 
 
 def test_iterator_is_not_read_ahead():
-    """What lies behind would be lost for the next call."""
+    """The next call would miss batches that were read ahead."""
     iterator = iter(range(5))
     assert list(wrap(iterator).batches(0, 0, 2)) == [0, 1]
     assert list(iterator) == [2, 3, 4]

@@ -1,4 +1,4 @@
-"""The defaults and tools of an operator, and errors if something is missing."""
+"""The default methods and the helpers of an operator."""
 
 import collections
 import dataclasses
@@ -23,7 +23,7 @@ class Small(TrainingOperator):
         register_all(self, **config)
 
 
-# ---- missing things
+# ---- missing objects
 
 
 def test_validation_needs_no_optimizer():
@@ -119,11 +119,11 @@ def test_accuracy_and_loss_do_not_depend_on_how_samples_are_batched(sizes):
         (torch.eye(3), torch.tensor([0, 1, 0]), 2 / 3),
         # (batch, classes, positions), as in segmentation
         (torch.eye(2).reshape(1, 2, 2), torch.tensor([[0, 0]]), 0.5),
-        (torch.eye(3), torch.eye(3), None),  # targets of probabilities
+        (torch.eye(3), torch.eye(3), None),  # probabilities as targets
         (torch.ones(3, 2), torch.tensor([0.0, 1.0, 0.5]), None),  # real targets
         (torch.ones(3, 1), torch.tensor([[0.5], [0.0], [1.5]]), None),  # a regression
-        (torch.ones(3, 1), torch.tensor([0, 1, 0]), None),  # counts: one class is none
-        (torch.ones(3), torch.tensor([0, 1, 0]), None),  # one score a sample
+        (torch.ones(3, 1), torch.tensor([0, 1, 0]), None),  # counts: a single class has no accuracy
+        (torch.ones(3), torch.tensor([0, 1, 0]), None),  # one score per sample
         (torch.ones(3, 2, dtype=torch.bool), torch.tensor([0, 1, 0]), None),
         (torch.eye(3), torch.tensor([[0], [1], [0]]), 2 / 3),
         (torch.ones(3, 2, 5), torch.zeros(3, dtype=torch.long), None),
@@ -234,7 +234,7 @@ def test_only_an_overridden_num_items_communicates():
         methods = {"num_items": lambda self, batch: None} if overridden else {}
         operator = run_operator(type("Counting", (Classifier,), methods))
         operator._train_state.optimization.mean_over_workers = asked
-        if overridden:  # also if it has no number for this batch, since others may have one
+        if overridden:  # also if it returns None, because other workers may return a count
             with pytest.raises(AssertionError):
                 operator.train_batch(BATCH, {})
         else:

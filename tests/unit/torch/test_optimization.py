@@ -1,4 +1,4 @@
-"""Helpers of train_batch: accumulation, clipping, several optimizers, and what is refused."""
+"""Helpers of train_batch: accumulation, clipping, several optimizers, and errors."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ BATCH = (torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))
 
 
 class Accumulating(Classifier):
-    """A Classifier with what the config says about updates."""
+    """A Classifier whose config sets accumulation and clipping."""
 
     def register(self, **given):
         config = self.config
@@ -39,7 +39,7 @@ def local(operator_cls, config, **arguments):
 
 
 def trained(config, calls=(None,), operator_cls=Accumulating, **arguments):
-    """The parameters and the number of steps after calls of train with so many steps."""
+    """Call train with each number of steps. Return the parameters and the global step."""
     with local(operator_cls, {"shuffle": False, "momentum": 0.9, **config}, **arguments) as trainer:
         for num_steps in calls:
             trainer.train(num_steps=num_steps)
@@ -84,7 +84,7 @@ def test_group_with_an_error_is_repeated(when, at):
         operator.fail = fail
         with pytest.raises(KeyError):
             trainer.train()
-        # the update of a group is done with its last batch, and what follows does not undo it
+        # a group ends with its update, and a later error does not undo the update
         updated = when == "after" and at in (2, 5)
         reached = at + 1 if updated else at // 3 * 3
         assert trainer.global_step == reached
@@ -92,7 +92,7 @@ def test_group_with_an_error_is_repeated(when, at):
         trainer.train()
         assert trainer.global_step == 8
         found = parameters(operator).clone()
-    # groups after the failure begin where the last update was, which is where they began before
+    # the failure does not change where groups begin
     assert torch.equal(found, trained(config, operator_cls=Failing)[0])
 
 
@@ -100,7 +100,7 @@ def test_group_with_an_error_is_repeated(when, at):
 
 
 class Zeroing(Adversaries):
-    """Zeroes the gradients of each optimizer before its loss, as loops of a GAN do."""
+    """Zeroes the gradients of each optimizer before its loss, as GAN loops do."""
 
     def train_batch(self, batch, batch_info):
         real, noise = batch
@@ -119,7 +119,7 @@ def adversarial_loss(which, judge, maker, real, noise):
 
 
 def by_hand_adversaries(batch_size, order, steps=1):
-    """Sum the gradients of each group of batches. In its last batch, one steps before the other."""
+    """Sum the gradients of each group of batches. In the last batch, step the models in order."""
     torch.manual_seed(0)
     models = judge, maker = torch.nn.Linear(2, 1), torch.nn.Linear(3, 2)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.5) for m in models]
@@ -150,14 +150,14 @@ def flat(*models):
 
 
 def use_small_scale(trainer):
-    """Let the scaler begin with a scale at which nothing overflows."""
+    """Set a loss scale at which nothing overflows."""
     precision = trainer.get_local_operator()._train_state.optimization.precision
     if scaler := getattr(precision, "scaler", None):
         scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})
 
 
 @pytest.mark.parametrize(("precision", "times"), [*((each, 1) for each in PRECISIONS), ({}, 3)])
-def test_adversaries_train_as_by_hand(precision, times):
+def test_two_optimizers_train_like_a_plain_loop(precision, times):
     with local(Adversaries, {"batch_size": 5, "times": times}, **precision) as trainer:
         use_small_scale(trainer)
         operator = trainer.get_local_operator()
@@ -170,7 +170,7 @@ def test_adversaries_train_as_by_hand(precision, times):
 
 @pytest.mark.parametrize(("order", "batch_size"), [((0, 1), 5), ((1, 0), 5), ((0, 1), 3)])
 def test_zero_grad_between_losses_keeps_accumulated_gradients(order, batch_size):
-    """If the maker comes first, its loss leaves gradients in the judge, which are not wanted."""
+    """If the maker comes first, its loss leaves unwanted gradients in the judge."""
     config = {"batch_size": batch_size, "steps": 2, "order": order}
     with local(Zeroing, config) as trainer:
         trainer.train()
@@ -206,7 +206,7 @@ def test_step_that_fails_between_two_optimizers_is_repeated(fail_at, config, pre
     assert torch.equal(*found)
 
 
-# ---- what is refused
+# ---- errors and warnings
 
 
 @pytest.mark.parametrize(

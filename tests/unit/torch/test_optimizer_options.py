@@ -1,4 +1,4 @@
-"""Options of optimizers that follow from a config: which ones change in a state, and how."""
+"""Optimizer options of a state that is loaded under another config."""
 
 import copy
 
@@ -12,11 +12,11 @@ from tests.operators import Classifier
 
 Lr = torch.optim.lr_scheduler
 EPS = 3 / 7
-"""Not the same any more once it is divided and multiplied by the default."""
+"""Division and multiplication by the default eps would change this value by rounding."""
 
 
 class Tuned(TrainingOperator):
-    """An optimizer with two groups of parameters, and no loaders."""
+    """An operator with two parameter groups, and no loaders."""
 
     def setup(self, config):
         weight, bias = torch.nn.Linear(2, 2).parameters()
@@ -36,7 +36,7 @@ def tuned(**config):
 
 
 def groups_moved_to(donor, heir):
-    """Load the donor's state into the heir, as its config wants it; return its groups."""
+    """Load the donor's state, adapted to the heir's config. Return the heir's groups."""
     state = copy.deepcopy({"optimizers": [donor.optimizer.state_dict()]})
     then, now = inspect(tuned(**donor.config))[1], inspect(heir)[1]
     heir.optimizer.load_state_dict(with_options(state, then, now)["optimizers"][0])
@@ -45,7 +45,7 @@ def groups_moved_to(donor, heir):
 
 def test_only_options_that_the_configs_set_differently_change():
     donor = tuned(lr=0.1, decay=0.5)
-    donor.optimizer.param_groups[0]["eps"] = EPS  # changed on the way, by the user's own code
+    donor.optimizer.param_groups[0]["eps"] = EPS  # changed by user code during training
     groups = groups_moved_to(donor, tuned(lr=0.3, beta=0.8, decay=0.5))
     assert [group["lr"] for group in groups] == [0.3, 0.15]
     assert [group["betas"] for group in groups] == [(0.8, 0.99)] * 2
@@ -67,7 +67,7 @@ def test_inspect_finds_the_validation_loader():
     assert inspect(run_operator(Classifier))[0] is True
     assert inspect(tuned(lr=0.1))[0] is False
     own = tuned(lr=0.1)
-    own.validation_loader = [1, 2]  # set by hand, where validate() does not look
+    own.validation_loader = [1, 2]  # validate() ignores this attribute
     assert inspect(own)[0] is False
 
 
@@ -88,10 +88,7 @@ SCHEDULERS = {
 
 
 class Rivals(TrainingOperator):
-    """As a GAN: two optimizers, most often of equal rates, and a scheduler of the same kind each.
-
-    The schedulers are registered in the order of ``config["order"]``.
-    """
+    """Two optimizers, each with a scheduler. ``config["order"]`` is the order of the schedulers."""
 
     def setup(self, config):
         models = [torch.nn.Linear(2, 2) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""A step that runs out of memory is done again with each batch in parts, which learn the same."""
+"""A step that runs out of memory is repeated with smaller micro-batches."""
 
 import logging
 import weakref
@@ -24,7 +24,7 @@ MESSAGE = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 b
 
 
 class Failing(torch.nn.Module):
-    """Fails in its forward pass, or in its backward pass, when it is told to."""
+    """A module that fails once, in the pass that `where` names."""
 
     where = None
 
@@ -41,7 +41,7 @@ class Failing(torch.nn.Module):
 
 
 class Scarce(Exact):
-    """Runs out of memory in the steps of `faults`, each time once; or with too large a batch."""
+    """Runs out of memory once in each step of `faults`, and whenever a batch exceeds `room`."""
 
     def setup(self, config):
         super().setup(config)
@@ -79,7 +79,7 @@ def splits(trainer):
     return [event.factor for event in trainer.events if event.kind == "split"]
 
 
-# ---- the result is that of more memory
+# ---- results equal those with more memory
 
 
 @pytest.mark.parametrize("accumulated", [1, 3])
@@ -137,7 +137,7 @@ def test_batches_are_split_until_they_fit(caplog):
 
 
 class Streamed(Scarce):
-    """Removes what it uses from batches that raysgd does not make. Some cannot be split."""
+    """Pops its tensors from the batches of an iterable. One batch cannot be split."""
 
     def register_data(self, train_loader=None, validation_loader=None):
         data = make_data(61)
@@ -195,11 +195,11 @@ def test_evaluation_that_runs_out_of_memory_raises_with_advice(call):
     assert "Give this loader a smaller batch_size" in notes_of(caught.value)
 
 
-# ---- what is done about it later
+# ---- after a split
 
 
 class Holding(Classifier):
-    """Fails while it holds a tensor, and notes in each later call whether that is still alive."""
+    """Fails while it holds a tensor. Later calls record whether the tensor is still alive."""
 
     def setup(self, config):
         self.held, self.noted = [], []
@@ -215,7 +215,7 @@ class Holding(Classifier):
 
 
 def test_retry_frees_the_memory_of_the_failed_step(caplog):
-    """Also if a log handler keeps its records, as caplog does."""
+    """A log handler may keep its records, as caplog does."""
     with local(Holding, {"batch_size": 32}) as trainer:
         trainer.train()
         operator = trainer.get_local_operator()
@@ -243,7 +243,7 @@ def test_split_is_saved(tmp_path):
         assert trainer.get_local_operator().sizes == [8]
 
 
-# ---- where the error is raised
+# ---- errors that are not handled
 
 
 def notes_of(error):
@@ -277,7 +277,7 @@ def test_batch_normalization_gets_two_samples_and_a_warning(caplog):
     assert "smaller parts would have too few samples" in notes_of(caught.value)
 
 
-def test_own_loop_or_step_raises_the_error():
+def test_custom_loop_or_step_raises_the_error():
     class Loop(Scarce):
         def train_epoch(self, iterator, info=None, num_steps=None, epoch_idx=0):
             for batch in iterator:
@@ -393,7 +393,7 @@ CLIPS = list(torch.ones(4, 10, 3))
         torch.eye(2).to_sparse(),
         np.float64(2.0),
         Derived(torch.ones(2)),
-        # clips of one length share a dimension, which is of time
+        # the common first dimension of these clips is time
         CLIPS,
         (CLIPS, {"more": CLIPS}),
         {"clips": CLIPS},
@@ -407,7 +407,7 @@ def test_other_batches_are_not_split(batch):
 
 
 class Wide(TrainingOperator):
-    """A net whose activations take most of the memory: 256 MiB each for a batch of 256 samples."""
+    """A model whose activations take 256 MiB each for a batch of 256 samples."""
 
     def setup(self, config):
         torch.manual_seed(0)
@@ -430,7 +430,7 @@ def wide_loader():
 
 @pytest.fixture
 def fill_gpu():
-    """A function that leaves so many bytes of the GPU free."""
+    """Return a function that leaves a given number of bytes of GPU memory free."""
     others = []
 
     def fill(room):
@@ -448,7 +448,7 @@ def fill_gpu():
 @pytest.mark.parametrize("compiled", [False, True])
 def test_full_gpu_splits_batches(compiled, fill_gpu):
     results = []
-    for room in (None, 400 * 2**20):  # Triton tunes what it compiles with 60 MiB of them
+    for room in (None, 400 * 2**20):  # autotuning in Triton takes 60 MiB of them
         with TorchTrainer(
             training_operator_cls=Wide,
             config={"compiled": compiled},

@@ -1,4 +1,4 @@
-"""The precisions, each by itself and in an operator: formats, scale, overflows, state."""
+"""Precisions, alone and in an operator: formats, loss scale, overflows, and state."""
 
 import sys
 
@@ -16,11 +16,11 @@ CPU = torch.device("cpu")
 BATCH = (torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))
 HALF = {"use_fp16": True, "amp_dtype": torch.float16}
 START = 2.0**16
-"""The scale that torch's scaler begins with."""
+"""The initial scale of the PyTorch GradScaler."""
 
 
 class Overflowing(Classifier):
-    """Overflows in the batches whose ``global_step`` the config lists."""
+    """Overflows in the global steps that the config lists."""
 
     def train_batch(self, batch, batch_info):
         features, target = self.to_device(batch)
@@ -38,7 +38,7 @@ def scaler_of(trainer):
 
 
 def one_layer(precision, count=1):
-    """Models of one weight, all 1, with SGD of rate 1, made known to a precision."""
+    """Return models with one weight of 1 and their optimizers, prepared by a precision."""
     models = [torch.nn.Linear(1, 1, bias=False) for _ in range(count)]
     for model in models:
         torch.nn.init.ones_(model.weight)
@@ -47,7 +47,7 @@ def one_layer(precision, count=1):
     return models, optimizers
 
 
-# ---- which format
+# ---- formats
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,11 @@ def test_forward_passes_compute_in_the_dtype(use_fp16, dtype, computes_in):
     operator.validate(iter([BATCH]))
     assert seen == [computes_in] * 2
     assert operator._train_state.optimization.precision.scales == (dtype is torch.float16)
-    # the weights, their gradients and the optimizer's state are what they were made as
+    # the weights stay in float32
     assert {p.dtype for p in operator.model.parameters()} == {torch.float32}
 
 
-def test_own_precision_is_one_class_and_one_entry(monkeypatch):
+def test_custom_precision_needs_one_class_and_one_entry(monkeypatch):
     class Doubled(Precision):
         name = "twice"
 
@@ -138,7 +138,7 @@ def test_discarded_step_keeps_the_scale():
 
 
 def fused(models):
-    """Return an optimizer that PyTorch steps with the scaler inside."""
+    """Return an optimizer that applies the loss scale within its step."""
     return torch.optim.Adam(models.parameters(), fused=True)
 
 
@@ -156,7 +156,7 @@ def test_overflow_skips_its_step(make_trainer, clip, make):
     metrics = trainer.train(num_steps=1)
     assert torch.equal(parameters(trainer.get_local_operator()), before)
     assert scaler_of(trainer).get_scale() == START / 2
-    # the samples were used, and the step is done
+    # the skipped step counts, and so do its samples
     assert (metrics["num_samples"], trainer.global_step) == (8, 2)
     trainer.train(num_steps=6)
     assert scaler_of(trainer).get_scale() == START / 8
@@ -185,7 +185,7 @@ def test_states_load_with_and_without_scaler(make_trainer):
     full.train()
     scale = half.state_dict()["amp_native"]
     half.load_state_dict(full.state_dict())
-    assert half.state_dict()["amp_native"] == scale  # it is found anew, from what it is now
+    assert half.state_dict()["amp_native"] == scale  # a state without scaler keeps the scale
     full.load_state_dict(half.state_dict())
     full.train()
     half.train()
@@ -207,7 +207,7 @@ def test_damaged_scaler_is_an_error_before_anything_changes(make_trainer, scaler
     assert torch.equal(parameters(trainer.get_local_operator()), before)
 
 
-# ---- Apex, by a stand-in
+# ---- Apex, with a stand-in
 
 
 def test_apex_saves_its_state(monkeypatch, make_trainer):
@@ -265,7 +265,7 @@ def test_on_a_gpu_float16_is_the_default_and_the_scaler_is_there(make_trainer):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
 def test_on_a_gpu_the_default_loop_never_synchronizes(make_trainer, dtype):
-    """With an optimizer that has the scaler inside; with others torch's scaler waits itself."""
+    """The optimizer is fused. With other optimizers, GradScaler itself synchronizes."""
 
     class Fused(Classifier):
         def register(self, *, models, optimizers, **given):

@@ -1,4 +1,4 @@
-"""Registering, committed buffers, and the place in the data."""
+"""Registration of models and data, and warnings about unregistered objects."""
 
 import contextlib
 import copy
@@ -72,11 +72,11 @@ def test_class_as_criterion_is_an_error():
         register(make_registration(), criterion=torch.nn.CrossEntropyLoss)
 
 
-# ---- the place in the data
+# ---- batch shares
 
 
 def test_data_set_of_a_call_keeps_its_batch_size():
-    """A worker that joins later has another share as it is given the data set."""
+    """A worker that joins later has another batch share when it receives the data set."""
     sizes = []
     for share in (4, 2):
         train_state, dataset = (
@@ -181,7 +181,7 @@ def test_static_graph_with_accumulation_is_an_error(process_group):
 
 
 @pytest.mark.parametrize("given", ["stream", "batch_sampler"])
-def test_batches_that_raysgd_does_not_make_can_have_no_shares(given):
+def test_shares_are_an_error_for_batches_that_raysgd_does_not_make(given):
     data = TensorDataset(torch.zeros(8, 1))
     loader = [data[:4], data[4:]]
     if given == "batch_sampler":
@@ -228,7 +228,7 @@ def test_reduce_lr_on_plateau_needs_a_metric():
         check_step_freq([constant, plateau], "epoch")
 
 
-# ---- what setup leaves out of register()
+# ---- objects that setup does not register
 
 
 class WithBase(torch.optim.SGD):
@@ -239,7 +239,7 @@ class WithBase(torch.optim.SGD):
 
 
 def set_up(add, caplog):
-    """Let an operator's `setup` add attributes; return the warnings about unregistered ones."""
+    """Add attributes in an operator's `setup`. Return the warnings about unregistered ones."""
 
     class Custom(TrainingOperator):
         def setup(self, config):

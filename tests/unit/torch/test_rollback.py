@@ -1,4 +1,4 @@
-"""What a discarded step changed is restored, or found."""
+"""Changes by a discarded step are restored, or make the state partial."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def stepped(optimizer):
 
 
 class Steps:
-    """Steps of which each makes two updates, so that copies are taken."""
+    """Steps with two updates each, for which `Rollback` keeps copies."""
 
     def __init__(self, *optimizers, models=()):
         self.step, self.optimizers = Step(), optimizers
@@ -54,7 +54,7 @@ def test_parameters_frozen_as_the_step_begins_are_restored():
 
 
 class Odd(torch.optim.SGD):
-    """Keeps what others than torch's keep: new tensors, nested ones, and keys of its own."""
+    """An optimizer whose state has new tensors, nested ones, and a key that is not a parameter."""
 
     @torch.no_grad()
     def step(self):
@@ -68,7 +68,7 @@ class Odd(torch.optim.SGD):
 
 
 class Learning(torch.optim.SGD):
-    """Keeps what it has learnt of the step size among its options."""
+    """An optimizer that keeps its estimate of the step size in the parameter group."""
 
     @torch.no_grad()
     def step(self):
@@ -185,7 +185,7 @@ def through_data(model):
 
 
 def of_other_forms(model):
-    model.table += 1  # also those of its view
+    model.table += 1  # also changes its view, `part`
     model.sparse = model.sparse * 2
 
 

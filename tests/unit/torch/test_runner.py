@@ -1,4 +1,4 @@
-"""What a worker hosts for torch: settings, state, generations, and what the driver reads."""
+"""TorchRunner: settings, state, generations, and progress for the driver."""
 
 import contextlib
 import copy
@@ -49,7 +49,7 @@ def same_parameters(left, right):
     )
 
 
-# ---- before and after
+# ---- before setup
 
 
 def test_runner_without_operator_has_no_progress():
@@ -133,7 +133,7 @@ def test_copy_of_a_partial_state_is_partial():
     assert runner._train_state.step.is_partial
 
 
-# ---- goals
+# ---- repeated calls
 
 
 def test_repeated_call_returns_its_metrics_and_no_others():
@@ -162,10 +162,10 @@ def test_repeated_call_returns_its_metrics_and_no_others():
     assert runner.handle(TrainRequest(call=3, until_epoch=3))["num_samples"] == 24
 
 
-# ---- what the driver reads and sets beside the work
+# ---- progress and stop requests
 
 
-def test_progress_of_a_call():
+def test_progress_counts_the_batches_and_samples_of_a_call():
     runner, seen = make_runner(), []
 
     def look(batch_info, when):
@@ -199,7 +199,7 @@ class OnDevice:
 
 
 def test_progress_does_not_wait_for_the_gpu():
-    """It may never be: where the GPU waits for a worker that is gone."""
+    """The GPU may wait forever for a lost worker."""
     reader, meters = LossReader(), OnDevice()
     assert [reader.read(meters) for _ in range(3)] == [{}] * 3
     meters.done.set()
@@ -235,7 +235,7 @@ def test_stop_request_ends_a_validation_at_the_next_batch():
 
 
 class Unseeded(Recorder):
-    """Shuffles by a generator that has another seed in each process."""
+    """Shuffles with a generator whose seed differs between processes."""
 
     def make_loaders(self, config):
         loaders, generator = super().make_loaders(config), torch.Generator()
@@ -262,7 +262,7 @@ def full_state(runner):
 
 @pytest.mark.parametrize("num_steps", [0, 3, 7])
 def test_training_continues_exactly_from_a_state(num_steps):
-    """Shuffling, dropout, BatchNorm and Adam's moments: the same parameters to the last bit."""
+    """With shuffling, dropout, BatchNorm, and Adam, the parameters are bitwise equal."""
     config = {"shuffle": True, "dropout": 0.5, "batch_norm": True}
     runner = make_runner(config=config)
     runner.handle(TrainRequest(call=0, until_step=num_steps))
@@ -340,7 +340,7 @@ def test_error_names_data_that_differ_between_workers():
 
 
 class Following(Recorder):
-    """Counts the groups that it has been in, and may register loaders for each."""
+    """Records its groups, and may register a loader for each group."""
 
     def setup(self, config):
         super().setup(config)
@@ -378,7 +378,7 @@ def test_loader_of_on_world_change_is_used_from_the_next_step(kind):
     runner.operator._config["register"] = lambda op: Unsized(batches_of(40, 2))
     runner.rejoin(WorkerContext(in_driver=True, generation=2), leader=0)
     runner.handle(TrainRequest(call=0, until_step=3))
-    offset = 2 if kind == "list" else 8  # batches that were read, or samples
+    offset = 2 if kind == "list" else 8  # batches of the list, or samples of the loader
     assert runner.operator.trained[8:] == list(range(2 * offset, 2 * offset + 2))
 
 

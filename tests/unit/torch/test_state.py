@@ -1,4 +1,4 @@
-"""Copies of states, and whether a state fits the objects that load it."""
+"""Copies of states, and checks whether a state fits the objects that load it."""
 
 import copy
 import io
@@ -26,7 +26,7 @@ def draws():
     return torch.rand(3).tolist(), random.random(), random.gauss(0, 1), np.random.rand(3).tolist()
 
 
-def test_random_states_load_without_code():
+def test_random_states_load_with_weights_only():
     state = RUNNER.generators.state()
     expected = draws()
     buffer = io.BytesIO()
@@ -44,7 +44,7 @@ def test_invalid_random_state_is_an_error(place):
         RUNNER.generators.set({**state, "numpy": (kind, keys, place, *rest)})
 
 
-def test_copy_does_not_change():
+def test_copy_does_not_change_with_the_original():
     tensor, lock = torch.ones(2, requires_grad=True), threading.Lock()
     tree = {"a": [tensor, (tensor, "text")], "n": {1}, "lock": lock}
     copied = to_cpu(tree)
@@ -55,11 +55,11 @@ def test_copy_does_not_change():
     assert first.tolist() == second.tolist() == [1, 1]
     assert not first.requires_grad
     assert (text, copied["n"]) == ("text", {1})
-    assert copied["lock"] is lock  # it cannot be copied, nor saved
+    assert copied["lock"] is lock  # a lock cannot be copied or saved
 
 
 def test_a_copy_keeps_the_versions_of_modules():
-    """torch keeps them beside the dict; without them a module takes its state for an old one."""
+    """PyTorch keeps them in `_metadata`. Without it, modules assume a state of an old version."""
     state = torch.nn.BatchNorm1d(2).state_dict()
     assert to_cpu(state)._metadata == state._metadata
 
@@ -130,7 +130,7 @@ def optimizer(kind=Optim.Adam, groups=(2,)):
 
 
 def options(**changes):
-    """The state of Adam with other options."""
+    """Return the state of Adam with changed options."""
     state = copy.deepcopy(optimizer().state_dict())
     state["param_groups"][0].update(changes)
     return state
@@ -142,7 +142,7 @@ def scheduler():
 
 
 def fields(**changes):
-    """The state of a sequence of schedulers, with other fields in the second."""
+    """Return the state of a SequentialLR with changed fields in its second scheduler."""
     state = scheduler().state_dict()
     state["_schedulers"][1].update(changes)
     return state
@@ -199,7 +199,7 @@ def test_states_must_be_as_many_as_objects(saved):
         check_fits("models", [network(2, 2)], saved)
 
 
-def test_options_and_fields_that_raysgd_does_not_know_do_not_matter():
+def test_unknown_options_and_fields_fit():
     class Own(Lr.LambdaLR):
         pass
 

@@ -19,7 +19,7 @@ NUM_STEPS = 6
 
 
 class WithMaster(torch.optim.Optimizer):
-    """Keeps float32 weights for parameters of a smaller dtype, and nested state."""
+    """An optimizer that keeps float32 weights in nested state."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
@@ -68,7 +68,7 @@ class Data(TensorDataset):
 
 
 class Digits(TrainingOperator):
-    """Adds 4 to the power of a sample's index to each parameter, so a sum shows each update."""
+    """Adds ``4**index`` for each sample to each parameter, so that the sum shows each update."""
 
     def setup(self, config):
         self.hook = lambda where: None
@@ -104,7 +104,7 @@ class Digits(TrainingOperator):
 
 
 def expected(num_steps, updates=1):
-    """Return what each parameter is after so many steps."""
+    """Return the value of each parameter after a number of steps."""
     epochs, rest = divmod(num_steps, NUM_STEPS)
     return updates * sum(4**i * (epochs + (i < rest)) for i in range(NUM_STEPS))
 
@@ -115,7 +115,7 @@ def digits(state):
 
 @pytest.fixture
 def start():
-    """Start a local trainer, which calls a function at a place of a step."""
+    """Return a function that starts a local trainer, which calls `do` at a point of a step."""
     made = []
 
     def start(at=None, step=3, do=None, updates=1):
@@ -206,7 +206,7 @@ def move(operator):
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_parameters_that_train_batch_changed_are_restored_or_found(start, updates):
+def test_parameters_that_train_batch_changed_are_restored_or_detected(start, updates):
     trainer = start("forward", do=move, updates=updates)
     state = trainer.state_dict()
     with pytest.raises(ValueError, match="in a step"):
@@ -260,7 +260,7 @@ def test_failure_anywhere_loses_and_repeats_no_step(plan, num_models, updates, a
             if operator._train_state.step.is_partial:
                 assert point == "in the update" or updates * num_models > 1
                 restore(trainer, before)
-            operator = trainer.get_local_operator()  # another one after a restart
+            operator = trainer.get_local_operator()  # a restart replaces the operator
             state = trainer.state_dict()
             assert before["global_step"] <= state["global_step"] == trainer.global_step
             assert digits(state) == {expected(trainer.global_step, updates)}
@@ -271,7 +271,7 @@ def test_failure_anywhere_loses_and_repeats_no_step(plan, num_models, updates, a
 
 
 def restore(trainer, state):
-    """Train on from a partly updated state, which only a loaded state or the snapshot allows."""
+    """Continue after a partial update, from the snapshot if there is one, else from `state`."""
     goal = trainer.global_step + 1
     if trainer._controller.snapshots.state() is None:
         with pytest.raises(RuntimeError, match="Load a checkpoint"):
@@ -283,7 +283,7 @@ def restore(trainer, state):
 
 
 class Fault:
-    """Fails when a step comes to a point for the nth time."""
+    """Fails when steps reach a point for the nth time."""
 
     def __init__(self, point, kind, visits):
         self.point, self.kind, self.visits = point, kind, visits

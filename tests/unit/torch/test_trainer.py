@@ -1,6 +1,6 @@
 """TorchTrainer with one worker in this process.
 
-The arguments that it refuses are in tests/contracts/test_wrong_inputs.py.
+Tests of invalid arguments are in tests/contracts/test_wrong_inputs.py.
 """
 
 import pytest
@@ -56,7 +56,7 @@ def test_config_is_never_changed(make_trainer):
         assert trainer.config == config
 
 
-def test_use_gpu_auto_asks_torch_where_there_is_no_cluster(make_trainer, monkeypatch):
+def test_use_gpu_auto_asks_pytorch_without_a_cluster(make_trainer, monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append(1) or False)
     trainer = make_trainer(use_gpu="auto")
@@ -95,7 +95,7 @@ def test_get_model_returns_a_copy(make_trainer):
 
 
 class LastOfOne(Classifier):
-    """Batch normalization, and a last batch of one sample, which is dropped if the config says."""
+    """Batch normalization with a last batch of one sample, unless `drop_last` is set."""
 
     def setup(self, config):
         super().setup({**config, "batch_norm": True})
