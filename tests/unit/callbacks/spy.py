@@ -14,7 +14,7 @@ def failing_at(step):
 
 
 class Scripted(Callback):
-    """Adds a metric ``score`` to validations, one value per epoch."""
+    """A callback that adds the metric ``score`` to validations, one value per epoch."""
 
     stage = -1
 
@@ -26,7 +26,7 @@ class Scripted(Callback):
 
 
 class Spy(Callback):
-    """Notes ``(name, hook, detail)`` in a list that several of them may share."""
+    """A callback that appends ``(name, hook, detail)`` to a list, which spies can share."""
 
     def __init__(self, name="spy", calls=None, fail_in=(), pause_every=None, state=None):
         self.name = name
@@ -81,13 +81,13 @@ class Spy(Callback):
 
 
 class Late(Spy):
-    """A stage later than the others."""
+    """A spy in a later stage than the others."""
 
     stage = 1
 
 
 class Unloadable(Spy):
-    """Cannot load its state until it is mended."""
+    """A spy that cannot load its state until ``mended`` is set."""
 
     mended = False
 

@@ -1,4 +1,4 @@
-"""Averages of the weights: what they are, where they stand in for the weights, what keeps them."""
+"""Averages of the weights: their values, their use in validation, and how they are saved."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ CONFIG = {"batch_norm": True, "dropout": 0.5, "shuffle": True}
 
 
 class Reference(Callback):
-    """Averages as torch does, by hand: after each step, or each epoch."""
+    """A callback that updates an ``AveragedModel`` after each step or each epoch."""
 
     def __init__(self, every, **arguments):
         self._every, self._arguments, self.model = every, arguments, None
@@ -69,7 +69,7 @@ def test_weights_are_validated_before_there_is_an_average(make_trainer):
     plain = make_trainer(Recorder, CONFIG).fit(3)
     averaged = make_trainer(Recorder, CONFIG, callbacks=[SWA(2)]).fit(3)
     losses = [[entry["val_loss"] for entry in history] for history in (plain, averaged)]
-    # the first mean is of one epoch
+    # the first average contains only one epoch
     assert losses[0][:2] == losses[1][:2]
     assert losses[0][2] != losses[1][2]
 
@@ -91,7 +91,7 @@ def test_a_validation_that_fails_gives_the_weights_back(make_trainer):
 
 
 def test_interrupted_run_resumes_with_its_averages(make_trainer, tmp_path):
-    """Also one that is loaded before its callback starts; what has none begins anew."""
+    """Averages can load before the callback starts. A state without averages resets them."""
     whole = make_trainer(Recorder, CONFIG, callbacks=[EMA(0.9)])
     expected = whole.fit(3)
     first = make_trainer(Recorder, CONFIG, callbacks=[EMA(0.9), CheckpointCallback(tmp_path)])
@@ -132,7 +132,7 @@ def test_arguments_out_of_range_are_refused(kind, value):
         kind(value)
 
 
-def test_models_that_share_parameters_get_them_back():
+def test_validation_with_averages_restores_shared_parameters():
     shared = torch.nn.Linear(2, 2)
     models = [shared, torch.nn.Sequential(shared, torch.nn.Linear(2, 1))]
     averages = Averaging(SimpleNamespace(models=models, sharded=[]))

@@ -17,7 +17,7 @@ from tests.unit.recorder import Recorder, Streaming
 # ---- plain calls
 
 
-def test_what_a_call_returns_is_what_callbacks_saw_and_added_to(make_trainer):
+def test_a_call_returns_the_metrics_that_callbacks_see_and_change(make_trainer):
     class Adding(Callback):
         def on_epoch_end(self, trainer, metrics):
             metrics["added"] = trainer.latest_metrics["num_samples"]
@@ -63,7 +63,7 @@ OPERATIONS = st.lists(
 
 @given(operations=OPERATIONS, pause_every=st.sampled_from([None, 2, 5, 7]))
 def test_hooks_follow_the_documented_order_for_random_calls(make_trainer, operations, pause_every):
-    """Starts and ends alternate, and between them each call is told of, once."""
+    """Starts and ends alternate. Between them, each call runs its hooks once."""
     calls = []
     spies = [Spy("one", calls, pause_every=pause_every), Spy("two", calls)]
     trainer = make_trainer(Recorder, callbacks=spies)
@@ -120,7 +120,7 @@ def test_hooks_follow_the_documented_order_for_random_calls(make_trainer, operat
 @pytest.mark.parametrize("operator_cls", [Recorder, Streaming])
 @pytest.mark.parametrize("every", [1, 3, 5])
 def test_a_pause_changes_nothing_but_the_time(make_trainer, operator_cls, every):
-    """Also of a loader without a length, which ends exactly where one of the pauses is."""
+    """The results are equal, even if a loader without a length ends at a pause."""
     plain = make_trainer(operator_cls)
     spy = Spy(pause_every=every)
     paused = make_trainer(operator_cls, callbacks=[spy])
@@ -221,7 +221,7 @@ def test_error_names_the_callback_and_no_step_is_lost(make_trainer, caplog, hook
     assert hook in spies[1].hooks, "the other one was called"
     assert spies[1].hooks[-1] == "on_exception"
     assert f"Spy failed in {hook}: KeyError('bad fails')" in caplog.text, "logged immediately"
-    done = 0 if hook == "on_event" else 5  # the first event is told before the first step
+    done = 0 if hook == "on_event" else 5  # the first event comes before the first step
     assert trainer.global_step == done
     assert trainer.latest_metrics.get("num_samples") == (40 if done else None)
 
@@ -234,7 +234,7 @@ def test_error_names_the_callback_and_no_step_is_lost(make_trainer, caplog, hook
     assert trainer.get_local_operator().trained == plain.get_local_operator().trained
 
 
-def test_a_callback_that_cannot_start_keeps_training_from_beginning(make_trainer):
+def test_training_does_not_begin_if_a_callback_cannot_start(make_trainer):
     calls = []
     spies = [Spy("bad", calls, fail_in=["on_train_start"]), Spy("good", calls)]
     trainer = make_trainer(callbacks=spies)
@@ -252,12 +252,12 @@ def test_a_callback_that_cannot_start_keeps_training_from_beginning(make_trainer
     assert spies[1].hooks.count("on_train_start") == 1
 
 
-def test_the_first_error_is_raised_and_an_error_of_training_before_it(make_trainer, caplog):
+def test_the_first_callback_error_is_raised_unless_training_fails(make_trainer, caplog):
     spies = [Spy("one", fail_in=["on_event", "on_epoch_end", "on_exception"])]
     spies.append(Spy("two", fail_in=["on_epoch_end"]))
     trainer = make_trainer(Recorder, callbacks=spies)
     with pytest.raises(CallbackError, match=r"on_event.*one fails"):
-        trainer.train()  # "started" is told
+        trainer.train()  # sends the event "started"
     with pytest.raises(CallbackError, match=r"on_epoch_end.*one fails"):
         trainer.train()
     assert "two fails" in caplog.text
@@ -270,7 +270,7 @@ def test_the_first_error_is_raised_and_an_error_of_training_before_it(make_train
     assert trainer.train()["epoch"] == 2
 
 
-def test_an_error_in_the_end_is_raised_when_the_workers_are_gone(make_trainer):
+def test_an_error_in_on_train_end_is_raised_after_the_workers_are_gone(make_trainer):
     trainer = make_trainer(callbacks=[Spy(fail_in=["on_train_end"])])
     trainer.train()
     with pytest.raises(CallbackError, match="on_train_end"):
@@ -280,7 +280,7 @@ def test_an_error_in_the_end_is_raised_when_the_workers_are_gone(make_trainer):
     trainer.shutdown()
 
 
-def test_ctrl_c_in_the_end_of_a_callback_does_not_skip_the_others(make_trainer):
+def test_ctrl_c_in_on_train_end_does_not_skip_the_other_callbacks(make_trainer):
     class Interrupted(Callback):
         def on_train_end(self, trainer):
             raise KeyboardInterrupt
@@ -303,7 +303,7 @@ def test_passwords_in_errors_of_services_are_hidden(make_trainer, caplog):
     assert "secret" not in str(caught.value) + caplog.text
 
 
-def test_progress_that_fails_is_told_once_a_call(make_trainer):
+def test_a_failing_on_progress_runs_once_per_call(make_trainer):
     class Failing(Callback):
         num_calls = 0
 
@@ -318,7 +318,7 @@ def test_progress_that_fails_is_told_once_a_call(make_trainer):
     assert callback.num_calls == 1
 
 
-# ---- what is refused
+# ---- invalid arguments
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ def test_a_state_is_a_copy(make_trainer):
     assert state["callbacks"] == {"Spy": {"seen": [1], "mean": torch.ones(1)}}
 
 
-def test_one_that_cannot_load_keeps_all_from_loading(make_trainer):
+def test_no_callback_changes_if_one_cannot_load_its_state(make_trainer):
     good, bad = Spy(state={"best": 9}), Unloadable()
     saved = {"Spy": {"best": 2}, "Unloadable": {"best": 1}}
     trainer = make_trainer(callbacks=[good, bad])
@@ -410,7 +410,7 @@ def test_callbacks_take_nothing_of_a_state_that_the_workers_refuse(make_trainer)
 
 
 def test_states_continue_to_wait_if_one_cannot_load(make_trainer):
-    """Whether it is the same callbacks that come again, or others."""
+    """They wait for the same callbacks or for new ones."""
     saved = {"Unloadable": {"best": 1}, "Spy": {"best": 2}}
     trainer = make_trainer()
     trainer.load_state_dict({**trainer.state_dict(), "callbacks": saved})
@@ -426,7 +426,7 @@ def test_states_continue_to_wait_if_one_cannot_load(make_trainer):
 
 
 def test_callbacks_do_not_keep_a_trainer_alive(make_trainer):
-    """A trainer that is dropped ends its workers, which needs nothing to refer to it."""
+    """A trainer stops its workers when it is garbage-collected."""
     from raysgd import TorchTrainer
 
     trainer = TorchTrainer(
@@ -444,7 +444,7 @@ def test_callbacks_do_not_keep_a_trainer_alive(make_trainer):
     assert isinstance(controller.state, Closed)
 
 
-def test_callbacks_that_save_pause_immediately_before_workers_are_taken_away(make_trainer):
+def test_callbacks_that_save_pause_at_the_next_step_before_a_preemption(make_trainer):
     saving, other = Spy("saving", pause_every=30), Spy("other", pause_every=30)
     saving.saves_state = True
     trainer = make_trainer(callbacks=[saving, other])

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, and going on from the newest."""
+"""``CheckpointCallback``: which checkpoints it keeps, and how a run resumes."""
 
 import logging
 import subprocess
@@ -39,7 +39,7 @@ def test_each_epoch_is_saved_and_the_newest_are_kept(make_trainer, tmp_path):
 
 
 def test_interrupted_run_resumes_with_the_next_sample(make_trainer, tmp_path):
-    """In mid-epoch, and to the same bits as one that was not."""
+    """It resumes within an epoch, and ends with the same bits as an uninterrupted run."""
     config = {"shuffle": True, "dropout": 0.5}
     whole = make_trainer(Recorder, config)
     expected = whole.fit(3)
@@ -73,7 +73,7 @@ def test_interrupted_run_resumes_with_the_next_sample(make_trainer, tmp_path):
 
 
 class CutOff(Callback):
-    """Ends a run when an epoch is trained and saved, and not validated yet."""
+    """A callback that ends a run after an epoch is saved and before its validation."""
 
     stage = 2
 
@@ -86,7 +86,7 @@ class CutOff(Callback):
 
 
 class Reading(Callback):
-    """Looks at a metric of training when it sees a validation, as tables do."""
+    """A callback that reads training metrics when a validation ends, as loggers do."""
 
     def on_validation_end(self, trainer, metrics):
         assert trainer.latest_metrics["lr"] == 0.1
@@ -94,7 +94,7 @@ class Reading(Callback):
 
 
 def test_run_that_is_interrupted_repeatedly_misses_no_validation(make_trainer, tmp_path):
-    """It stops early where it would have, and trains no more when it is started once again."""
+    """Early stopping ends it in the same epoch, and a restart does not train further."""
 
     def run(*more):
         saving = CheckpointCallback(tmp_path)
@@ -146,7 +146,7 @@ def test_the_path_of_the_best_is_known_when_fit_has_ended(make_trainer, tmp_path
 
 
 class Overfitting(Callback):
-    """A metric that training and validation both have, and training by far the better."""
+    """A callback that adds a score to training and validation, much better in training."""
 
     stage = -1
 
@@ -162,7 +162,6 @@ class Overfitting(Callback):
 def test_validation_rates_checkpoints_if_training_has_the_same_metric(
     make_trainer, tmp_path, keep, kept, ends
 ):
-    """Training has much better values, and they do not count."""
     for end in ends:
         saving = CheckpointCallback(tmp_path, keep=keep, monitor="score", mode="max")
         trainer = make_trainer(callbacks=[saving, Overfitting()])
@@ -173,8 +172,8 @@ def test_validation_rates_checkpoints_if_training_has_the_same_metric(
     assert [manifest.metrics["score"] for manifest in rated] == [expected[step] for step in kept]
 
 
-def test_steps_and_the_best_go_together(make_trainer, tmp_path):
-    """What is saved in mid-epoch has not been measured, and gives way to what has."""
+def test_checkpoints_with_a_score_are_kept_before_those_without(make_trainer, tmp_path):
+    """Checkpoints within an epoch have no validation metrics."""
     saving = CheckpointCallback(tmp_path, every=2, keep=2, monitor="score")
     make_trainer(callbacks=[saving, Scripted([1, 2, 3])]).fit(3)
     assert steps(tmp_path) == [5, 10, 15]
@@ -242,7 +241,7 @@ def test_failing_save_raises_and_training_can_continue(make_trainer, tmp_path, b
 
 
 class Wider(Classifier):
-    """Another model than the one that its folder's checkpoints are of."""
+    """An operator whose model does not fit the checkpoints in the folder."""
 
     def setup(self, config):
         model = torch.nn.Linear(8, 3)

@@ -1,4 +1,4 @@
-"""Stopping when a metric has got no better for a while."""
+"""Early stopping when a metric no longer improves."""
 
 import pytest
 
@@ -52,8 +52,8 @@ def test_it_watches_metrics_of_training_as_well(make_trainer):
     assert len(make_trainer(callbacks=[Adding(), stopping]).fit(9)) == 2
 
 
-def test_of_a_metric_that_both_have_it_watches_that_of_validation(make_trainer, tmp_path):
-    """Though that of training is better by far, and still improves."""
+def test_it_watches_the_validation_metric_if_training_has_the_same_name(make_trainer, tmp_path):
+    """The training metric is much better and still improves."""
 
     class Overfitting(Callback):
         stage = -1
@@ -73,7 +73,7 @@ def test_of_a_metric_that_both_have_it_watches_that_of_validation(make_trainer, 
     assert (stopping.best, stopping.num_waited) == (2, 3)
 
 
-def test_what_it_has_seen_survives_a_file(make_trainer, tmp_path):
+def test_best_value_and_patience_survive_a_checkpoint(make_trainer, tmp_path):
     values = [3, 2, 2.5, 2.5, 2.5, 1]
     trainer = make_trainer(callbacks=[Scripted(values), EarlyStopping("score")])
     trainer.fit(4)
@@ -91,7 +91,7 @@ def test_what_it_has_seen_survives_a_file(make_trainer, tmp_path):
     assert "not improved for 3 values" in history.stop_reason
 
 
-def test_a_metric_that_is_not_there_is_an_error_that_names_those_that_are(make_trainer):
+def test_a_missing_metric_is_an_error_that_lists_the_existing_ones(make_trainer):
     with pytest.raises(CallbackError, match="EarlyStopping") as caught:
         make_trainer(callbacks=[EarlyStopping("los")]).fit(2)
     assert "val_accuracy" in str(caught.value.__cause__)

@@ -1,4 +1,4 @@
-"""The run folder's own files, and the metrics as a table."""
+"""JSON logs of metrics and events in the run folder, and the CSV table of metrics."""
 
 import csv
 import json
@@ -68,7 +68,7 @@ def test_the_run_folder_holds_metrics_and_events(make_trainer, tmp_path):
     assert event["ranks"] == [0]
 
 
-def test_a_run_that_is_resumed_appends(make_trainer, tmp_path):
+def test_a_resumed_run_appends_to_the_log(make_trainer, tmp_path):
     first = make_trainer(logdir=tmp_path)
     first.fit(1)
     first.fit(2)
@@ -83,11 +83,11 @@ def test_a_run_that_is_resumed_appends(make_trainer, tmp_path):
     assert [json.loads(line)["kind"] for line in kept[7:]] == ["run", "train"]
 
 
-# ---- a table
+# ---- CSV table
 
 
 class Adding(Callback):
-    """A metric that appears in the second epoch."""
+    """A callback that adds metrics in the second epoch only."""
 
     def on_epoch_end(self, trainer, metrics):
         if trainer.epoch == 2:

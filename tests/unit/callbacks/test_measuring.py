@@ -1,4 +1,4 @@
-"""Callbacks that measure: rates, resources, models, traces, and losses that are no numbers."""
+"""Callbacks that measure: learning rates, resources, models, traces, and non-finite losses."""
 
 import gzip
 import json
@@ -40,11 +40,11 @@ class TwoOptimizers(Recorder):
         return {}
 
 
-def test_the_rate_at_the_end_of_the_epoch_is_a_metric(make_trainer, tmp_path):
+def test_the_learning_rate_at_the_end_of_the_epoch_is_a_metric(make_trainer, tmp_path):
     def scheduler(optimizer):
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
-    # the loggers come first in the list, and see it all the same
+    # the logger comes first in the list, but its log contains the rate
     trainer = make_trainer(
         Recorder,
         {"scheduler": scheduler},
@@ -119,7 +119,7 @@ def test_a_loss_that_is_no_number_ends_the_run(make_trainer, tmp_path, value, me
         assert "epoch-00001" in saving.best
 
 
-def test_what_workers_use_is_among_the_metrics(make_trainer):
+def test_resource_usage_of_workers_is_among_the_metrics(make_trainer):
     metrics = make_trainer(Recorder, callbacks=[DeviceStats()]).fit(2)[-1]
     assert 10 < metrics["memory_mib"] < 1e6
     assert metrics["cpu_percent"] >= 0
@@ -130,7 +130,7 @@ def test_a_table_of_the_model_is_printed_at_the_start(make_trainer, capsys):
     trainer = make_trainer(Classifier, callbacks=[ModelSummary()])
     model = trainer.get_local_operator().model
     model[0].bias.requires_grad_(False)
-    model.module = torch.nn.Linear(2, 2)  # a part of the user's, and no wrapper of ours
+    model.module = torch.nn.Linear(2, 2)  # part of the user's model, not a DDP wrapper
     trainer.train(num_steps=1)
     table = capsys.readouterr().out.splitlines()
     assert [re.split("  +", line) for line in table] == [
@@ -152,7 +152,7 @@ def num_updates(path):
 
 
 @pytest.mark.parametrize(("skip_steps", "num_steps"), [(0, 1), (2, 3), (4, 3)])
-def test_so_many_steps_are_profiled(make_trainer, tmp_path, skip_steps, num_steps):
+def test_the_profiler_traces_the_chosen_steps(make_trainer, tmp_path, skip_steps, num_steps):
     profiler = TorchProfiler(num_steps, skip_steps)
     trainer = make_trainer(Recorder, callbacks=[profiler], logdir=tmp_path)
     trainer.fit(3)
@@ -163,7 +163,7 @@ def test_so_many_steps_are_profiled(make_trainer, tmp_path, skip_steps, num_step
     assert trainer.get_local_operator().trained == [*range(40)] * 3
 
 
-def test_a_run_that_ends_first_has_the_trace_so_far(make_trainer, tmp_path):
+def test_a_run_that_ends_early_keeps_its_partial_trace(make_trainer, tmp_path):
     profiler = TorchProfiler(100, 2)
     make_trainer(Recorder, callbacks=[profiler], logdir=tmp_path).fit(1)
     assert profiler.trace.name == "trace-step-00000005.json.gz"
@@ -171,7 +171,7 @@ def test_a_run_that_ends_first_has_the_trace_so_far(make_trainer, tmp_path):
     assert not module._running
 
 
-def test_a_worker_that_is_lost_takes_its_trace_along(make_trainer, tmp_path, caplog):
+def test_losing_the_profiled_worker_loses_only_the_trace(make_trainer, tmp_path, caplog):
     profiler = TorchProfiler(2, 0)
     trainer = make_trainer(Recorder, logdir=tmp_path)
 

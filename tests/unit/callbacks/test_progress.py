@@ -1,4 +1,4 @@
-"""The progress of calls, in a terminal and in a file."""
+"""The progress of calls in terminals, notebooks, and files."""
 
 import io
 import logging
@@ -20,7 +20,7 @@ class Terminal(io.StringIO):
 
 
 class FakeTrainer:
-    """As much of a trainer as a bar looks at."""
+    """The attributes of a trainer that a progress bar reads."""
 
     epoch = 1
     num_workers = 2
@@ -34,9 +34,9 @@ class FakeTrainer:
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """What is written to standard error, which is a terminal."""
+    """A fake terminal that replaces standard error."""
     stream = Terminal()
-    # not sys.stderr itself: pytest puts its own there between the fixtures and the test
+    # replace `sys` in the module, because pytest replaces sys.stderr before the test
     own = SimpleNamespace(stderr=stream, modules=sys.modules, maxsize=sys.maxsize)
     monkeypatch.setattr(module, "sys", own)
     return stream
@@ -86,7 +86,7 @@ def test_what_is_logged_comes_above_a_bar(terminal, monkeypatch):
     bar.on_train_end(trainer)
     assert re.search("\r *\rLost worker 1.\n\r", terminal.getvalue())
     logging.getLogger("raysgd").warning("Lost worker 2.")
-    assert "Lost worker 2." not in terminal.getvalue()  # pytest's own handlers have it
+    assert "Lost worker 2." not in terminal.getvalue()  # the bar no longer handles logs
 
 
 def test_bar_continues_to_count_after_a_pause_or_failure(terminal):
@@ -101,7 +101,7 @@ def test_bar_continues_to_count_after_a_pause_or_failure(terminal):
 
 @pytest.fixture
 def notebook(monkeypatch):
-    """Bars as notebooks have them, with widgets that note what they are told."""
+    """Replace tqdm by its notebook version, with fake widgets that store their values."""
     from tqdm import notebook
 
     def widget(**given):
@@ -127,7 +127,7 @@ def test_notebook_bar_shows_the_progress_of_the_call(notebook):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that tests turn on."""
+    """A clock that tests advance through ``now``."""
 
     class Clock:
         now = 0.0

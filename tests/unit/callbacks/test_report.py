@@ -1,4 +1,4 @@
-"""The page about a run."""
+"""The HTML report of a run."""
 
 import html
 import json
@@ -103,7 +103,7 @@ def tile(text, key):
     return html.unescape(re.search(rf'<b id="{re.escape(key)}">(.*?)</b>', text)[1])
 
 
-def test_the_page_needs_nothing_from_elsewhere(folder):
+def test_the_page_loads_nothing_and_escapes_its_data(folder):
     text = make_report(folder).read_text()
     outside_scripts = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
     assert not re.search(r'(src|href)="(?!data:)', outside_scripts)
@@ -117,7 +117,7 @@ def check_numbers(text):
     assert (tile(text, "epoch"), tile(text, "global-step")) == ("3", "30")
     assert tile(text, "train_loss") == "0.3333"
     assert tile(text, "shares") == "1.5/0.5"
-    # 45 s in calls, less 130 to 133
+    # 45 s in calls, minus the stop from 130 to 133
     assert tile(text, "goodput") == f"{100 * 42 / 62:.1f} %"
     assert tile(text, "val_accuracy") == "0.9"
 
@@ -160,7 +160,7 @@ def test_a_log_of_another_program_is_an_error(tmp_path, line):
         make_report(tmp_path)
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path):
+def test_a_folder_without_metrics_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no metrics\.jsonl.*logdir="):
         make_report(tmp_path)
 
@@ -183,7 +183,7 @@ def test_stops_do_not_count_as_goodput(tmp_path):
         event("resumed", 131, 5, seconds=0.1),
     ]
     write(tmp_path, [run(100), call(120, 10, 5), call(150, 15, 10)], events)
-    # 25 s in calls, less 112 to 113.2, less 115.5 to 116
+    # 25 s in calls, minus the stops from 112 to 113.2 and from 115.5 to 116
     assert RunLog(tmp_path).goodput() == pytest.approx((25 - 1.2 - 0.5) / 50)
 
 
@@ -230,7 +230,7 @@ def test_a_constant_metric_has_a_narrow_axis(tmp_path, value, low, high):
     assert [float(end) for end in axis.split(",")] == [low, high]
 
 
-def test_a_run_with_a_folder_ends_with_a_page_about_it(tmp_path):
+def test_a_run_with_a_logdir_ends_with_a_report(tmp_path):
     with TorchTrainer(
         training_operator_cls=Classifier, use_local=True, use_gpu=False, logdir=tmp_path
     ) as trainer:
@@ -251,7 +251,7 @@ def test_run_without_plotly_succeeds_with_a_warning(tmp_path, monkeypatch, caplo
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium")
-def test_a_browser_shows_it_without_a_network_or_an_error(folder, tmp_path_factory):
+def test_a_browser_shows_the_page_without_an_error(folder, tmp_path_factory):
     path = make_report(folder)
     profile = tmp_path_factory.mktemp("browser")
     done = subprocess.run(
@@ -263,7 +263,7 @@ def test_a_browser_shows_it_without_a_network_or_an_error(folder, tmp_path_facto
     )
     check_numbers(done.stdout)
     drawn = re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL)
-    # loss, accuracy, the odd metric, speed, workers
+    # plots of loss, accuracy, the metric with a tag in its name, speed, and workers
     assert drawn.count('class="main-svg"') >= 5
     assert drawn.count('class="trace scatter') >= 6
     assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]

@@ -1,4 +1,4 @@
-"""The folder of a run, and the callbacks that a trainer has of its own."""
+"""The run folder (``logdir``), and the callbacks that a trainer adds."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def test_wrong_logdir_is_an_error(logdir, error, said):
 
 
 def test_logdir_adds_a_log_and_a_report_after_the_users_callbacks(tmp_path):
-    """So that the log has what the others add to the metrics."""
+    """The log then contains the metrics that these callbacks add."""
     assert kinds([Callback()], logdir=tmp_path) == [Callback, JsonlLogger, RunReport]
 
 
@@ -60,7 +60,7 @@ def test_logdir_adds_no_second_log(tmp_path):
     [CheckpointCallback, CsvLogger, JsonlLogger, TensorBoardLogger, TorchProfiler, RunReport],
 )
 def test_callback_without_a_folder_needs_a_logdir(tmp_path, callback_cls):
-    """Told when the trainer is made, and not after the first workers have started."""
+    """The error comes when the trainer is created, before workers start."""
     name = callback_cls.__name__
     with pytest.raises(ValueError, match=rf"{name} needs a folder.*logdir='runs/1'"):
         trainer_callbacks("T", [callback_cls()], False, None)

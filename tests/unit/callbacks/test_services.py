@@ -23,7 +23,7 @@ CONFIG = {"lr": 0.5, "name": "tiny", "odd": object()}
 
 
 def mlflow_client(folder):
-    from mlflow import MlflowClient  # here, since it takes two seconds
+    from mlflow import MlflowClient  # takes two seconds
 
     return MlflowClient(str(folder))
 
@@ -62,11 +62,11 @@ def test_importing_the_callbacks_imports_none_of_the_packages():
 
 @pytest.fixture
 def board(monkeypatch):
-    """A function that reads a folder with TensorBoard's own reader."""
+    """A function that reads a folder as TensorBoard does."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.summary.writer import event_file_writer
 
-    # files of one second are read in the order of their numbers as texts, where 10 is before 9
+    # TensorBoard sorts the files of one second by name, and would read file 10 before file 9
     number = event_file_writer.AtomicCounter(1000)
     monkeypatch.setattr(event_file_writer, "_global_uid", number)
 
@@ -116,7 +116,7 @@ def test_steps_after_the_checkpoint_are_hidden_when_a_run_is_resumed(make_traine
     callbacks = [CheckpointCallback(), TensorBoardLogger()]
     trainer = make_trainer(Recorder, callbacks=callbacks, logdir=tmp_path)
     trainer.fit(1)
-    trainer.train(num_steps=3)  # is not saved
+    trainer.train(num_steps=3)  # not saved
     callbacks = [CheckpointCallback(), TensorBoardLogger()]
     again = make_trainer(Recorder, callbacks=callbacks, logdir=tmp_path)
     again.fit(2)
@@ -127,7 +127,7 @@ def test_steps_after_the_checkpoint_are_hidden_when_a_run_is_resumed(make_traine
 # ---- MLflow
 
 
-def test_mlflow_has_metrics_parameters_and_the_end(make_trainer, tmp_path):
+def test_mlflow_has_metrics_parameters_and_the_final_status(make_trainer, tmp_path):
     folder = tmp_path / "mlruns"
     logger = MLflowLogger(folder, experiment="digits", run_name="first", tags={"team": "vision"})
     trainer = make_trainer(Recorder, CONFIG, callbacks=[logger])
@@ -165,7 +165,7 @@ def test_mlflow_has_metrics_parameters_and_the_end(make_trainer, tmp_path):
         with pytest.raises(ValueError, match="bad batch"):
             trainer.train()
         trainer.get_local_operator().fail = lambda *arguments: None
-        trainer.train()  # the failure has been got over
+        trainer.train()  # a success after the failure
         trainer.shutdown()
         (run,) = client.search_runs([experiment.experiment_id])
         assert run.info.status == "FINISHED"
@@ -207,7 +207,7 @@ def test_resumed_training_continues_the_mlflow_run(make_trainer, tmp_path, monke
 
 
 def records(folder):
-    """Read the records of an offline run: a log of LevelDB, as wandb syncs it."""
+    """Yield the records of an offline run, which is a LevelDB log."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
@@ -227,7 +227,7 @@ def records(folder):
 
 @pytest.fixture
 def wandb_offline(monkeypatch):
-    """What wandb needs to be quiet, and the end of the process that it keeps."""
+    """Silence wandb, and stop its background process after the test."""
     import wandb
 
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -279,11 +279,11 @@ def test_each_wandb_logger_has_its_own_run(make_trainer, tmp_path, wandb_offline
         users.log({"still": "open"})
 
 
-# ---- all of them
+# ---- all services
 
 
 def test_secrets_in_the_config_are_in_no_file(make_trainer, tmp_path, monkeypatch):
-    """In a folder that others may read, or on a server."""
+    """Other users may be able to read the folder or the server."""
     monkeypatch.setenv("HOME", str(tmp_path))
     names = ("api_key", "token", "dbPassword", "SECRET", "tokens", "credentials")
     config = {name: "hunter2" for name in names} | {
