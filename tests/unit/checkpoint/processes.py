@@ -1,4 +1,4 @@
-"""Children of this process: what a test does in one leaves the test's own process as it was."""
+"""Run functions in forked processes, which cannot change the process of the test."""
 
 import os
 import sys
@@ -7,9 +7,9 @@ import warnings
 
 
 def fork(function):
-    """Run a function in a child of this process; returns the child's number."""
+    """Run a function in a forked child, and return the process id of the child."""
     with warnings.catch_warnings():
-        # newer Pythons warn where there are threads, such as fsspec's; none of them is needed
+        # Python 3.12 warns if there are threads; the child needs none of them
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid:
@@ -21,10 +21,10 @@ def fork(function):
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-    os._exit(code)  # without what the test's process does at its end
+    os._exit(code)  # skip the exit handlers of the test
 
 
 def in_child(function):
-    """Run a function in a child and wait for it; fails if it fails there."""
+    """Run a function in a forked child, wait for it, and fail if it fails."""
     _, status = os.waitpid(fork(function), 0)
     assert status == 0

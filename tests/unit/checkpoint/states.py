@@ -1,4 +1,4 @@
-"""States to save, and what must not be run when they are loaded."""
+"""States to save, and an object that runs code when it is unpickled."""
 
 import os
 
@@ -13,14 +13,14 @@ STATE = {
 
 
 class Code:
-    """What runs code when it is unpickled."""
+    """An object that creates a folder when it is unpickled."""
 
     def __reduce__(self):
         return os.mkdir, ("ran",)
 
 
 def state_at(step, epoch=1):
-    """A state whose content says of which step it is, in every tensor of it."""
+    """Return a state with its step in every tensor."""
     return {
         "epoch": epoch,
         "global_step": step,
@@ -31,7 +31,7 @@ def state_at(step, epoch=1):
 
 
 def step_of(state):
-    """The step that a state of `state_at` is of, if every part of it says the same."""
+    """Return the step of a state of `state_at`. Fail if its parts are of different steps."""
     steps = {state["global_step"], state["operator"]["step"]}
     for tensor in (*state["models"][0].values(), state["optimizers"][0]["state"][0]["momentum"]):
         steps |= set(tensor.tolist())

@@ -1,4 +1,4 @@
-"""States with arrays: what goes in comes out, nothing is run, and torch is not needed."""
+"""States with NumPy arrays: they load unchanged, run no code, and do not need PyTorch."""
 
 import pickle
 import subprocess

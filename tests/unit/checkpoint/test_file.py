@@ -1,4 +1,4 @@
-"""One state in one file, and read without running code from it."""
+"""States in files: they load without running code from the file."""
 
 import collections
 import datetime
@@ -137,7 +137,7 @@ def test_a_file_of_an_older_library_loads_and_has_no_manifest(tmp_path, zipped):
 
 
 def test_what_is_read_is_what_was_checked(tmp_path, monkeypatch):
-    """Another file gets the name between the check and the load."""
+    """Another file replaces the checkpoint between the check and the load."""
     path = tmp_path / "state.pt"
     write_file(STATE, path)
     check = checkpoint_file.verify
@@ -152,7 +152,7 @@ def test_what_is_read_is_what_was_checked(tmp_path, monkeypatch):
     assert read_file(path)["epoch"] == 2
 
 
-def test_a_newer_format_is_told_whatever_else_it_holds():
+def test_a_newer_format_is_an_error_whatever_else_the_manifest_holds():
     with pytest.raises(CheckpointError, match=rf"raysgd 7 .* format {FORMAT + 1}, .* Update"):
         Manifest.from_json(json.dumps({"format": FORMAT + 1, "versions": {"raysgd": "7"}}).encode())
 

@@ -1,4 +1,4 @@
-"""Files on local disk: whole or not at all, whatever the system says meanwhile."""
+"""Checkpoints on a local disk: complete or absent, even if system calls fail."""
 
 import os
 import stat
@@ -21,11 +21,11 @@ BIG = {**STATE, "epoch": 9, "models": [{"w": torch.zeros(400_000)}]}
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])
-def test_the_file_has_the_mode_of_a_file_that_the_user_makes(tmp_path, mask):
+def test_the_file_mode_follows_the_umask(tmp_path, mask):
     held = os.umask(mask)
     try:
         path = write_file(STATE, tmp_path / "state.pt")
-        assert os.umask(mask) == mask  # and the mask is still there
+        assert os.umask(mask) == mask  # unchanged
     finally:
         os.umask(held)
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o666 & ~mask
@@ -51,10 +51,10 @@ def test_the_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: (done.append("fsync"), fsync(fd)))
     monkeypatch.setattr(os, "replace", lambda *paths: (done.append("replace"), replace(*paths)))
     write_file(STATE, tmp_path / "state.pt")
-    assert done == ["fsync", "replace", "fsync"]  # the last one is the folder
+    assert done == ["fsync", "replace", "fsync"]  # the last fsync is for the folder
 
 
-# ---- where nothing can be written
+# ---- paths, and failed writes
 
 
 @pytest.mark.parametrize("name", ["x" * 300 + ".pt", "ring", "zero\0byte"])
@@ -79,7 +79,7 @@ def test_a_link_stays_one_and_its_target_is_replaced(tmp_path):
 def test_missing_permission_is_named():
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
-    # pytest's own folders are closed to others
+    # other users cannot enter the folders of pytest
     with tempfile.TemporaryDirectory() as folder:
         path = write_file(STATE, f"{folder}/state.pt")
         os.chmod(folder, 0o755)

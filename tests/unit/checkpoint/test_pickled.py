@@ -1,4 +1,4 @@
-"""Pickles in files with checksums: readable as pickles, and no damage passes."""
+"""Pickles in files with checksums that detect damage."""
 
 import io
 import pickle
@@ -27,7 +27,7 @@ def test_pickle_comes_back_with_its_manifest(path):
 
 
 def test_a_pickle_that_ends_with_an_archive_comes_back(tmp_path):
-    """As the checkpoint of a folder does whose last file is one of torch.save."""
+    """The checkpoint of a folder ends like this if ``torch.save`` wrote the last file."""
     file = io.BytesIO()
     torch.save({"w": torch.ones(3)}, file)
     blob = pickle.dumps({"model.pt": file.getvalue()})

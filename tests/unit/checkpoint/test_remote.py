@@ -1,4 +1,4 @@
-"""URLs: through a file system in memory, and one that fails."""
+"""Checkpoints at URLs: in memory, and in a file system that fails."""
 
 import re
 import traceback
@@ -17,7 +17,7 @@ URL = "memory://run/state.pt"
 
 @pytest.fixture(autouse=True)
 def empty_memory():
-    """A file system in memory, with nothing in it before and after."""
+    """Clear the file system in memory before and after each test."""
     for _ in range(2):
         MemoryFileSystem.store.clear()
         MemoryFileSystem.pseudo_dirs[:] = [""]
@@ -26,7 +26,7 @@ def empty_memory():
 
 
 class Failing(MemoryFileSystem):
-    """Files in memory, with one method that does not do what it should."""
+    """A file system in memory, with one method replaced."""
 
     protocol = "failing"
     cachable = False
@@ -45,7 +45,7 @@ class Failing(MemoryFileSystem):
 
 @pytest.fixture
 def failing(monkeypatch):
-    """A function that says which method of ``failing://`` does what instead."""
+    """A function that replaces a method of the file system ``failing://``."""
     monkeypatch.setitem(_registry, "failing", Failing)
 
     def fail(method, behave, protocol="failing"):
@@ -80,7 +80,7 @@ def test_a_folder_lists_its_files_only():
 
 
 def test_an_object_store_gets_one_upload_under_the_final_name(failing):
-    """There is no renaming there, and folders would become buckets."""
+    """Object stores cannot rename files, and would create buckets for folders."""
     puts = []
 
     def put(local, path):
@@ -94,7 +94,7 @@ def test_an_object_store_gets_one_upload_under_the_final_name(failing):
     assert not MemoryFileSystem().exists("/fresh")
 
 
-def test_elsewhere_a_file_is_moved_to_its_name_when_it_is_whole(failing):
+def test_other_file_systems_rename_a_file_after_its_complete_upload(failing):
     moved = []
 
     def move(source, target):
@@ -108,7 +108,7 @@ def test_elsewhere_a_file_is_moved_to_its_name_when_it_is_whole(failing):
     assert (target, size) == ("/run/state.pt", MemoryFileSystem().size("/run/state.pt"))
 
 
-# ---- what goes wrong
+# ---- errors
 
 
 def test_a_folder_is_no_file():

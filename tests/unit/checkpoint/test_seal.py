@@ -1,4 +1,4 @@
-"""The seal of a file: no damage, wherever it is, passes for the state."""
+"""The seal of a checkpoint file, which detects damage to any byte."""
 
 import io
 import zipfile
@@ -15,7 +15,7 @@ from tests.unit.checkpoint.states import STATE, flip, state_at
 
 
 def found(content, whole=True):
-    """Return the manifest of a content."""
+    """Verify a content and return its manifest."""
     return verify(io.BytesIO(content), "x.pt", whole)
 
 
@@ -32,7 +32,7 @@ LARGER = sealed({**state_at(3), "text": "x" * 3000})
 
 
 def check(content):
-    """Verify a content and return what is wrong with it."""
+    """Check that a content is damaged, and return the error message."""
     with pytest.raises(CheckpointError, match="damaged") as caught:
         found(content)
     return str(caught.value)
@@ -42,7 +42,7 @@ def damaged(content, place, bits):
     return content[:place] + bytes([content[place] ^ bits]) + content[place + 1 :]
 
 
-def test_what_is_in_order_passes():
+def test_an_intact_file_passes():
     for content in (SMALL, LARGER):
         assert found(content).epoch == 2
         assert found(content, whole=False).epoch == 2
@@ -50,7 +50,7 @@ def test_what_is_in_order_passes():
 
 @pytest.mark.parametrize("bits", [0x01, 0x20])
 def test_no_flipped_byte_of_a_small_file_passes(bits):
-    """Every byte, one after the other; 0x20 makes another letter of the same hash."""
+    """Flip each byte in turn. The bit 0x20 changes the case of letters in a hash."""
     for place in range(len(SMALL)):
         check(damaged(SMALL, place, bits))
 
@@ -61,7 +61,7 @@ def test_no_truncated_file_passes():
             assert found(SMALL[:size]) is None
         except CheckpointError:
             continue
-        # what has no sign left of an archive is for torch to refuse
+        # PyTorch rejects a file that is too short to look like an archive
         assert size < 4
 
 
@@ -81,7 +81,7 @@ def torch_saved(**arguments):
 
 
 def test_a_file_that_lost_its_seal_does_not_pass_for_an_older_one():
-    """Also one that looks well otherwise: another program has written the directory anew."""
+    """Another program has rewritten the directory of the archive. The rest is intact."""
     file = io.BytesIO(SMALL)
     with zipfile.ZipFile(file, "a") as archive:
         archive.comment = b""

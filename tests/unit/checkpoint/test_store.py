@@ -1,4 +1,4 @@
-"""A folder of checkpoints: what is kept, what is found again, and what a kill may leave."""
+"""A folder of checkpoints: what it keeps, what it restores, and what survives a kill."""
 
 import math
 import os
@@ -25,13 +25,13 @@ from tests.unit.checkpoint.states import flip, state_at, step_of
 
 
 def name_at(step, number=None, epoch=1):
-    """Return the name of a checkpoint; by default, each step has been saved."""
+    """Return the name of a checkpoint. By default, its number is its step."""
     return f"{number or step:04d}-epoch-{epoch:05d}-step-{step:08d}.ckpt"
 
 
 @pytest.fixture(params=["local", "url"])
 def folder(request, tmp_path):
-    """A folder that is not there yet, as a path and as a URL."""
+    """A folder that does not exist yet, as a path and as a URL."""
     yield str(tmp_path / "run") if request.param == "local" else f"memory://{tmp_path.name}/run"
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
@@ -165,7 +165,7 @@ def test_wrong_arguments_raise(tmp_path, arguments, words):
         CheckpointStore(tmp_path, **{"job": "first", **arguments})
 
 
-# ---- what is passed over
+# ---- skipped checkpoints
 
 
 def saved(tmp_path, *steps):
@@ -191,14 +191,14 @@ def test_files_without_a_manifest_are_skipped(tmp_path, caplog):
     assert "no manifest" in caplog.text
 
 
-def test_damaged_ones_take_no_room_of_good_ones(tmp_path):
+def test_damaged_checkpoints_do_not_count_toward_keep(tmp_path):
     saved(tmp_path, 1, 2, 3)
     flip(tmp_path / name_at(3), 700)
     store = CheckpointStore(tmp_path, job="first", keep=2)
     assert step_of(store.restore().state) == 2
     store.save(state_at(4))
     assert steps_in(str(tmp_path)) == [2, 3, 4]
-    flip(tmp_path / name_at(4), -3)  # its trailer: not even whose it is can be read
+    flip(tmp_path / name_at(4), -3)  # its trailer, so that its job is unknown
     CheckpointStore(tmp_path, job="first", keep=1).save(state_at(5))
     assert steps_in(str(tmp_path)) == [4, 5]
 
@@ -248,7 +248,7 @@ def test_a_folder_of_another_job_is_refused(folder):
 
 
 def save_without_pause(folder, report):
-    """Save one step after the other; tells which are saved through a pipe."""
+    """Save step after step, and write the saved steps to a pipe."""
     store = CheckpointStore(folder, job="first", keep=2)
     restored = store.restore()
     step = 0 if restored is None else step_of(restored.state)
@@ -259,15 +259,15 @@ def save_without_pause(folder, report):
 
 
 def run_and_kill(folder, delay_s):
-    """Save in a process that is killed after a while; returns the last step that was saved."""
+    """Save in a process, kill it after a delay, and return the last saved step."""
     read, write = os.pipe()
     pid = fork(lambda: save_without_pause(folder, write))
     os.close(write)
     with os.fdopen(read, "rb") as reports:
-        first = reports.readline()  # then it is past its start
+        first = reports.readline()  # wait for the first save
         deadline = time.perf_counter() + delay_s
         while time.perf_counter() < deadline:
-            pass  # much finer than a sleep
+            pass  # more precise than a sleep
         os.kill(pid, signal.SIGKILL)
         lines = [first, *reports.read().splitlines()]
     os.waitpid(pid, 0)
@@ -280,7 +280,7 @@ SEED = int(os.environ.get("RAYSGD_SEED", "0"))
 
 @pytest.fixture
 def memory_folder(tmp_path):
-    """A folder in memory where there are such: no kill of a process loses what is not synced."""
+    """A folder in memory, if possible: data survives a kill even if it is not synced."""
     if not os.access("/dev/shm", os.W_OK):
         yield tmp_path
         return
@@ -293,7 +293,7 @@ def test_after_a_kill_at_any_moment_the_newest_state_is_whole(memory_folder):
     for _ in range(NUM_KILLS):
         last = run_and_kill(folder, chance.uniform(0, 0.01))
         assert restored_step(folder) in (last, last + 1)
-        # none of the files is a half one
+        # no file is incomplete
         for name in names_in(str(folder)):
             if name.endswith(".ckpt") and name[0] != ".":
                 step_of(read_checkpoint(str(folder / name))[0])
@@ -302,7 +302,7 @@ def test_after_a_kill_at_any_moment_the_newest_state_is_whole(memory_folder):
 
 
 def kill_at_event(number):
-    """Kill this process as it is about to ask the system for the given thing in a row."""
+    """Kill this process before the file operation with the given index."""
     left = iter(range(number))
 
     def hook(event, arguments):
@@ -314,7 +314,7 @@ def kill_at_event(number):
 
 
 def test_a_kill_before_any_call_to_the_system_leaves_the_newest_state_whole(memory_folder):
-    """One after the other, until a save gets through."""
+    """Kill at each file operation in turn, until a save succeeds."""
     for number in range(200):
         folder = memory_folder / str(number)
         store = CheckpointStore(folder, job="first", keep=1)

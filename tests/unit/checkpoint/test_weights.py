@@ -1,4 +1,4 @@
-"""The weights alone, for other libraries to read."""
+"""Files with only the weights, which other libraries can read."""
 
 import os
 import sys
