@@ -27,7 +27,7 @@ def test_every_command_explains_itself():
     assert invoke("--version").output == f"raysgd {raysgd.__version__}\n"
 
 
-def test_the_doctor_says_what_there_is_and_what_is_missing_for_what():
+def test_the_doctor_lists_what_is_available_and_what_is_missing():
     result = invoke("doctor")
     assert result.exit_code == 0
     lines = {line.partition(" ")[0]: line for line in result.output.splitlines()}
@@ -89,7 +89,7 @@ def test_package_runs_as_a_module():
     assert done.stdout == f"raysgd {raysgd.__version__}\n"
 
 
-def test_a_report_is_made_again(tmp_path):
+def test_report_writes_the_page_of_a_folder(tmp_path):
     write(tmp_path, [run(), call(120, 10, 5, train_loss=0.5)])
     result = invoke("report", str(tmp_path))
     assert result.exit_code == 0
@@ -97,7 +97,7 @@ def test_a_report_is_made_again(tmp_path):
     assert (tmp_path / "report.html").is_file()
 
 
-def test_a_benchmark_that_is_not_there_is_named():
+def test_an_unknown_benchmark_is_an_error_that_lists_the_known_ones():
     result = invoke("bench", "nothing")
     assert result.exit_code == 2
     assert "must be one of" in result.stderr

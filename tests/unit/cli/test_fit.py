@@ -1,4 +1,4 @@
-"""``raysgd fit``: where the operator comes from, what it is given, and going on."""
+"""``raysgd fit``: operators, settings, and resuming."""
 
 import json
 import os
@@ -39,7 +39,7 @@ TRAINS = (
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with a script, in which the command is called."""
+    """The working directory of the command, which contains a script."""
     (tmp_path / "script_of_a_test.py").write_text(OPERATOR)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -127,7 +127,7 @@ def test_wrong_argument_is_one_sentence(folder, arguments, text):
     assert "Traceback" not in result.stderr
 
 
-def test_an_import_that_fails_in_the_module_is_told_as_it_is(folder):
+def test_a_failing_import_in_the_module_is_raised_unchanged(folder):
     (folder / "script_of_a_test.py").write_text("import nowhere_at_all")
     with pytest.raises(ModuleNotFoundError, match="nowhere_at_all"):
         load_operator("script_of_a_test:Recorder")
