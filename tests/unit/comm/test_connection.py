@@ -1,4 +1,4 @@
-"""Connections: who may come in, what holds nobody up, and what is left when one ends."""
+"""Connections: authentication, strangers that must not block others, and cleanup."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ async def echo(connection):
 
 @pytest.fixture(scope="module")
 def shared():
-    """A listener and the address of one that sends back what it gets."""
+    """A listener, and the address of an echo service."""
     listener = Listener(HOST, "test")
     yield listener, listener.expect(echo)
     listener.close()
@@ -57,7 +57,7 @@ def test_messages_come_whole_and_in_order(shared, contents):
             assert read(stream) == content
 
 
-def test_an_end_within_a_message_is_no_message(listener):
+def test_an_incomplete_message_is_not_delivered(listener):
     async def cut(connection):
         connection.send(framed(b"whole") + framed(b"cut off")[:-1])
 
@@ -76,14 +76,14 @@ def test_wrong_key_is_refused(shared):
     with pytest.raises(ConnectionError, match="listener has closed"):
         connect(address._replace(key="guess"), WAIT_S)
     with socket.create_connection(address[:2], WAIT_S) as liar:
-        liar.sendall(hello_of(address))  # what travels in clear text
+        liar.sendall(hello_of(address))  # the hello is in clear text
         assert len(liar.recv(64, socket.MSG_WAITALL)) == 64
         liar.sendall(bytes(32))
         assert closed_at_once(liar)
 
 
 def test_replayed_proof_is_refused(shared):
-    """Neither what one end has said nor what the other has can be said again."""
+    """Neither end accepts recorded messages of an earlier handshake."""
     _, address = shared
     with socket.create_server((HOST, 0)) as between:
         said = {}
@@ -126,7 +126,7 @@ def test_strangers_do_not_disturb_other_connections(shared, said, ends, known):
     with socket.create_connection(address[:2], WAIT_S) as stranger:
         stranger.sendall((hello_of(address) if known else b"") + said)
         if ends:
-            with contextlib.suppress(OSError):  # it has been sent away
+            with contextlib.suppress(OSError):  # already disconnected
                 stranger.shutdown(socket.SHUT_WR)
         with connect(address, WAIT_S) as connection:
             assert echoed(connection, b"?") == b"?"
@@ -194,7 +194,7 @@ def test_both_ends_notice_when_the_other_host_is_gone(listener):
             assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
-def test_closing_ends_what_forked_processes_have_too(listener):
+def test_closing_also_ends_connections_that_forked_processes_hold(listener):
     address = listener.expect(echo)
     with connect(address, WAIT_S) as connection:
         assert echoed(connection, b"?") == b"?"
@@ -209,7 +209,7 @@ def test_closing_ends_what_forked_processes_have_too(listener):
         os.close(descriptor)
 
 
-def test_it_leaves_no_thread_and_no_descriptor():
+def test_a_closed_listener_leaves_no_thread_and_no_descriptor():
     def use():
         listener = Listener(HOST, "test")
         with connect(listener.expect(echo), WAIT_S) as connection:

@@ -1,4 +1,4 @@
-"""The gloo group whose waits can be ended."""
+"""The gloo group whose collectives can be interrupted."""
 
 import datetime
 import threading
@@ -57,13 +57,13 @@ def test_collectives_do_what_they_do_in_gloo(group):
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_connecting_to_a_dead_peer_can_be_interrupted(ahead, monkeypatch):
-    """The peer gave its address, and died before it connected."""
+    """The peer dies after it has published its address and before it connects."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     entry, store = Entry(), HashStore()
     if ahead:
         entry.interrupt()
     else:
-        # gloo sets its own address, and waits for the one of the other rank
+        # gloo publishes its own address, and waits for the address of the other rank
 
         def interrupt():
             wait_until(lambda: store.num_keys() > 0)
@@ -73,7 +73,7 @@ def test_connecting_to_a_dead_peer_can_be_interrupted(ahead, monkeypatch):
     with pytest.raises(RuntimeError, match="interrupted"):
         entry.connect(store, 0, 2, datetime.timedelta(seconds=2))
     wait_until(lambda: "raysgd-gloo-connect" not in {t.name for t in threading.enumerate()})
-    assert (store.num_keys() == 0) == ahead  # who need not try does not
+    assert (store.num_keys() == 0) == ahead  # an early interrupt publishes no address
 
 
 def test_an_all_gather_of_different_sizes_is_refused_on_all_ranks(monkeypatch):
@@ -147,7 +147,7 @@ print("left" if time.monotonic() - started < 20 else "late", flush=True)
 
 @pytest.mark.parametrize("operation", ["coalesced", "point_to_point", "future"])
 def test_interrupt_wakes_a_wait_for_half_a_message(operation):
-    """Where a peer stops in the middle of a message, even shutting the sockets wakes nobody."""
+    """If a peer dies within a message, even shutting down the sockets wakes no thread."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     peers = [Script(PEER, rank, store.port, operation) for rank in range(2)]
     try:
@@ -333,5 +333,5 @@ print("good", flush=True)
 
 
 @pytest.mark.filterwarnings("ignore:.*reduce_scatter_tensor.*:FutureWarning")
-def test_scattered_reductions_and_messages_between_two_ranks():
+def test_reduce_scatter_and_send_recv_work_and_can_be_interrupted():
     run_ranks(SCATTERED, 2)

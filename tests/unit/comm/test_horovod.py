@@ -1,4 +1,4 @@
-"""Horovod's environment, and what is said where it is missing."""
+"""The environment of Horovod, its rendezvous, and the error if Horovod is missing."""
 
 import contextlib
 import socket

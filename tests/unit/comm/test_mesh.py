@@ -1,4 +1,4 @@
-"""Reductions of small tensors between ranks that are connected each to each."""
+"""Reductions of small tensors over direct connections between all ranks."""
 
 import contextlib
 import socket
@@ -21,7 +21,7 @@ def make_mesh(rank, timeout_s=PATIENCE_S):
 
 @contextlib.contextmanager
 def meshes(size):
-    """Yield one mesh a rank, all in this process."""
+    """Yield one connected mesh per rank, all in this process."""
     made = [make_mesh(rank) for rank in range(size)]
     try:
         on_all(made, lambda mesh: mesh.connect([each.address for each in made]))
@@ -32,7 +32,7 @@ def meshes(size):
 
 
 def on_all(made, call):
-    """Call on each mesh, in a thread of its own."""
+    """Call a function with each mesh, in parallel, and return the results."""
     with ThreadPoolExecutor(len(made)) as threads:
         return [future.result(PATIENCE_S) for future in [threads.submit(call, m) for m in made]]
 
@@ -42,7 +42,7 @@ def begin(mesh, tensor, combine=torch.add, timeout_s=PATIENCE_S / 2, in_thread=T
 
 
 def reduced(made, tensors, combine=torch.add):
-    """Reduce one tensor of each rank, and return them."""
+    """Reduce one tensor per rank in place, and return the tensors."""
     on_all(made, lambda m: begin(m, tensors[made.index(m)], combine, in_thread=False).result())
     return tensors
 
@@ -123,7 +123,7 @@ def test_closed_rank_ends_waits_of_others():
             started.result(PATIENCE_S)
 
 
-def test_waits_are_bounded_but_may_be_longer_than_the_system_counts(pair):
+def test_waits_time_out_and_accept_huge_timeouts(pair):
     started = begin(pair[0], torch.ones(3), timeout_s=1e9)
     begin(pair[1], torch.ones(3)).result(PATIENCE_S)
     started.result(PATIENCE_S)
@@ -132,7 +132,7 @@ def test_waits_are_bounded_but_may_be_longer_than_the_system_counts(pair):
         begin(made[0], torch.ones(3), timeout_s=0.1).result(PATIENCE_S)
 
 
-def test_connecting_is_given_up_after_a_while():
+def test_connecting_times_out():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         mesh = make_mesh(0, 0.1)
         with pytest.raises(RuntimeError, match=r"gloo/ .*timed out, waiting for ranks \[1\]"):
@@ -145,12 +145,12 @@ def test_connecting_is_given_up_after_a_while():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_connecting_is_interrupted(rank):
-    """Where a rank waits for the others, and where it waits for the answer of one."""
+def test_connecting_can_be_interrupted(rank):
+    """Rank 0 waits for a connection, and rank 1 waits for an answer."""
     mesh = make_mesh(rank)
     with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as thread:
         connecting = thread.submit(mesh.connect, [silent.getsockname()] * 2)
-        time.sleep(0.05)  # whether it waits already or not must not matter
+        time.sleep(0.05)  # the wait may or may not have begun
         mesh.interrupt()
         with pytest.raises(RuntimeError, match=r"gloo/ The driver interrupted"):
             connecting.result(PATIENCE_S / 2)  # before its own timeout

@@ -17,7 +17,7 @@ from raysgd.comm.network import (
 )
 
 ELSEWHERE = "203.0.113.9"
-"""An address of the documentation's network, which no machine has."""
+"""An address that is reserved for documentation, so no machine has it."""
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_workers_are_on_one_node_if_it_is_this_one(addresses, single):
     assert network.is_single_node(addresses) is single
 
 
-def test_workers_elsewhere_are_told_the_address_on_the_way_to_them(monkeypatch):
+def test_remote_workers_get_the_address_of_the_route_to_them(monkeypatch):
     asked = []
     monkeypatch.setattr(network, "address_towards", lambda to: asked.append(to) or "10.1.2.3")
     assert driver_address([LOOPBACK, LOOPBACK]) == LOOPBACK
@@ -86,9 +86,9 @@ def test_shutting_an_end_down_wakes_both_and_closes_none(pair):
     end.shut_down()
     assert (client.recv(1), peer.recv(1)) == (b"", b"")
     assert end.descriptor == client.fileno()
-    os.fstat(client.fileno())  # which the owner has to close
+    os.fstat(client.fileno())  # still open: the owner closes it
     client.close()
-    end.shut_down()  # a descriptor that its owner has closed is no error
+    end.shut_down()  # no error after the owner has closed it
 
 
 def test_sockets_of_other_kinds_are_left_out():

@@ -36,7 +36,7 @@ def client(server):
 
 
 def waiting_for(client, keys):
-    """Start a wait in a thread, and return its future once the store has been asked."""
+    """Start a wait in a thread, and return its future when the wait has begun."""
     pool = ThreadPoolExecutor(1)
     future = pool.submit(client.wait, keys, LONG)
     pool.shutdown(wait=False)
@@ -88,7 +88,7 @@ def test_a_key_that_does_not_come_is_named(client):
     client.set_timeout(SHORT)
     with pytest.raises(dist.DistStoreError, match="missing"):
         client.get("missing")
-    client.set("missing", "found")  # the connection is as good as before
+    client.set("missing", "found")  # the connection still works
     assert client.get("missing") == b"found"
 
 
@@ -121,7 +121,7 @@ def test_interrupting_a_client_ends_its_wait_and_no_others(server, client):
     others_wait.result(10)
 
 
-def test_a_request_that_is_none_ends_that_connection_alone(server, client, caplog):
+def test_an_invalid_request_closes_only_its_own_connection(server, client, caplog):
     for request in [["unknown"], ["set", "a"], "text", [], ["add", "a", "b"], ["check", 3]]:
         with connect(server.address, 10) as other, other.makefile("rb") as answers:
             other.sendall(framed(json.dumps(request).encode()))
@@ -131,7 +131,7 @@ def test_a_request_that_is_none_ends_that_connection_alone(server, client, caplo
     assert "closed because of an error" in caplog.text
 
 
-def test_a_server_that_does_not_answer_is_given_up(server, client, monkeypatch):
+def test_requests_to_a_silent_server_time_out(server, client, monkeypatch):
     monkeypatch.setattr(store_module, "_ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = Address(*silent.getsockname(), "key")
@@ -142,8 +142,8 @@ def test_a_server_that_does_not_answer_is_given_up(server, client, monkeypatch):
         client.wait(["a"], SHORT)
 
 
-def test_gloo_and_groups_of_the_users_own_meet_through_it(server):
-    """torch calls it from C++, by names of its own."""
+def test_gloo_groups_can_use_the_store(server):
+    """PyTorch calls the store from C++, by other method names."""
 
     def work(rank):
         store = TorchStore(server.address, LONG)

@@ -1,4 +1,4 @@
-"""The environment of TensorFlow's strategy: TF_CONFIG, the choice of Keras, and what is refused."""
+"""The environment for TensorFlow: TF_CONFIG, the choice of Keras, and errors."""
 
 import json
 import os
@@ -48,10 +48,10 @@ def test_every_worker_knows_all_and_its_own_place(environment):
 def test_a_port_is_kept_for_tensorflow_until_it_listens_there():
     held = module._held_port()
     port = held.getsockname()[1]
-    for address in ("127.0.0.1", "127.0.0.2"):  # gRPC takes all, and fails where one is taken
+    for address in ("127.0.0.1", "127.0.0.2"):  # gRPC needs the port on all addresses
         with pytest.raises(OSError, match="in use"), socket.socket() as other:
-            other.bind((address, port))  # as those do who ask for no port of their own
-    with socket.create_server(("0.0.0.0", port)) as server:  # as gRPC does
+            other.bind((address, port))  # like a process without SO_REUSEADDR
+    with socket.create_server(("0.0.0.0", port)) as server:  # like gRPC
         assert server.getsockname()[1] == port
     held.close()
 

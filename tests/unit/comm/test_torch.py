@@ -1,4 +1,4 @@
-"""The process group of torch.distributed, in this process alone."""
+"""The backends for PyTorch: process groups and their stores."""
 
 import contextlib
 import datetime
@@ -47,11 +47,11 @@ def test_each_generation_has_a_store_of_its_own(backend):
     assert len({r.store for r in rendezvous}) == 3
     assert all(r.store.host == "127.0.0.1" and r.single_node for r in rendezvous)
     assert pickle.loads(pickle.dumps(rendezvous[0])) == rendezvous[0]
-    with pytest.raises(dist.DistNetworkError):  # the earlier one is gone
+    with pytest.raises(dist.DistNetworkError):  # earlier stores are closed
         TorchStore(rendezvous[0].store, datetime.timedelta(seconds=30))
 
 
-def test_nccl_has_a_store_of_torchs_beside_on_the_same_interface():
+def test_nccl_has_a_second_store_on_the_same_interface():
     backend, before = create_backend("nccl", 30), listeners()
     rendezvous = backend.prepare(["127.0.0.1"])
     ports = {rendezvous.store.port, rendezvous.tcp_store_port}
@@ -74,7 +74,7 @@ def test_a_process_group_of_the_users_own_is_not_taken_over(backend):
 
 @pytest.mark.parametrize("wake", ["close", "interrupt"])
 def test_a_worker_that_waits_for_the_others_can_be_woken(backend, wake):
-    """The driver closes the store when one is lost on its way, and may interrupt the others."""
+    """If a worker is lost meanwhile, the driver closes the store or interrupts the others."""
     rendezvous = backend.prepare(["127.0.0.1"] * 2)
     observer = TorchStore(rendezvous.store, datetime.timedelta(seconds=30))
     with ThreadPoolExecutor(1) as pool:
@@ -120,7 +120,7 @@ def test_interrupting_shuts_down_connections_of_the_groups_listeners(backend):
             assert client.recv(1) == b""
 
 
-def test_errors_of_communication_are_told_from_others(backend):
+def test_communication_errors_are_distinguished_from_others(backend):
     yes = [
         RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed"),
         RuntimeError("NCCL communicator was aborted"),
@@ -215,10 +215,10 @@ def test_a_peer_that_dies_before_it_connects_holds_nobody_up(backend, monkeypatc
         TorchStore(rendezvous.store, datetime.timedelta(seconds=20)).set(key, value)
         wait_until(lambda: key in fetched)
         backend.interrupt()
-        error = entered.exception(7)  # gloo alone takes 10 s
+        error = entered.exception(7)  # gloo would wait 10 s
         assert backend.is_communication_error(error)
 
-    # another one is met, though torch has counted the group that failed
+    # the next group forms, although PyTorch has counted the failed one
     backend.teardown()
     rendezvous = backend.prepare(["127.0.0.1"] * 2)
     monkeypatch.setattr(torch_backend, "_CONNECT", datetime.timedelta(seconds=20))
