@@ -26,7 +26,7 @@ def test_download_comes_before_transform():
 
 
 class Parallel:
-    """Like Ray's ParallelIterator, which cannot be iterated itself."""
+    """A fake of the Ray ``ParallelIterator``, which is not iterable itself."""
 
     def __init__(self, name):
         self.name = name
@@ -74,7 +74,7 @@ def test_an_error_of_a_download_reaches_the_caller(concurrency):
         Dataset([1], download_func=download, max_concurrency=concurrency).fetch([0])
 
 
-def test_each_data_set_has_an_identity_that_travels():
+def test_each_dataset_has_its_own_identity_and_keeps_it_when_pickled():
     first, second = Dataset([1]), Dataset([1])
     assert first.uid != second.uid
     assert pickle.loads(pickle.dumps(first)).uid == first.uid

@@ -1,4 +1,4 @@
-"""Which samples each worker gets: properties over every size, share, and interruption."""
+"""The samples of each worker: properties for any size, share, and interruption."""
 
 from collections import Counter
 
@@ -11,7 +11,7 @@ from raysgd.data.partition import EpochPartition, micro_batches_of, part_of
 totals = st.integers(0, 120)
 batch_sizes = st.integers(1, 12)
 world_sizes = st.integers(1, 6)
-# how an epoch goes: so many workers for so many steps, and then another number of workers
+# segments of an epoch: the number of workers, and for how many steps
 courses = st.lists(st.tuples(world_sizes, st.integers(1, 4)), max_size=6)
 
 
@@ -25,9 +25,9 @@ def group(total, batch_size, world_size, **arguments):
 
 
 def run(course, last_world_size, total, batch_size, **arguments):
-    """Go through an epoch; return each step's spans by rank, and where the epoch ended.
+    """Run an epoch, and return the spans of each step by rank, and the end offset.
 
-    Every segment of the course is interrupted after its steps, the last one goes to the end.
+    The number of workers changes after each segment. The last segment completes the epoch.
     """
     offset, steps = 0, []
     for world_size, num_steps in [*course, (last_world_size, None)]:
@@ -65,7 +65,7 @@ def test_training_sees_every_sample_and_repeats_only_in_the_last_step(
 def test_every_worker_has_a_batch_at_every_training_step(
     course, last_world_size, total, batch_size
 ):
-    """Each step is a collective: a worker without one would leave the others waiting."""
+    """Each step is a collective: a worker without a batch would block the others."""
     steps, _ = run(course, last_world_size, total, batch_size)
     for step in steps:
         sizes = [stop - start for start, stop in step]
@@ -77,7 +77,7 @@ def test_every_worker_has_a_batch_at_every_training_step(
 def test_a_step_of_the_group_is_a_step_of_one_worker_with_the_global_batch(
     world_size, total, batch_size, even, drop_last
 ):
-    """In training; in validation a batch that is dropped is one of a single worker's size."""
+    """In validation, ``drop_last`` drops an incomplete batch of one worker."""
     shards = group(total, batch_size, world_size, even=even, drop_last=drop_last)
     if even or not drop_last:
         whole = EpochPartition(total, batch_size * world_size, 1, 0, even=even, drop_last=drop_last)
@@ -108,7 +108,7 @@ def test_validation_batches_are_those_of_one_process_dealt_out_in_turn(
 def test_drop_last_gives_full_batches_also_after_a_resize(
     course, last_world_size, total, batch_size, even
 ):
-    """BatchNorm over one sample fails, and compiled models want one shape."""
+    """BatchNorm fails with one sample, and compiled models need a fixed shape."""
     steps, _ = run(course, last_world_size, total, batch_size, even=even, drop_last=True)
     sizes = {stop - start for step in steps for start, stop in filter(None, step)}
     assert sizes <= {batch_size}
@@ -140,7 +140,7 @@ def test_the_end_of_an_epoch_is_its_number_of_samples(total, batch_size, world_s
 
 
 @given(totals, batch_sizes, world_sizes, st.integers(1, 3))
-def test_an_interrupted_epoch_goes_on_as_if_nothing_had_been(total, batch_size, world_size, k):
+def test_an_interrupted_epoch_has_the_same_batches(total, batch_size, world_size, k):
     shard = EpochPartition(total, batch_size, world_size, world_size - 1)
     offset, pieces = 0, []
     while shard.num_steps(offset):
@@ -149,7 +149,7 @@ def test_an_interrupted_epoch_goes_on_as_if_nothing_had_been(total, batch_size, 
     assert pieces == list(shard.batches())
 
 
-# ---- steps that keep their size
+# ---- steps with a fixed size
 
 
 full_sizes = st.integers(1, 6)
@@ -157,7 +157,7 @@ shares = st.lists(st.floats(0.1, 10), min_size=1, max_size=5).map(tuple)
 
 
 def shared_group(workers, full_size, *arguments, **others):
-    """The parts of some workers: their number, or their relative shares."""
+    """Return the partitions of workers, given their number or their relative shares."""
     if isinstance(workers, int):
         return group(*arguments, min(workers, full_size), full_size=full_size, **others)
     workers = workers[:full_size]
@@ -175,7 +175,7 @@ def shared_group(workers, full_size, *arguments, **others):
 def test_steps_are_the_same_samples_with_any_workers(
     full_size, course, total, batch_size, more, drop_last
 ):
-    """`more`: a global batch that does not divide."""
+    """With `more`, the global batch cannot be divided evenly."""
     kept = {"drop_last": drop_last}
     if more:
         kept["global_batch"] = batch_size * full_size + min(more, full_size - 1)
@@ -199,13 +199,13 @@ def test_steps_are_the_same_samples_with_any_workers(
     st.lists(st.integers(1, 40), min_size=1, max_size=3),
     st.booleans(),
 )
-@example(full_size=5, workers=4, sizes=[15], in_parts=True)  # one has a sample less
-@example(full_size=3, workers=3, sizes=[5, 2], in_parts=False)  # one repeats another's
+@example(full_size=5, workers=4, sizes=[15], in_parts=True)  # a worker has fewer samples
+@example(full_size=3, workers=3, sizes=[5, 2], in_parts=False)  # a sample of two workers
 @example(full_size=4, workers=3, sizes=[4, 1], in_parts=True)
 def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
     full_size, workers, sizes, in_parts
 ):
-    """Each sample counts the same, also where a worker is given one that another has."""
+    """Each sample has the same weight, even if two workers have it."""
     at_once = -(-max(sizes) // full_size)
     shards = {
         size: shared_group(workers, full_size, size, at_once, global_batch=max(sizes))
@@ -227,7 +227,7 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
                     assert not in_parts or high - low <= (4 if at_once in (2, 3) else at_once)
                     assert high - low > 1 or at_once == 1 or stop - first == 1
                 for sample in range(start + low, start + high):
-                    # the loss is a mean over the batch, and gradients are one over the workers
+                    # the loss is averaged over the batch, and gradients over the workers
                     mean = place.size / max(1, place.total) * place.share / world_size
                     weights[sample] += mean / (high - low)
             start += size
@@ -235,19 +235,19 @@ def test_means_over_batches_and_parts_add_up_to_the_mean_over_all_samples(
     expected = dict.fromkeys(range(sum(sizes)), 1 / sum(sizes))
     assert weights == pytest.approx(expected, rel=1e-12)
     assert sum(place.size for own in places for place in own) == sum(sizes)
-    # what is said by forward passes is said equally often
+    # forward passes can contain collectives, so all workers run the same number
     assert len({tuple(place.step for place in own) for own in places}) == 1
     for own in places:
         assert [place.is_last for place in own] == [False] * (len(own) - 1) + [True]
         weights_of_steps = Counter()
         for place in own:
-            assert bool(place.weight) == bool(place.size)  # of what does not count no metric does
+            assert bool(place.weight) == bool(place.size)  # metrics ignore batches of size 0
             weights_of_steps[place.step] += place.weight
         assert {round(weight, 9) for weight in weights_of_steps.values()} <= {0, 1}
 
 
 @given(full_sizes, world_sizes, totals, batch_sizes, st.integers(1, 9))
-def test_so_many_steps_of_validation_are_the_same_samples_with_any_workers(
+def test_validation_steps_are_the_same_samples_with_any_workers(
     full_size, world_size, total, batch_size, num_steps
 ):
     shards = shared_group(world_size, full_size, total, batch_size, even=False)
