@@ -1,4 +1,4 @@
-"""Settings and fixtures of the unit tests, none of which starts Ray."""
+"""Fixtures of the unit tests, which do not start Ray."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from raysgd import TorchTrainer
 from tests.operators import Classifier
 
 SMALL = {"num_samples": 40, "batch_size": 8}
-"""Config of an epoch of five batches."""
+"""Config for epochs of five batches."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""An operator that writes down which samples it was given, and fails where a test wants it to."""
+"""Operators that record their samples, and fail if a test asks for it."""
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -7,7 +7,7 @@ from raysgd import TrainingOperator
 
 
 class Recorder(TrainingOperator):
-    """Trains on the numbers from 0 on; every sample is its own index."""
+    """An operator that trains on the numbers from 0: each sample is its own index."""
 
     def setup(self, config):
         torch.manual_seed(config.get("seed", 0))
@@ -38,9 +38,9 @@ class Recorder(TrainingOperator):
         }
 
     def train_batch(self, batch, batch_info):
-        """Train as the default does; ``self.fail`` is asked before and after the update."""
+        """Train as usual, and call ``self.fail`` before and after the update."""
         self.infos.append(batch_info)
-        self.model(batch[0])  # changes the buffers, before anything can fail
+        self.model(batch[0])  # changes the buffers before a failure
         self.fail(batch_info, "before")
         result = super().train_batch(batch, batch_info)
         self.fail(batch_info, "after")
@@ -55,7 +55,7 @@ class Recorder(TrainingOperator):
 
 
 class Unsized:
-    """Batches without a length, from the start at each iteration."""
+    """An iterable of batches that has no length."""
 
     def __init__(self, batches):
         self._batches = batches
@@ -65,15 +65,15 @@ class Unsized:
 
 
 def batches_of(num_samples, batch_size):
-    """The batches of `Recorder`, ready made."""
+    """Return the batches of `Recorder` as a list."""
     if num_samples == 0:
-        return []  # split would give one batch of nothing
+        return []  # split would return one empty batch
     numbers = torch.arange(float(num_samples)).reshape(-1, 1)
     return [(part, part / num_samples) for part in numbers.split(batch_size)]
 
 
 class Streaming(Recorder):
-    """A Recorder whose loaders are left as they are: ``config["wrap"]`` of ready batches."""
+    """A `Recorder` whose loaders are ``config["wrap"](batches)`` and not DataLoaders."""
 
     def make_loaders(self, config):
         wrap = config.get("wrap", Unsized)

@@ -1,4 +1,4 @@
-"""Where ``fit()`` ends early. An epoch is five batches of eight samples."""
+"""Limits that end ``fit()`` early. An epoch is five batches of eight samples."""
 
 import logging
 

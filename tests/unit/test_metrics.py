@@ -136,7 +136,7 @@ def test_a_numpy_string_is_no_number():
 
 @pytest.mark.parametrize("value", [0.1, float("nan")])
 def test_a_batch_without_samples_counts_for_nothing(value):
-    """The mean of an empty batch is NaN in torch; it has no weight, whoever merges it."""
+    """The mean of an empty batch is NaN in PyTorch. It has no weight in any merge."""
     parts = [(value, 0), (1.0, 2)]
     assert summary_of(parts)["loss"] == 1.0
     results = [summary_of([part]) for part in parts]
@@ -270,7 +270,7 @@ token_batches = st.lists(st.tuples(st.floats(0, 10), st.integers(1, 64)), min_si
     st.booleans(),
 )
 def test_mergeable_metrics_equal_one_pass(batches, workers, segments, copied):
-    """Also where user code copies a result into another dict."""
+    """This holds even if user code copies a result into another dict."""
     parts = [
         merge_segments([summary_of_perplexities(part) for part in cut(share, segments)])
         for share in cut(batches, workers)
@@ -313,7 +313,7 @@ def test_last_of_a_mergeable_metric_is_the_value_of_the_newest_batch():
     assert meters.latest() == {"perplexity": close(math.e)}
 
 
-def test_a_plain_number_of_one_worker_makes_it_a_mean():
+def test_a_mergeable_metric_and_a_plain_number_merge_as_a_mean():
     parts = [summary_of_perplexities([(0.0, 1)]), {"num_samples": 1, "perplexity": 3.0}]
     assert merge_workers(parts)["perplexity"] == 2.0
     assert merge_segments(parts)["perplexity"] == 2.0
@@ -337,7 +337,7 @@ def test_a_custom_metric_is_merged_by_its_rule():
 
 
 class Shares(MergeableMetric):
-    """Several numbers, which a part of one sample is too little for."""
+    """A metric of several numbers that needs at least two samples."""
 
     def __init__(self, counts):
         self.counts = counts
@@ -383,7 +383,7 @@ def counted(counts):
 
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=12), st.integers(1, 11))
 def test_a_metric_may_compute_an_array(classes, point):
-    """Such as a confusion matrix, the same over batches, segments and workers as in one pass."""
+    """The merged array, such as a confusion matrix, equals that of one pass."""
 
     def summary(part):
         meters = AverageMeterCollection()
