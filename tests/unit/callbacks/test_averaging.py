@@ -62,7 +62,7 @@ def test_the_average_is_that_of_torch_and_is_what_is_validated(make_trainer, ave
     torch.testing.assert_close(trainer.predict(operator.validation_loader.loader), output)
     loss = torch.nn.functional.mse_loss(output, data.tensors[1]).item()
     assert history[-1]["val_loss"] == pytest.approx(loss, rel=1e-5)
-    assert torch.equal(weights(operator.model), trained), "training goes on with the weights"
+    assert torch.equal(weights(operator.model), trained), "training continues with the weights"
 
 
 def test_weights_are_validated_before_there_is_an_average(make_trainer):

@@ -53,7 +53,7 @@ def test_callbacks_are_called_in_order_and_later_stages_start_first(make_trainer
     assert by_hook["on_epoch_end"] == ["first", "second", "last"]
     assert by_hook["on_train_end"] == ["first", "second", "last"]
     hooks = [hook for _, hook, _ in calls]
-    assert hooks.index("on_event") > 2, "all have started before the first event is told"
+    assert hooks.index("on_event") > 2, "all callbacks start before the first event"
 
 
 OPERATIONS = st.lists(
@@ -218,7 +218,7 @@ def test_error_names_the_callback_and_no_step_is_lost(make_trainer, caplog, hook
         trainer.train()
     assert "No training is lost." in str(caught.value)
     assert isinstance(caught.value.__cause__, KeyError)
-    assert hook in spies[1].hooks, "the other one was called"
+    assert hook in spies[1].hooks, "the other callback was called"
     assert spies[1].hooks[-1] == "on_exception"
     assert f"Spy failed in {hook}: KeyError('bad fails')" in caplog.text, "logged immediately"
     done = 0 if hook == "on_event" else 5  # the first event comes before the first step
@@ -347,7 +347,7 @@ def test_a_callback_is_attached_once(make_trainer):
         trainer.fit(1, callbacks=[other, spy])
     trainer.fit(1)
     assert spy.hooks.count("on_epoch_end") == 1
-    assert other.hooks == [], "what is refused leaves none attached"
+    assert other.hooks == [], "a refused list attaches no callback"
 
 
 # ---- state
@@ -395,7 +395,7 @@ def test_no_callback_changes_if_one_cannot_load_its_state(make_trainer):
     trainer.train()
     with pytest.raises(CheckpointError, match=r"callbacks\['Unloadable'\] cannot be loaded"):
         trainer.load_state_dict({**state, "callbacks": {**saved, "Other": {"best": 4}}})
-    assert good.loaded == [{"best": 2}, {"best": 9}], "what it had, again"
+    assert good.loaded == [{"best": 2}, {"best": 9}], "it has its old state again"
     assert trainer.state_dict()["callbacks"] == {"Spy": {"best": 9}}
     assert trainer.train()["epoch"] == 2
 

@@ -254,7 +254,7 @@ def test_checkpoint_of_another_model_is_an_error_with_advice(make_trainer, tmp_p
     trainer = make_trainer(Wider, callbacks=[CheckpointCallback(tmp_path, job="Classifier")])
     with pytest.raises(CallbackError, match="on_train_start") as caught:
         trainer.fit(1)
-    assert "No training is lost" not in str(caught.value), "it has not begun"
+    assert "No training is lost" not in str(caught.value), "training has not begun"
     said = str(caught.value.__cause__)
     assert names(tmp_path)[0] in said
     assert "another folder (or logdir)" in said

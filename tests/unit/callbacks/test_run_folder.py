@@ -28,7 +28,7 @@ def test_logdir_becomes_absolute_and_need_not_exist(tmp_path, monkeypatch):
     for given in ("~/runs/1", "runs/1", Path("runs") / "1", tmp_path / "runs" / "1"):
         assert checked_logdir(given) == tmp_path / "runs" / "1"
     assert list(tmp_path.iterdir()) == []
-    assert checked_logdir(tmp_path) == tmp_path, "one that is there is gone on with"
+    assert checked_logdir(tmp_path) == tmp_path, "an existing folder is used"
 
 
 @pytest.mark.parametrize(

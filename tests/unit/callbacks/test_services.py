@@ -90,7 +90,7 @@ def texts(accumulator, tag):
 def test_tensorboard_shows_metrics_workers_events_and_config(make_trainer, tmp_path, board):
     trainer = make_trainer(Recorder, CONFIG, callbacks=[TensorBoardLogger()], logdir=tmp_path)
     trainer.train()
-    assert len(scalar(board(tmp_path / "tensorboard"), "train/train_loss")) == 1, "as it trains"
+    assert len(scalar(board(tmp_path / "tensorboard"), "train/train_loss")) == 1
     history = [trainer.latest_metrics, *trainer.fit(2)]
     trainer.get_local_operator().fail = failing_at(12)
     with pytest.raises(ValueError, match="bad batch"):

@@ -222,7 +222,7 @@ def test_a_password_in_the_url_is_in_no_message(tmp_path, caplog):
         store.save(state_at(step))
     damage(url, 2)
     restored = store.restore()
-    assert restored.path == f"{url}/{name_at(1)}", "with it, since the path is to be opened"
+    assert restored.path == f"{url}/{name_at(1)}", "the path can be opened"
     damage(url, 1)
     with pytest.raises(CheckpointError, match="No checkpoint in") as caught:
         store.restore()

@@ -121,7 +121,7 @@ def test_split_changes_neither_weights_nor_metrics(accumulated, arguments):
             each.pop("last_double", None)
         assert after == pytest.approx(before, rel=1e-12)
     norms = [point[name] for point in points for name in point if "grad_norm" in name]
-    assert max(norms) > 0.05, "they are those before clipping"
+    assert max(norms) > 0.05, "the norms are those before clipping"
 
 
 def test_batches_are_split_until_they_fit(caplog):

@@ -100,7 +100,7 @@ def test_workers_that_evaluate_different_blocks_raise(process_group, monkeypatch
     reduced = []
 
     def reduce(held, op):  # another rank is at the first block
-        assert not reduced, "it was not refused"
+        assert not reduced, "the ranks evaluated different blocks"
         reduced.append(held.tolist())
         held.copy_(torch.maximum(held, torch.tensor([0, 0])))
 
