@@ -1,6 +1,6 @@
-"""The same steps and the same result, whatever workers are lost, join, or load.
+"""Steps and parameters stay the same if workers are lost, join, or load a state.
 
-Workers are threads here, which communicate through a barrier instead of gloo.
+The workers are threads that communicate through a barrier instead of gloo.
 """
 
 import copy
@@ -28,14 +28,14 @@ from tests.unit.recorder import Recorder
 
 
 class DiedError(Exception):
-    """A worker is gone."""
+    """Simulates the loss of a worker."""
 
 
 class Mortal(Exact):
-    """Dies at a step when it is told to: before its update, after it, or between its parts.
+    """Raises `error` once, at the step and the moment that `death` names.
 
-    It may have something to tell the others after its update, which they wait for.
-    Or it runs out of memory.
+    The moments are before the update, after it, and between micro-batches. With ``tells`` in the
+    config, all workers exchange a value at the end of each batch.
     """
 
     death = step = None
@@ -61,12 +61,12 @@ class Mortal(Exact):
 
 
 def gather(operator, value):
-    """Return what the operators of all workers have given here, by rank."""
+    """Return the values that the operators of all workers pass, by rank."""
     return operator._train_state.feature("Exchange").worker.gather(value)
 
 
 class Exchange(StepFeature):
-    """Averages gradients as DistributedDataParallel does: each worker counts the same."""
+    """Averages gradients over workers with equal weights, like DistributedDataParallel."""
 
     replicates = True
 
@@ -81,7 +81,7 @@ class Exchange(StepFeature):
 
 
 class Worker:
-    """A runner that talks to others by a `Meeting`."""
+    """A runner that exchanges values with other workers through a `Meeting`."""
 
     def __init__(self, config, num_workers, operator_cls=Mortal, frequency="batch", **elastic):
         self.runner = TorchRunner(
@@ -137,7 +137,7 @@ class Worker:
 
 
 class Workers:
-    """A group, whose members come and go."""
+    """A group of workers that can shrink and grow."""
 
     def __init__(self, size, *arguments, **options):
         self.arguments, self.options = arguments, options
@@ -175,7 +175,7 @@ class Workers:
         self.enter()
 
     def loaded(self, size, num_workers):
-        """Another group, which goes on with the state of this one."""
+        """Return a new group that continues with the state of this one."""
         state = self.members[0].runner.state_dict()
         config, _, *others = self.arguments
         other = Workers(size, config, num_workers, *others, **self.options)
@@ -188,7 +188,7 @@ class Workers:
         return self.members[0].registration.global_step
 
     def check(self, expected, num_steps):
-        """All have trained so many steps, and have these parameters."""
+        """Check the step and the parameters of every worker."""
         for member in self.members:
             assert member.registration.global_step == num_steps
             torch.testing.assert_close(flat(member.operator.model), expected, rtol=0.0, atol=1e-10)
@@ -237,8 +237,8 @@ YES, NO = (True, True), (False, True)
 def test_failures_joins_and_loads_change_neither_steps_nor_parameters(
     full, first, batch_size, given_global, num_samples, accumulated, drop_last, says, course
 ):
-    """`says`: whether a step says how many samples it had, and tells others something after it."""
-    global_batch = full * batch_size + (given_global and full > 1)  # which does not divide
+    """`says`: whether a batch passes num_samples to backward(), and ends with an exchange."""
+    global_batch = full * batch_size + (given_global and full > 1)  # not divisible by `full`
     config = {
         "num_samples": num_samples,
         "num_epochs": 2,
@@ -252,7 +252,7 @@ def test_failures_joins_and_loads_change_neither_steps_nor_parameters(
     per_epoch = num_steps // 2
 
     def goal(step):
-        """The end of the group of batches that a step is in: a call that ends before ends it."""
+        """Return the end of the accumulation group of a step. A call that ends earlier cuts it."""
         epoch, within = divmod(step, per_epoch)
         whole = min(per_epoch, math.ceil(within / accumulated) * accumulated)
         return min(num_steps, epoch * per_epoch + whole)
@@ -274,13 +274,13 @@ def test_failures_joins_and_loads_change_neither_steps_nor_parameters(
         elif what == "join" and len(workers) < full:
             workers.grow(min(details[0], full - len(workers)))
         elif what == "load":
-            # with a global batch of its own, for any number of workers
+            # a global batch in the config does not depend on the number of workers
             size = min(details[0], global_batch)
             full = max(size, full) if given_global else full
             workers = workers.loaded(min(size, full), full)
     workers.train(num_steps)
     workers.check(expected, num_steps)
-    # memory does not grow
+    # no batch is larger than in the full group, but parts of one sample are avoided
     at_once = math.ceil(global_batch / full)
     largest = max(member.operator.largest for member in workers.members)
     assert largest <= (4 if at_once in (2, 3) else at_once)
@@ -288,7 +288,7 @@ def test_failures_joins_and_loads_change_neither_steps_nor_parameters(
 
 @pytest.mark.parametrize("split", [None, 2])
 def test_a_repeated_sample_counts_once(split):
-    """The last step has one, for three."""
+    """The last step has one sample for three workers."""
     workers = Workers(3, {"num_samples": 25, "num_epochs": 1, "batch_size": 4}, 3)
     found = merge_workers(
         workers.each(
@@ -301,7 +301,7 @@ def test_a_repeated_sample_counts_once(split):
 
 
 class Raw(Exact):
-    """Steps its optimizers itself."""
+    """Calls ``optimizer.step()`` itself."""
 
     def train_batch(self, batch, batch_info):
         features, ids, target = batch
@@ -315,7 +315,7 @@ class Raw(Exact):
 
 
 class SteppingSchedulers(Exact):
-    """Steps its schedulers in each batch that it is given."""
+    """Steps its schedulers in each call of ``train_batch``."""
 
     def train_batch(self, batch, batch_info):
         result = super().train_batch(batch, batch_info)
@@ -328,7 +328,7 @@ class SteppingSchedulers(Exact):
 
 
 class Twofold(Exact):
-    """Trains one half with gradients that depend on the update of the other."""
+    """Updates one optimizer before it computes the gradients for the next."""
 
     def train_batch(self, batch, batch_info):
         features, ids, target = batch
@@ -352,7 +352,7 @@ class Changing(Exact):
 
 
 class Skipping(Exact):
-    """Makes no update where any worker has a certain sample."""
+    """Makes no update if any worker has sample 4 in its batch."""
 
     def train_batch(self, batch, batch_info):
         self.largest = max(self.largest, len(batch[1]))
@@ -362,7 +362,7 @@ class Skipping(Exact):
 
 
 class OwnLoop(Exact):
-    """Has a loop of its own, by the helpers."""
+    """Overrides ``train_epoch``, but uses the default helpers."""
 
     def train_epoch(self, iterator, info):
         for batch in iterator:
@@ -381,11 +381,11 @@ WHOLE = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of")  # in a part, and taken back
+@pytest.mark.filterwarnings("ignore:Detected call of")  # in a micro-batch that is rolled back
 @pytest.mark.parametrize("first", [1, 2], ids=["starts smaller", "becomes smaller"])
 @pytest.mark.parametrize("operator_cls", WHOLE)
 def test_batches_that_cannot_be_split_stay_whole_with_one_warning(operator_cls, first, caplog):
-    """Also where that is seen only when the first part is trained."""
+    """Some causes are detected only while the first micro-batch is trained."""
     config = {"num_samples": 36, "num_epochs": 2, "batch_size": 3}
     undisturbed = Workers(2, config, 2, operator_cls)
     undisturbed.train(12)
@@ -403,7 +403,7 @@ def test_batches_that_cannot_be_split_stay_whole_with_one_warning(operator_cls, 
 
 
 class Plateau(Exact):
-    """Has one optimizer, with a schedule that is told a metric."""
+    """Registers only the scheduler that needs a metric."""
 
     def register(self, *, optimizers, schedulers, **others):
         model, optimizers, _ = super().register(
@@ -413,7 +413,7 @@ class Plateau(Exact):
 
 
 def test_schedulers_get_each_metric_once_despite_a_worker_failure():
-    """Some have been told when another is lost, and the state of either may be the one to keep."""
+    """When a worker is lost, only one worker has the metric: the leader, or another worker."""
     config = {"num_samples": 36, "num_epochs": 2, "batch_size": 3}
     workers = Workers(4, config, 4, Plateau, frequency="manual")
     for call, told in ((7, slice(0, 1)), (8, slice(1, 2))):
@@ -463,7 +463,7 @@ def test_a_state_of_steps_of_another_size_is_loaded_with_a_warning(make_trainer,
 
 
 def test_optimizer_step_returns_whether_it_made_the_update():
-    """As a running average of the model has to."""
+    """A running average of the model, for example, must know it."""
     updates = []
 
     class Averaging(Exact):

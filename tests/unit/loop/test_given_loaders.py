@@ -1,4 +1,4 @@
-"""Loaders that are given with a call: ``predict`` and ``test``."""
+"""Loaders that are passed to a call: ``predict`` and ``test``."""
 
 import dataclasses
 
@@ -18,13 +18,13 @@ from tests.unit.recorder import Recorder
 
 
 def numbers(first, last, batch_size=8, **settings):
-    """A loader of the samples from `first` to before `last`, as `Recorder` has them."""
+    """Return a loader of the samples `first` to `last - 1` of `Recorder`."""
     data = torch.arange(float(first), float(last)).reshape(-1, 1)
     return DataLoader(TensorDataset(data, data / 40), batch_size=batch_size, **settings)
 
 
 class Echo(Recorder):
-    """Predicts what it is given, which may be a list, and how long that is."""
+    """Returns nested predictions: a dict of a tensor, a list, and a tuple."""
 
     def predict_batch(self, batch, batch_info):
         assert not torch.is_grad_enabled()
@@ -52,7 +52,7 @@ def test_a_prediction_is_the_output_for_each_sample_in_order(make_trainer):
     assert trainer.global_step == 2
 
 
-def test_what_an_operator_predicts_is_joined_by_its_parts(make_trainer):
+def test_nested_predictions_are_joined_entry_by_entry(make_trainer):
     found = make_trainer(Echo).predict(numbers(0, 40, batch_size=7))
     assert found["sample"].flatten().tolist() == list(range(40))
     assert found["name"] == [str(n) for n in range(40)]
@@ -62,7 +62,7 @@ def test_what_an_operator_predicts_is_joined_by_its_parts(make_trainer):
 @given(
     world_size=st.integers(1, 5), total=st.integers(1, 40), size=st.integers(1, 9), data=st.data()
 )
-def test_places_put_what_workers_read_in_the_loaders_order(world_size, total, size, data):
+def test_sorting_by_place_restores_the_order_of_the_loader(world_size, total, size, data):
     sampler = data.draw(st.permutations(range(total)))
     loader = DataLoader(list(range(total)), batch_size=size, sampler=sampler)
     found = []
@@ -124,7 +124,7 @@ def test_a_given_loader_that_cannot_be_partitioned_is_refused():
 # ---- test
 
 
-def test_a_test_is_a_validation_that_leaves_all_as_it_is(make_trainer):
+def test_test_measures_like_validate_but_changes_no_state(make_trainer):
     spy = Spy()
     trainer = make_trainer(Recorder, callbacks=[spy])
     trainer.validate(num_steps=2)

@@ -1,6 +1,6 @@
-"""How training and validation go through the loaders: cursors, goals, failures and results.
+"""Iteration over loaders in training and validation: cursors, goals, failures, and results.
 
-One worker, in this process. An epoch is five batches of eight samples.
+The only worker is this process. An epoch has five batches of eight samples.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ KINDS = pytest.mark.parametrize(
 
 @pytest.fixture
 def start(make_trainer):
-    """A function that returns a new trainer and its operator."""
+    """Return a function that returns a new trainer and its operator."""
 
     def start(operator_cls=Recorder, config=None, **arguments):
         trainer = make_trainer(operator_cls, config, **arguments)
@@ -46,7 +46,7 @@ def start(make_trainer):
 @KINDS
 @given(calls=st.lists(st.none() | st.integers(1, 12), min_size=1, max_size=5))
 def test_calls_go_on_where_the_last_one_stopped(start, operator_cls, config, calls):
-    """None is a call without num_steps: the rest of the epoch, or a whole one."""
+    """A call without num_steps (None) trains the rest of the epoch, or a whole one."""
     trainer, operator = start(operator_cls, config)
     steps = 0
     for num_steps in calls:
@@ -60,7 +60,7 @@ def test_calls_go_on_where_the_last_one_stopped(start, operator_cls, config, cal
         )
         assert not math.isnan(result["train_loss"])
         assert operator.trained == (EPOCH * 20)[: steps * 8]
-        if operator_cls is Recorder or config:  # how many epochs are over is known
+        if operator_cls is Recorder or config:  # the length of an epoch is known
             assert result["epoch"] == trainer.epoch == math.ceil(steps / 5)
     infos = [(i["epoch_idx"], i["batch_idx"], i["global_step"]) for i in operator.infos]
     assert [(epoch, step) for epoch, _, step in infos] == [(n // 5, n) for n in range(steps)]
@@ -78,7 +78,7 @@ def test_info_reaches_every_batch(start):
 
 @pytest.mark.parametrize("config", [{"num_samples": 0}, {"num_samples": 0, "wrap": list}])
 @pytest.mark.parametrize("num_steps", [None, 3])
-def test_an_empty_train_loader_is_an_error_that_says_so(start, config, num_steps):
+def test_an_empty_train_loader_is_an_error(start, config, num_steps):
     trainer, _ = start(Streaming if "wrap" in config else Recorder, config)
     with pytest.raises(RuntimeError, match="train loader has no batches"):
         trainer.train(num_steps=num_steps)
@@ -105,7 +105,7 @@ def test_error_names_the_worker_with_an_empty_loader(start, wrap, method, name):
         getattr(trainer, method)()
 
 
-def test_error_on_other_workers_names_it_too(start):
+def test_other_workers_name_the_worker_with_an_empty_loader(start):
     trainer, operator = start(Streaming, {"wrap": list})
     train_state = operator._train_state
     train_state.settings.context = dataclasses.replace(train_state.context, world_size=2)
@@ -114,7 +114,7 @@ def test_error_on_other_workers_names_it_too(start):
         trainer.train()
 
 
-# ---- loops of the user's own
+# ---- custom loops
 
 
 def test_a_loop_with_the_oldest_signature_works(start):
@@ -181,7 +181,7 @@ def test_a_loop_that_returns_no_dict_is_refused_by_name(start, value):
 
 def test_a_loop_that_draws_no_batch_is_an_error_with_num_steps(start):
     class Stopping(Recorder):
-        """Stops early of its own will, once and for all."""
+        """Stops for good after two batches."""
 
         def train_epoch(self, iterator, info=None):
             while len(self.trained) < 16:
@@ -219,7 +219,7 @@ def test_an_init_that_does_not_call_its_base_is_an_error():
 @KINDS
 @given(calls=st.lists(st.none() | st.integers(1, 12), min_size=1, max_size=5))
 def test_validation_has_a_cursor_of_its_own(start, operator_cls, config, calls):
-    """None is a call without num_steps: the rest of the loader, or all of it."""
+    """A call without num_steps (None) reads the rest of the loader, or all of it."""
     trainer, operator = start(operator_cls, config)
     trainer.train(num_steps=2)
     steps = 0
@@ -232,7 +232,7 @@ def test_validation_has_a_cursor_of_its_own(start, operator_cls, config, calls):
             steps - before,
         )
         if operator_cls is Streaming and not config and steps % 5 == 0:
-            break  # that the loader is at its end is not known
+            break  # an unsized loader has not reported its end yet
     assert operator.validated == (EPOCH * 20)[: steps * 8]
     assert trainer.global_step == 2
     trainer.train()
@@ -241,7 +241,7 @@ def test_validation_has_a_cursor_of_its_own(start, operator_cls, config, calls):
 
 
 @KINDS
-def test_validation_that_failed_begins_again_where_it_did(start, operator_cls, config):
+def test_a_failed_validation_is_repeated_from_its_start(start, operator_cls, config):
     trainer, operator = start(operator_cls, config)
     trainer.validate(num_steps=1)
 
@@ -296,7 +296,7 @@ def rate(operator):
     return operator.optimizer.param_groups[0]["lr"] / 0.01
 
 
-def test_schedulers_of_batches_step_with_each_of_them(start):
+def test_schedulers_of_batches_step_with_each_batch(start):
     trainer, operator = start(config={"scheduler": halving}, scheduler_step_freq="batch")
     trainer.train(num_steps=3)
     assert rate(operator) == pytest.approx(0.5**3)
@@ -397,7 +397,7 @@ def test_an_error_after_the_update_leaves_the_step_done(start):
     assert trainer.state_dict()["global_step"] == 2
     operator.fail = lambda *arguments: None
     assert trainer.train()["num_samples"] == 24
-    # the failed call did not come to writing its second batch down
+    # the error came before `Recorder` recorded the second batch
     assert operator.trained == [*EPOCH[:8], *EPOCH[16:]]
 
 
@@ -477,7 +477,7 @@ def test_a_data_set_begins_at_its_beginning(start):
 
 
 class OwnLoop(Recorder):
-    """A loop that a user wrote, with the oldest signature."""
+    """Has a custom loop with the oldest signature."""
 
     def train_epoch(self, iterator, info):
         seen = total = 0
@@ -503,7 +503,7 @@ LOOPS = pytest.mark.parametrize(
 
 @pytest.fixture
 def loop_of(start):
-    """A function that returns the loop of a new operator, the operator and its progress."""
+    """Return a function that returns the loop of a new operator, and the operator."""
 
     def loop_of(operator_cls=Recorder, config=None):
         trainer, operator = start(operator_cls, config)
@@ -518,7 +518,7 @@ def train(loop, call=0, until_epoch=None, until_step=None):
 
 
 def pausing(loop, pause, at):
-    """A hook by which the loop is told to pause in the step after `at` steps."""
+    """Return a hook that requests a pause at step `pause` after `at` steps."""
 
     def ask(batch_info, when):
         if when == "before" and loop.operator.global_step == at:
@@ -543,10 +543,10 @@ def test_a_call_pauses_exactly_at_the_step_and_its_repetition_does_the_rest(
         train(loop, until_epoch=2)
     assert operator.global_step == pause
     assert len(operator.trained) == 8 * pause
-    if operator_cls is not Streaming or config:  # how long an epoch is is known
+    if operator_cls is not Streaming or config:  # the length of an epoch is known
         assert operator._train_state.epoch == pause // 5
     operator.fail = lambda *arguments: None
-    # while nobody takes it back, there is nothing to go on with
+    # while the request holds, a repeated call trains nothing
     with pytest.raises(PausedError):
         train(loop, until_epoch=2)
     assert operator.global_step == pause
@@ -561,7 +561,7 @@ def test_a_call_pauses_exactly_at_the_step_and_its_repetition_does_the_rest(
 
 
 def test_a_joining_worker_has_the_call_state_of_the_others(loop_of):
-    """Also that its first epoch was the end of the one before, which does not count."""
+    """The call began at the end of an epoch, which does not count as its first epoch."""
     loop, operator = loop_of(Streaming)
     train(loop, until_step=5)
     operator.fail = pausing(loop, 7, at=6)
@@ -584,7 +584,7 @@ def test_a_failure_just_before_the_end_of_an_epoch_does_not_keep_it_open(loop_of
 
 
 def test_an_empty_rest_of_an_epoch_counts_if_the_goal_needs_it(loop_of):
-    """As in a process that goes on from the snapshot of the last step of an epoch."""
+    """For example, after a restart from a snapshot of the last step of an epoch."""
     loop, operator = loop_of(Streaming)
     train(loop, until_step=5)
     train(loop, call=1, until_epoch=2)
@@ -604,7 +604,7 @@ def test_a_call_that_begins_at_or_after_its_pause_does_no_step(loop_of, pause):
 @pytest.mark.parametrize("goal", [{"until_step": 4}, {"until_epoch": 1}])
 @pytest.mark.parametrize("pause", [1, 2])
 def test_a_pause_that_comes_too_late_leads_to_no_step_too_many(loop_of, goal, pause):
-    """The driver is told that the step has passed; until it acts, the goal must hold."""
+    """Until the driver learns that the step has passed, the loop must keep to its goal."""
     loop, operator = loop_of()
     told = []
 
@@ -627,7 +627,7 @@ def test_a_pause_that_comes_too_late_leads_to_no_step_too_many(loop_of, goal, pa
 @pytest.mark.parametrize("goal", [{"until_step": 9}, {"until_epoch": 2}])
 @pytest.mark.parametrize("operator_cls", [Recorder, OwnLoop])
 def test_a_pause_can_be_cancelled(loop_of, goal, operator_cls):
-    """Also in the segment under way, whose epoch is not over where it would have paused."""
+    """The current segment continues its epoch beyond the canceled pause."""
     loop, operator = loop_of(operator_cls)
 
     def ask_and_take_back(batch_info, when):
@@ -661,7 +661,7 @@ def test_a_pause_does_not_step_schedulers_of_epochs(start):
 
 
 class OwnGenerator(Recorder):
-    """Shuffles by a generator, as every worker may seed it differently."""
+    """Shuffles with a generator that each worker may seed differently."""
 
     def make_loaders(self, config):
         numbers = torch.arange(40.0).reshape(-1, 1)
@@ -675,7 +675,7 @@ def test_a_shuffle_by_generators_of_different_seeds_is_refused(loop_of, seed):
     _, operator = loop_of(OwnGenerator, {"generator_seed": seed})
     train_state = operator._train_state
     train_state.settings.context = dataclasses.replace(train_state.context, world_size=2)
-    # what the other rank says: its seed, twice, and that the orders were not one before
+    # values of the other rank: its seed, its negated seed, and 0 for no earlier agreement
     others = iter([3, -3, 0])
     train_state.minimum = lambda value: min(value, next(others))
     if seed == 3:

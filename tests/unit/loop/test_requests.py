@@ -1,4 +1,4 @@
-"""Typed requests to runners: their names, what changes in them, and those that nobody handles."""
+"""Typed requests to runners: names, splits, and requests that a runner does not support."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Snapshots of the state for a restart, and checks of the counts in a state to load."""
+"""Snapshots for restarts, and checks of the counts in a loaded state."""
 
 import copy
 
@@ -18,7 +18,7 @@ EPOCH = list(range(40))
 
 
 def make_runner(every, config=None, context=None, operator_cls=Recorder, **options):
-    """A runner of epochs of five batches with eight samples each."""
+    """Return a runner whose epochs have five batches of eight samples."""
     config = {"num_samples": 40, "batch_size": 8, **(config or {})}
     runner = TorchRunner(
         TorchOptions(
@@ -35,7 +35,7 @@ def make_runner(every, config=None, context=None, operator_cls=Recorder, **optio
 
 
 def taken(runner, until_step):
-    """The step of the newest snapshot at the begin of each step, and at the end."""
+    """Train, and return the step of the newest snapshot before each step and at the end."""
     steps = []
 
     def look(batch_info, when):
@@ -97,7 +97,7 @@ def test_a_snapshot_does_not_change_as_training_goes_on():
     runner.handle(TrainRequest(call=1, until_step=9))
     for snapshot in (held, runner.snapshot()):
         torch.testing.assert_close(snapshot, before, rtol=0, atol=0)
-    # and training has changed something
+    # training did change the weights
     now = runner.state_dict()["models"][0]
     assert any(not torch.equal(now[name], before["models"][0][name]) for name in now)
 
@@ -108,12 +108,12 @@ def test_a_snapshot_is_the_state_that_would_have_been_saved_then():
     runner.handle(TrainRequest(call=0, until_step=4))
     saved.handle(TrainRequest(call=0, until_step=3))
     expected = saved.state_dict()
-    # a snapshot may hold more, about the call under way
+    # a snapshot may also describe the current call
     held = {name: runner.snapshot()[name] for name in expected}
     torch.testing.assert_close(held, expected, rtol=0, atol=0)
 
 
-def test_the_operators_own_state_is_in_it_and_stays():
+def test_a_snapshot_has_a_copy_of_the_operators_own_state():
     class Counting(Recorder):
         def setup(self, config):
             super().setup(config)
@@ -134,7 +134,7 @@ def test_the_operators_own_state_is_in_it_and_stays():
 
 @pytest.mark.parametrize("every", ["epoch", 3])
 @pytest.mark.parametrize("stop", [1, 4, 8])
-def test_from_a_snapshot_the_epoch_goes_on_where_it_was_taken(every, stop):
+def test_an_epoch_continues_where_its_snapshot_was_taken(every, stop):
     first = make_runner(every)
     first.handle(TrainRequest(call=0, until_step=stop))
     snapshot = first.snapshot()
@@ -156,7 +156,7 @@ def test_from_a_snapshot_the_epoch_goes_on_where_it_was_taken(every, stop):
 
 @pytest.mark.parametrize(("start_step", "num_batches"), [(5, 5), (4, 6)])
 def test_replayed_steps_of_earlier_calls_do_not_count(start_step, num_batches):
-    """Nor does an epoch of this one end with it."""
+    """The end of the replay does not end an epoch either."""
     first = make_runner(3)
     first.handle(TrainRequest(call=0, until_step=start_step))
     second = make_runner(3)
@@ -167,13 +167,13 @@ def test_replayed_steps_of_earlier_calls_do_not_count(start_step, num_batches):
 
 
 def test_from_a_snapshot_at_the_very_end_of_an_epoch_no_epoch_is_trained_twice():
-    """It may be taken after the last step, before the epoch counts as over."""
+    """A snapshot may be taken after the last step, but before the epoch is counted."""
     first = make_runner(5)
     first.handle(TrainRequest(call=0, until_step=5))
     assert first.snapshot()["global_step"] == 5
     second = make_runner(5)
     second.load_state_dict(first.snapshot())
-    # the call that lost its workers wanted one epoch
+    # the interrupted call asked for one epoch
     second.handle(TrainRequest(call=0, until_epoch=1))
     assert second.operator.trained == []
     assert (second.progress().epoch, second.progress().global_step) == (1, 5)
@@ -195,7 +195,7 @@ def test_a_snapshot_has_what_was_changed_between_calls(change, until_step):
         taken(runner, until_step)
     runner.handle(ApplyOperatorRequest(function=change))
     if until_step is not None:
-        # so that the driver fetches the next one although it is of the same step
+        # None makes the driver fetch the next snapshot, even if its step is the same
         assert runner.progress().snapshot is None
         taken(runner, until_step + 1)
     state = runner.snapshot()
@@ -218,7 +218,7 @@ def test_a_snapshot_stays_if_a_function_changes_nothing():
 
 
 @pytest.mark.parametrize("data", [None, {"epoch": 3, "offset": 0, "rng": "anything"}])
-def test_older_states_lack_some_counts(data):
+def test_older_states_may_lack_some_counts(data):
     check_position({"epoch": 3, "data": data})
 
 

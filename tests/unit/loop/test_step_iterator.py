@@ -1,4 +1,4 @@
-"""The iterator that a loop draws from: what counts as a step, and what a failed one leaves."""
+"""The step iterator: when it counts a step, and what a failed step leaves behind."""
 
 import contextlib
 
@@ -26,7 +26,7 @@ def make_steps(
     before=0,
     world_size=1,
 ):
-    """A new train state, and steps with an accumulation of `size` batches."""
+    """Return a new train state, and an iterator with accumulation groups of `size` batches."""
     train_state = TorchTrainState(OperatorSettings())
     models = [torch.nn.BatchNorm1d(1) for _ in range(num_optimizers)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
@@ -44,7 +44,7 @@ def make_steps(
 
 
 def reading(size, fetched):
-    """Batches that are counted as they are read."""
+    """Yield batches, and add each to `fetched` when it is read."""
     for index in range(size):
         fetched.append(index)
         yield index
@@ -56,7 +56,7 @@ def test_steps_are_counted_as_the_loop_draws(size, limit, length_known, stop_aft
     drawn = []
     for batch in steps:
         drawn.append(batch)
-        assert train_state.global_step == len(drawn) - 1  # the step under way is not done
+        assert train_state.global_step == len(drawn) - 1  # the current step is not committed
         if len(drawn) == stop_after:
             break
     steps.finish()
@@ -91,8 +91,8 @@ def test_a_step_is_done_only_when_every_optimizer_has_stepped():
         assert steps.fail() == again
 
 
-def test_a_failure_between_two_steps_takes_nothing_back():
-    """The loader itself may raise: then no step is under way."""
+def test_a_failure_between_two_steps_undoes_no_step():
+    """If the loader raises, no step is in progress."""
 
     def broken():
         yield "a"
@@ -175,7 +175,7 @@ def test_the_mean_time_of_a_step_is_known_after_the_first(monkeypatch):
 
 
 def drawn(steps, pause=None, after=None):
-    """What a loop draws that is told to pause `after` so many batches."""
+    """Return the batches that a loop draws if a pause is requested after `after` batches."""
     batches = []
     if after == 0:
         steps._signal.driver_pause = pause
@@ -200,7 +200,7 @@ def test_a_segment_ends_exactly_at_its_pause(before, size, limit, length_known, 
     )
     whole = min(size, limit or size)
     after = data.draw(st.integers(0, whole))
-    # a batch that was drawn will be done: the earliest step to stop at is the one after it
+    # a drawn batch is always finished, so the earliest pause is after it
     pause = before + data.draw(st.integers(max(1, after), 15))
     expected = min(whole, pause - before)
     assert drawn(steps, pause, after) == list(range(expected))
@@ -211,7 +211,7 @@ def test_a_segment_ends_exactly_at_its_pause(before, size, limit, length_known, 
 
 
 def test_at_a_pause_the_ranks_are_not_asked_for_batches():
-    """All of them stop there; one that asked would wait for the others for ever."""
+    """All ranks stop at the pause. A rank that asked the others would wait forever."""
     asked = []
 
     def go_on(has_batch):
@@ -227,7 +227,7 @@ def test_at_a_pause_the_ranks_are_not_asked_for_batches():
 
 
 def groups_of(train_state, steps, after=None, pause=None):
-    """Draw all batches; return them in groups."""
+    """Return all batches, in groups."""
     groups, group = [], []
     for count, batch in enumerate(steps, start=1):
         assert train_state.step.place.position == len(group)
@@ -302,7 +302,7 @@ def test_only_within_a_group_is_a_loader_of_unknown_length_read_one_batch_ahead(
 
 @given(st.integers(1, 4), st.integers(1, 12), st.integers(1, 14), st.data())
 def test_a_pause_is_made_at_the_end_of_the_group_that_reaches_it(size, count, pause, data):
-    """Of the group under way, where the request comes too late."""
+    """If the request comes too late, the pause is at the end of the current group."""
     after = data.draw(st.integers(1, count))
     train_state, steps = make_steps(range(count), size=size)
     groups_of(train_state, steps, after, pause)
@@ -335,7 +335,7 @@ def test_a_group_whose_update_is_done_is_counted_as_a_whole_when_the_loop_raises
     assert train_state.models[0].weight.grad is None
 
 
-def test_a_loop_that_leaves_a_group_is_an_error_and_no_gradient_stays():
+def test_a_loop_that_stops_within_a_group_is_an_error_and_leaves_no_gradient():
     batches = [torch.ones(2, 1) * index for index in range(5)]
     train_state, steps = make_steps(batches, size=3)
     for index, batch in enumerate(steps):
