@@ -8,7 +8,7 @@ from raysgd import TorchTrainer
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Models so small are slower with several threads, above all beside other processes."""
+    """Use one thread: with several, such small models are slower, most of all on a busy machine."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,11 +1,11 @@
-"""Digits of scikit-learn, and shapes drawn here."""
+"""Sample images: the digits of scikit-learn, and generated shapes."""
 
 import torch
 
 
 def digits():
-    """1,440 and 357 images (1, 8, 8) in 0..1, and their digits."""
-    from sklearn.datasets import load_digits  # not above: workers import this module as well
+    """Return 1,440 training and 357 validation images of shape (1, 8, 8) in 0..1, with labels."""
+    from sklearn.datasets import load_digits  # not at the top: workers import this module too
 
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -15,7 +15,7 @@ def digits():
 
 
 def shapes(num_images, seed, size=16):
-    """Images with a disc (1) and a square (2) of one gray on noise, and masks with a margin."""
+    """Return noisy images with a disc (class 1) and a square (class 2), and their masks."""
     draw = torch.Generator().manual_seed(seed)
     images = 0.3 * torch.randn(num_images, 1, size, size, generator=draw)
     masks = torch.zeros(num_images, size, size, dtype=torch.long)
@@ -29,5 +29,5 @@ def shapes(num_images, seed, size=16):
             )
             image[0][inside] += 1.0
             mask[inside] = kind
-    masks[:, :, 0] = 255  # a margin that nobody looked at
+    masks[:, :, 0] = 255  # an unlabeled margin
     return images, masks

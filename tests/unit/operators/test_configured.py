@@ -48,7 +48,7 @@ def test_an_optimizer_by_function():
 def test_a_scheduler_can_count_the_steps_of_an_epoch():
     class Scheduled(Regressor):
         def build_scheduler(self, optimizer, config):
-            assert self.steps_per_epoch == 3  # of two, of six samples
+            assert self.steps_per_epoch == 3  # batches of two of the six samples
             return config["scheduler"](optimizer, self.steps_per_epoch)
 
     config = {"model": torch.nn.Linear(2, 1), "train_data": DATA, "batch_size": 2}
@@ -112,8 +112,8 @@ def test_each_part_can_be_overridden():
     assert len(operator.validation_loader.dataset) == 2
 
 
-def test_what_training_draws_differs_from_worker_to_worker(monkeypatch):
-    """Dropout and noise that were alike on all workers would be that of one."""
+def test_workers_draw_different_random_numbers_in_training(monkeypatch):
+    """With equal random numbers, all workers would use the same dropout and noise."""
     models, draws = [], []
     for rank in (0, 1, 2, 0):
         monkeypatch.setattr(ConfiguredOperator, "world_rank", rank)
@@ -205,7 +205,7 @@ MASKS = torch.tensor([[[0, 1], [255, 255]]], dtype=torch.uint8)
         (ImageClassifier, {"model": torch.nn.Linear(3, 2)}, (torch.ones(4, 3), torch.ones(4)), []),
     ],
 )
-def test_workers_weigh_by_what_is_not_ignored(operator_cls, config, batch, counts):
+def test_ignored_targets_do_not_count_in_a_workers_weight(operator_cls, config, batch, counts):
     operator, found = run_operator(operator_cls, config), []
 
     def mean(count):

@@ -40,12 +40,12 @@ def test_learns_to_make_digits():
     assert 0.5 <= after["val_discriminator_accuracy"] < 0.95
     assert metrics["train_discriminator_loss"] < 2
     assert (made.shape, made.dtype) == ((100, 64), torch.float32)
-    assert made.std(dim=0).mean() > 0.05  # not one image many times
+    assert made.std(dim=0).mean() > 0.05  # the images differ
     assert (made.mean(dim=0) - train[0].mean(dim=0)).abs().mean() < 0.1
 
 
 class Plain(nn.Module):
-    """One number by which it multiplies."""
+    """Multiplies its input by one parameter."""
 
     def __init__(self, weight):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Classes of images: what is learned, and the definitions of loss and accuracies."""
+"""Image classification: learning, and the definitions of loss and accuracies."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ def test_learns_digits_in_half_precision(trained):
 
 
 class Fixed(torch.nn.Module):
-    """Gives its input as scores, times a weight of 1."""
+    """Returns its input times a weight of 1, as scores."""
 
     def __init__(self):
         super().__init__()

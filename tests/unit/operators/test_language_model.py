@@ -1,4 +1,4 @@
-"""The next token: exact perplexity, tied weights, generating, and windows of a text."""
+"""Language models: exact perplexity, tied weights, generation, and windows of a text."""
 
 import math
 
@@ -17,7 +17,7 @@ SMALL = {"vocab_size": 128, "hidden_size": 32, "num_heads": 2, "sequence_length"
 
 
 def test_perplexity_is_that_of_all_tokens_whatever_the_batches():
-    """The last sequence is short, so that a mean over batches would be another number."""
+    """The last sequence is short, so a mean over batches would differ."""
     text = torch.arange(75) * 7 % 64
     found = {}
     for batch_size in (1, 2, 5):
@@ -87,7 +87,7 @@ def test_only_earlier_tokens_are_seen():
 
 
 def test_generates_what_it_has_learned():
-    text = torch.arange(400) % 9  # so that each token comes at each place
+    text = torch.arange(400) % 9  # each token occurs at each position
     config = {**SMALL, "vocab_size": 10, "sequence_length": 8, "train_data": text, "lr": 0.01}
     config |= {"batch_size": 10, "seed": 0}
     with TorchTrainer(
@@ -116,13 +116,13 @@ def test_wrong_configs_are_refused(config, message):
         run_operator(LanguageModel, config)
 
 
-def test_sequences_that_the_model_is_not_made_for_are_refused():
+def test_sequences_that_are_too_long_for_the_model_are_refused():
     operator = run_operator(LanguageModel, SMALL)
     with pytest.raises(ValueError, match=r"40 tokens, but .* at most 32: .*sequence_length"):
         operator.train_batch((torch.zeros(2, 41, dtype=torch.long),), {})
 
 
-def test_a_perplexity_of_a_loss_that_is_not_finite():
+def test_the_perplexity_of_a_huge_loss_is_infinite_and_of_nan_is_nan():
     perplexity = [
         Sums(_perplexity, total=total, weight=1).compute() for total in (math.nan, math.inf, 800.0)
     ]
@@ -142,7 +142,7 @@ def test_targets_are_the_text_without_its_first_token_and_inputs_come_before(siz
     assert {tuple(t.shape) for sample in samples for t in sample} == {(length,)}
 
 
-def test_windows_end():
+def test_an_index_after_the_last_window_is_an_error():
     windows = TokenWindows(torch.arange(5), 2)
     assert len(list(windows)) == 2
     with pytest.raises(IndexError, match="2"):

@@ -33,7 +33,7 @@ def test_shapes_that_would_be_broadcast_are_refused():
 @pytest.mark.parametrize("loss", ["mse", "l1", "huber"])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
 def test_targets_keep_their_precision(loss, dtype):
-    """Also where the output has but 16 bits."""
+    """This includes models with 16-bit outputs."""
     data = (torch.zeros(2, 2), torch.tensor([1001, 70001], dtype=dtype))
     config = {"model": torch.nn.Linear(2, 1, bias=False), "loss": loss}
     config |= {"train_data": data, "validation_data": data}

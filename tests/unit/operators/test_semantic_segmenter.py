@@ -1,4 +1,4 @@
-"""Classes of pixels: the definitions of loss and metrics, and confusion matrices."""
+"""Semantic segmentation: the definitions of loss and metrics, and confusion matrices."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from raysgd.testing import run_operator
 
 
 class Given(torch.nn.Module):
-    """Gives its input."""
+    """Returns its input as scores."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ def scores_of(classes, num_classes=3):
 
 
 def test_metrics_are_those_of_all_pixels_and_not_means_over_batches():
-    """By hand: of class 0 one of two pixels is hit, and class 1 is predicted once too often."""
+    """One of two pixels of class 0 is predicted correctly. The other is predicted as class 1."""
     predicted = torch.tensor([[[0, 1]], [[1, 2]]])
     target = torch.tensor([[[0, 0]], [[1, 255]]], dtype=torch.uint8)
     batches = [(scores_of(predicted[i : i + 1]), target[i : i + 1]) for i in (0, 1)]

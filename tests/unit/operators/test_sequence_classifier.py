@@ -1,4 +1,4 @@
-"""Classes of sequences by models of transformers."""
+"""Sequence classification with models of Hugging Face Transformers."""
 
 import pytest
 import torch

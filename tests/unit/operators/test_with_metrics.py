@@ -1,4 +1,4 @@
-"""Metrics of TorchMetrics: those of one pass over all data, however these are shared out."""
+"""TorchMetrics metrics equal those of one pass, however the data are divided among workers."""
 
 import functools
 import pickle
@@ -33,7 +33,7 @@ class Digits(WithMetrics, ImageClassifier):
 
 
 class Direct(WithMetrics, TrainingOperator):
-    """Feeds its batches to the metrics as they are."""
+    """Passes its batches to the metrics unchanged."""
 
     def setup(self, config):
         model = torch.nn.Linear(1, 1)
@@ -82,7 +82,7 @@ PAIRS = (torch.randn(60, 2, generator=draw), torch.randn(60, 2, generator=draw))
 )
 @pytest.mark.parametrize("cuts", [[60], [1, 30, 60]], ids=len)
 def test_parts_give_what_one_pass_gives(metric, data, cuts):
-    """Each part is a worker of its own, with batches of up to 16 samples."""
+    """Each part goes to one worker, in batches of up to 16 samples."""
 
     def update(metric, *columns):
         metric.update(*(columns if data is not None else columns[:1]))
@@ -115,7 +115,7 @@ def test_parts_give_what_one_pass_gives(metric, data, cuts):
     assert all(type(found[key]) is float for key in expected)
 
 
-def test_each_validation_starts_anew_and_leaves_earlier_results_as_they_are():
+def test_each_validation_resets_its_metrics_but_keeps_earlier_results():
     operator = run_operator(Direct, {"metrics": BinaryAUROC()})
     first = operator.validate(iter([BINARY]))
     again = operator.validate(iter([BINARY]))
@@ -140,7 +140,7 @@ def test_the_default_validation_feeds_the_metrics():
     assert found["val_MulticlassAccuracy"] == pytest.approx(found["val_accuracy"], abs=1e-6)
 
 
-def test_the_wrong_order_of_bases_is_found_out():
+def test_a_wrong_order_of_base_classes_is_an_error():
     class Wrong(ImageClassifier, WithMetrics):
         def build_metrics(self, config):
             return MulticlassAccuracy(num_classes=10)
