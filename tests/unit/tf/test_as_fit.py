@@ -1,4 +1,4 @@
-"""One worker gives what ``fit()`` and ``evaluate()`` of Keras give, whatever ``compile()`` took."""
+"""One worker matches ``fit()`` and ``evaluate()`` in Keras for all arguments of ``compile()``."""
 
 import numpy as np
 import pytest
@@ -81,7 +81,7 @@ CASES += [pytest.param(2, make, id=f"two outputs, {name}") for name, make in TWO
 
 
 class Compiled(TrainingOperator):
-    """Registers what the config's functions make."""
+    """Registers the compiled model that ``config["make"]`` returns."""
 
     def setup(self, config):
         model = config["make"]()
@@ -106,7 +106,7 @@ def in_batches(data, size=SIZE):
 
 
 def compared(build, make, data, class_weight=None):
-    """Train and evaluate as ``fit()`` does and as an operator does, and compare everything."""
+    """Train and evaluate with Keras and with an operator, and compare the results."""
     fitted = make()
     logs = fitted.fit(in_batches(data), class_weight=class_weight, verbose=0, shuffle=False)
     operator = build(Compiled, {"make": make, "class_weight": class_weight})
@@ -127,7 +127,7 @@ def compared(build, make, data, class_weight=None):
 
 
 @pytest.mark.parametrize(("num_outputs", "arguments"), CASES)
-def test_an_epoch_is_that_of_fit(build, num_outputs, arguments):
+def test_an_epoch_matches_fit_and_evaluate(build, num_outputs, arguments):
     def make():
         model = network(num_outputs)
         model.compile(**{"optimizer": keras.optimizers.SGD(0.1), **arguments})
@@ -153,7 +153,7 @@ def test_gradients_of_a_row_of_an_embedding_are_added_up(build):
 
 
 class Given(TrainingOperator):
-    """Registers the same, one by one."""
+    """Registers the model, the loss, and the metrics separately."""
 
     def setup(self, config):
         self.register(config["make"](), "sgd", config["loss"], config["metrics"])

@@ -1,4 +1,4 @@
-"""What the oldest scripts ask for in fit_config."""
+"""Errors in the ``fit_config`` of the oldest scripts."""
 
 import pytest
 

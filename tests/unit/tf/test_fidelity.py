@@ -1,4 +1,4 @@
-"""Workers that are fewer than the full group make the updates of one process, also in parts."""
+"""Fewer workers than configured make the same updates as one process, also in micro-batches."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,7 +17,7 @@ from tests.tf_operators import Digits
 
 
 class Averages(Communication):
-    """Exchanges with workers that are threads."""
+    """Exchanges values with workers that are threads."""
 
     def __init__(self, size, rank, meeting):
         super().__init__(size, rank)
@@ -33,7 +33,7 @@ class Averages(Communication):
 
 
 class Watched(Digits):
-    """Notes how large its batches are, and trains in two updates where it is told to."""
+    """Records the sizes of its batches. ``updates`` in the config sets the updates per batch."""
 
     sizes = ()
 
@@ -45,7 +45,7 @@ class Watched(Digits):
 
 
 def trained(num_workers, size, batch_size, **config):
-    """Train two epochs on so many workers of `num_workers`; return arrays, counts and sizes."""
+    """Train two epochs on `size` of `num_workers` workers; return arrays, step, and batch sizes."""
     config = {
         "shuffle": False,
         "optimizer": "Adam",
@@ -76,7 +76,7 @@ def trained(num_workers, size, batch_size, **config):
 @pytest.mark.parametrize("data", ["tf", "arrays"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_fewer_workers_make_the_updates_of_one_process_in_parts(data, size):
-    """Steps have 33 samples, and the last of an epoch has one, which all workers are given."""
+    """A step has 33 samples. The last step of an epoch has one, which all workers get."""
     expected, num_steps, _ = trained(1, 1, 33, data=data)
     found, steps, sizes = trained(3, size, 11, data=data)
     assert steps == num_steps == 8

@@ -1,4 +1,4 @@
-"""Data sets and arrays on several workers: no sample is lost or repeated, in the same order."""
+"""Data sets and arrays on several workers: no sample is lost or repeated, and order is kept."""
 
 import functools
 import itertools
@@ -48,7 +48,7 @@ def test_training_gives_every_worker_a_batch_at_every_step(workers, samples, siz
     assert len(found[0]) == sources(workers, samples, size, splits=splits)[0].steps_left(0)
     everything = [x for batches in found for batch in batches for x in batch]
     assert set(everything) == set(range(samples))
-    # only at an end with fewer samples than workers is one given twice
+    # samples are repeated only in a step with fewer samples than workers
     assert len(everything) - samples < workers * (len(found[0]) if splits else 1)
 
 
@@ -89,7 +89,7 @@ def test_steps_of_validation_go_on_where_the_last_ended():
 
 
 def begun(group, epoch, offset):
-    """The batches of each rank from there on, after all have agreed on an order."""
+    """Return the batches of each rank from `offset`, after all ranks have agreed on an order."""
     told, met = [], threading.Barrier(len(group), timeout=30)
 
     def minimum(value):
@@ -106,7 +106,7 @@ def begun(group, epoch, offset):
 
 
 def trained(events, num_epochs=3):
-    """What a group trains on in each epoch, in order, where events end some of its steps."""
+    """Return the samples of each epoch as trained. `events` disturb some of the attempts."""
     group, epoch, offset, attempt = sources(2, 24, 3, shuffle=True), 0, 0, itertools.count()
     seen = [[] for _ in range(num_epochs)]
 
@@ -124,7 +124,7 @@ def trained(events, num_epochs=3):
             if event is None or event == "ahead":
                 commit(batches)
             if event == "ahead" and epoch < num_epochs:
-                next(group[0].batches(epoch, offset))  # before the others have done the step
+                next(group[0].batches(epoch, offset))  # before the others have finished the step
             if event in ("replaced", "smaller", "larger"):
                 del group[1:]
                 size = {"replaced": 2, "smaller": 1, "larger": 3}[event]
@@ -164,7 +164,7 @@ def test_workers_share_one_order_despite_additional_iterations(training):
 
 
 def source(arrays, **arguments):
-    """The only worker's, in the order of the arrays, unless the arguments say otherwise."""
+    """Return a source for one worker that does not shuffle, unless the arguments differ."""
     given = {"training": True, "world_size": 1, "rank": 0, "batch_size": 2, "shuffle": False}
     return ArraySource(arrays, **{**given, "seed": 5, **arguments})
 

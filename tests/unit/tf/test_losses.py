@@ -1,4 +1,4 @@
-"""Losses and metrics, as plain means over a worker's own batch."""
+"""Losses and metrics, as plain means over the batch of a worker."""
 
 import functools
 import pickle
@@ -106,7 +106,7 @@ def test_a_metric_may_build_its_variables_late_and_give_several_numbers(name, ar
 
 
 def measured(given, target=BITS, output=CHANCES):
-    """What metrics say about one batch, by name."""
+    """Return the values of metrics for one batch, by name."""
     return BatchMetrics(None, given).measure(target, output, None)
 
 
@@ -121,7 +121,7 @@ def test_metrics_may_be_objects_names_and_functions():
     assert found["share"].compute() == pytest.approx(CHANCES.mean())
 
 
-def test_names_do_not_count_the_metrics_of_the_process():
+def test_metric_names_do_not_depend_on_earlier_metrics_of_the_process():
     kinds = keras.metrics
     for _ in range(2):
         given = [kinds.AUC(), kinds.Precision(), kinds.AUC(), kinds.Recall(name="recall_at_2")]
@@ -146,7 +146,7 @@ def test_a_metric_of_users_must_have_a_state_that_adds_up(adds_up):
 
     metrics = BatchMetrics(None, [Own()])
     if not adds_up:
-        metrics.measure(BITS, 0 * CHANCES, None)  # a state of zero does not tell
+        metrics.measure(BITS, 0 * CHANCES, None)  # a state of zero hides the problem
         with pytest.raises(TypeError, match=r"'own', a Own, is not a sum .*MergeableMetric"):
             metrics.measure(BITS, CHANCES, None)
         return

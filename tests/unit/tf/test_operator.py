@@ -23,7 +23,7 @@ def test_the_seed_decides_what_an_operator_draws(build):
             self.drawn = tf.random.uniform([3]).numpy().tolist()
             super().setup(config)
 
-    large = 2**40 + 3  # more than TensorFlow's seeds may be
+    large = 2**40 + 3  # larger than the seeds that TensorFlow accepts
     first, again, other = (build(Drawing, seed=seed) for seed in (large, large, 4))
     assert first.drawn == again.drawn != other.drawn
     np.testing.assert_array_equal(weights(first), weights(again))
@@ -87,11 +87,11 @@ def test_mixed_precision_is_a_policy_of_keras(build):
 
 
 class TwoHeads(TrainingOperator):
-    """Two heads of equal shapes over one body, and one optimizer that knows them all."""
+    """Two heads of equal shapes on one body, and one optimizer for all variables."""
 
     def setup(self, config):
         features = keras.Input((64,))
-        body = keras.layers.Dense(8, name="body")(features)  # no unit of it dies
+        body = keras.layers.Dense(8, name="body")(features)  # linear, so that no unit dies
         heads = [keras.layers.Dense(10, name=name)(body) for name in "ab"]
         self.model, self.optimizer = self.register(
             keras.Model(features, heads), getattr(keras.optimizers, config["optimizer"])(0.1)
@@ -130,7 +130,7 @@ def test_each_loss_of_an_optimizer_changes_the_variables_that_it_depends_on(buil
     for _ in range(2):
         assert operator.changed(operator.loss_a, batch) == ["body", "a"]
         assert operator.changed(operator.loss_b, batch) == ["body", "b"]
-    for name in "aba":  # the graph of "a" is used again, after one was made for "b"
+    for name in "aba":  # the graph of "a" is reused after that of "b"
         named = ({name: images[:32]}, labels[:32])
         assert operator.changed(operator.loss_by_name, named) == ["body", name]
     operator.model.get_layer("body").trainable = False
@@ -139,7 +139,7 @@ def test_each_loss_of_an_optimizer_changes_the_variables_that_it_depends_on(buil
 
 
 class OneForTwo(TrainingOperator):
-    """An encoder and a classifier of what it gives, and one optimizer of both."""
+    """An encoder, a classifier of its output, and one optimizer for both."""
 
     def setup(self, config):
         encoder = keras.Sequential([keras.Input((64,)), keras.layers.Dense(8)])

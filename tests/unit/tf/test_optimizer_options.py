@@ -1,4 +1,4 @@
-"""Learning rates that follow from a trial's config."""
+"""Learning rates that depend on the config of a trial."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def test_a_rate_that_a_config_changes_is_changed_in_the_state(build):
     (has_validation, then), (_, now) = inspect(slow), inspect(fast)
     assert has_validation
     assert (then, now) == ([pytest.approx(0.01)], [pytest.approx(0.04)])
-    slow.optimizer.learning_rate.assign(0.005)  # lowered since
+    slow.optimizer.learning_rate.assign(0.005)  # lowered during training
     state = with_options(slow._train_state.training_state(), then, now)
     fast._train_state.load_training_state(state)
     assert float(fast.optimizer.learning_rate.numpy()) == pytest.approx(0.02)
@@ -42,7 +42,7 @@ def test_a_trial_trains_with_its_config_and_goes_on_from_anothers_checkpoint(mon
         fast.stop()
 
 
-def test_older_scripts_give_tune_the_trainable_itself(monkeypatch, tmp_path):
+def test_older_scripts_may_pass_the_trainable_class_to_tune(monkeypatch, tmp_path):
     pytest.importorskip("tensorflow")
     from raysgd.tf.tf_trainer import TFTrainable
 

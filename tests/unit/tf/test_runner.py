@@ -22,7 +22,7 @@ RUNNER = TFRunner(TFOptions())
 
 
 def make_runner(lr=0.1):
-    """A runner that takes a snapshot at the begin of each epoch, of 45 steps."""
+    """Return a runner that takes a snapshot at the start of each epoch. An epoch has 45 steps."""
     config = {"data": "tf", "shuffle": False, "lr": lr}
     elastic = ElasticConfig(snapshot_every="epoch")
     options = TFOptions(training_operator_cls=Digits, config=config, seed=3, elastic=elastic)
@@ -32,7 +32,7 @@ def make_runner(lr=0.1):
 
 
 def arrays_of(state):
-    """What models and optimizers hold; names count on in a process."""
+    """Return the arrays of models and optimizers. Keras numbers their names within a process."""
     parts = [*state["models"], *state["optimizers"]]
     return [array for part in parts for array in part.values()]
 
@@ -62,7 +62,7 @@ def draws():
     return random.random(), random.gauss(0, 1), np.random.rand(3).tolist(), np.random.randn(1)[0]
 
 
-def test_generators_load_states_of_lists():
+def test_generators_load_states_that_were_stored_as_json():
     state = RUNNER.generators.state()
     expected = draws()
     kind, keys, *rest = state["numpy"]
@@ -74,7 +74,7 @@ def test_generators_load_states_of_lists():
 
 
 class TwoOptimizers(TrainingOperator):
-    """Each step updates one model, and then another; in between it may fail, once."""
+    """Updates two models in each step. It can fail once, between the updates."""
 
     def setup(self, config):
         self.models, self.optimizers, self.criterion = self.register(

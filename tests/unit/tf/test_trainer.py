@@ -70,7 +70,7 @@ def test_schedulers_of_pytorch_are_refused(trainer):
 
 
 def model_creator(config):
-    # not built yet: the shape of the features follows from the data
+    # not built yet: the data determine the shape of the features
     model = keras.Sequential([keras.layers.Dense(32, activation="relu"), keras.layers.Dense(10)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer="adam", loss=loss, metrics=["accuracy"])
