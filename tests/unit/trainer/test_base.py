@@ -284,7 +284,7 @@ def test_save_model_writes_the_weights(make_trainer, tmp_path):
     assert equal(single.state_dict()["models"][0], load_file(single.save_model(path)))
 
 
-# ---- the end
+# ---- shutdown
 
 
 def test_every_call_after_shutdown_is_an_error(make_trainer, tmp_path):
@@ -346,7 +346,7 @@ def test_a_dropped_trainer_releases_its_operator(make_trainer):
 
 
 class Compiled(Classifier):
-    """With a model that torch.compile has made."""
+    """Compiles its model with ``torch.compile`` if the config asks for it."""
 
     def register(self, *, models, **given):
         if self.config["compiled"]:
@@ -376,7 +376,7 @@ def test_a_config_that_differs_from_the_checkpoint_is_logged(make_trainer, caplo
 
 
 def flat(optimizer):
-    """A scheduler that halves the rate with each metric but the first."""
+    """Return a scheduler that halves the rate with each metric except the first."""
     return torch.optim.lr_scheduler.ReduceLROnPlateau(
         optimizer, factor=0.5, patience=0, threshold=1e9, threshold_mode="abs"
     )

@@ -187,7 +187,7 @@ class Drawing(Recorder):
             super().train_mode(training)
 
 
-def test_a_trial_of_the_validation_changes_nothing(make_trainer):
+def test_the_validation_before_training_changes_nothing(make_trainer):
     runs = []
     for is_tried in (False, True):
         torch.manual_seed(1)
@@ -282,7 +282,7 @@ def whole(batch_info, when):
 
 @pytest.fixture(params=["a callback", "the validation"])
 def broken_off(request, make_trainer):
-    """A trainer whose `fit` raised before the validation of epoch 2, and a spy. Both work again."""
+    """Return a trainer whose `fit` failed before the validation of epoch 2, and its spy."""
     spy = Spy()
     trainer = make_trainer(Recorder, callbacks=[spy])
     trainer.fit(1)
@@ -299,11 +299,11 @@ def broken_off(request, make_trainer):
 
 
 def told(spy):
-    """Return the calls of the hooks of epochs and validations."""
+    """Return the names of the epoch and validation hooks that were called."""
     return [hook for hook in spy.hooks if hook in ("on_epoch_end", "on_validation_end")]
 
 
-def test_a_missing_validation_is_made_up_first_also_after_a_resume(
+def test_a_missing_validation_runs_first_also_after_a_resume(
     broken_off, make_trainer, tmp_path, caplog
 ):
     trainer, spy = broken_off
@@ -320,7 +320,7 @@ def test_a_missing_validation_is_made_up_first_also_after_a_resume(
     assert caplog.text.count("trains nothing") == 1
 
 
-def test_a_missing_validation_of_the_last_epoch_is_made_up(broken_off):
+def test_a_missing_validation_of_the_last_epoch_runs_in_the_next_fit(broken_off):
     trainer, spy = broken_off
     assert trainer.fit(2) == []
     assert told(spy) == ["on_validation_end"]
@@ -463,7 +463,7 @@ def test_log_every_writes_metrics_during_the_epoch(make_trainer, tmp_path):
     assert "grad_norm" not in history[0]
     trainer.fit(3)
     assert [point["global_step"] for point in points()] == [2, 4, 6, 8, 10]
-    # an epoch has five steps; no point has the steps after the last one
+    # a point covers the steps since the previous one in its epoch; none covers step 5
     assert [point["metrics"]["twice"] for point in points()] == [1.0, 5.0, 10.0, 13.0, 17.0]
     for point in points():
         measured = {"twice", "train_loss", "lr", "grad_norm", "num_samples", "batch_count"}
