@@ -50,7 +50,7 @@ def test_a_dict_passed_as_metrics_warns_once_that_its_entries_are_metrics(run, m
 def test_a_function_may_report_its_own_time_but_no_timestamp(run):
     queue = run()
     train.report(_time_this_iter_s=7.5, _timestamp=3)
-    train.save_checkpoint(epoch=1, _timestamp=3)  # like a checkpoint that was loaded
+    train.save_checkpoint(epoch=1, _timestamp=3)  # a loaded checkpoint has this key
     assert queue.turns[0].metrics["_time_this_iter_s"] == 7.5
     for stamp in (queue.turns[0].metrics["_timestamp"], train.load_checkpoint()["_timestamp"]):
         assert type(stamp) is int

@@ -9,7 +9,7 @@ from raysgd.train.datasets import Datasets
 
 
 class LazyDataset:
-    """A fake Ray Dataset whose rows differ each time that they are read."""
+    """A fake Ray Dataset whose rows differ at each read."""
 
     def __init__(self, num_rows):
         self.num_rows = num_rows
@@ -24,7 +24,7 @@ class LazyDataset:
 
 
 class MaterializedDataset:
-    """A fake of the Ray class with this name."""
+    """A fake of the Ray class ``MaterializedDataset``."""
 
     def __init__(self, num_rows, read=0):
         self.num_rows, self.read = num_rows, read

@@ -117,7 +117,7 @@ def test_a_trainer_of_transformers_reads_batches_of_ray_data(run, transformers, 
             return {"loss": (self.layer(x) - labels).square().mean()}
 
     class Batches:
-        """As ``iter_torch_batches`` returns: iterable, and nothing else."""
+        """Like the result of ``iter_torch_batches``: only iterable."""
 
         def __init__(self, size):
             self.size = size

@@ -1,4 +1,4 @@
-"""The queue of one turn between a training function and the driver; threads, but no sleeps."""
+"""The queue of one turn between a training function and the driver, tested with threads."""
 
 import asyncio
 import dataclasses

@@ -26,7 +26,7 @@ def test_worker_0_sends_its_checkpoint_and_every_worker_waits_until_it_is_kept(r
     assert turn.has_checkpoint
     assert (turn.checkpoint is not None) == (rank == 0)
     assert turn.numbers["epoch"] == rank
-    weights[0] = 5  # the checkpoint keeps the value of the time when it was saved
+    weights[0] = 5  # the checkpoint keeps the saved value
     assert own(train.load_checkpoint()) == {"epoch": rank, "model": {"w": [1, 2]}}
 
 

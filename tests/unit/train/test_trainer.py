@@ -28,7 +28,7 @@ def trainer(tmp_path):
     return Trainer(BackendConfig(), num_workers=2, logdir=tmp_path, elastic=elastic)
 
 
-def test_before_a_run_there_is_nothing(trainer):
+def test_before_a_run_there_is_no_folder_and_no_checkpoint(trainer):
     assert trainer.latest_run_dir is None
     assert trainer.latest_checkpoint is None
     assert trainer.latest_checkpoint_dir is None
@@ -43,7 +43,7 @@ def test_runs_need_a_started_trainer(trainer):
     trainer.shutdown()
 
 
-def test_trainers_of_one_second_have_their_own_folders(tmp_path, monkeypatch):
+def test_trainers_created_in_the_same_second_have_their_own_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer_module, "run_folder", lambda kind, _: tmp_path / f"{kind}_now")
     names = [Trainer(BackendConfig()).logdir.name for _ in range(2)]
     assert names == ["train_now", "train_now_002"]
@@ -196,6 +196,6 @@ def test_a_trial_calls_setup_before_it_starts_workers():
             calls.append("start")
 
     trial = object.__new__(trainer_trainable(Prepared(lambda config: 1)))
-    calls.clear()  # its arguments were checked
+    calls.clear()  # the constructor calls executor() to check the arguments
     trial.setup({"train_loop_config": {"a": 1}})
     assert calls == [("setup", {"a": 1}), "executor", "start"]

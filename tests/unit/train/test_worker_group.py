@@ -55,7 +55,7 @@ class Group(core.WorkerGroup):
 
 @pytest.fixture
 def workers(monkeypatch):
-    """Three workers of pids 10, 11 and 12."""
+    """Return a group of three workers with pids 10, 11, and 12."""
     monkeypatch.setattr(ray, "get", lambda done: getattr(done, "value", done))
     monkeypatch.setattr(
         ray,

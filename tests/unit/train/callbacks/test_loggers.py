@@ -18,7 +18,7 @@ from raysgd.train.result import REPORTS
 
 @pytest.fixture
 def log(tmp_path):
-    """Return a function that writes reports to a log, and one that reads it."""
+    """Return a function that writes reports to a JSON log, and returns its path."""
 
     def write(*reports, **arguments):
         callback = JsonLoggerCallback(tmp_path / "log", **arguments)

@@ -76,10 +76,10 @@ def test_passes_count_from_the_epoch_that_the_user_sets(shuffled):
 
     begun, resumed = make(), make()
     passes = [rows(begun) for _ in range(5)]
-    assert isinstance(resumed.sampler, DistributedSampler)  # scripts ask this before they set it
+    assert isinstance(resumed.sampler, DistributedSampler)  # scripts check this before set_epoch()
     resumed.sampler.set_epoch(3)
     assert [rows(resumed), rows(resumed)] == passes[3:]
-    begun.sampler.set_epoch(2)  # the same number as that of an automatic epoch
+    begun.sampler.set_epoch(2)  # the epoch that an automatic count also reaches
     assert [rows(begun), rows(begun)] == passes[2:4]
 
 
