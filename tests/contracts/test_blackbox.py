@@ -1,4 +1,4 @@
-"""The black boxes know what users may know; what they know of the inside is in their seams."""
+"""Black-box tests use only public names. Only their `seam.py` files may use internals."""
 
 import ast
 import re
@@ -19,7 +19,7 @@ FROM_BEFORE = {
         "session",
     )
 }
-"""From where scripts for older libraries import what is public elsewhere."""
+"""Modules that scripts for older libraries import. Their names are public elsewhere."""
 HIDDEN = r"(?!self\.).*\._[^_]"
 """A private attribute of another object."""
 
@@ -27,7 +27,7 @@ HIDDEN = r"(?!self\.).*\._[^_]"
 @pytest.mark.parametrize(
     "path", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.relative_to(FOLDER).as_posix()
 )
-def test_a_black_box_knows_public_names_alone(path):
+def test_a_black_box_test_uses_only_public_names(path):
     if path.name == "seam.py":
         return
     imported, private = set(), set()

@@ -1,8 +1,8 @@
-"""The documentation is true: its snippets run, and the messages that it quotes are in the source.
+"""The snippets of the documentation run, and the messages that it quotes are in the source.
 
-The ```` ```python ```` blocks of a page run from top to bottom in one namespace, which begins with
-what the quick start defines before it trains. A block that cannot run here is a
-```` ```{code-block} python ```` with a comment above it that says why::
+The ```` ```python ```` blocks of a page run from top to bottom in one namespace. The first block of
+the quick start runs before them. A block that cannot run here is a
+```` ```{code-block} python ```` with a comment above it that gives the reason::
 
     % not run: needs a cluster of several machines
 """
@@ -52,7 +52,7 @@ class Block:
     """Number of its first line in the page."""
     code: str
     above: str
-    """What the line above the block says."""
+    """The line above the block."""
 
 
 def blocks(path):
@@ -79,12 +79,12 @@ def snippets(path):
 
 
 def is_run_as_it_is(path, block):
-    """Whether it is what everybody tries first, kills worker 0, or needs a process group."""
+    """Return whether a block keeps its number of workers. The README runs as users run it."""
     return path == ROOT / "README.md" or "Chaos" in block.code or "dcp." in block.code
 
 
 class OneWorker(ast.NodeTransformer):
-    """Makes trainers with one worker, in this process where it can be: a start takes seconds."""
+    """Gives trainers one worker, in this process if possible, because a start takes seconds."""
 
     def visit_Call(self, node):
         self.generic_visit(node)
@@ -92,7 +92,7 @@ class OneWorker(ast.NodeTransformer):
         if "num_workers" not in given or "use_local" in given:
             return node
         changed = {"num_workers": 1}
-        if "training_operator_cls" in given:  # functions have no such argument
+        if "training_operator_cls" in given:  # trainers of functions do not have these
             changed |= {"min_workers": 1, "use_local": True}
         kept = [keyword for keyword in node.keywords if keyword.arg not in changed]
         new = [ast.keyword(name, ast.Constant(value)) for name, value in changed.items()]
@@ -101,7 +101,7 @@ class OneWorker(ast.NodeTransformer):
 
 
 def run(path, block, namespace):
-    # a traceback shows the line of the page
+    # tracebacks show the line number in the page
     tree = ast.parse("\n" * (block.line - 1) + block.code)
     if not is_run_as_it_is(path, block) and not IN_SOAK:
         tree = ast.fix_missing_locations(OneWorker().visit(tree))
@@ -113,7 +113,7 @@ WITH_SNIPPETS = [path for path in PAGES if snippets(path)]
 
 @pytest.fixture
 def kept_logging():
-    """Restore levels and handlers, which a page may set."""
+    """Restore log levels and handlers, because a page may change them."""
     loggers = [logging.getLogger(), logging.getLogger("raysgd")]
     before = [(each.level, list(each.handlers)) for each in loggers]
     yield
@@ -128,14 +128,14 @@ def run_page(tmp_path, monkeypatch, kept_logging):
 
     def run_all(path):
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("HOME", str(tmp_path))  # where runs of functions are kept
-        # classes and functions of __main__ travel to the workers whole, as those of a script do
+        monkeypatch.setenv("HOME", str(tmp_path))  # runs of functions save files here
+        # Ray sends classes and functions of __main__ to workers by value, as for a script.
         namespace = {"__name__": "__main__"}
         if path not in (QUICKSTART, ROOT / "README.md"):
             run(QUICKSTART, snippets(QUICKSTART)[0], namespace)
         for block in snippets(path):
             run(path, block, namespace)
-        namespace.clear()  # functions and their globals refer to each other
+        namespace.clear()  # break reference cycles of functions and globals
 
     return run_all
 
@@ -168,8 +168,8 @@ def test_a_block_of_python_that_does_not_run_says_why():
     assert len(skipped) <= MAX_NOT_RUN, skipped
 
 
-def test_every_block_says_what_it_holds():
-    """Else a block of Python could go unnoticed."""
+def test_every_block_has_a_known_kind():
+    """Otherwise a block of Python could remain untested."""
     for path in PAGES:
         for block in blocks(path):
             kind = block.kind.split("}")[0] + "}" if block.kind[0] == "{" else block.kind
@@ -185,7 +185,7 @@ def test_a_block_is_no_wider_than_the_pages():
         f"{path.name}:{block.line + number}: {line}"
         for path in PAGES
         for block in blocks(path)
-        if path.parent == DOCS and path != TROUBLESHOOTING  # where messages wrap
+        if path.parent == DOCS and path != TROUBLESHOOTING  # its messages wrap
         for number, line in enumerate(block.code.splitlines())
         if len(line) > 90
     ]
@@ -210,15 +210,15 @@ CONVERSION = re.compile(r"%(?:\(\w+\))?(?:r|s|d|g|\.\d+f)")
 
 @cache
 def sentences():
-    """Return (caller, pattern) for each sentence of a text in the source.
+    """Return (caller, pattern) for each sentence in the source, unless it is too short.
 
-    `caller` is the name of what the text is an argument of, such as ``ValueError``.
+    `caller` is the name of the function or class that takes the text, such as ``ValueError``.
     """
     return [
         (caller, re.compile("(.+?)".join(map(re.escape, sentence.split(HOLE)))))
         for caller, text in _texts()
         for sentence in _split(text)
-        if len(sentence.replace(HOLE, "").strip(string.punctuation + " ")) >= 8  # less fits all
+        if len(sentence.replace(HOLE, "").strip(string.punctuation + " ")) >= 8
     ]
 
 
@@ -227,7 +227,7 @@ def _split(text):
 
 
 def _texts():
-    """Return (caller, text) for every text in the source, with a mark where values go."""
+    """Return (caller, text) for each string in the source. `HOLE` replaces its values."""
     found = set()
     for path in [*(ROOT / "raysgd").rglob("*.py"), *(ROOT / "operators").glob("*.py")]:
         nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
@@ -247,7 +247,7 @@ def _texts():
 
 
 def _parts(node):
-    """Return the texts that a longer text is made of."""
+    """Return the parts of an f-string or of a sum of strings."""
     if isinstance(node, ast.JoinedStr):
         return node.values
     is_sum = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
@@ -260,12 +260,12 @@ def _template(node):
     texts = [_template(part) for part in _parts(node)]
     if not any(texts):
         return None
-    # where one value follows another a quotation has one mark
+    # merge adjacent holes, because one hole matches several values
     return re.sub(rf"{HOLE}(\s*{HOLE})+", HOLE, "".join(text or HOLE for text in texts))
 
 
 def quoted_messages(path):
-    """Yield (line, kind or None, message) for each text block of a page: one message a block."""
+    """Yield (line, kind or None, message) for each text block. A block is one message."""
     for block in blocks(path):
         if block.kind == "text":
             message = " ".join(block.code.split()).removesuffix(" …")
@@ -274,7 +274,7 @@ def quoted_messages(path):
 
 
 def is_in_the_source(kind, message):
-    """Whether each sentence of a message is in the source."""
+    """Return whether each sentence of a message is in the source."""
     return all(len(part) <= 15 or _is_sentence(kind, part) for part in _split(message))
 
 
@@ -299,7 +299,7 @@ def test_a_quoted_message_is_in_the_source(kind, message):
     assert is_in_the_source(kind, message), f"{kind}: {message}"
 
 
-def test_a_message_that_is_not_in_the_source_is_found_out():
+def test_a_message_that_is_not_in_the_source_is_detected():
     assert is_in_the_source("ValueError", "Dataset(batch_size=0): must be at least 1.")
     assert not is_in_the_source("TypeError", "Dataset(batch_size=0): must be at least 1.")
     assert not is_in_the_source("ValueError", "Dataset(batch_size=0): must not be below 1.")
@@ -336,7 +336,7 @@ PUBLIC = [
 
 def test_the_reference_has_every_public_module():
     text = (DOCS / "api.md").read_text(encoding="utf-8")
-    # raysgd.torch has names of raysgd
+    # raysgd.torch repeats names of raysgd
     assert set(PUBLIC) - set(re.findall(r"^   (raysgd\S*)$", text, re.MULTILINE)) == {
         "raysgd.torch"
     }

@@ -1,4 +1,4 @@
-"""Errors cross processes: every one of them pickles, with its fields."""
+"""Each error keeps its type, text, and fields when it is pickled."""
 
 import builtins
 import inspect
@@ -47,13 +47,13 @@ def test_every_error_pickles_with_its_fields(kind, pickler):
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_an_error_with_fields_has_an_example_here(kind):
-    """Else its fields would be lost on the way, and nothing would notice."""
+    """Without an example, no test would notice that pickling loses the fields."""
     own = kind.__dict__.get("__init__")
     num_fields = 0 if own is None else len(inspect.signature(own).parameters) - 2
     assert num_fields <= 0 or kind.__name__ in EXAMPLES
 
 
-def test_the_tree_of_errors_at_the_top_of_the_module_is_true():
+def test_the_error_tree_in_the_module_docstring_is_true():
     tree = re.findall(r"── (\w+) +\(([^)]*)\)", errors.__doc__)
     assert {name for name, _ in tree} == {*errors.__all__} - {"RaySGDError", "RemoteTraceback"}
     for name, bases in tree:

@@ -1,4 +1,4 @@
-"""Examples run as they are; here on the cluster of the tests, and no longer than for a look."""
+"""Each example runs unchanged, with `--smoke-test`, on the Ray cluster of the tests."""
 
 import re
 import runpy
@@ -12,13 +12,13 @@ from tests.conftest import IN_SOAK, import_horovod
 
 FOLDER = Path(__file__).parents[2] / "examples"
 TWO_WORKERS = ("elastic", "functions") if IN_SOAK else ("elastic",)
-"""Examples that are about several workers; the others get one."""
+"""Examples that run on two workers. The others run on one."""
 SAYS = {
     "elastic": ["lost", "each one exactly once an epoch", "bit-identical"],
-    # the trial that learnt nothing has gone on from the better one, at a rate of its own
+    # The worse trial continues from the better one, with another learning rate.
     "tune_pbt": [r"trial \w+ +1e-05 +1e-05 +(?!1e-05)(\S+) +\1 +[5-9]\d\.\d\d%"],
 }
-"""Patterns of what examples have to print."""
+"""Patterns that the output of an example must match."""
 NO_RAY = (
     "callbacks",
     "checkpoints",
@@ -37,24 +37,24 @@ NO_RAY = (
     "tensorflow_digits",
     "text_classification",
 )
-"""Examples whose only worker is then in this process."""
+"""Examples that run one worker in this process, without Ray."""
 IN_SOAK_ALONE = ("functions_horovod", "functions_tensorflow", "tune_asha")
-"""Examples that do what tests of functions and of Tune do, and take as long."""
+"""Examples that only a soak runs. Tests of functions and of Tune cover the same."""
 IN_A_PROCESS = ("out_of_memory",)
-"""Examples that limit the memory of the process that they are in."""
+"""Examples that limit the memory of their process, and so need their own."""
 ON_RAY = sorted({path.stem for path in FOLDER.glob("*.py")} - {*NO_RAY, *IN_A_PROCESS})
 
 
 @pytest.fixture
 def run_example(monkeypatch, capsys, tmp_path):
-    """A function that runs an example and returns what it printed."""
+    """A function that runs an example and returns its output."""
 
     def run(name):
         path = FOLDER / f"{name}.py"
         num_workers = 2 if name in TWO_WORKERS else 1
         arguments = ["--num-workers", str(num_workers), "--smoke-test"]
         monkeypatch.setattr(sys, "argv", [str(path), *arguments])
-        monkeypatch.setenv("HOME", str(tmp_path))  # where runs without a folder are kept
+        monkeypatch.setenv("HOME", str(tmp_path))  # runs without a folder save files here
         runpy.run_path(str(path), run_name="__main__")
         printed = capsys.readouterr().out
         assert "done in" in printed
@@ -97,7 +97,7 @@ def test_an_example_runs_in_a_process_of_its_own(name):
     assert "done in" in done.stdout
 
 
-def test_the_list_of_what_they_say_is_of_examples_that_are_there():
+def test_the_examples_that_the_lists_name_exist():
     assert all(
         (FOLDER / f"{name}.py").exists() for name in (*SAYS, *TWO_WORKERS, *NO_RAY, *IN_SOAK_ALONE)
     )
@@ -107,7 +107,7 @@ def test_the_list_of_what_they_say_is_of_examples_that_are_there():
     "name", sorted(path.stem for path in (FOLDER / "benchmarks").glob("[a-z]*.py"))
 )
 def test_a_benchmark_can_be_started(name, monkeypatch, capsys):
-    """What they show is not for tests; that they find what they import is."""
+    """Only the imports and the options are tested, not the measurements."""
     if name == "all":
         pytest.importorskip("matplotlib")
     path = FOLDER / "benchmarks" / f"{name}.py"

@@ -1,4 +1,4 @@
-"""What importing costs, and what it does not do. Each check has a process of its own."""
+"""Importing raysgd loads only what is needed. Each check runs in a new process."""
 
 import subprocess
 import sys
@@ -48,7 +48,7 @@ with TorchTrainer(training_operator_cls=Operator, num_workers=1, use_local=True)
 
 
 def run(code, *arguments):
-    """Run code in a fresh process, where `loaded()` is the set of heavy packages that are there."""
+    """Run code in a new process. In it, `loaded()` returns the heavy packages in `sys.modules`."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", BEGIN + code, *arguments],
         capture_output=True,
@@ -60,7 +60,7 @@ def run(code, *arguments):
 
 
 def test_importing_raysgd_imports_no_framework():
-    """Also what users of its small homes import, and what a look at its names does."""
+    """Its light submodules and `dir(raysgd)` import none either."""
     run("""
 import raysgd, raysgd.utils, raysgd.data, raysgd.errors, raysgd.testing
 dir(raysgd)
@@ -79,7 +79,7 @@ assert not loaded(), loaded()
 
 
 def test_importing_the_tensorflow_family_imports_no_framework():
-    """So that a worker can set what TensorFlow reads in the environment first."""
+    """A worker must first set the environment variables that TensorFlow reads."""
     run("""
 import raysgd.tf, raysgd.comm.horovod
 raysgd.TFTrainer
@@ -87,7 +87,7 @@ assert not loaded(), loaded()
 """)
 
 
-def test_the_operators_and_the_layers_below_cluster_import_what_they_use_alone():
+def test_the_operators_and_the_layers_below_cluster_import_only_what_they_use():
     run("""
 import raysgd.operators as operators
 assert not loaded(), loaded()
@@ -110,7 +110,7 @@ assert "ray" not in loaded(), loaded()
 
 @pytest.mark.slow("a process of its own that trains, and imports every module")
 def test_without_tensorflow_and_horovod_the_rest_works_and_errors_name_the_extra(tmp_path):
-    """One worker in this process trains without Ray, too."""
+    """A single worker in this process trains without importing Ray."""
     without = """
 import importlib, importlib.util, pkgutil, sys
 find_spec = importlib.util.find_spec
@@ -150,7 +150,7 @@ assert loaded() == {"torch", "ray"}, loaded()
     run(without + TRAIN + errors, str(tmp_path / "state.pt"))
 
 
-def test_importing_the_torch_family_imports_torch_alone_and_changes_no_settings():
+def test_importing_the_torch_family_imports_only_torch_and_changes_no_settings():
     run("""
 import logging, os, random, warnings
 import numpy, torch

@@ -1,4 +1,4 @@
-"""The notebook runs from top to bottom in a kernel of its own."""
+"""The notebook runs from top to bottom in its own kernel."""
 
 import json
 from pathlib import Path

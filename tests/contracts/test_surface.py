@@ -1,4 +1,4 @@
-"""The public surface: every name that users may import, pinned. A change here is a decision."""
+"""Pins the public names and the main arguments, so that each change is deliberate."""
 
 import importlib
 import importlib.util
@@ -128,7 +128,7 @@ NEEDED = {
     "raysgd.train.huggingface.transformers": ("accelerate", "transformers"),
     "raysgd.train.lightning": ("lightning",),
 }
-"""Packages that a module needs, or a folder of modules."""
+"""Packages that a module or a package of modules needs."""
 
 
 def missing(module):
@@ -164,7 +164,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
         _ = raysgd.Nothing
 
 
-def test_the_names_of_raysgd_are_listed_and_are_the_same_objects_as_at_home():
+def test_the_names_of_raysgd_are_in_dir_and_are_the_objects_of_their_modules():
     assert set(SURFACE["raysgd"].split()) <= set(dir(raysgd))
     for name in ("CreatorOperator", "TorchTrainer", "TrainingOperator"):
         assert getattr(raysgd, name) is getattr(importlib.import_module("raysgd.torch"), name)
@@ -186,7 +186,7 @@ def test_the_names_of_raysgd_are_listed_and_are_the_same_objects_as_at_home():
 
 
 def test_the_trainer_takes_these_arguments_with_these_defaults():
-    """An argument may be added; none may go, change its default or take a place."""
+    """An argument may be added. None may be removed, get another default, or be positional."""
     parameters = inspect.signature(raysgd.TorchTrainer).parameters
     for name, default in TRAINER_ARGUMENTS.items():
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY

@@ -1,7 +1,7 @@
-"""What users get wrong, with the error for it: its type, the argument's name, and what to do.
+"""Wrong inputs raise errors of the right type, which name the argument and say what to do.
 
-A table for all that is known without workers in other processes: no Ray is started. After a
-wrong call the trainer works on. What only workers can tell is in tests/distributed.
+These errors need no workers in other processes, so no test starts Ray. The trainer still works
+after a wrong call. tests/distributed has the errors that only workers detect.
 """
 
 import copy
@@ -26,7 +26,7 @@ from tests.operators import Classifier, make_data, make_model, register_all, rep
 
 
 def actors():
-    """Return the ids of all actors that there ever were; None where there is no Ray."""
+    """Return the IDs of all actors, dead ones included, or None if Ray is not running."""
     if not ray.is_initialized():
         return None
     from ray._private.state import actors
@@ -36,7 +36,7 @@ def actors():
 
 @pytest.fixture(autouse=True)
 def no_worker_started():
-    """Neither Ray nor, where other tests have started that, an actor in it."""
+    """Fail if a test starts Ray, or an actor if Ray is already running."""
     known = actors()
     yield
     assert actors() == known
@@ -84,7 +84,7 @@ TWO = {**OPERATOR, "num_workers": 2, "use_gpu": False}
 LOCAL_TWO = {**TWO, "use_local": True}
 
 WRONG_VALUES = [
-    # An error names the argument with its value, and says the words.
+    # The message contains the argument with its value, and the words.
     ("num_workers", 0, ValueError, "1"),
     ("num_workers", -2, ValueError, "1"),
     ("num_workers", 10**6, ValueError, "at most 10000"),
@@ -204,7 +204,7 @@ WRONG_ARGUMENTS = [
         ({**OPERATOR, name: make_model}, DeprecationWarning, f"{name}=", "Use ", instead)
         for name, instead in OLDEST.items()
     ),
-    # A script without an operator class must not hear about that.
+    # The error is about model_creator, not about the missing operator class.
     ({"model_creator": make_model, "num_workers": 2}, DeprecationWarning, "model_creator"),
 ]
 
@@ -221,7 +221,7 @@ def test_positional_arguments_are_refused():
 @pytest.mark.parametrize("text", ["0", "soon"])
 def test_start_timeout_that_is_no_number_is_refused(monkeypatch, text):
     monkeypatch.setenv("SGD_PLACEMENT_GROUP_TIMEOUT_S", text)
-    # and no Ray is started, or asked, before
+    # The check must come before any use of Ray.
     monkeypatch.setattr("raysgd.loop.options._gpus_in_cluster", lambda: 1 / 0)
     words = ["SGD_PLACEMENT_GROUP_TIMEOUT_S", repr(text), "positive number"]
     check(lambda: TorchTrainer(**{**TWO, "use_gpu": "auto"}), ValueError, words)
@@ -257,7 +257,7 @@ def twice(operator, config):
 TWO_LOADERS = {"a": DataLoader([1]), "b": DataLoader([1])}
 FREQUENCIES = ['"batch"', '"epoch"', '"manual"']
 WRONG_SETUPS = [
-    # A SystemExit would end the driver's program without a message, and with status 0.
+    # A SystemExit would end the driver without a message, with status 0.
     (lambda op, config: sys.exit(), RemoteError, "SystemExit", "sys.exit("),
     (lambda op, config: None, RuntimeError, "setup", "self.register("),
     (
@@ -286,7 +286,7 @@ def test_wrong_registration_is_refused(setup, error, words):
     check(lambda: TorchTrainer(training_operator_cls=operator_cls, use_local=True), error, words)
 
 
-# ---- what the first step finds
+# ---- errors that the first step detects
 
 
 def without(name):
@@ -331,11 +331,11 @@ def test_operator_that_cannot_train_says_what_it_lacks(case):
     check(trainer.train, RuntimeError, words)
 
 
-# ---- calls on a trainer, which works on after each of them
+# ---- calls on a trainer, which still works after each of them
 
 
 class Moody(Classifier):
-    """Does in a batch what the caller's information says; has no validation loader."""
+    """Returns the wrong result that `info["mood"]` selects. Has no validation loader."""
 
     own_state = {}  # noqa: RUF012  replaced as a whole, never changed
 
@@ -432,7 +432,7 @@ WRONG_RESULTS = [
 
 
 @pytest.mark.parametrize(("mood", "error", "words"), rows(WRONG_RESULTS, 2))
-def test_wrong_result_of_an_own_method_is_named(trainer, mood, error, words):
+def test_wrong_result_of_an_overridden_method_is_named(trainer, mood, error, words):
     check(lambda: trainer.train(info={"mood": mood}), error, words)
 
 
@@ -440,7 +440,7 @@ def test_wrong_result_of_an_own_method_is_named(trainer, mood, error, words):
 
 
 class Custom:
-    """An object of a type that a file may not hold."""
+    """A type that a state file may not contain."""
 
 
 def test_save_into_a_missing_folder_is_refused(trainer, tmp_path):
@@ -473,7 +473,7 @@ def test_own_state_that_could_not_be_loaded_again_is_not_saved(trainer, tmp_path
 
 
 class Evil:
-    """Runs a command when it is unpickled without care."""
+    """Creates a folder when it is unpickled without restrictions."""
 
     def __init__(self, marker):
         self.marker = marker
@@ -543,7 +543,7 @@ def test_no_code_in_a_file_is_run(trainer, tmp_path, writer):
 
 @pytest.fixture
 def state(trainer):
-    """The trainer's state, to be spoilt; the trainer gets it back unspoilt afterwards."""
+    """A copy of the trainer's state to corrupt. The trainer is restored afterwards."""
     state = trainer.state_dict()
     yield copy.deepcopy(state)
     trainer.load_state_dict(state)
@@ -569,7 +569,7 @@ WRONG_STATES = {
 
 
 @pytest.mark.parametrize("case", WRONG_STATES)
-def test_state_of_something_else_is_refused_and_nothing_of_it_taken(trainer, state, case):
+def test_state_of_something_else_is_refused_and_changes_nothing(trainer, state, case):
     changed, words = WRONG_STATES[case]
     operator = trainer.get_local_operator()
     held = replica_hash(operator), trainer.epoch, trainer.global_step
