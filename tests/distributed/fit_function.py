@@ -1,4 +1,4 @@
-"""A training function that a killed driver and the one after it both import."""
+"""A training function that both a killed driver and its successor import."""
 
 import pathlib
 
@@ -8,7 +8,7 @@ from tests.conftest import wait_until
 
 
 def function(config):
-    """Five epochs; the fourth waits for the mark ``go``, which the second driver makes."""
+    """Train five epochs. The fourth waits for the file ``go``, which the second driver creates."""
     folder = pathlib.Path(config["folder"])
     checkpoint = train.get_checkpoint()
     start = 0 if checkpoint is None else checkpoint.to_dict()["epoch"] + 1

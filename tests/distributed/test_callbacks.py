@@ -1,4 +1,4 @@
-"""Callbacks of a trainer with several workers: real losses, pauses, and calls between them."""
+"""Callbacks of a trainer with several workers: lost workers, pauses, errors, and shutdown."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def steps_saved(folder):
 
 
 def test_events_reach_callbacks_and_the_run_folder_during_the_call(two, tmp_path):
-    """Each once, in order, with the workers that are left, while the call still runs."""
+    """Each event arrives once, in order, and with the number of remaining workers."""
     trainer, pids, began = two.trainer, pids_of(two.trainer), time.time()
     log, before = trainer.logdir / "events.jsonl", trainer.last_call
 
@@ -90,7 +90,7 @@ def test_pauses_do_not_change_results_and_a_checkpoint_resumes_them(two):
     history, _, num_steps = plain
     points = [line for line in lines(trainer.logdir / "metrics.jsonl") if line["kind"] == "step"]
     assert [point["global_step"] for point in points] == list(range(8, num_steps + 1, 8))
-    # of the workers, which have unlike shares of the last batch, each counts by its samples
+    # The last batch is uneven, so each worker counts by its number of samples.
     sums = [p["metrics"]["train_loss"] * p["metrics"]["num_samples"] for p in points]
     assert sum(sums) / 2 / NUM_SAMPLES == pytest.approx(mean_of(history, "train_loss"))
     assert {point["metrics"]["lr-0"] for point in points} == {0.25}

@@ -43,7 +43,7 @@ def test_a_fault_ends_one_process_and_no_other(three, monkeypatch):
     assert injected.pending == faults[1:]
     with pytest.raises(ProcessLookupError, match=f"worker 1 .pid {pids[1]}. has ended"):
         chaos.kill(trainer, 1)
-    with monkeypatch.context() as patch:  # as on every node but the driver's
+    with monkeypatch.context() as patch:  # as on nodes other than the driver's
         patch.setattr(members, "_is_here", lambda info: False)
         assert chaos.kill(trainer, 2) == pids[2]
         wait_until(lambda: ended(pids[2]))
@@ -56,7 +56,7 @@ def test_a_fault_ends_one_process_and_no_other(three, monkeypatch):
 @pytest.mark.skipif(not IN_SOAK, reason="examples/elastic.py does the same with two kills")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_SEEDS))
-def test_random_kills_lose_repeat_and_leave_nothing(three, seed):
+def test_random_kills_lose_no_samples_and_leak_no_memory(three, seed):
     trainer, driver = three.trainer, psutil.Process()
     num_kills = 20
     faults = chaos.schedule(seed, num_kills, num_workers=3, num_steps=1200)

@@ -18,7 +18,7 @@ NUM_SAMPLES = 360
 
 
 class Noting(PacedLedger):
-    """Writes down when it compiles, and when its steps are done, and in what company."""
+    """Logs the time and the world size of each compilation and each step."""
 
     def setup(self, config):
         self.notes = open(os.path.join(config["folder"], str(os.getpid())), "a", buffering=1)  # noqa: SIM115
@@ -68,7 +68,7 @@ def test_others_train_while_a_replacement_compiles(ray_cluster, tmp_path):
         assert len(set(trainer.apply_all_operators(replica_hash))) == 1
         counts, num_epochs, num_steps = ledger_of(trainer), trainer.epoch, trainer.global_step
         comes = trainer.apply_all_workers(os.getpid)[1]
-    assert counts.sum().item() == pytest.approx(num_steps)  # each update moves by the mean
+    assert counts.sum().item() == pytest.approx(num_steps)  # each step adds 1 in total
     assert num_steps == num_epochs * -(-NUM_SAMPLES // BATCH)
     assert (counts * BATCH).min() > num_epochs - 1e-3
     assert comes != goes

@@ -14,7 +14,7 @@ from tests.shared import Shared
 
 
 class Rich(Faulty):
-    """Has a scheduler and state of its own too, and counts how often it was given a state."""
+    """Adds a scheduler and its own state, and counts how often its optimizer loads a state."""
 
     def register(self, *, models, optimizers, criterion):
         self.seen = self.num_loads = 0
@@ -32,7 +32,7 @@ class Rich(Faulty):
         self.worlds = [*getattr(self, "worlds", []), (self.world_rank, self.ranks())]
 
     def ranks(self):
-        """The ranks in a group of its own."""
+        """Return the ranks in the process group of the operator."""
         ranks = [None] * self.world_size
         torch.distributed.all_gather_object(ranks, self.world_rank, group=self.group)
         return ranks
@@ -53,7 +53,7 @@ class Rich(Faulty):
 
 @pytest.fixture(scope="module")
 def refilled_workers(module_cluster, tmp_path_factory):
-    """Two that train together or not at all; a replacement takes longer than the backoff."""
+    """Two workers, both required. A replacement takes longer to start than the backoff."""
     folder = tmp_path_factory.mktemp("orders")
     elastic = ElasticConfig(initial_s=0.05, max_s=0.05, max_attempts=1)
     with faulty_trainer(
@@ -83,9 +83,9 @@ def averages_of(trainer):
 
 @pytest.mark.slow("two workers are lost and replaced, one after the other")
 def test_run_with_replaced_workers_is_bitwise_equal_to_one_without_losses(refilled):
-    """Within a step, between the updates of two optimizers, and before a call.
+    """One worker dies between the updates of two optimizers, another one before a call.
 
-    In the midst of a call rank 0 stays: statistics of batch normalization are its own until then.
+    Rank 0 must not die within a call: the others get its batch norm statistics only at the end.
     """
     trainer = refilled.trainer
     trainer.train()
@@ -96,17 +96,17 @@ def test_run_with_replaced_workers_is_bitwise_equal_to_one_without_losses(refill
     num_loads = trainer.apply_all_operators(lambda op: op.num_loads)
     order(refilled.folder, "between", 1, 4, "die")
     trainer.train(num_steps=6)
-    # whoever was there and had the state keeps it
+    # a survivor with the current state does not load it again
     assert trainer.apply_all_operators(lambda op: op.num_loads)[0] == num_loads[0]
     pid = chaos.kill(trainer, 0)
     wait_until(lambda: not psutil.pid_exists(pid))
     trainer.train()
     assert refilled.kinds.count("lost") == 2
     assert (fingerprints(trainer), schedule_of(trainer), averages_of(trainer)) == expected
-    # what one operator has counted, steps that failed as well, is on the replacement workers too
+    # all operators have the same count, which includes failed steps
     assert len(set(trainer.apply_all_operators(lambda op: op.seen))) == 1
     check_epoch(trainer)
-    # and each has a process group of its own for the ranks that there are
+    # each operator has its own process group of the current ranks
     assert trainer.apply_all_operators(Rich.ranks) == [[0, 1]] * 2
     worlds = trainer.apply_all_operators(lambda op: op.worlds)
     assert [world[-1] for world in worlds] == [(0, [0, 1]), (1, [0, 1])]
@@ -128,7 +128,7 @@ def test_worker_with_a_different_state_gets_that_of_the_leader(refilled):
     trainer.train(num_steps=2)
     trainer.apply_all_operators(come_apart)
     assert len(set(fingerprints(trainer))) == 2
-    with pytest.raises(ValueError, match="on purpose"):  # the next call makes a new generation
+    with pytest.raises(ValueError, match="on purpose"):  # the next call forms a new generation
         trainer.apply_all_operators(fail)
     trainer.train(num_steps=2)
     after = trainer.apply_all_operators(lambda op: op.num_loads)

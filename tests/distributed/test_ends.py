@@ -1,4 +1,4 @@
-"""How trainers end: shut down, dropped, with their driver, or with too few workers left."""
+"""Trainers end by shutdown, by garbage collection, with their driver, or with too few workers."""
 
 import os
 import subprocess
@@ -23,13 +23,13 @@ def wait_for_end(pids, timeout_s=20.0):
 
 
 @pytest.mark.slow("four workers start, and are lost one by one")
-def test_losses_that_are_not_replaced_until_too_few_are_left(ray_cluster, tmp_path):
+def test_training_continues_without_replacements_down_to_min_workers(ray_cluster, tmp_path):
     elastic = ElasticConfig(grow=False)
     with faulty_trainer(tmp_path, 4, elastic=elastic, min_workers=2) as trainer:
         start = trainer.state_dict()
         trainer.apply_all_operators(lambda op: setattr(op, "tokens_per_sample", 10))
         order(tmp_path, "train", 1, 3, "die")
-        # what the lost worker counted in three steps is gone with it
+        # the metrics of three steps are lost with the worker
         assert trainer.train()["num_samples"] == (NUM_SAMPLES - 3 * 32) * 10
         check_epoch(trainer)
         assert trainer.num_workers == 3
@@ -38,7 +38,7 @@ def test_losses_that_are_not_replaced_until_too_few_are_left(ray_cluster, tmp_pa
         trainer.train(num_steps=2)
         trainer.validate(num_steps=2)
         order(tmp_path, "validate", 1, 2, "die")
-        # the two take as many steps of as many samples, and from the same place on
+        # the remaining two validate as many samples per step, from the same offset
         assert trainer.validate(num_steps=3)["num_samples"] == 3 * 4 * 32
         assert trainer.num_workers == 2
         assert trainer.validate()["num_samples"] == NUM_SAMPLES - (2 + 3) * 4 * 32

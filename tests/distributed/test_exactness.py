@@ -44,7 +44,7 @@ def plain_training(num_steps, batch_size, batch_norm=False):
 
 @pytest.fixture(scope="module")
 def three_workers(module_cluster):
-    """They start and train as if nobody else was there."""
+    """Three workers that start and train while another process attacks their ports."""
     config = {"batch_size": 16, "shuffle": False, "momentum": 0.9, "loader_workers": 1}
     with (
         stranger() as attacked,
@@ -63,7 +63,7 @@ def three(three_workers):
 
 
 def check_validation(trainer, batch_size):
-    """It measures what a single process does, and moves nothing."""
+    """Check that metrics equal those of one process, and that validation changes no weights."""
     before = trainer.get_model().state_dict()
     metrics = trainer.validate()
     expected = plain_validation(trainer.get_model(), batch_size)
@@ -103,11 +103,11 @@ def test_three_workers_equal_one_process_with_three_times_the_batch(three):
 
 
 class Centers(torch.nn.Module):
-    """A loss that learns: the distance to a center of each class."""
+    """A loss with parameters: the distance to the center of each class."""
 
     def __init__(self):
         super().__init__()
-        self.centers = torch.nn.Parameter(torch.rand(2, 2))  # another on each worker
+        self.centers = torch.nn.Parameter(torch.rand(2, 2))  # differs between workers
         self.register_buffer("scale", torch.ones(2))
 
     def forward(self, output, target):

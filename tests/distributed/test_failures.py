@@ -85,7 +85,7 @@ def test_a_straggler_does_not_keep_the_exception_from_the_caller(three):
     check_epoch(three.trainer)
 
 
-def test_a_validation_after_one_that_raised_begins_where_that_did(three):
+def test_validation_after_an_error_begins_where_the_failed_one_began(three):
     trainer = three.trainer
     trainer.train(num_steps=2)
     expected = trainer.validate()
@@ -98,7 +98,7 @@ def test_a_validation_after_one_that_raised_begins_where_that_did(three):
 
 
 def interrupt_validation(trainer, folder, num_workers):
-    """Nothing communicates there: it is the next batch that finds the request."""
+    """Interrupt a validation. It has no collectives, so it stops before the next batch."""
     trainer.train(num_steps=3)
     trainer.validate(num_steps=2)
     order(folder, "validate", 0, 3, "wait")
@@ -107,7 +107,7 @@ def interrupt_validation(trainer, folder, num_workers):
         trainer.validate()
     (folder / "go").touch()
     after = trainer.apply_all_operators(lambda operator: operator.num_validated)[0]
-    assert after == before + 1  # a long one would take a long time to end by itself
+    assert after == before + 1  # the rest is not validated
     assert trainer.validate()["num_samples"] == NUM_SAMPLES - 2 * 32 * num_workers
     assert trainer.global_step == 3
     (folder / "waiting").unlink()
@@ -115,7 +115,7 @@ def interrupt_validation(trainer, folder, num_workers):
 
 
 def interrupt_training(trainer, folder, num_workers):
-    """The step under way when Ctrl-C comes is given up or finished, no other is missing."""
+    """Interrupt a step. It is discarded or finished, and no other step is lost."""
     order(folder, "train", num_workers - 1, 5, "wait")
     with interrupted_when((folder / "waiting").exists), pytest.raises(KeyboardInterrupt):
         trainer.train()
@@ -150,7 +150,7 @@ def test_training_is_ended_by_a_shutdown_in_a_signal_handler(three):
     check_that_shutdown_ends(three.trainer.train, three.trainer, by_signal, is_waiting, 3)
 
 
-def test_a_single_worker_is_interrupted_and_lost_without_a_snapshot(module_cluster, tmp_path):
+def test_a_single_worker_survives_ctrl_c_but_no_loss_without_a_snapshot(module_cluster, tmp_path):
     elastic = ElasticConfig(snapshot_every=None)
     with faulty_trainer(tmp_path, 1, elastic=elastic) as trainer:
         interrupt_validation(trainer, tmp_path, 1)
@@ -168,7 +168,7 @@ def test_steps_lost_with_all_workers_run_again_before_any_call(module_cluster, t
         wait_until(lambda: snapshot_step(trainer) == 10)
         pids, points = pids_of(trainer), []
         kill_all(trainer)
-        # the lost steps are done again for any call, not by the next train() alone
+        # any call repeats the lost steps, not only train()
         assert trainer.state_dict()["global_step"] == 13
 
         class Killing(Callback):
@@ -179,7 +179,7 @@ def test_steps_lost_with_all_workers_run_again_before_any_call(module_cluster, t
                     kill_all(trainer)
 
         trainer.fit(1, None, callbacks=[Killing()], log_every=9)
-        # the steps after the snapshot are done again, and are in one point only
+        # repeated steps are logged only once
         assert points[0] == 18
         assert points == sorted(set(points))
         assert not set(pids) & set(pids_of(trainer))

@@ -1,4 +1,4 @@
-"""Real workers are lost and replaced, or run out of memory: what is learnt is the same."""
+"""Losing workers, replacing them, and running out of memory do not change the weights."""
 
 import time
 
@@ -14,11 +14,11 @@ from tests.conftest import IN_SOAK
 from tests.fidelity import Exact, flat, plain_run
 
 CONFIG = {"num_samples": 203, "num_epochs": 3, "shuffle": True, BATCH_SIZE: 14}
-"""Neither the samples nor a step divide by any number of workers."""
+"""Three or four workers can evenly divide neither the samples nor a batch."""
 
 
 class Fault:
-    """Where in a step this worker runs out of memory next."""
+    """Raises MemoryError once, in the part of a step that `where` names."""
 
     where = None
 
@@ -35,9 +35,9 @@ def exchange(state, bucket):
 
 
 class Waiting(Exact):
-    """So slow in a smaller group that replacement workers arrive long before the end.
+    """An operator so slow in a smaller group that replacements join long before the end.
 
-    It runs out of memory where its `faults` say so, by rank and step.
+    `faults` maps (rank, step) to the part of the step that runs out of memory.
     """
 
     def setup(self, config):
@@ -58,7 +58,7 @@ class Waiting(Exact):
 
 
 def train_on(trainer):
-    """Train the epochs that are left, and let the third schedule react to each."""
+    """Train the remaining epochs, and step the plateau schedule after each."""
     while trainer.global_step < 45:
         trainer.train()
         react(trainer)
@@ -103,7 +103,7 @@ def check(trainer):
 
 
 def go_on_with_others(saved):
-    """Train to the end on three and on one; who is lost is not replaced."""
+    """Resume from a file on three workers, then on one. Lost workers are not replaced."""
     with TorchTrainer(
         training_operator_cls=Waiting,
         config=CONFIG,
@@ -123,11 +123,11 @@ def go_on_with_others(saved):
 
 @pytest.mark.slow("four workers start, and two replacements")
 def test_a_run_with_losses_and_growth_learns_what_one_process_does(module_cluster, tmp_path):
-    """On four workers the optimizers are divided, and on the other numbers they are not."""
+    """Four workers shard their optimizers. In a soak, fewer workers resume without sharding."""
     saved = tmp_path / "state.pt"
     with TorchTrainer(
         training_operator_cls=Waiting,
-        # in the step in which another is killed, and while a replacement is on its way
+        # out of memory in a step that loses a worker, and while a replacement starts
         config={
             **CONFIG,
             "until_size": 4,

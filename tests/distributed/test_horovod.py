@@ -1,6 +1,6 @@
-"""Horovod in place of DistributedDataParallel: identical replicas, and groups made anew.
+"""Horovod instead of DistributedDataParallel: identical replicas, also in a new group.
 
-The tests share two workers, with all that Horovod has to work together with.
+The tests share two workers. Their operator uses all features that Horovod must support.
 """
 
 import os
@@ -19,7 +19,7 @@ import_horovod()
 
 
 class Watching(torch.nn.Module):
-    """Keeps a mean of what passes, as batch normalization does; what passes stays as it is."""
+    """Returns its input, and keeps a running mean of it as batch normalization does."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ class Watching(torch.nn.Module):
 
 
 class Everything(TrainingOperator):
-    """Accumulates, clips, schedules, weighs by something else than samples.
+    """Uses accumulation, gradient clipping, a schedule, and a weighted loss.
 
     Sends gradients as float16 if `compresses` is set.
     """
@@ -59,7 +59,7 @@ class Everything(TrainingOperator):
 
     def train_batch(self, batch, batch_info):
         if self.config["horovod"] and self.world_size == 1:
-            time.sleep(0.02)  # the processor is for the replacement, which starts
+            time.sleep(0.02)  # leave the CPU to the starting replacement
         return super().train_batch(batch, batch_info)
 
     def state_dict(self):

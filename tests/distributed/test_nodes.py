@@ -1,4 +1,4 @@
-"""Workers on several nodes, of which some go and others come."""
+"""Workers on several nodes, while nodes leave and join."""
 
 import json
 import os
@@ -94,7 +94,7 @@ cluster.shutdown()
 
 @pytest.fixture(scope="module")
 def on_nodes(tmp_path_factory):
-    """What workers have been through on two nodes, of which one goes and another comes."""
+    """The three JSON values that `NODES` prints."""
     run = subprocess.run(
         [sys.executable, "-c", NODES, str(tmp_path_factory.mktemp("runs"))],
         env={**os.environ, "RAY_AUTH_MODE": "disabled"},
@@ -109,17 +109,17 @@ def on_nodes(tmp_path_factory):
 
 
 @pytest.mark.slow("a cluster of several nodes starts, and workers on it again and again")
-def test_workers_spread_over_nodes_and_each_sees_their_gpus(on_nodes):
+def test_workers_spread_over_nodes_and_see_the_gpus_of_their_node(on_nodes):
     infos = on_nodes[0]
     assert [info[:3] for info in infos] == [[0, 0, 0], [1, 1, 0], [2, 0, 1], [3, 1, 1]]
-    # all workers of a node see its GPUs in the same order, and each has one of its own
+    # all workers of a node see its GPUs in the same order, and each uses a different one
     assert all(info[3] == ["0", "1"] for info in infos)
     assert sorted(info[4] for info in infos[:2]) == [0, 1]
     assert sorted(info[4] for info in infos[2:]) == [0, 1]
 
 
-def test_a_start_takes_what_fits_node_by_node(on_nodes):
-    assert on_nodes[1] == [True, True]  # and no request is left that would take room later
+def test_a_start_reserves_only_what_fits_on_each_node(on_nodes):
+    assert on_nodes[1] == [True, True]  # and no request is still pending
 
 
 def test_function_shrinks_if_a_node_disappears_and_grows_if_one_appears(on_nodes):
@@ -127,10 +127,10 @@ def test_function_shrinks_if_a_node_disappears_and_grows_if_one_appears(on_nodes
     first, alone, again, left = found["lives"]
     assert [life["size"] for life in found["lives"]] == [2, 1, 2, 1]
     assert first["begun"] == 0
-    # from the newest checkpoint; one may have been saved after the last report
+    # it resumes from the newest checkpoint, which may be newer than the last report
     assert alone["saved"] <= alone["begun"] <= alone["saved"] + 1
     assert alone["begun"] >= 4
     assert again["begun"] == again["step"] - 1 == again["saved"] + 1
     assert found["kinds"] == ["started", "lost", "restarted", "grown", "draining", "restarted"]
-    # it leaves a node that is drained at its next checkpoint
+    # at its next checkpoint, the function leaves a draining node
     assert left["begun"] == left["step"] - 1 == left["saved"] + 1

@@ -14,11 +14,11 @@ from tests.unit.operators.samples import shapes
 
 
 def results(operator_cls, config, num_steps, loader):
-    """Train a little, and return the metrics of validation and the model, as the driver has it.
+    """Train a little. Return the validation metrics and a copy of the model.
 
-    There are two workers, one of which is the driver. Validation is done a second time in two
-    calls: in the last step of all one of them has no batch. What is predicted for a `loader` of the
-    same samples comes with the metrics.
+    One of the two workers is the driver. A second validation takes two calls: in its last step, one
+    worker has no batch. The metrics include the predictions for `loader`, which has the same
+    samples.
     """
     with TorchTrainer(
         training_operator_cls=operator_cls,
@@ -61,7 +61,7 @@ def test_mean_iou_is_that_of_all_pixels(module_cluster):
         "batch_size": 5,
         "lr": 0.02,
     }
-    loader = DataLoader(TensorDataset(images, masks), batch_size=2)  # 17 batches, one a half
+    loader = DataLoader(TensorDataset(images, masks), batch_size=2)  # 17 batches, the last of 1
     found, model = results(SemanticSegmenter, config, num_steps=80, loader=loader)
     from sklearn.metrics import jaccard_score
 

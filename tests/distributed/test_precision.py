@@ -1,4 +1,4 @@
-"""Mixed precision and gradient accumulation over several workers, with losses on the way."""
+"""Mixed precision and gradient accumulation on several workers, also if one is lost."""
 
 import pytest
 import torch
@@ -21,11 +21,11 @@ def scaler_of(trainer):
     return states[0]
 
 
-# ---- with a scaler, in groups of batches
+# ---- a gradient scaler and accumulation
 
 
 class Stepper(torch.optim.Optimizer):
-    """Adds 1 to the parameter of each sample in a group, by the gradient of the mean over it."""
+    """Adds 1 to the parameter of each sample in the accumulated gradient."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {})
@@ -34,13 +34,13 @@ class Stepper(torch.optim.Optimizer):
     def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
             gradient = -parameter.grad
-            # the mean over all samples of the group: what each of them gets adds up to 1
+            # the gradient of a mean over all accumulated samples sums to 1
             assert abs(gradient.sum().item() - 1) < 1e-4, gradient.sum()
             parameter += (gradient / gradient[gradient > 0].min()).round()
 
 
 class Grouped(Faulty):
-    """Accumulates three batches, and may overflow; its ledger is of the means over groups."""
+    """Accumulates three batches, and overflows on request. Its ledger gets the mean loss."""
 
     def register(self, *, models, optimizers, criterion):
         return super().register(
@@ -115,16 +115,16 @@ def test_replacement_has_the_scaler_of_the_survivors(two):
     assert two.kinds == ["lost", "resumed", "grown"]
     assert metrics["epoch"] == 1
     ledger = trainer.get_model()[1].weights.detach()
-    # the samples of the group that overflowed were not trained on, and each other one was
+    # only the samples of the update that overflowed were not trained on
     assert int((ledger == 0).sum()) == 3 * 32
     assert 0 <= int(ledger.sum()) - (NUM_SAMPLES - 3 * 32) < 2
     assert len(set(fingerprints(trainer))) == 1
     assert scaler_of(trainer)["scale"] == 2.0**15
-    # what counts is updates: of nine batches before the loss, and of groups of other sizes after
+    # the tracker counts the updates before and after the loss, not the batches
     assert scaler_of(trainer)["_growth_tracker"] > 2
 
 
-# ---- one of the workers is the driver, which is enough for what follows
+# ---- trainers of two workers, one of which is the driver
 
 
 def local(operator_cls, config, **arguments):
@@ -179,7 +179,7 @@ def test_accumulation_on_two_workers_equals_one_process(module_cluster):
         assert torch.equal(found[0], found[1])
         assert torch.allclose(found[0], expected, atol=1e-6, rtol=0)
 
-        # the uneven end of the epoch is trained on by both
+        # both workers train on the uneven end of the epoch
         metrics = trainer.train()
         assert (metrics["num_samples"], metrics["batch_count"]) == (253 - 12 * 16, 4)
         assert trainer.apply_all_operators(lambda op: op.num_exchanges) == [6, 6]

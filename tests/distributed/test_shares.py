@@ -1,4 +1,4 @@
-"""Workers of different speed: their shares change, and the result of training does not."""
+"""Workers of different speeds: their shares change, but the result of training does not."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Where workers are placed, how many start, and what each of them knows of its place."""
+"""Where workers are placed, how many start, and how long they wait for room."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
@@ -33,8 +33,8 @@ def waiting_requests():
 
 @pytest.mark.slow("two groups of workers start")
 def test_a_trainer_uses_the_room_that_another_has_just_given_back(ray_cluster, monkeypatch, caplog):
-    """Of four CPUs both need three; what the workers hold beside them is asserted on the way."""
-    # the blocks of a Ray Dataset are such references
+    """Each of the two trainers needs more than half of the four CPUs."""
+    # the blocks of a Ray Dataset are references like this one
     reference = ray_cluster.put({"answer": 42})
     with TorchTrainer(
         training_operator_cls=Classifier,
@@ -58,7 +58,7 @@ def test_a_trainer_uses_the_room_that_another_has_just_given_back(ray_cluster, m
 
 
 def check_that_it_is_named(kept, caplog):
-    """A trainer that was not shut down, as in a notebook whose cell is run again."""
+    """Check that messages mention trainers that still run, as after a notebook cell runs again."""
     with pytest.raises(InsufficientResourcesError, match=r"that many of up to 2 workers\.") as e:
         TorchTrainer(**{**kept, "num_workers": 2})
     waiting = next(r.message for r in caplog.records if r.message.startswith("Waiting up to"))
@@ -68,7 +68,7 @@ def check_that_it_is_named(kept, caplog):
         TorchTrainer(**{**kept, "num_cpus_per_worker": 5})
 
 
-def test_room_that_another_thread_holds_is_waited_for(ray_cluster):
+def test_reserve_waits_for_room_that_another_thread_holds(ray_cluster):
     asked = {"bundle": {"CPU": 4}, "num_workers": 1, "min_workers": 1, "timeout_s": 20}
     with ThreadPoolExecutor(1) as pool:
         theirs = pool.submit(placement.reserve, **asked).result()
@@ -97,7 +97,7 @@ def test_abandoned_request_is_removed(ray_cluster):
 
 
 class HiddenOrder:
-    """Draws from random numbers of its own, alike on all workers that were there at the start."""
+    """A sampler with its own generator, which has the same state on all initial workers."""
 
     def __init__(self, size):
         self.size = size
@@ -111,7 +111,7 @@ class HiddenOrder:
 
 
 class Growing(SlowLedger):
-    """Its batches follow the share of the worker."""
+    """An operator whose batch size follows the share of the worker."""
 
     def make_loader(self, config):
         data = Ids(config["num_samples"])
@@ -119,7 +119,7 @@ class Growing(SlowLedger):
 
     def setup(self, config):
         super().setup(config)
-        # twice the share, which is no batch size that follows the share
+        # twice the share, so this batch size does not follow the share
         data = Ids(config["num_samples"])
         self.register_data(validation_loader=DataLoader(data, batch_size=2 * config[BATCH_SIZE]))
         self.validated = []
@@ -131,7 +131,7 @@ class Growing(SlowLedger):
 
 @pytest.mark.slow("a worker starts, and two when there is room")
 def test_training_starts_with_what_fits_and_grows_without_a_retry(two_cpus_taken, caplog):
-    """New workers take the batches and the order of the first one."""
+    """New workers use the batch size and the sample order of the first one."""
     num_samples = 1200
     with TorchTrainer(
         training_operator_cls=Growing,
@@ -161,8 +161,8 @@ def test_training_starts_with_what_fits_and_grows_without_a_retry(two_cpus_taken
         assert sorted(itertools.chain(*validated)) == list(range(num_samples))
 
 
-def test_room_that_comes_ends_the_wait(two_cpus_taken, monkeypatch):
-    monkeypatch.setattr(placement, "SETTLE_S", 0.0)  # what comes so soon is not waited for
+def test_reserve_stops_waiting_when_room_appears(two_cpus_taken, monkeypatch):
+    monkeypatch.setattr(placement, "SETTLE_S", 0.0)
 
     def give_back():
         wait_until(waiting_requests)

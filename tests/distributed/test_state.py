@@ -1,4 +1,4 @@
-"""State that is saved, loaded, and taken out of a trainer."""
+"""Saving, loading, and exporting the state of a trainer."""
 
 import random
 
@@ -19,9 +19,9 @@ WIDE = 50_000
 
 
 class Everything(Classifier):
-    """Dropout, a scheduler, a scaler, accumulation, and state and randomness of its own.
+    """Uses dropout, a scheduler, a scaler, accumulation, its own state, and random numbers.
 
-    It is large enough for its weights to travel through shared memory.
+    Its weights are so large that Ray passes them through shared memory.
     """
 
     def setup(self, config):
@@ -77,7 +77,7 @@ def two(two_workers):
 
 def everything_of(operator):
     scaler = operator._train_state.training_state()["amp_native"]
-    # what came before the save is rank 0's on every rank that loads it
+    # after a load, each rank has the draws of rank 0 from before the save
     drawn = operator.drawn[0 if operator.world_rank == 0 else 6 :]
     return replica_hash(operator), drawn, operator.scheduler.state_dict(), scaler
 
@@ -120,7 +120,7 @@ def test_a_state_without_a_copy_lies_in_shared_memory_and_stays_as_it_is(
     assert not torch.equal(two.get_model()[0].weight, own)
     assert torch.equal(shared, own)
 
-    # what is written to a file needs no copy
+    # writing a file needs no copy
     copies = []
     state_dict = two.state_dict
     monkeypatch.setattr(
@@ -148,7 +148,7 @@ def test_a_save_is_ended_by_a_shutdown(two, tmp_path):
 
 
 class OneGroup(TorchBackend):
-    """gloo, as if a process could join only one group."""
+    """A gloo backend whose processes can join only one group."""
 
     rejoins = False
 

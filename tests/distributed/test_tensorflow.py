@@ -1,7 +1,7 @@
-"""TFTrainer on real workers: exact steps, restarts after losses.
+"""TFTrainer on real workers: exact steps, and lost workers.
 
-Importing TensorFlow costs each new worker seconds, so few are started: two that tests share, and
-two that exchange gradients by Horovod.
+Importing TensorFlow takes each worker seconds, so most tests share two workers. In a soak, two more
+exchange gradients with Horovod.
 """
 
 import itertools
@@ -19,13 +19,13 @@ from tests.tf_operators import Digits, digits, pid, replica_hash, weights
 
 QUICK = ElasticConfig(initial_s=0.2, max_s=2.0, resize_cooldown_s=0.0)
 STEPS = {"shuffle": False, "optimizer": "SGD", "lr": 0.1}
-"""Config of steps that follow from the data alone."""
+"""Config of steps that depend only on the data, not on random numbers."""
 OWN_STEPS = {**STEPS, "data": "tf", "shuffle_validation": True, "own_step": True}
 ARRAYS = {**STEPS, "data": "arrays"}
 
 
 def make_trainer(config, **arguments):
-    """Two workers that take 16 samples each at a step."""
+    """Return a trainer with 32 samples per step, by default on two workers."""
     given = {"num_workers": 2, "elastic": QUICK, "timeout_s": 120, **arguments}
     config = {**config, "batch_size": 32 // given["num_workers"]}
     return TFTrainer(training_operator_cls=Digits, config=config, **given)
@@ -40,7 +40,7 @@ def own_labels(operator):
 
 
 def check_that_two_work_as_one(trainer, config):
-    """K steps of two new workers are those of one with twice the batch."""
+    """Check that 20 steps of two new workers equal those of one with twice the batch."""
     before = trainer.apply_all_operators(weights)[0]
     trainer.train(num_steps=20)
     assert len(hashes(trainer)) == 1
@@ -61,7 +61,7 @@ def check_that_two_learn_the_digits(trainer, path):
         assert trained["lr"] == pytest.approx(STEPS["lr"])
         assert validated["num_samples"] == 357  # 23 batches over two workers, the last of 5
         assert len(hashes(trainer)) == 1
-    assert validated["val_accuracy"] > 0.8  # 0.91, and 0.1 before
+    assert validated["val_accuracy"] > 0.8  # 0.91, and 0.1 before training
     model = trainer.get_model()
     (_, _), (images, labels) = digits()
     own = (model.predict(images, verbose=0).argmax(axis=1) == labels).mean()
@@ -78,7 +78,7 @@ def check_that_two_learn_the_digits(trainer, path):
 
 
 @pytest.mark.skipif(not IN_SOAK, reason="four workers import TensorFlow, for a rare combination")
-def test_horovod_takes_the_place_of_the_strategy(module_cluster, tmp_path):
+def test_two_workers_learn_the_digits_with_horovod(module_cluster, tmp_path):
     import_horovod()
     with make_trainer(ARRAYS, backend="horovod", callbacks=[LearningRateLogger()]) as trainer:
         check_that_two_work_as_one(trainer, ARRAYS)
@@ -91,7 +91,7 @@ def test_horovod_takes_the_place_of_the_strategy(module_cluster, tmp_path):
             "lost",
             "restarted",
         ]
-        # last, since all workers start anew after an exception
+        # comes last, because all workers restart after an exception
         with pytest.raises(CheckpointError, match="models"):
             trainer.load_state_dict({**trainer.state_dict(), "models": []})
 
@@ -108,12 +108,12 @@ def test_two_workers_learn_the_digits_in_step(trainer, tmp_path):
     check_that_two_work_as_one(trainer, OWN_STEPS)
     check_that_two_learn_the_digits(trainer, tmp_path / "state")
     parts = trainer.apply_all_operators(own_labels)
-    # though the data set shuffles without a seed
+    # each sample once, although the data set shuffles without a seed
     assert sorted(itertools.chain(*parts)) == sorted(digits()[1][1])
 
 
 def means_of_all_kinds(operator):
-    """Return means of one tensor a type, as lists."""
+    """Return the types, and for each type the mean of a tensor over the workers, as lists."""
     import tensorflow as tf
 
     kinds = (tf.float32, tf.bfloat16, tf.float16, tf.float64)
@@ -132,7 +132,7 @@ def test_gradients_of_every_type_are_averaged(trainer):
 
 
 def change_of_kernels(operator):
-    """Return by how much a step lowers two kernels, of which the workers need different parts."""
+    """Return how much a step lowers two kernels, if each worker has another loss."""
     import tensorflow as tf
 
     kernels = [layer.kernel.value for layer in operator.model.layers]
@@ -178,7 +178,7 @@ def test_lost_worker_costs_no_finished_step_and_is_replaced(trainer):
     assert survivor == before[0]
     assert replacement not in before
     assert len(hashes(trainer)) == 1
-    # in whatever order, the workers share each sample out once
+    # each sample is validated once, whatever the order
     losses = [trainer.validate()["val_loss"] for _ in range(2)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 

@@ -113,7 +113,7 @@ OUT_OF_STEP = [
 
 
 @pytest.mark.slow("five runs fail, each after a wait")
-def test_workers_out_of_step_are_a_clear_error_soon(trainer):
+def test_workers_out_of_step_soon_raise_a_clear_error(trainer):
     trainer.run(all_reduce)  # afterwards, everything has started
     for function, kind, said in OUT_OF_STEP:
         began = time.monotonic()
@@ -284,7 +284,7 @@ def grown(reports):
     return tuple(new - old for old, new in zip(before, after, strict=True))
 
 
-def test_a_function_that_reports_much_leaves_memory_as_it_is(trainer):
+def test_many_reports_do_not_leak_memory(trainer):
     def function():
         def reports():
             for n in range(300):

@@ -1,6 +1,6 @@
 """fit(): results, best checkpoints, restoring after a driver was killed, subclasses, Tune.
 
-Workers import this module: what takes long to import is imported where it is needed.
+Workers import this module, so functions import what takes long to import.
 """
 
 import os
@@ -113,14 +113,14 @@ def test_a_result_has_metrics_and_the_best_checkpoints(run):
     assert seen.errors == [False]
 
 
-def test_the_train_data_is_split_and_the_rest_is_whole(run):
+def test_train_data_is_split_and_other_data_is_not(run):
     for results in run[-1].results:
         assert [len(result["mine"]) for result in results] == [10, 10]
         assert sorted(results[0]["mine"] + results[1]["mine"]) == list(range(20))
         assert [result["whole"] for result in results] == [list(range(6))] * 2
 
 
-def test_a_subclass_with_a_backend_of_its_own(run):
+def test_a_subclass_can_have_its_own_backend_and_setup(run):
     trainer, _, _, seen = run
     assert trainer.was_set_up
     assert {result["variable"] for results in seen.results for result in results} == {"mine"}
@@ -129,7 +129,7 @@ def test_a_subclass_with_a_backend_of_its_own(run):
 # ---- runs of one worker
 
 
-def test_rays_own_configs_and_checkpoints_are_taken(module_cluster, tmp_path):
+def test_configs_and_checkpoints_of_ray_train_are_accepted(module_cluster, tmp_path):
     import ray.train
 
     def function():

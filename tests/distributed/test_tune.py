@@ -1,8 +1,7 @@
-"""Trials of Ray Tune: the room they take, a scheduler that stops them, and their deaths.
+"""Trials of Ray Tune: their resources, a scheduler that stops them, and killed trials.
 
-That one is copied (PBT) is shown by an example.
-
-A trial costs the start of its process: what can be shown in one of them is.
+examples/tune_pbt.py tests PBT. Starting the process of a trial takes seconds, so each trial tests
+as much as possible.
 """
 
 import os
@@ -24,7 +23,7 @@ SMALL = {"num_samples": 320, "batch_size": 32}
 
 
 class Reporting(Classifier):
-    """Reports the learning rate that the optimizer really has."""
+    """Reports the actual learning rate of the optimizer."""
 
     def train_batch(self, batch, batch_info):
         lr = self.optimizer.param_groups[0]["lr"]
@@ -32,7 +31,7 @@ class Reporting(Classifier):
 
 
 def one_process(**arguments):
-    """A trial that is one process: the trial's actor, in which the only worker lives."""
+    """Return a trainable whose only worker is in the process of the trial."""
     return TorchTrainer.as_trainable(
         training_operator_cls=Reporting, config=SMALL, use_local=True, use_gpu=False, **arguments
     )
@@ -55,7 +54,7 @@ def fit(trainable, tmp_path, param_space, num_iterations, *, run=None, **tune_co
 
 
 def bundle_of_process():
-    """The bundle of a placement group in which this process runs."""
+    """Return the index of the placement group bundle of this process, or None."""
     import ray
 
     held = ray.get_runtime_context().worker.core_worker.resource_ids()
@@ -68,7 +67,7 @@ def is_alive(pid):
 
 
 class Killer(tune.Callback):
-    """Kills the process of a trial when it has reported a result of an iteration, once."""
+    """Kills the process of the first trial that reports a result of an iteration."""
 
     def __init__(self, iteration):
         self.iteration = iteration
@@ -108,7 +107,7 @@ def test_trial_keeps_its_workers_in_the_placement_group_of_tune(ray_cluster, tmp
     trainable = TorchTrainer.as_trainable(
         training_operator_cls=Classifier,
         config=SMALL,
-        num_workers=4,  # the trial's config says otherwise
+        num_workers=4,  # the config of the trial overrides it
         override_tune_step=lose_a_worker,
     )
     (result,) = fit(
@@ -137,7 +136,7 @@ def test_trial_keeps_its_workers_in_the_placement_group_of_tune(ray_cluster, tmp
 
 @pytest.mark.slow("Tune, and the process of the trials, take seconds to start")
 def test_asha_stops_a_bad_trial_and_a_killed_trial_resumes(ray_cluster, tmp_path):
-    """In one process for all trials, and one more after the death."""
+    """All trials share a process, which is replaced after the kill."""
     results = fit(
         one_process(),
         tmp_path,
@@ -159,15 +158,15 @@ def test_asha_stops_a_bad_trial_and_a_killed_trial_resumes(ray_cluster, tmp_path
     assert good.metrics["training_iteration"] == 3
     assert bad.metrics["training_iteration"] == 1
     assert good.metrics["val_accuracy"] > 0.8
-    # it began anew with what was saved: no epoch is trained twice, none is missing
+    # it resumed from its checkpoint: no epoch is repeated or missing
     assert good.metrics["iterations_since_restore"] < 3
     assert good.metrics["epoch"] == 3
-    # the other was trained from the beginning, with its own config
+    # the bad trial began from scratch, with its own config
     assert bad.metrics["epoch"] == 1
     rates = [result.metrics["optimizer_lr"] for result in (good, bad)]
     assert rates == pytest.approx([0.5, 1e-7], rel=1e-6)
     assert good.metrics["pid"] == bad.metrics["pid"] != killer.killed
-    # what one trial does wrong is told as that trial's error
+    # an error in a trial is reported as the error of that trial
     assert "Invalid learning rate: -1" in str(mistaken.error)
 
 
@@ -181,7 +180,7 @@ def fail_once(trainer, info):
 
 
 @pytest.mark.slow("Tune, and the process of the trials, take seconds to start")
-def test_a_run_that_failed_is_restored_and_goes_on(ray_cluster, tmp_path):
+def test_a_failed_run_can_be_restored_and_continues(ray_cluster, tmp_path):
     trainable = one_process(override_tune_step=fail_once)
     config = {"failed": str(tmp_path / "failed")}
     every = {"checkpoint_config": tune.CheckpointConfig(checkpoint_frequency=1)}

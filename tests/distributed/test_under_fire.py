@@ -1,7 +1,7 @@
-"""Processes killed all the time, those that start as well: training goes on, and ends right.
+"""Training ends with exact results while running and starting workers are killed at random.
 
-`make soak ARGS="--only fire --seeds 50"` makes fifty runs of it, each with another seed, and one of
-two minutes.
+`make soak ARGS="--only fire --seeds 50"` makes fifty runs with different seeds, and one of two
+minutes.
 """
 
 import os
@@ -21,12 +21,12 @@ FIRST_SEED = int(os.environ.get("RAYSGD_SEED", "0"))
 NUM_EPOCHS, NUM_SAMPLES = 4 if IN_SOAK else 2, 3600
 STEP_S = 0.05 if IN_SOAK else 0.01
 QUIET_START_S = 6.0 if IN_SOAK else 3.0
-"""How long three workers take to start where nothing else runs, with a margin in the soak.
+"""Seconds that three workers take to start on an idle machine, with a margin in the soak.
 
-In the suite other tests run beside: a fire leaves twice as long, begins after the start, and ends
-when it has cost two workers, or a busy machine would hardly come to train.
+The suite runs other tests in parallel. The lower value doubles the pauses between kills. The kills
+begin after the start and end after two losses. Otherwise a busy machine would hardly train.
 """
-COPY = {"sharding_args": {"copies": 1}}  # also of the two that a loss leaves
+COPY = {"sharding_args": {"copies": 1}}  # also for the two workers left after a loss
 REGISTERED = [
     {"sharding": "full", **COPY},
     {"compile": {"backend": "aot_eager"}},
@@ -41,9 +41,9 @@ def num_losses(trainer):
 
 
 def train_on_ledger(fire, lasts_s=0.0, **register):
-    """Train for some epochs, until so many seconds are over and a fire has cost two workers.
+    """Train for `NUM_EPOCHS` and `lasts_s` or longer, until a fire has cost two workers.
 
-    Returns the seconds for as many as there are at least, those of the start, and what happened.
+    Returns the seconds of `NUM_EPOCHS` epochs, the seconds of the start, and the kinds of events.
     """
     began = time.monotonic()
     config = {"num_samples": NUM_SAMPLES, BATCH_SIZE: 36, "step_s": STEP_S, "register": register}
@@ -66,7 +66,7 @@ def train_on_ledger(fire, lasts_s=0.0, **register):
         took_s = (time.monotonic() - began) * NUM_EPOCHS / num_epochs
         if fire is not None:
             fire.end()
-        if register.get("sharding") != "full":  # whose workers have other rows each
+        if register.get("sharding") != "full":  # there, workers have different rows
             assert len(set(trainer.apply_all_operators(replica_hash))) == 1
         repeats = ledger_of(trainer) - num_epochs
         assert repeats.min() == 0
@@ -75,7 +75,7 @@ def train_on_ledger(fire, lasts_s=0.0, **register):
 
 
 def pauses_s(start_s):
-    """Pauses that leave workers as much of their start as on a machine that has nothing else."""
+    """Return the range of pauses between kills, scaled to how long workers took to start."""
     slower = max(1.0, start_s / QUIET_START_S)
     return 1.0 * slower, 4.0 * slower
 
@@ -92,13 +92,13 @@ SEEDS = pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_SEEDS
 @pytest.mark.skipif(IN_SOAK, reason="the soak kills workers that start for the first time as well")
 @pytest.mark.slow("epochs in which some ten workers start")
 @SEEDS
-def test_training_goes_on_whatever_is_killed(module_cluster, seed):
+def test_training_continues_whatever_is_killed(module_cluster, seed):
     fire = Fire(seed)
     try:
         *_, kinds = train_on_ledger(fire, **REGISTERED[seed])
     finally:
         fire.end()
-    assert "waiting" not in kinds  # there is room all the time
+    assert "waiting" not in kinds  # there is always room
 
 
 @pytest.mark.skipif(not IN_SOAK, reason="it needs a machine that has nothing else to do")
@@ -114,7 +114,7 @@ def test_kills_from_the_start_cost_at_most_five_times_the_time(undisturbed, seed
 
 
 @pytest.mark.skipif(not IN_SOAK, reason="it takes two minutes")
-def test_training_goes_on_for_two_minutes_with_a_kill_every_2_5_s(undisturbed):
+def test_training_continues_for_two_minutes_with_a_kill_every_2_5_s(undisturbed):
     undisturbed_s, _ = undisturbed
     with Fire(FIRST_SEED, pauses_s=(1.0, 4.0)) as fire:
         took_s, _, kinds = train_on_ledger(fire, lasts_s=120.0)

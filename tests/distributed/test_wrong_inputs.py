@@ -1,7 +1,7 @@
-"""What users get wrong, as far as a cluster or workers in other processes tell it.
+"""Wrong inputs that only a cluster or workers in other processes detect.
 
-The table of what is known without them is in tests/contracts. Nothing is left behind in any case;
-and after an error in a call the trainer works on.
+The others are in tests/contracts. No error leaves a process behind, and the trainer still works
+after an error in a call.
 """
 
 import asyncio
@@ -27,22 +27,22 @@ from tests.conftest import alive_actors, assert_names, wait_until
 from tests.operators import Classifier, parameters, register_all, replica_hash
 
 FAR_BELOW_THE_TIMEOUT_S = 30
-"""Within which an error arrives that waits for no collective: those time out in half an hour."""
+"""Limit for an error that waits for no collective. Those time out after half an hour."""
 
 
 def actors():
-    """Return the ids of all actors that there ever were."""
+    """Return the IDs of all actors, dead ones included."""
     from ray._private.state import actors
 
     return set(actors())
 
 
 def with_setup(function):
-    """Make an operator class of a setup function; such a class is pickled by value."""
+    """Make an operator class of a setup function. Ray pickles such a class by value."""
     return type("Operator", (TrainingOperator,), {"setup": function})
 
 
-# ---- what the cluster has not, which is found out before a worker starts
+# ---- resources that the cluster lacks, detected before a worker starts
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def with_setup(function):
     ids=["cpus", "gpus", "custom_resource"],
 )
 def test_error_shows_requested_and_free_resources(ray_cluster, arguments, words):
-    """At once, since this Ray gets no more nodes while the caller waits."""
+    """The error is immediate, because this cluster gets no more nodes."""
     known, started = actors(), time.monotonic()
     with pytest.raises(InsufficientResourcesError) as caught:
         TorchTrainer(training_operator_cls=Classifier, **arguments)
@@ -86,7 +86,7 @@ def start(**arguments):
 
 
 def raise_on_rank_one(operator, config):
-    """Fail on one worker; the other waits for it when it wraps its model."""
+    """Fail on rank 1. Rank 0 waits for it when it wraps its model."""
     if operator.world_rank == 1:
         raise LookupError("no data here", time.time())
     register_all(operator)
@@ -94,7 +94,7 @@ def raise_on_rank_one(operator, config):
 
 @pytest.fixture
 def no_process_group():
-    """Check that the test leaves no process group in the driver, where the next would fail."""
+    """Check that the test leaves no process group in the driver. The next test would fail."""
     yield
     try:
         wait_until(lambda: not dist.is_initialized(), timeout_s=5)
@@ -116,7 +116,7 @@ def test_exception_in_setup_of_one_worker_keeps_its_type_and_frees_the_driver(
     wait_until(lambda: not alive_actors())
 
 
-# ---- calls on a trainer, which works on after each of them
+# ---- calls on a trainer, which still works after each of them
 
 
 class UnpicklableError(Exception):
@@ -130,7 +130,7 @@ def raise_unpicklable():
 
 
 class Moody(Classifier):
-    """Does in a batch what the caller's information says."""
+    """Fails in a batch as `info["mood"]` selects."""
 
     def setup(self, config):
         register_all(self)
@@ -164,7 +164,7 @@ def trainer(shared_trainer):
     """A trainer that must be usable after the test, with the same two workers in step."""
     pids = shared_trainer.apply_all_workers(os.getpid)
     yield shared_trainer
-    shared_trainer.apply_all_workers(os.getpid)  # brings together again what an error parted
+    shared_trainer.apply_all_workers(os.getpid)  # forms the group again after an error
     done = shared_trainer.global_step
     assert shared_trainer.train(num_steps=1)["num_samples"] == 32
     assert shared_trainer.global_step == done + 1
@@ -181,7 +181,7 @@ WRONG_CALLS = [
     ("train", {"info": {"lock": threading.Lock()}}, TypeError, "train", "pickled", "lock"),
     ("validate", {}, RuntimeError, "validation loader", "register_data(validation_loader="),
     ("train", mood("unpicklable metric"), TypeError, "worker", "lock"),
-    # A SystemExit would end the driver's program without a message, and with status 0.
+    # A SystemExit would end the driver without a message, with status 0.
     ("train", mood("exit"), RemoteError, "SystemExit"),
     ("train", mood("keyboard interrupt"), KeyboardInterrupt, "in a batch"),
     ("train", mood("cancelled"), asyncio.CancelledError, "in a batch"),
@@ -209,17 +209,17 @@ def test_exception_that_cannot_be_pickled_is_reported_by_name_and_text(trainer):
     assert_names(caught.value.__cause__, ["raise_unpicklable", "holds a lock"])
 
 
-def test_step_that_was_done_before_the_error_counts_at_once(trainer):
+def test_step_that_was_done_before_the_error_is_counted(trainer):
     done = trainer.global_step
     with pytest.raises(TypeError, match=r"Moody\.train_batch"):
         trainer.train(info={"mood": "nothing"})
-    # the batch's update had been made
+    # the operator had already updated the model
     assert trainer.global_step == done + 1
 
 
 @pytest.mark.parametrize("part", ["models", "optimizers"])
 def test_state_of_something_else_leaves_every_worker_as_it_was(trainer, part):
-    """Though the part that is checked before it, where there is one, could have been taken."""
+    """The part that is loaded first may be valid, but is not loaded either."""
     held = trainer.apply_all_operators(replica_hash), trainer.epoch, trainer.global_step
     state = copy.deepcopy(trainer.state_dict())
     state["models"] = [{name: value + 1 for name, value in state["models"][0].items()}]
@@ -234,7 +234,7 @@ def test_state_of_something_else_leaves_every_worker_as_it_was(trainer, part):
     assert (trainer.apply_all_operators(replica_hash), trainer.epoch, trainer.global_step) == held
 
 
-# ---- calls after the end, which is that of the shared trainer
+# ---- calls after shutdown, which ends the shared trainer
 
 
 def test_call_after_shutdown_says_that_the_trainer_is_shut_down(shared_trainer, tmp_path):
@@ -242,7 +242,7 @@ def test_call_after_shutdown_says_that_the_trainer_is_shut_down(shared_trainer, 
     state, path, known = trainer.state_dict(), tmp_path / "model.pt", actors()
     trainer.save(path)
     reached = trainer.epoch, trainer.global_step, trainer.latest_metrics["num_samples"]
-    for force in (False, False, True):  # after the first one it does nothing
+    for force in (False, False, True):  # only the first one has an effect
         trainer.shutdown(force=force)
     calls = [
         trainer.train,
@@ -261,6 +261,6 @@ def test_call_after_shutdown_says_that_the_trainer_is_shut_down(shared_trainer, 
         with pytest.raises(RuntimeError, match="shut down"):
             call()
     assert actors() == known
-    # what it had reached can still be read
+    # its progress and metrics can still be read
     assert (trainer.epoch, trainer.global_step, trainer.latest_metrics["num_samples"]) == reached
     assert trainer.num_workers == 0
