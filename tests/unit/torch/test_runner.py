@@ -19,6 +19,7 @@ from raysgd.loop.runner import LossReader
 from raysgd.torch import collectives
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner, _device
+from raysgd.torch.train_state import TorchTrainState
 from tests.conftest import wait_until
 from tests.unit.recorder import Recorder, Streaming, Unsized, batches_of
 
@@ -337,6 +338,18 @@ def test_error_names_data_that_differ_between_workers():
         said = rf"different data as .*_loader: .*{before}.* on worker 0, and .*{after}.* on "
         with pytest.raises(ValueError, match=said):
             data.check_like(other, with_batches=True)
+
+
+def test_workers_compare_their_batch_sizes_at_the_start(monkeypatch):
+    sent = []
+
+    def from_rank(self, create, rank):
+        sent.append(create())
+        return sent[-1]
+
+    monkeypatch.setattr(TorchTrainState, "from_rank", from_rank)
+    make_runner(context=WorkerContext(world_size=2, in_driver=True))
+    assert "batch size 8" in str(sent)
 
 
 class Following(Recorder):
