@@ -97,7 +97,7 @@ class RunLog:
         self.began: float = min(times, default=0.0)
         self.seconds: float = max(times, default=0.0) - self.began
 
-    def kept(self, kind: str) -> list[Record]:
+    def calls_of(self, kind: str) -> list[Record]:
         """Return the calls of a kind without those that a later run repeated."""
         return [
             call
@@ -193,7 +193,7 @@ def _tiles(log: RunLog) -> Iterator[str]:
     yield _tile("lost-workers", num_lost, "lost workers")
     if shares := [event["shares"] for event in log.events if event.get("shares")]:
         yield _tile("shares", _listed(shares[-1]), "shares of the workers")
-    if trains := log.kept("train"):
+    if trains := log.calls_of("train"):
         yield _tile("epoch", trains[-1]["epoch"], "epochs")
         yield _tile("global-step", trains[-1]["global_step"], "steps")
     for kind, name, label, best_of in (
@@ -201,7 +201,7 @@ def _tiles(log: RunLog) -> Iterator[str]:
         ("validate", "val_loss", "validation loss", min),
         ("validate", "val_accuracy", "validation accuracy", max),
     ):
-        found = [(value, call["epoch"]) for value, call in _values(log.kept(kind), name)]
+        found = [(value, call["epoch"]) for value, call in _values(log.calls_of(kind), name)]
         if found:
             best, epoch = best_of(found)
             yield _tile(name, found[-1][0], f"{label}, last; best {_shown(best)}, epoch {epoch}")
@@ -220,7 +220,7 @@ def _sections(log: RunLog, run: Record) -> Iterator[str]:
     yield from _metric_charts(log)
     speeds = [
         (call["time"] - log.began, samples / call["seconds"])
-        for samples, call in _values(log.kept("train"), "num_samples")
+        for samples, call in _values(log.calls_of("train"), "num_samples")
         if call["seconds"] > 0
     ]
     if speeds:
@@ -253,7 +253,7 @@ def _metric_charts(log: RunLog) -> Iterator[str]:
     """Yield a chart for the losses, one for the accuracies, and one for each other group."""
     charts: dict[str, dict[str, list[tuple[float, float]]]] = {"Loss": {}, "Accuracy": {}}
     for kind in ("train", "validate", "step"):
-        calls = log.kept(kind)
+        calls = log.calls_of(kind)
         for name in dict.fromkeys(name for call in calls for name in call["metrics"]):
             if name.startswith("last_") or name in _COUNTS:
                 continue

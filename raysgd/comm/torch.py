@@ -137,7 +137,7 @@ class TorchBackend(Backend):
         self._tcp_store: TCPStore | None = None
         self._client: TorchStore | None = None
         self._listening: set[tuple[str, int]] = set()  # addresses of gloo, of all workers
-        self._made = False
+        self._owns_group = False
         self._entry: Entry | None = None
         self._group: GlooGroup | None = None
         self._mesh: Mesh | None = None
@@ -185,7 +185,7 @@ class TorchBackend(Backend):
         address = None if self._mesh is None else self._mesh.address
         mesh_addresses = _exchange(store, "here", context, address)
         before = listeners()
-        self._made = True
+        self._owns_group = True
         # The number of the group must be equal on all ranks, but PyTorch counts failed groups too.
         dist.distributed_c10d._world.group_count = 0
         ranks = (context.world_rank, context.world_size, min(self._timeout, _CONNECT))
@@ -241,9 +241,9 @@ class TorchBackend(Backend):
         if group is not None:
             group.release()
         # User code created this group, so raysgd must not destroy it.
-        if self._made and dist.is_initialized():
+        if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
-        self._made = False
+        self._owns_group = False
         self._client = self._entry = None
 
     def is_communication_error(self, error: BaseException) -> bool:

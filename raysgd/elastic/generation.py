@@ -286,7 +286,7 @@ class GroupForming:
             distributed=self._backend is not None,
             num_cpus=self._group.options.num_cpus,
         )
-        shares = self._context.shares.given(members)
+        shares = self._context.shares.configured(members)
         return [replace(context, shares=shares) for context in contexts]
 
     def _enter(

@@ -43,7 +43,7 @@ class Shares:
             self._choose(members)
         return self._shares if _are_uneven(self._shares) else None
 
-    def given(self, members: Sequence[WorkerHandle]) -> tuple[float, ...] | None:
+    def configured(self, members: Sequence[WorkerHandle]) -> tuple[float, ...] | None:
         """Return the shares that the user's mapping sets for workers. None means equal shares."""
         if not isinstance(self._config.shares, Mapping):
             return None

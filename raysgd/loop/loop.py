@@ -161,7 +161,7 @@ class Loop:
         if source.weigh(request.shares) or source is not self._source:
             self.forget_iteration()
         self._source = source
-        while (left := self._left(request)) != 0:
+        while (left := self._steps_left(request)) != 0:
             pause = self.signal.pause
             if pause is not None and train_state.global_step >= pause:
                 if callback_pause is None or train_state.global_step < callback_pause:
@@ -198,7 +198,7 @@ class Loop:
             found |= feature.step_metrics()
         return found
 
-    def _left(self, request: TrainRequest) -> int | None:
+    def _steps_left(self, request: TrainRequest) -> int | None:
         """Return the number of steps to the goal, or None if the goal is an epoch."""
         train_state, until_epoch = self.train_state, request.until_epoch
         if until_epoch is not None and train_state.epoch >= until_epoch + self.call.more_epochs:

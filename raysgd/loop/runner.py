@@ -59,7 +59,7 @@ class OperatorRunner(ABC):
         self.operator.on_world_change()
         train_state.data.warn_of_stale_ranks()
 
-    def _given(self, context: WorkerContext) -> tuple[Any, dict[str, Any], int | None]:
+    def _worker_arguments(self, context: WorkerContext) -> tuple[Any, dict[str, Any], int | None]:
         """Return the operator's class, the config of this worker, and the global batch size."""
         options = self._options
         keeps = options.elastic.global_batch == "keep"

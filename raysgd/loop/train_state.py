@@ -73,7 +73,7 @@ class TrainState(ABC):
         self.step = Step()
         self.parts = MicroBatches(self)
         self.features: list[StepFeature] = [self.parts]
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self.meters: AverageMeterCollection | None = None
         self.segment: StepIterator | None = None
 
@@ -93,8 +93,8 @@ class TrainState(ABC):
 
     def say(self, key: str, message: str, *values: Any) -> None:
         """Log a warning, once for each `key`, on rank 0."""
-        if self.context.world_rank == 0 and key not in self._said:
-            self._said.add(key)
+        if self.context.world_rank == 0 and key not in self._logged:
+            self._logged.add(key)
             logger.warning(message, *values)
 
     # ---- position

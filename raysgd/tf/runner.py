@@ -54,7 +54,7 @@ class TFRunner(OperatorRunner):
                 f"TensorFlow on worker {context.world_rank} ({context.node_ip}) finds no GPU. "
                 "Install TensorFlow with CUDA there, or pass use_gpu=False."
             )
-        operator_cls, config, global_batch = self._given(context)
+        operator_cls, config, global_batch = self._worker_arguments(context)
         settings = TFSettings(
             options=options,
             context=context,

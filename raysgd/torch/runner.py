@@ -52,7 +52,7 @@ class TorchRunner(OperatorRunner):
 
     def setup(self, context: WorkerContext) -> None:
         options = self._options
-        operator_cls, config, global_batch = self._given(context)
+        operator_cls, config, global_batch = self._worker_arguments(context)
         settings = OperatorSettings(
             options=options,
             context=context,

@@ -168,7 +168,7 @@ def test_a_folder_without_metrics_is_refused(tmp_path):
 def test_calls_that_a_later_run_repeated_are_not_kept(tmp_path):
     calls = [call(110, 5, 5), call(120, 5, 10), call(220, 5, 10), call(230, 5, 15)]
     write(tmp_path, [run(100), run(200, 5), *calls])
-    assert [c["time"] for c in RunLog(tmp_path).kept("train")] == [110, 220, 230]
+    assert [c["time"] for c in RunLog(tmp_path).calls_of("train")] == [110, 220, 230]
 
 
 def test_stops_do_not_count_as_goodput(tmp_path):
