@@ -1,4 +1,4 @@
-"""One Ray cluster a process for all tests that need one, and a check that none leaves a thing."""
+"""Shared helpers and fixtures: one Ray cluster per process, and a check for leftovers."""
 
 import contextlib
 import gc
@@ -9,10 +9,10 @@ import sys
 import time
 import traceback
 
-# Some virtual machines announce AMX and end processes that use it, as those do that multiply
-# matrices of bfloat16 in torch and TensorFlow.
+# Some virtual machines report AMX but kill processes that use it. PyTorch and TensorFlow use it
+# to multiply bfloat16 matrices.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
-if "PYTEST_XDIST_WORKER" in os.environ:  # as many processes as cores: one thread for each
+if "PYTEST_XDIST_WORKER" in os.environ:  # one process per core, so one thread per process
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import psutil
@@ -21,25 +21,25 @@ import pytest
 CI_EXAMPLES = 25
 
 IN_SOAK = "RAYSGD_SOAK" in os.environ
-"""Whether what another test shows as well, with another framework, is to be shown here too."""
+"""Whether this is a soak run, which includes slow tests of rare combinations."""
 NUM_CPUS = 4
 RAY_DATAS_OWN = ("AutoscalingCoordinatorActor", "StatsActor")
-"""Actors that Ray Data keeps as long as the cluster lives; they take no CPU."""
+"""Actors of Ray Data that live as long as the cluster and use no CPU."""
 
 
 SOON_S = 2.0
-"""Within how many seconds a failure has to reach the caller, or a death the driver."""
+"""Seconds within which the caller must see a failure, or the driver the death of a worker."""
 
 
 def examples(number):
-    """Settings of a property that needs another number of examples than most; a soak scales it."""
+    """Return Hypothesis settings with this number of examples, which a soak run scales up."""
     from hypothesis import settings
 
     return settings(max_examples=number * settings.default.max_examples // CI_EXAMPLES)
 
 
 def wait_until(condition, timeout_s=20.0):
-    """Wait for a condition, which is what tests wait for, never for a time."""
+    """Wait until a condition holds. Tests wait for conditions, never for a fixed time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {condition}"
@@ -47,16 +47,16 @@ def wait_until(condition, timeout_s=20.0):
 
 
 def assert_names(error, words):
-    """Check that an error's text has all the words, which are what it is to name."""
+    """Check that the message of an error contains all words."""
     missing = [word for word in words if word not in str(error)]
     assert not missing, f"{missing} not in: {error}"
 
 
 def own_memory():
-    """Return how many bytes this process has allocated, in memory or in swap.
+    """Return the bytes that this process has allocated, in memory or in swap.
 
-    What else is resident are pages of files, libraries above all. The system takes those back and
-    reads them in again as it likes, by hundreds of megabytes.
+    Pages of files, mainly libraries, do not count: the kernel evicts and reloads hundreds of
+    megabytes of them at any time.
     """
     with open("/proc/self/status") as status:
         fields = dict(line.split(":", 1) for line in status)
@@ -64,21 +64,21 @@ def own_memory():
 
 
 def import_horovod(module="horovod"):
-    """Return a module of Horovod; skip the test, or the file, where there is none."""
+    """Return a module of Horovod. Skip the test or the file if Horovod is missing."""
     return pytest.importorskip(
         module, reason="Horovod is not built here: it needs a C++ compiler and cmake 3"
     )
 
 
 FORKS = multiprocessing.get_context("forkserver")
-"""Forks processes of one that has imported what takes three seconds of a processor."""
+"""Forks a server process that has preloaded modules. Their import takes three CPU seconds."""
 FORKS.set_forkserver_preload(
     ["torch._dynamo", "torch.distributed.fsdp", "raysgd.comm.torch", "raysgd.torch"]
 )
 
 
 class Script:
-    """A script in a process of its own, which talks to this one by its standard streams."""
+    """A script in a child process. Its standard input and output are pipes to this process."""
 
     def __init__(self, code, *arguments):
         from_it, out = FORKS.Pipe(duplex=False)
@@ -96,13 +96,13 @@ class Script:
         self.stdin = os.fdopen(os.dup(to_it.fileno()), "w")
 
     def wait(self, timeout_s):
-        """Wait for its end, and return its exit code."""
+        """Wait for the end of the script and return its exit code."""
         self._process.join(timeout_s)
         assert not self._process.is_alive(), f"not within {timeout_s} s: the end of the script"
         return self._process.exitcode
 
     def close(self):
-        """End it, if it has not ended."""
+        """Kill the script and close the streams."""
         self._process.kill()
         self._process.join()
         for stream in (self.stdout, self.stdin, *self._streams):
@@ -121,7 +121,7 @@ def _run_script(code, arguments, environment, into, out):
     try:
         exec(compile(code, "script", "exec"), {"__name__": "__main__"})
     except Exception:
-        traceback.print_exc(file=sys.stdout)  # which is what a test looks at when it fails
+        traceback.print_exc(file=sys.stdout)  # a failing test shows this stream
         raise
 
 
@@ -138,9 +138,9 @@ def join(name="all", rank=rank, size=int(sys.argv[2])):
 
 
 def run_ranks(script, size):
-    """Run a script as each rank of a group; each must print "good".
+    """Run a script on each rank of a group. Each rank must print "good".
 
-    A script has its `rank`, may `join` a group, and is told the port of a TCPStore last.
+    The script can use `rank` and `join` of `RANK`. Its last argument is the port of a TCPStore.
     """
     with running_ranks(script, size):
         pass
@@ -148,7 +148,7 @@ def run_ranks(script, size):
 
 @contextlib.contextmanager
 def running_ranks(script, size):
-    """Run a script as `run_ranks` does, beside what follows, which has the store."""
+    """Run a script like `run_ranks`, in parallel with the `with` block. Yield the store."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -165,7 +165,7 @@ def running_ranks(script, size):
 
 @pytest.fixture(autouse=True)
 def sigint():
-    """Ray Tune leaves a handler behind that swallows the next Ctrl-C."""
+    """Restore the SIGINT handler, because Ray Tune leaves one that ignores the next Ctrl-C."""
     handler = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, handler)
@@ -173,20 +173,20 @@ def sigint():
 
 @pytest.fixture(scope="session")
 def cluster():
-    """A local Ray with four CPUs, of which two workers or four take all."""
+    """A local Ray cluster with four CPUs, which all tests of this process share."""
     import ray
 
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    os.environ["RAY_DATA_PARQUET_FOOTER_NUM_ACTORS"] = "1"  # of 32, to look at a few small files
+    os.environ["RAY_DATA_PARQUET_FOOTER_NUM_ACTORS"] = "1"  # enough for small files; default 32
     ray.init("local", num_cpus=NUM_CPUS, include_dashboard=False, log_to_driver=False)
-    # what passes on the lines that workers print looks for them all the time, and nobody reads them
+    # the log monitor polls all the time for output of workers that no test reads
     ray._private.worker._global_node.kill_log_monitor(check_alive=False)
     yield ray
     ray.shutdown()
 
 
 def alive_actors():
-    """The actors of the cluster that live, but for those that Ray Data keeps."""
+    """Return the actors that are alive, except those that Ray Data keeps."""
     from ray._private.state import actors
 
     return [
@@ -206,7 +206,7 @@ def _leftovers():
 def _children():
     children = set()
     for process in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
             if process.status() != psutil.STATUS_ZOMBIE:
                 children.add(process.pid)
     return children
@@ -214,7 +214,7 @@ def _children():
 
 @contextlib.contextmanager
 def nothing_left(cluster):
-    """Fail at the end if an actor, a placement group, a CPU or a child process is left behind."""
+    """Fail if the block leaves an actor, a placement group, a used CPU, or a child process."""
     children = _children()
     yield cluster
     wait_until(lambda: not _leftovers())
@@ -224,14 +224,14 @@ def nothing_left(cluster):
 
 @pytest.fixture
 def ray_cluster(cluster):
-    """The shared cluster for one test, which fails if it leaves something."""
+    """The shared cluster, for one test. The test fails if it leaves something behind."""
     with nothing_left(cluster):
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def module_cluster(cluster):
-    """The shared cluster for trainers that a module shares: nothing may be left at its end."""
+    """The shared cluster, for the trainers of a module. The module must leave nothing behind."""
     with nothing_left(cluster):
         yield cluster
 
@@ -242,28 +242,28 @@ FIRST = (
     "test_nodes.py",
     "test_under_fire.py",
 )
-"""Of the files with workers those that wait most: near the end nothing else would go on beside."""
+"""Files of `distributed` to run early. They mostly wait, so other tests should run in parallel."""
 
 
 def pytest_collection_modifyitems(items):
-    """Bring them to the front of their folder, which is the last one."""
+    """Move the tests of `distributed` to the end, except those in `FIRST`."""
     items.sort(key=lambda item: "distributed" in item.path.parts and item.path.name not in FIRST)
 
 
 def pytest_collection_finish(session):
-    """Spare the garbage collector what is loaded now: it takes a seventh of the units' time."""
+    """Exempt loaded objects from garbage collection, which takes 1/7 of the unit tests' time."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_configure():
-    """Take SIGINT, here and in child processes: shells ignore it in what runs in the background."""
+    """Handle SIGINT here and in child processes, because shells ignore it in background jobs."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _register_profiles()
 
 
 def _register_profiles():
-    """Say how many examples to make. Workers import this file too, and load no Hypothesis."""
+    """Register the profiles of Hypothesis. Workers import this file, but not Hypothesis."""
     from hypothesis import HealthCheck, settings
 
     settings.register_profile(
@@ -272,7 +272,7 @@ def _register_profiles():
         derandomize=True,
         database=None,
         deadline=None,
-        # the fixtures that properties use are factories: one example leaves nothing to the next
+        # the fixtures of property tests are factories, so examples share no state
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
     settings.register_profile(

@@ -1,4 +1,4 @@
-"""Shutting a trainer down in the midst of a call, from wherever that may come."""
+"""Checks that `shutdown` ends a call, from a thread, a timer, a signal handler, or asyncio."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ LONG_S = 60.0
 
 
 def hold(method, mark, seconds=LONG_S):
-    """Return a function that lets a method of an operator touch a file, and then take so long."""
+    """Return a function that makes a method of an operator touch a file and then sleep."""
 
     def replace(operator):
         original = getattr(operator, method)
@@ -31,14 +31,14 @@ def hold(method, mark, seconds=LONG_S):
 
 
 def check_that_shutdown_ends(call, trainer, source, is_time, num_cpus):
-    """Check that a call ends soon, by an error of its own, with all room given back.
+    """Check that shutdown soon ends a call with an error and releases the CPUs.
 
     Args:
-        call: a call of a trainer.
+        call: calls a method of the trainer.
         trainer: the trainer.
-        source: from where to shut it down, one of the functions below.
-        is_time: says whether the call is where it is to be ended.
-        num_cpus: how many CPUs it gives back.
+        source: one of the functions below, which shuts the trainer down.
+        is_time: returns whether the call has reached the point of the shutdown.
+        num_cpus: number of CPUs that the trainer releases.
     """
     import ray
 
@@ -61,7 +61,7 @@ def check_that_shutdown_ends(call, trainer, source, is_time, num_cpus):
 
 
 def by_thread(call, shut_down, is_time):
-    """In this thread, while another one makes the call."""
+    """Shut down in this thread while another thread makes the call."""
     with ThreadPoolExecutor(1) as pool:
         calling = pool.submit(call)
         wait_until(is_time)
@@ -70,7 +70,7 @@ def by_thread(call, shut_down, is_time):
 
 
 def by_timer(call, shut_down, is_time):
-    """In a thread of a timer's."""
+    """Shut down in the thread of a timer."""
 
     def shut_down_in_time():
         wait_until(is_time)
@@ -85,7 +85,7 @@ def by_timer(call, shut_down, is_time):
 
 
 def by_signal(call, shut_down, is_time):
-    """In a signal handler, in the midst of the call."""
+    """Shut down in a signal handler that interrupts the call."""
     before = signal.signal(signal.SIGUSR1, shut_down)
     try:
         by_timer(call, lambda: os.kill(os.getpid(), signal.SIGUSR1), is_time)
@@ -94,7 +94,7 @@ def by_signal(call, shut_down, is_time):
 
 
 def by_coroutine(call, shut_down, is_time):
-    """In asyncio's thread, while another one makes the call."""
+    """Shut down in the event loop while another thread makes the call."""
 
     async def main():
         calling = asyncio.create_task(asyncio.to_thread(call))

@@ -1,4 +1,4 @@
-"""An operator that does what tests order it to, and keeps a ledger beside its classifier."""
+"""An operator that fails or waits when a test orders it, and counts the uses of each sample."""
 
 import contextlib
 import os
@@ -16,10 +16,10 @@ from tests.operators import NUM_SAMPLES, fingerprint, make_data, make_model
 
 
 class Faulty(TrainingOperator):
-    """Does what a file says, once, on one rank at one step: raise, die, or wait.
+    """Obeys the order in a file, once, on one rank at one step: raise, die, or wait.
 
-    Its classifier has batch normalization and momentum; the second model says how often each
-    sample was trained on.
+    The first model is a classifier with batch normalization and momentum. The second model counts
+    how often each sample was trained on.
     """
 
     def setup(self, config):
@@ -53,7 +53,7 @@ class Faulty(TrainingOperator):
         self.backward(loss)
         self.optimizer_step(self.optimizer)
         self.maybe("between")
-        # no mean over samples, so that it is not weighted as one
+        # not self.backward(), which would weight this sum like a mean over samples
         (-self.ledger(ids).sum() * self.world_size).backward()
         self.optimizer_step(self.counter)
         return {"train_loss": loss.detach(), "num_samples": len(ids) * self.tokens_per_sample}
@@ -83,7 +83,7 @@ class Faulty(TrainingOperator):
                 time.sleep(0.01)
 
     def take(self, name):
-        """Return what a file says, and remove it, so that it is done once."""
+        """Return the order in a file and delete the file. Return None if there is no order."""
         path = os.path.join(self.folder, name)
         if not os.path.exists(path):
             return None
@@ -94,7 +94,7 @@ class Faulty(TrainingOperator):
         return what
 
     def asked(self, name):
-        """Return the number that stands in a file; without one 0."""
+        """Return the number in a file, or 0 if there is no file."""
         path = os.path.join(self.folder, name)
         if not os.path.exists(path):
             return 0
@@ -103,7 +103,7 @@ class Faulty(TrainingOperator):
 
 
 def faulty_trainer(folder, num_workers, operator_cls=Faulty, config=None, **arguments):
-    """A trainer of Faulty that takes its orders from a folder."""
+    """Return a trainer of `Faulty` that reads its orders from a folder."""
     return TorchTrainer(
         training_operator_cls=operator_cls,
         config={"folder": str(folder), **(config or {})},
@@ -113,35 +113,35 @@ def faulty_trainer(folder, num_workers, operator_cls=Faulty, config=None, **argu
 
 
 def order(folder, when, rank, step, what):
-    """Order one rank to do something in a step: "raise", "die" or "wait" until "go" is there."""
+    """Order a rank to "raise", "die", or "wait" at a step. It waits until a file "go" exists."""
     (folder / f"{when}-{rank}-{step}").write_text(what)
 
 
 def pids_of(trainer):
-    """The processes of the workers."""
+    """Return the process IDs of the workers."""
     return trainer.apply_all_workers(os.getpid)
 
 
 def fingerprints(trainer):
-    """A number a worker, which is the same only where models and optimizers are."""
+    """Return a hash per worker, equal only if models and optimizers are equal."""
     return trainer.apply_all_operators(
         lambda op: fingerprint(op.model, op.ledger, op.optimizer, op.counter)
     )
 
 
 def check_epoch(trainer, epoch=1):
-    """Each sample was trained on once an epoch, and all replicas are the same."""
+    """Check that each epoch trained on each sample once and that all replicas are equal."""
     ledger = trainer.state_dict()["models"][1]["weights"]
     assert trainer.epoch == epoch
     assert int((ledger < epoch).sum()) == 0
-    # a step may repeat some, for every worker to have one
+    # the last step of an epoch may repeat samples, so that every worker has one
     assert int((ledger - epoch).sum()) < epoch * trainer.max_workers
     assert len(set(fingerprints(trainer))) == 1
 
 
 @contextlib.contextmanager
 def interrupted_when(condition):
-    """Send this process a Ctrl-C when a condition holds."""
+    """Send SIGINT to this process when a condition holds."""
 
     over = threading.Event()
 

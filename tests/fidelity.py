@@ -1,4 +1,4 @@
-"""An operator in float64 whose schedules count steps, and what one plain process makes of it."""
+"""A float64 operator whose schedules count steps, and the equivalent plain training loop."""
 
 import math
 import threading
@@ -13,7 +13,7 @@ SEED = 7
 
 
 class Meeting:
-    """Where workers that are threads tell each other what they have."""
+    """A barrier at which workers in threads exchange values."""
 
     def __init__(self, size):
         self.barrier = threading.Barrier(size, timeout=30)
@@ -28,7 +28,7 @@ class Meeting:
 
 
 class OneEach(torch.nn.Module):
-    """A small net, and one number for each sample: when it was trained on stays to be seen."""
+    """A small network and a parameter per sample, which shows when the sample was trained on."""
 
     def __init__(self, num_samples):
         super().__init__()
@@ -48,7 +48,7 @@ def make_data(num_samples):
 
 
 def make_parts(config, num_updates):
-    """Return a model, its optimizers, and their schedules: one ends, one warms up, one reacts."""
+    """Return a model, its optimizers, schedulers that count steps, and a plateau scheduler."""
     torch.manual_seed(SEED)
     model = OneEach(config["num_samples"]).double()
     groups = model.net[0].parameters(), model.net[2].parameters(), [model.own]
@@ -64,7 +64,7 @@ def make_parts(config, num_updates):
 
 
 class Exact(TrainingOperator):
-    """Trains by the helpers; the config says on how many samples, and in which batches."""
+    """Trains with the helper methods. The config sets the samples and batches."""
 
     def setup(self, config):
         data = make_data(config["num_samples"])
@@ -113,15 +113,14 @@ class Exact(TrainingOperator):
 
 
 def flat(model):
-    """All parameters of a model, in one vector."""
+    """Return all parameters of a model in one vector."""
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
 def plain_run(config, global_batch, reacts=False):
-    """Train as a hand-written loop in one process does; it may react to the loss of each epoch.
+    """Train in a hand-written loop. Return the parameters and the number of steps.
 
-    Returns:
-        The parameters, and the number of steps.
+    With `reacts`, the plateau scheduler steps with the loss of each epoch.
     """
     data, size = make_data(config["num_samples"]), config["num_samples"]
     end = size // global_batch * global_batch if config.get("drop_last") else size

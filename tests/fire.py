@@ -1,4 +1,4 @@
-"""Kills the processes of workers all the time."""
+"""A thread that kills worker processes at random."""
 
 import random
 import signal
@@ -8,9 +8,9 @@ import psutil
 
 
 class Fire(threading.Thread):
-    """Kills one every 0.4 to 2.2 s, whether it trains or comes up; a seed says when and which.
+    """Kills a worker every 0.4 to 2.2 s, while it trains or starts. The seed sets when and which.
 
-    It ends by itself once `enough` says so.
+    The thread ends when `enough` returns True.
     """
 
     enough = staticmethod(lambda: False)
@@ -42,12 +42,12 @@ class Fire(threading.Thread):
 
 
 def _workers():
-    """The processes of this process's cluster that Ray has named after our actor."""
+    """Return the child processes that run a raysgd worker. Ray names them after the actor."""
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
             if (process.cmdline() or [""])[0].startswith("ray::Worker"):
                 found.append(process)
-        except psutil.Error:  # it ends just now
+        except psutil.Error:  # it has just ended
             continue
     return found

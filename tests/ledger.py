@@ -1,4 +1,4 @@
-"""Operators that keep a ledger: how often each sample was trained on, in one parameter a sample."""
+"""Operators with a ledger: a parameter per sample counts how often it was trained on."""
 
 import os
 import time
@@ -25,7 +25,7 @@ class Ids(Dataset):
 
 
 class Weights(torch.nn.Module):
-    """One parameter a sample."""
+    """A model with one parameter per sample."""
 
     def __init__(self, size):
         super().__init__()
@@ -36,7 +36,7 @@ class Weights(torch.nn.Module):
 
 
 class Ledger(TrainingOperator):
-    """Training on a sample once moves its parameter from 0 to 1."""
+    """Adds 1 to the parameter of a sample whenever it trains on the sample."""
 
     def setup(self, config):
         model = Weights(config["num_samples"])
@@ -64,7 +64,7 @@ class Ledger(TrainingOperator):
 
 
 class PacedLedger(Ledger):
-    """Takes some time for a step, the same with any number of workers."""
+    """Takes `step_s` seconds per step with any number of workers."""
 
     def train_batch(self, batch, batch_info):
         time.sleep(self.config["step_s"])
@@ -72,7 +72,7 @@ class PacedLedger(Ledger):
 
 
 class SlowLedger(Ledger):
-    """Waits within the epoch until the group is full, and says in a folder when it is set up."""
+    """Trains slowly until the group is full, and creates a file at the end of `setup`."""
 
     def setup(self, config):
         super().setup(config)
@@ -95,7 +95,7 @@ def ledger_trainer(
     min_workers=1,
     **config,
 ):
-    """A trainer of SlowLedger whose epochs end with as many workers as it is made with."""
+    """Return a trainer of a ledger. With `SlowLedger`, epochs end with all workers."""
     if BATCH_SIZE not in config:
         config.setdefault("batch_size", 4)
     return TorchTrainer(
@@ -109,18 +109,18 @@ def ledger_trainer(
 
 
 def ledger_of(trainer):
-    """How often each sample was trained on."""
+    """Return how often each sample was trained on."""
     return trainer.get_model().weights.detach()
 
 
 def check_ledger(trainer, metrics):
-    """Each sample was trained on once, but for those that the last step may repeat."""
+    """Check that each sample was trained on once. The last step may repeat a few samples."""
     num_samples = trainer.config["num_samples"]
     ledger = ledger_of(trainer)
     repeats = int((ledger == 2).sum())
     assert int((ledger == 1).sum()) + repeats == num_samples
     assert repeats < trainer.max_workers
-    # a lost worker takes its metrics along
+    # the metrics of lost workers are missing
     assert 0 < metrics["num_samples"] <= num_samples, metrics
     assert metrics["epoch"] == 1
     assert len(set(trainer.apply_all_operators(lambda op: fingerprint(op.model)))) == 1

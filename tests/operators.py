@@ -82,7 +82,7 @@ class Adversaries(TrainingOperator):
 
 
 def register_all(operator, **changes):
-    """Register, in setup, a small model with all that belongs to it."""
+    """Register a small model, its optimizer, a criterion, and data. Call this in `setup`."""
     model = make_model()
     given = {
         "models": model,
@@ -96,14 +96,14 @@ def register_all(operator, **changes):
 
 
 def parameters(operator):
-    """The parameters of an operator's models in one vector."""
+    """Return the parameters of an operator's model in one vector."""
     return torch.cat([p.detach().reshape(-1).cpu() for p in operator.model.parameters()])
 
 
 def replica_hash(operator):
-    """A number that is the same on two workers only if models and optimizer states are.
+    """Return a hash, equal on two workers only if their models and optimizers are equal.
 
-    They are those that `setup` put among the operator's public attributes.
+    The hash covers the models and optimizers in the operator's public attributes.
     """
     found = list(_with_state(value for name, value in vars(operator).items() if name[0] != "_"))
     assert found, "an operator without a model among its attributes"
@@ -111,7 +111,7 @@ def replica_hash(operator):
 
 
 def fingerprint(*parts):
-    """A number that is the same only for models and optimizers of the same states."""
+    """Return a hash, equal only for models and optimizers with equal states."""
     import hashlib
     import pickle
 

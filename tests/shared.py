@@ -1,14 +1,14 @@
-"""Trainers that the tests of a module share, since starting workers is what takes time."""
+"""Trainers that the tests of a module share, because starting workers takes seconds."""
 
 from tests.conftest import wait_until
 
 
 class Shared:
-    """A trainer that is put back to its start before each test.
+    """A trainer that returns to its initial state before each test.
 
     Args:
-        trainer: it has just started, with all of its workers.
-        folder: where tests leave orders for the workers; it is emptied before each test.
+        trainer: a trainer that has just started, with all of its workers.
+        folder: contains the orders of a test to the workers; emptied before each test.
     """
 
     def __init__(self, trainer, folder=None):
@@ -18,7 +18,7 @@ class Shared:
         self.num_before = 0
 
     def fresh(self):
-        """Have all workers again, and the state of the start."""
+        """Empty the folder, replace lost workers, and restore the initial state."""
         for path in self.folder.iterdir() if self.folder else ():
             path.unlink()
         make_whole(self.trainer)
@@ -28,7 +28,7 @@ class Shared:
 
     @property
     def events(self):
-        """What happened since."""
+        """The events since the last `fresh`."""
         return self.trainer.events[self.num_before :]
 
     @property

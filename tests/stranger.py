@@ -1,7 +1,7 @@
-"""A stranger, in a process of its own, who attacks each port on which a trainer listens.
+"""A stranger: a process that attacks each port on which a trainer listens.
 
-As anybody on the network may: by connections by the hundred that say nothing, by garbage and by
-what begins like a message of ours, byte by byte, and by 64 MiB at once.
+It opens a hundred silent connections, and sends garbage, the start of a raysgd message byte by
+byte, and 64 MiB in one go. Any host in the network could do this.
 """
 
 import asyncio
@@ -30,26 +30,26 @@ GARBAGE = (
     b"\xff" * 200,
     b"GET / HTTP/1.1\r\n\r\n",
     HELLO + bytes(200),
-    (1 << 62).to_bytes(8, "big") + b'["get", ',  # a message that is never over
+    (1 << 62).to_bytes(8, "big") + b'["get", ',  # a message that never ends
     b"[" * 100_000,
 )
 
 
 class Attacked:
-    """What a stranger has attacked, when it is gone."""
+    """The ports that the stranger has attacked."""
 
     ports = ()
-    """The process of each port. One of each worker's is Ray's own."""
+    """The process ID of each port, set when the stranger ends. Ray owns one port per worker."""
 
     def check(self, pids):
-        """Check that it was the driver, these workers, and among them what is not Ray's own."""
+        """Check that the stranger attacked the driver, and more of the workers than Ray's ports."""
         assert os.getpid() in self.ports
         assert sum(pid in pids for pid in self.ports) > len(pids), (pids, self.ports)
 
 
 @contextlib.contextmanager
 def stranger():
-    """Have a stranger beside this process and its workers. Ports that are open by now are Ray's."""
+    """Attack this process and its workers in the `with` block. Spare ports that are open before."""
     command = [sys.executable, __file__, str(os.getpid())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
@@ -76,7 +76,7 @@ async def attack_all(driver):
         if time.monotonic() - looked > LOOK_S:
             looked = time.monotonic()
             pids = [driver, *workers_of(driver)]
-            of_others = set()  # some may be of a worker that was not known yet
+            of_others = set()  # look again: some may belong to a new worker
         if new := {i: port for i, port in listening() if i not in known and i not in of_others}:
             owners = sockets_of(pids)
             of_others |= new.keys() - owners.keys()
@@ -92,9 +92,9 @@ async def attack_all(driver):
 
 
 def listening():
-    """The sockets of this machine that listen: inode and port.
+    """Yield the inode and port of each listening socket of this machine.
 
-    They come first. To read on, through all connections, takes a processor milliseconds.
+    They come first in the table. To read the connections after them would take milliseconds.
     """
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with open(table) as lines:
@@ -106,7 +106,7 @@ def listening():
 
 
 def workers_of(driver):
-    """The processes of Ray's workers."""
+    """Yield the process IDs of the Ray workers of a driver."""
     for process in psutil.Process(driver).children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended
             if "".join(process.cmdline()).startswith("ray::"):
@@ -114,7 +114,7 @@ def workers_of(driver):
 
 
 def sockets_of(pids):
-    """The processes by the inodes of their sockets."""
+    """Return the process IDs by the inodes of their sockets."""
     found = {}
     for pid in pids:
         with contextlib.suppress(OSError):  # it has ended
@@ -127,7 +127,7 @@ def sockets_of(pids):
 
 
 def ways():
-    """The ways to attack a port, one a connection."""
+    """Yield the attacks on a port, one per connection."""
     yield from [silence] * NUM_SILENT
     yield from [slowness] * NUM_SLOW
     yield from [garbage] * NUM_GARBAGE
@@ -135,7 +135,7 @@ def ways():
 
 
 async def attack(port, say):
-    """Say something there, and stay until one is sent away."""
+    """Connect to a port, run an attack, and stay until the other side closes the connection."""
     loop = asyncio.get_running_loop()
     with socket.socket() as connection, contextlib.suppress(OSError):
         connection.setblocking(False)

@@ -1,4 +1,4 @@
-"""TensorFlow operators and data that several tests use. Imported where TensorFlow may be."""
+"""TensorFlow operators and data that several tests use."""
 
 import hashlib
 
@@ -8,7 +8,7 @@ from raysgd.tf import TrainingOperator
 
 
 def digits():
-    """The digits as rows of 64 numbers in 0..1: 1,440 to train on, 357 to validate on."""
+    """Return the digits as rows of 64 values in 0..1: 1,440 for training, 357 for validation."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -19,7 +19,7 @@ def digits():
 
 
 def make_model(batch_norm=False):
-    """A small network whose initial weights follow from a seed."""
+    """Return a small network with seeded initial weights."""
     import keras
 
     layers = [keras.Input((64,))]
@@ -83,7 +83,7 @@ class Digits(TrainingOperator):
 
 
 def weights(operator):
-    """The trained weights of an operator's model in one vector."""
+    """Return the trainable weights of an operator's model in one vector."""
     from raysgd.tf.keras import named_arrays
 
     arrays = named_arrays(operator.model.trainable_variables)
@@ -91,7 +91,7 @@ def weights(operator):
 
 
 def replica_hash(operator):
-    """A number that is the same on two workers only if models and optimizers are."""
+    """Return a hash, equal on two workers only if models and optimizers are equal."""
     digest = hashlib.sha256()
     state = operator._train_state.training_state()
     for arrays in (*state["models"], *state["optimizers"]):
@@ -101,7 +101,7 @@ def replica_hash(operator):
 
 
 def pid(operator):
-    """The process that an operator lives in."""
+    """Return the process ID of an operator's worker."""
     import os
 
     return os.getpid()
