@@ -1,4 +1,4 @@
-"""A driver on a host of its own, which does what the test says: a line of JSON for each call."""
+"""A driver on its own host. It reads one call per line of JSON and prints the answer as JSON."""
 
 import json
 import os
@@ -17,9 +17,9 @@ STEP_S = 0.02
 
 
 class Logged(Ledger):
-    """Writes down in a file of its process when a step was done, by how many workers, and which.
+    """Logs the time, the group size, and the number of each step, in a file per process.
 
-    While there is a file ``stubborn-PID``, that process raises no exception.
+    While a file ``stubborn-PID`` exists, that process holds its exceptions back.
     """
 
     def setup(self, config):
@@ -41,7 +41,7 @@ class Logged(Ledger):
 
 
 class Driver:
-    """Each method is a call that a test may make."""
+    """The calls that a test can make."""
 
     def start(self, address, folder, num_workers, num_samples, elastic):
         ray.init(_node_ip_address=address, log_to_driver=False)
@@ -58,18 +58,18 @@ class Driver:
         self.begin = self.trainer.state_dict()
 
     def workers(self):
-        """The process of each worker by the address of its host."""
+        """Return a process ID for each host with workers, by the address of the host."""
         members = self.trainer._controller.members
         return {member.info.node_ip: member.info.pid for member in members}
 
     def pids(self):
-        """The processes of all workers."""
+        """Return the process IDs of all workers."""
         return [member.info.pid for member in self.trainer._controller.members]
 
     def train(self):
-        """Train epochs until there is a file ``enough``, with all workers, and check the ledger.
+        """Train until a file ``enough`` exists and no worker is missing. Check the ledger.
 
-        Return what happened.
+        Return the events.
         """
         trainer, num_before, num_epochs = self.trainer, len(self.trainer.events), 0
         trainer.load_state_dict(self.begin)
@@ -78,7 +78,7 @@ class Driver:
             num_epochs += 1
             assert metrics["num_samples"] <= self.num_samples, metrics
         counts = ledger_of(trainer) - num_epochs
-        # those that the last step of an epoch may repeat
+        # the last step of an epoch may repeat samples
         assert counts.min() == 0
         assert counts.sum() < num_epochs * trainer.max_workers
         assert len(set(trainer.apply_all_operators(lambda op: fingerprint(op.model)))) == 1
@@ -88,7 +88,7 @@ class Driver:
 def main():
     driver = Driver()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what Ray has to say is no answer
+    os.dup2(2, 1)  # keep the output of Ray out of the answers
     for line in sys.stdin:
         name, arguments = json.loads(line)
         try:

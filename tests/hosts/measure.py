@@ -1,11 +1,11 @@
-"""Measure what each fault of a host costs, and what it costs Ray Train.
+"""Measure what each fault of a host costs raysgd and Ray Train.
 
     python -m tests.hosts.measure            # as root; about twenty minutes
     python -m tests.hosts.measure --only cut --sides raysgd
 
-Three workers on hosts that are network namespaces of this machine, with steps of 20 ms. A row has
-the longest time without a step, how many steps were done once more, and what the trainer said. The
-other side has a training function that saves a checkpoint every 100 steps, from rank 0.
+Three workers train in steps of 20 ms. Their hosts are network namespaces of this machine. A row
+shows the longest time without a step and the number of repeated steps. The events and the log of
+the driver follow. Ray Train runs a function that saves a checkpoint on rank 0 every 100 steps.
 """
 
 import argparse
@@ -24,14 +24,14 @@ from tests.hosts.network import Hosts, why_not
 from tests.hosts.test_hosts import Run
 
 ROOM, NO_ROOM = [0, 1, 1, 2], [0, 1, 1, 1]
-"""The CPUs of each host."""
+"""Number of CPUs of each host, with and without room for a replacement."""
 NUM_WORKERS = 3
 SAVE_EVERY = 100
 RECOVER_S = 300.0
 
 
 class RaysgdRun(Run):
-    """A trainer as people make it, but for the size of its model."""
+    """A raysgd trainer with the default `driver_grace_s`."""
 
     WORKER = "ray::Worker"
 
@@ -39,7 +39,7 @@ class RaysgdRun(Run):
         super().__init__(hosts, grace_s=60.0, num_workers=NUM_WORKERS)
 
     def said(self, events):
-        """What the driver logged, and the events."""
+        """Return the events as lines of text."""
         return [f"{kind}: {cause}" for kind, cause in events]
 
 
@@ -76,7 +76,7 @@ class RayTrainRun(Run):
 
 
 def ray_train(folder):
-    """Run until killed; this is the driver of the other side."""
+    """Run the driver of Ray Train until it is killed."""
     import ray
     from ray import train
     from ray.train.torch import TorchTrainer
@@ -120,7 +120,7 @@ def _train(config):
 
 
 def cut_for(seconds, host=None):
-    """Cut a host off; by default one that has a single worker."""
+    """Return a fault that cuts off a host, by default one with a single worker."""
 
     def fault(run, host=host):
         host = alone(run)[0] if host is None else host
@@ -133,7 +133,7 @@ def cut_for(seconds, host=None):
 
 def power_off(run):
     run.hosts.power_off(3)
-    time.sleep(60 if isinstance(run, RayTrainRun) else 10)  # the next node of Ray's comes late
+    time.sleep(60 if isinstance(run, RayTrainRun) else 10)  # Ray Train gets the next node late
     run.hosts.heal(3)
     run.hosts.start_ray(3)
 
@@ -146,7 +146,7 @@ def stop_head(run):
 
 
 def alone(run):
-    """A host with one worker, and that worker."""
+    """Return a host that has a single worker, and the worker."""
     for host in (1, 2, 3):
         if len(workers := run.hosts.processes(host, run.WORKER)) == 1:
             return host, workers[0]
@@ -160,7 +160,7 @@ def terminate(run):
 
 
 def drain(*hosts, notice_s=15):
-    """Drain hosts, or one that has a worker; at the end of the time they have no power any more."""
+    """Return a fault that drains hosts (default: one with a single worker), then cuts the power."""
 
     def fault(run):
         drained = hosts or (alone(run)[0],)
@@ -196,9 +196,9 @@ SIDES = {"raysgd": RaysgdRun, "Ray Train": RayTrainRun}
 
 
 def measure(side, faults):
-    """Print a row for each fault; those that need the same hosts share them.
+    """Print a row for each fault. Return the figures of the survived faults, by name.
 
-    Return the figures of those that were survived, by fault.
+    Faults that need the same numbers of CPUs share the hosts.
     """
     figures = {}
     for cpus in (ROOM, NO_ROOM):
@@ -211,7 +211,7 @@ def measure(side, faults):
 
 
 def row(side, name, run):
-    """Print the row of one fault, and return its figures; None where the run has ended by it."""
+    """Print the row of a fault. Return its figures, or None if the run did not survive it."""
     started = time.time()
     run.train()
     time.sleep(2)
@@ -220,7 +220,7 @@ def row(side, name, run):
         FAULTS[name][1](run)
         over = time.time()
         for host in (1, 2, 3):
-            if not run.hosts.processes(host, "raylet"):  # Ray has taken it for dead meanwhile
+            if not run.hosts.processes(host, "raylet"):  # Ray has declared the node dead
                 run.hosts.start_ray(host)
         wait_until(lambda: any(num == NUM_WORKERS for _, num, _ in run.steps(over)), RECOVER_S)
         events = run.end()

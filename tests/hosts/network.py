@@ -1,9 +1,9 @@
-"""Hosts on this machine: network namespaces on a switch, whose cables can be pulled.
+"""Hosts on this machine: network namespaces on a virtual switch. Tests can pull their cables.
 
-The first has the driver, and is in a network of its own. Each of the others has a card that leads
-to that one, a card that leads to the others, one that leads nowhere, a name that is 127.0.0.1 to
-it, and processes of its own; all share the files. It takes root, `ip` of iproute2, and `unshare` of
-util-linux. Nothing outside of the namespaces is changed.
+Host 0 has the driver and a network of its own. Each other host has an interface to host 0 (eth2),
+one to the other hosts (eth0), and one that leads nowhere (eth1). Each host resolves its own name to
+127.0.0.1. All share the file system. This needs root, `ip` (iproute2), and `unshare` (util-linux).
+It changes nothing outside the namespaces.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _numbers = iter(range(100))
 
 
 def why_not():
-    """Return why there can be no such hosts here; None where there can."""
+    """Return why this machine cannot run such hosts, or None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if None in (shutil.which("ip"), shutil.which("unshare")):
@@ -46,11 +46,11 @@ def _ip(*words, namespace=None, check=True):
 
 
 class Hosts:
-    """So many hosts, of which the first has the driver and Ray's head.
+    """Hosts with a Ray cluster. Host 0 has the driver and the Ray head.
 
     Args:
-        cpus: how many CPUs Ray finds on each of them.
-        keeps_tables: whether Ray's head keeps its tables in files, and may start again.
+        cpus: number of CPUs that Ray uses on each host.
+        keeps_tables: whether the Ray head stores its tables in files, so that it can restart.
     """
 
     def __init__(self, cpus, keeps_tables=False):
@@ -62,7 +62,7 @@ class Hosts:
         self.environment = {
             **os.environ,
             "RAY_AUTH_MODE": "disabled",
-            "RAY_TMPDIR": str(self.folder),  # or the next test would find this cluster
+            "RAY_TMPDIR": str(self.folder),  # otherwise the next test would find this cluster
             "RAY_ADDRESS": f"{self.address(0)}:{PORT}",
             "PYTHONPATH": os.getcwd(),
             "OMP_NUM_THREADS": "1",
@@ -72,21 +72,21 @@ class Hosts:
             self.environment |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(tables)}
 
     def address(self, host):
-        """By which Ray knows it."""
+        """Return the address of a host in the Ray cluster."""
         return self._cables(host)[-1][2]
 
     def namespace(self, host):
         return f"{self._name}h{host}"
 
     def _cables(self, host):
-        """Each as its card, named as the switch, its end at the switch, and the address."""
+        """Return (name of interface and bridge, port of the bridge, address) for each cable."""
         cables = [("eth2", f"q{host}", f"10.125.0.{host + 1}")]
         return cables + [("eth0", f"p{host}", f"10.123.0.{host + 1}")] * (host > 0)
 
     def __enter__(self):
         try:
             self._lay_cables()
-            for host in range(len(self.cpus)):  # they would get in each other's way
+            for host in range(len(self.cpus)):  # in turn: parallel starts conflict
                 self.start_ray(host)
         except BaseException:
             self.close()
@@ -111,13 +111,13 @@ class Hosts:
             if host:
                 way = ("via", cables[0][2])
                 _ip("route", "add", self.address(host), *way, namespace=self.namespace(0))
-            # one more card, which leads nowhere and has the same address on each of them
+            # an interface that leads nowhere and has the same address on each host
             _ip("link", "add", "eth1", "type", "bridge", namespace=inside)
             _ip("addr", "add", "10.124.0.1/24", "dev", "eth1", namespace=inside)
             _ip("link", "set", "eth1", "up", namespace=inside)
 
     def start_ray(self, host):
-        """Start a node of Ray's on a host."""
+        """Start a Ray node on a host."""
         role = ["--head", f"--port={PORT}", "--include-dashboard=false"]
         if host:
             role = [f"--address={self.address(0)}:{PORT}"]
@@ -132,11 +132,11 @@ class Hosts:
             try:
                 started.wait(START_S)
                 break
-            except subprocess.TimeoutExpired:  # seen now and then, for a reason that is not known
+            except subprocess.TimeoutExpired:  # happens sometimes, for an unknown reason
                 print(f"no node of Ray's on host {host} within {START_S} s:", log.read_text())
                 self._kill_all(host)
                 started.wait()
-                if not host:  # by which the next one would take this one for a head that runs
+                if not host:  # otherwise the next try believes that a head already runs
                     (self.folder / "ray" / "ray_current_cluster").unlink(missing_ok=True)
         assert "Ray runtime started" in log.read_text(), log.read_text()
 
@@ -150,7 +150,7 @@ class Hosts:
         return subprocess.Popen([*inside, *command], **options)
 
     def processes(self, host, name=""):
-        """The processes on a host whose name begins with this."""
+        """Return the processes of a host whose name starts with `name`."""
         found = []
         for pid in _ip("netns", "pids", self.namespace(host), check=False).stdout.split():
             try:
@@ -162,7 +162,7 @@ class Hosts:
         return found
 
     def cut(self, host):
-        """Pull a host's cable: packets vanish, and nobody is told."""
+        """Pull the cables of a host: packets vanish without an error."""
         self._set_plugs(host, "down")
 
     def heal(self, host):
@@ -173,7 +173,7 @@ class Hosts:
             _ip("link", "set", plug, state, namespace=self._switch)
 
     def drain(self, host, deadline_s):
-        """Let Ray drain the node on a host, as it does for a spot notice."""
+        """Make Ray drain the node of a host, like for a preemption notice."""
         (raylet,) = self.processes(host, "raylet")
         (node_id,) = re.findall(r"--node_id=(\w+)", " ".join(raylet.cmdline()))
         ray = str(Path(sys.executable).with_name("ray"))
@@ -183,7 +183,7 @@ class Hosts:
         assert self.spawn(0, command).wait(180) == 0
 
     def restart_head(self):
-        """Kill Ray's head, and start it again."""
+        """Kill the Ray head and start it again."""
         (head,) = self.processes(0, "gcs_server")
         command, environment = head.cmdline(), head.environ()
         head.kill()

@@ -1,4 +1,4 @@
-"""Hosts that fall silent and come back while a group trains on them."""
+"""Hosts become unreachable and come back while a group trains on them."""
 
 import contextlib
 import itertools
@@ -19,11 +19,11 @@ from tests.hosts.network import Hosts, why_not
 
 NUM_WORKERS = 2
 CPUS = [0, 1, 2]
-"""Of each host: there is room for one more worker."""
+"""Number of CPUs of each host. There is room for one more worker."""
 SAMPLES_PER_WORKER = 4 * 50
 GRACE_S = 40.0 if IN_SOAK else 6.0
 LOST_S = 5.0
-"""Seconds from the silence of a host to the next step."""
+"""Most seconds from the cut of a host's network to the next step."""
 ELASTIC = {"initial_s": 0.2, "max_s": 2.0}
 
 pytestmark = pytest.mark.slow("Ray starts on three hosts, and each fault takes seconds")
@@ -74,7 +74,7 @@ class Run:
         return answer["value"]
 
     def train(self):
-        """Train until `end`; return when that is well under way."""
+        """Start training until `end`. Return after the first steps."""
         (self.folder / "enough").unlink(missing_ok=True)
         self.workers = self.call("workers")
         began = time.time()
@@ -89,27 +89,27 @@ class Run:
         return self._answer()
 
     def settle(self):
-        """Have all hosts, whatever a test that failed has left."""
+        """Reconnect all hosts and end the training, in case the last test failed."""
         for host in range(len(self.hosts.cpus)):
             self.hosts.heal(host)
         if self._is_training:
             self.end()
 
     def await_nobody_else(self):
-        """Wait until there is no worker on any host that is none of the group."""
+        """Wait until no host has a worker process outside the group."""
         ours, every = set(self.call("pids")), range(len(self.hosts.cpus))
         wait_until(
             lambda: {p.pid for h in every for p in self.hosts.processes(h, "ray::Worker")} == ours
         )
 
     def alone(self):
-        """The workers that are the only ones of their host, by host."""
+        """Return the workers that are alone on their host, by host."""
         others = range(1, len(self.hosts.cpus))
         found = {host: self.hosts.processes(host, "ray::Worker") for host in others}
         return {host: workers[0] for host, workers in found.items() if len(workers) == 1}
 
     def steps(self, since):
-        """When each worker had done which step since then, and how many they were."""
+        """Return the steps of all workers since a time, sorted, as (time, group size, step)."""
         for path in self.folder.glob("steps-*"):
             with path.open() as file:
                 file.seek(self._read.get(path, 0))
@@ -121,24 +121,24 @@ class Run:
         return [step for step in self._steps if step[0] > since]
 
     def await_size(self, size, since):
-        """Wait for a step by so many workers since then; return when it was done."""
+        """Wait for a step of a group of this size since a time. Return the time of the step."""
         wait_until(lambda: any(num == size for _, num, _ in self.steps(since)), 60)
         return next(moment for moment, num, _ in self.steps(since) if num == size)
 
     def await_epochs(self, number):
-        """Wait for so many epochs' steps."""
+        """Wait for the steps of this many epochs."""
         began, num_samples = time.time(), number * self.num_samples
         wait_until(lambda: 4 * len(self.steps(began)) > num_samples, 60)
 
     def redone(self, since):
-        """How many steps since then had been done already when others went on."""
+        """Return the number of steps that the group has repeated since a time."""
         ahead, most = 0, 0
         for _, _, step in self.steps(since):
             most, ahead = max(most, ahead - step), max(ahead, step)
         return max(0, most - 1)  # workers are up to one step apart
 
     def pause(self, since):
-        """The longest time without a step since then, in seconds."""
+        """Return the longest time without a step since a time, in seconds."""
         times = [since, *(moment for moment, *_ in self.steps(since))]
         return max(after - before for before, after in itertools.pairwise(times))
 
@@ -164,7 +164,7 @@ def kinds(events):
 
 
 def test_a_silent_host_costs_five_seconds_and_its_worker_ends(run):
-    """It comes back, and its worker ignores exceptions."""
+    """The host comes back, but its worker does not leave the failed step."""
     back = run.workers[run.hosts.address(2)]
     (run.folder / f"stubborn-{back}").touch()
     cut = time.time()
@@ -186,7 +186,7 @@ def test_a_silent_host_costs_five_seconds_and_its_worker_ends(run):
 @pytest.mark.skipif(not IN_SOAK, reason="it starts Ray on nine hosts")
 @pytest.mark.parametrize("num_hosts", [2, 3, 4])
 def test_one_silent_host_of_few_costs_five_seconds(num_hosts):
-    """Each has a worker, the driver's as well."""
+    """Each host has a worker, including the host of the driver."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
     with Hosts([1] * num_hosts) as hosts, contextlib.closing(Run(hosts, 40.0, num_hosts)) as run:
@@ -202,7 +202,7 @@ def test_one_silent_host_of_few_costs_five_seconds(num_hosts):
 
 
 def test_short_cuts_and_stopped_processes_are_not_losses(run):
-    """The Ray head is stopped for all of that time. A worker that dies meanwhile is detected."""
+    """The Ray head is stopped all the time. The driver still detects a worker that dies."""
     (head,) = run.hosts.processes(0, "gcs_server")
     began = time.time()
     head.send_signal(signal.SIGSTOP)
@@ -218,7 +218,7 @@ def test_short_cuts_and_stopped_processes_are_not_losses(run):
     stopped.send_signal(signal.SIGSTOP)
     time.sleep(60 if IN_SOAK else LOST_S + 1)
     stopped.send_signal(signal.SIGCONT)
-    run.await_epochs(1)  # at its end the driver is asked
+    run.await_epochs(1)  # at its end, workers need the driver
     assert run.pause(began) > LOST_S
     killed = time.time()
     send([next(iter(run.alone().values()))], signal.SIGKILL)
@@ -227,7 +227,7 @@ def test_short_cuts_and_stopped_processes_are_not_losses(run):
     run.await_size(NUM_WORKERS, alone)
     events = run.end()
     assert kinds(events) == ["lost", "resumed", "grown"], events
-    assert "its host closed the connection" in events[0][1]  # as its process has died
+    assert "its host closed the connection" in events[0][1]  # because its process has died
     assert "The Ray head does not answer" in run.log.read_text()
     assert run.call("workers").keys() == run.workers.keys()
 
@@ -240,7 +240,7 @@ def test_restarted_ray_head_costs_no_worker():
         run.train()
         began = time.time()
         hosts.restart_head()
-        time.sleep(90)  # Ray's nodes try for a minute
+        time.sleep(90)  # Ray nodes try to reconnect for a minute
         assert run.pause(began) < 3.0
         killed = time.time()
         send([run.alone()[1]], signal.SIGKILL)
@@ -249,7 +249,7 @@ def test_restarted_ray_head_costs_no_worker():
 
 
 def fault(hosts, draw):
-    """One fault at random, and its end; a host without power gets a new node of Ray's."""
+    """Cause a random fault and end it. A host without power gets a new Ray node."""
     host, seconds = draw.randrange(len(hosts.cpus)), draw.choice([0.5, 1.5, 3.0])
     kind = draw.choice(["cut", "stop", "kill", "term", "off", "drain"]) if host else "cut"
     workers = hosts.processes(host, "ray::Worker")
@@ -260,7 +260,7 @@ def fault(hosts, draw):
     elif kind == "drain":
         notice_s = 5 * seconds
         hosts.drain(host, round(notice_s))
-        with contextlib.suppress(AssertionError):  # the time is over, or nobody takes over
+        with contextlib.suppress(AssertionError):  # the notice ended, or there is no room
             wait_until(lambda: not hosts.processes(host, "ray::Worker"), notice_s)
         hosts.power_off(host)
     else:
@@ -294,9 +294,9 @@ def test_whatever_happens_each_sample_counts_once(run, seed):
 
 
 def test_announced_workers_leave_early_at_no_cost(run):
-    """A node is drained, with room elsewhere; then one is sent SIGTERM, and there is none."""
+    """First Ray drains a node, with room elsewhere. Then a worker gets SIGTERM, without room."""
     began = time.time()
-    drained = 1  # it has one CPU, as many as are left
+    drained = 1  # it has one CPU, and the other host has one free CPU
     run.hosts.drain(drained, 30)
     wait_until(lambda: not run.hosts.processes(drained, "ray::Worker"), 30)
     moved = run.await_size(NUM_WORKERS, time.time())
@@ -308,13 +308,13 @@ def test_announced_workers_leave_early_at_no_cost(run):
     assert kinds(events) == ["draining", "moved", "draining", "resumed", "grown"]
     causes = [cause for kind, cause in events if kind == "draining"]
     assert causes == ["Ray drains its node", "its process was sent SIGTERM"]
-    assert run.pause(began) < 3.0  # the figure is a benchmark's: a successor starts on busy cores
+    assert run.pause(began) < 3.0  # a loose limit, because the successor starts on busy cores
     assert run.redone(began) == 0
     assert run.call("workers").keys() == {run.hosts.address(2)}
 
 
 def test_workers_wait_for_a_driver_that_is_cut_off_and_exit_without_it(run):
-    if IN_SOAK:  # a call of Ray's is under way only after the first
+    if IN_SOAK:  # a Ray call is in flight only from the second training on
         run.end()
         run.train()
     cut, said_before = time.time(), run.log.read_text()
