@@ -1,6 +1,6 @@
-"""A whole program in one file, as users of the old library ran them: python old_style_script.py.
+"""A complete script for the old library, which users ran as `python old_style_script.py`.
 
-It iterates over data in a way of its own: each worker takes its part in setup, by its rank.
+It shards its data itself: in `setup`, each worker selects its part by its rank.
 """
 
 import argparse
@@ -29,7 +29,7 @@ class Batches:
 
 class LineOperator(TrainingOperator):
     def setup(self, config):
-        self.note = open(config["note"], "w")  # noqa: SIM115  nobody closes it
+        self.note = open(config["note"], "w")  # noqa: SIM115  never closed
         atexit.register(self.note.write, "ended")
         torch.manual_seed(3)
         model = nn.Linear(1, 1)

@@ -1,4 +1,4 @@
-"""Whatever happens to workers, each sample is trained on once an epoch; seen from outside alone."""
+"""Each epoch trains on each sample once, whatever happens to workers."""
 
 import functools
 import os
@@ -50,7 +50,7 @@ def test_a_run_goes_on_in_mid_epoch_with_another_number_of_workers(three, tmp_pa
     config = {"num_samples": NUM_SAMPLES, "batch_size": 7, "loader_workers": 2, "until_size": 1}
     three.trainer.train(num_steps=50)
     many = three.trainer.save(tmp_path / "many.pt")
-    three.trainer.train(num_steps=2)  # what comes after the save does not count
+    three.trainer.train(num_steps=2)  # steps after the save do not count
     with TorchTrainer(training_operator_cls=SlowLedger, config=config, use_local=True) as one:
         one.train(num_steps=11)
         few = one.save(tmp_path / "few.pt")
@@ -65,7 +65,7 @@ def test_a_run_goes_on_in_mid_epoch_with_another_number_of_workers(three, tmp_pa
 
 
 class Shuffling:
-    """A sampler that keeps its random numbers to itself, or to a generator that is known."""
+    """A sampler that shuffles with `generator`, which raysgd can seed, or a hidden generator."""
 
     def __init__(self, size, seeded):
         self.size = size
@@ -89,7 +89,7 @@ def reshuffled(loader, config):
 
 
 class OwnOrder(Ledger):
-    """With a sampler of its own."""
+    """A ledger with a custom sampler."""
 
     def make_loader(self, config, seeded=False):
         data = Ids(config["num_samples"])
@@ -140,7 +140,7 @@ def test_lost_workers_are_replaced_also_where_the_first_is_lost_as_a_replacement
         metrics = trainer.train()
         killing.result()
     (hit,) = injected.injected
-    # the processes of a DataLoader would keep the death a secret for 5 s
+    # the processes of a DataLoader must not hide the death, which they could for 5 s
     assert three.events[0].time - hit.time < 2 * SOON_S
     assert three.kinds.count("lost") == 2
     assert {*pids_of(trainer)} & {*pids} == {pids[1]}
@@ -151,7 +151,7 @@ def test_lost_workers_are_replaced_also_where_the_first_is_lost_as_a_replacement
 
 @pytest.mark.slow("three workers start")
 def test_all_are_lost_and_training_restarts_from_a_snapshot(three):
-    """Whichever it is: what came after it is trained again, and nothing else."""
+    """Training repeats the steps after the snapshot, and nothing else, whichever snapshot it is."""
     trainer = three.trainer
     trainer.train()
     trainer.train(num_steps=2)

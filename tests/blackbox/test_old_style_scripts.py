@@ -1,9 +1,9 @@
-"""Programs as users of the old library wrote them, in which only the imports were changed.
+"""Scripts for the old library (RaySGD v1), with only the imports changed.
 
-Each one has the creators or the operator first, and then, as a test, what the script did with
-its trainer. They know public interfaces alone. What takes several workers to show is shown on two:
-averaging, sharing data out, metrics over workers, a state that reaches all, functions on workers.
-All else runs without Ray, on one worker in this process.
+Creators or an operator are followed by a test, which does what the script did with its trainer.
+Tests use two workers only if they need them: for averaging, sharding, metrics over workers, state
+that reaches all workers, and functions on workers. All others run without Ray, on one worker in
+this process.
 """
 
 import functools
@@ -31,7 +31,7 @@ from tests.operators import replica_hash
 
 NUM_TRAIN = 160
 NUM_VALIDATION = 101
-"""Batches of 16 make 7 of these: four for one worker and three for the other."""
+"""Enough for 7 batches of 16: four for one worker and three for the other."""
 
 
 class Line(Dataset):
@@ -111,7 +111,7 @@ def test_creators_with_a_loss_class_a_scheduler_per_epoch_and_two_loaders(tmp_pa
         assert stats[1]["train_loss"] < stats[0]["train_loss"]
         assert after["num_samples"] == NUM_VALIDATION
         assert after["val_loss"] < 0.1 * before["val_loss"]
-        # two epochs, halved after each of them
+        # halved after each of two epochs
         assert learning_rates(trainer.get_local_operator()) == [0.1]
 
         model = trainer.get_model()
@@ -127,7 +127,7 @@ def test_creators_with_a_loss_class_a_scheduler_per_epoch_and_two_loaders(tmp_pa
     trainer.shutdown()
 
 
-# ---- creator functions, with a function that makes the loss, one loader and an own train_batch
+# ---- creator functions, with a function that makes the loss, one loader and a custom train_batch
 
 
 def huber_creator(config):
@@ -139,7 +139,7 @@ def train_data_creator(config):
 
 
 class ClippingOperator(CreatorOperator):
-    """Works with what the creators made."""
+    """Has a custom `train_batch`, which uses the objects of the creators."""
 
     def train_batch(self, batch, batch_info):
         features, target = batch
@@ -175,8 +175,8 @@ def test_creators_with_a_loss_function_and_one_loader_under_an_own_train_batch()
         assert trainer.train()["epoch"] == 4
 
 
-# ---- loops of one's own, with the older signatures; functions on workers and operators, one of
-# ---- which is in the driver's process
+# ---- custom loops with the older signatures; functions on workers and operators, with one worker
+# ---- in the driver's process
 
 
 class OldLoopsOperator(TrainingOperator):
@@ -233,7 +233,7 @@ def old_loops_trainer(module_cluster):
         num_workers=2,
         use_local=True,
         scheduler_step_freq="manual",
-        timeout_s=30,  # what hangs shall not hang for long
+        timeout_s=30,  # so that a hang ends soon
     ) as trainer:
         yield trainer
     assert not dist.is_initialized()
@@ -313,11 +313,11 @@ class TestLoopsOfOnesOwn:
         assert all_equal(old_loops_trainer.apply_all_operators(replica_hash))
 
 
-# ---- a loop of one's own with the newer signature
+# ---- a custom loop with the newer signature
 
 
 class AccumulatingOperator(TrainingOperator):
-    """Makes one update of two batches."""
+    """Updates the weights every two batches."""
 
     def setup(self, config):
         model = make_line_model()
@@ -363,14 +363,14 @@ def test_own_train_epoch_with_the_newer_signature():
         assert (part["asked"], part["epoch_idx"], part["batch_count"]) == (2, 1, 2)
         assert part["last_step"] == 11
 
-        # one step over the end of the epoch
+        # one step beyond the end of the epoch
         over = trainer.train(num_steps=9)
         assert over["batch_count"] == 9
         assert trainer.epoch == 3
         assert trainer.global_step == 21
 
 
-# ---- two models and two optimizers, and state of one's own
+# ---- two models and two optimizers, and custom state
 
 
 class GanOperator(TrainingOperator):
@@ -463,7 +463,7 @@ class TestGan:
             assert not torch.equal(old[0].weight, new[0].weight)
         assert models[1].eval()(torch.zeros(2, 4)).shape == (2, 1)
         assert gan_trainer.global_step == 12
-        # in each step both models were updated, by the gradients of both workers
+        # each step updates both models with the gradients of both workers
         assert all_equal(gan_trainer.apply_all_operators(replica_hash))
 
     def test_own_state_is_saved_and_loaded_also_on_another_number_of_workers(
@@ -495,17 +495,17 @@ class TestGan:
 
         gan_trainer.load(path)
         assert gan_trainer.apply_all_operators(memory_of) == [longer, longer]
-        # all of the data is one worker's, half of it is each of two's
+        # an epoch takes 8 steps with one worker, and 4 with two
         assert (gan_trainer.epoch, gan_trainer.global_step) == (epoch + 1, step + 8)
         assert gan_trainer.train()["epoch"] == epoch + 2
         assert all_equal(gan_trainer.apply_all_operators(replica_hash))
 
 
-# ---- DistributedDataParallel by one's own hand
+# ---- DistributedDataParallel in the user's code
 
 
 class OwnDdpOperator(TrainingOperator):
-    """Wraps one model before it is registered, and one after that."""
+    """Wraps one model before `register`, and one after it."""
 
     def setup(self, config):
         torch.manual_seed(1)
@@ -553,7 +553,7 @@ def own_ddp_trainer(module_cluster):
         num_workers=2,
         use_local=True,
         wrap_ddp=False,
-        timeout_s=30,  # what hangs shall not hang for long
+        timeout_s=30,  # so that a hang ends soon
     ) as trainer:
         yield trainer
 
@@ -640,7 +640,7 @@ def test_one_cycle_scheduler_steps_with_each_batch():
 
 
 class PlateauOperator(TrainingOperator):
-    """Has two optimizers in one scheduler each; steps both of them by itself."""
+    """Has two optimizers, each with a scheduler. `train_batch` steps both optimizers."""
 
     def setup(self, config):
         torch.manual_seed(1)
@@ -696,18 +696,17 @@ def test_plateau_schedulers_step_by_hand_with_a_metric():
         assert trainer.train()["train_loss"] < loss
 
 
-# ---- a stream that each worker reads for itself, and items that the workers download and
-# ---- transform; an initialization hook, a global batch size, timings, results by worker,
-# ---- information for a call
+# ---- one stream per worker, and items that the workers download and transform; an initialization
+# ---- hook, a global batch size, timings, results by worker, `info` for a call
 
 
 def initialization_hook():
     os.environ["OLD_STYLE_FLAG"] = "raised"
-    torch.set_num_interop_threads(1)  # torch takes this only before its first parallel work
+    torch.set_num_interop_threads(1)  # PyTorch accepts this only before its first parallel work
 
 
 class Stream(IterableDataset):
-    """As many points as it is told, of unknown number to the loader."""
+    """A stream of `num_points` points, without a length."""
 
     def __init__(self, rank, num_points):
         self.rank = rank
@@ -766,7 +765,7 @@ def stream_trainer(module_cluster):
             initialization_hook=initialization_hook,
             config=config,
             num_workers=2,
-            timeout_s=30,  # what hangs shall not hang for long
+            timeout_s=30,  # so that a hang ends soon
         )
     assert config[BATCH_SIZE] == 21
     with trainer:
@@ -836,7 +835,7 @@ class TestDataWithoutAnIndex:
             # as many steps as the shorter stream has
             assert [stats["batch_count"] for stats in each] == [2, 2]
             assert [stats["epoch"] for stats in each] == [begun + epoch] * 2
-            # each worker had a part of its own
+            # each worker read its own stream
             assert each[0]["x"] < 1 <= each[1]["x"]
         assert all_equal(trainer.apply_all_operators(replica_hash))
 
@@ -844,7 +843,7 @@ class TestDataWithoutAnIndex:
         assert [stats["num_samples"] for stats in by_worker] == [20, 31]
         assert [stats["batch_count"] for stats in by_worker] == [2, 4]
 
-        # over the end of the streams
+        # beyond the end of the streams
         assert trainer.train(num_steps=3)["batch_count"] == 3
         assert trainer.global_step - done == 7
         assert trainer.epoch - begun == 4
@@ -875,21 +874,21 @@ def test_a_script_in_one_file_runs_as_a_program(module_cluster, tmp_path):
     assert [s["batch_count"] for s in stats] == [6] * 3
     assert stats[-1]["train_loss"] < stats[0]["train_loss"]
     assert abs(result["prediction"] - 2) < 1.5
-    # the worker has ended as programs do: exit handlers ran, files were flushed
+    # the worker exited normally: exit handlers ran, and files were flushed
     assert note.read_text() == "ended"
 
 
-# ---- small habits, each of which a script of the old library may have
+# ---- small habits of scripts for the old library
 
 
 def train_alone(operator_cls, **arguments):
-    """Train for an epoch in this process; return what that gave, and the trainer."""
+    """Train for an epoch in this process. Return the metrics and the trainer."""
     trainer = TorchTrainer(training_operator_cls=operator_cls, use_local=True)
     return trainer.train(**arguments), trainer
 
 
 class ModelOperator(TrainingOperator):
-    """What the operators below share, without data."""
+    """The base of operators below, without data."""
 
     def setup(self, config):
         model = make_line_model()
@@ -901,7 +900,7 @@ class ModelOperator(TrainingOperator):
 
 
 class HabitOperator(ModelOperator):
-    """The same with data."""
+    """The base of operators below, with data."""
 
     def setup(self, config):
         super().setup(config)
@@ -973,7 +972,7 @@ def test_an_older_train_epoch_may_name_its_parameters_as_it_likes(signature):
         train_epoch = namespace["train_epoch"]
 
         def walk(self, batches, info):
-            return {**super().train_epoch(batches), **info}  # a dict, though none was given
+            return {**super().train_epoch(batches), **info}  # a dict even without an argument
 
     stats, _ = train_alone(Operator)
     assert stats["num_samples"] == NUM_TRAIN
@@ -1031,16 +1030,16 @@ def test_names_are_found_where_scripts_import_them_from(module, names):
     assert all(hasattr(home, name) for name in names.split())
 
 
-def test_the_import_of_a_model_that_is_not_here_says_where_one_is():
+def test_importing_resnet18_fails_and_points_to_torchvision():
     with pytest.raises(ImportError, match=r"torchvision\.models\.resnet18\(num_classes=10\)"):
         exec("from raysgd.torch.resnet import ResNet18")
 
 
-# ---- what scripts of RaySGD v1 do besides: each ends as it did there, or by a message with the way
+# ---- other habits of scripts for RaySGD v1: they work, or fail with a message that names the way
 
 
 @pytest.mark.parametrize(("frequency", "rate"), [("batch", 0.5**2), ("epoch", 0.5), ("manual", 1)])
-def test_a_loop_finds_in_info_what_it_steps_its_scheduler_by(frequency, rate):
+def test_info_tells_a_loop_how_often_to_step_its_scheduler(frequency, rate):
     class Operator(HalvesItsRate):
         def train_epoch(self, iterator, info):
             meters = AverageMeterCollection()
@@ -1064,7 +1063,7 @@ def test_a_loop_finds_in_info_what_it_steps_its_scheduler_by(frequency, rate):
     assert [given[key] for key in keys] == [3, 2, False, frequency]
 
 
-def test_a_batch_is_told_of_the_precision_and_what_the_caller_gave_stays_apart():
+def test_batch_info_has_the_precision_and_keeps_the_callers_info_apart():
     class Operator(HabitOperator):
         def train_batch(self, batch, batch_info):
             half, note = float(batch_info[constants.USE_FP16]), str(batch_info["info"])
@@ -1075,7 +1074,7 @@ def test_a_batch_is_told_of_the_precision_and_what_the_caller_gave_stays_apart()
     assert (stats["half"], stats["note"], stats["lesson"]) == (1, "{'lesson': 3}", 3)
 
 
-def test_arguments_for_apex_are_left_out_without_it(caplog):
+def test_apex_args_are_ignored_with_a_warning(caplog):
     class Operator(HabitOperator):
         def register(self, **arguments):
             return super().register(apex_args={"opt_level": "O1"}, **arguments)
@@ -1110,7 +1109,7 @@ def test_losses_may_be_registered_in_a_list():
     _, trainer = train_alone(Operator)
     operator = trainer.get_local_operator()
     assert operator.criterion == operator.given
-    # the one that is trained is saved
+    # the state includes the loss that has parameters
     assert [list(state) for state in trainer.state_dict()["models"]] == [
         ["weight", "bias"],
         ["center"],
@@ -1127,7 +1126,7 @@ class Centers(nn.Module):
         return ((output - self.center) ** 2).mean()
 
 
-def test_who_takes_the_model_of_this_process_before_training_is_told_that_it_is_a_copy(caplog):
+def test_get_model_before_training_warns_that_it_returns_a_copy(caplog):
     _, trainer = train_alone(HabitOperator)
     trainer.get_model()
     assert "get_model() returns a copy" not in caplog.text
@@ -1158,13 +1157,13 @@ def test_a_loop_with_batches_of_its_own_needs_no_loader_and_its_metrics_and_step
     assert trainer.validate() == {"val_own": 0.25}
 
 
-def test_a_loop_that_draws_from_a_loader_that_is_not_there_is_told_so():
+def test_a_loop_without_a_loader_gets_a_clear_error():
     for call in ("train", "validate"):
         with pytest.raises(RuntimeError, match=r"There is no \w+ loader"):
             getattr(TorchTrainer(training_operator_cls=ModelOperator, use_local=True), call)()
 
 
-def test_the_steps_that_a_loop_counts_are_what_it_reads():
+def test_a_loop_that_counts_global_steps_reads_its_own_count():
     class Operator(HabitOperator):
         def train_epoch(self, iterator, info):
             self.seen = []
@@ -1179,7 +1178,7 @@ def test_the_steps_that_a_loop_counts_are_what_it_reads():
     assert trainer.global_step == 10
 
 
-def test_parts_of_a_call_without_num_samples_count_by_their_batches():
+def test_epochs_in_a_call_weigh_by_batches_without_num_samples():
     class Operator(HabitOperator):
         def train_epoch(self, iterator, info):
             return {"share": float(len(list(iterator)) == 2)}
@@ -1213,7 +1212,7 @@ def test_a_map_style_data_set_may_be_a_loader():
     assert trainer.train()["num_samples"] == 32
 
 
-def test_a_loop_that_scales_its_loss_itself_is_told_the_way():
+def test_own_loss_scaling_fails_with_a_message_that_names_the_methods():
     class Operator(HabitOperator):
         def train_batch(self, batch, batch_info):
             with self._amp.autocast():
@@ -1224,7 +1223,7 @@ def test_a_loop_that_scales_its_loss_itself_is_told_the_way():
         train_alone(Operator)
 
 
-def test_a_scheduler_that_is_kept_nowhere_and_stepped_is_told_of(caplog):
+def test_stepping_a_scheduler_that_is_in_no_attribute_logs_a_warning(caplog):
     class Operator(HabitOperator):
         def setup(self, config):
             model = make_line_model()
@@ -1289,7 +1288,7 @@ def test_methods_that_shard_a_dataset_explain_that_it_shards_itself():
             getattr(ItemDataset([1, 2]), name)
 
 
-def test_small_names():
+def test_meters_count_samples_and_override_rejects_unknown_methods():
     meters = AverageMeterCollection()
     meters.update({"loss": 1.0}, n=3)
     assert meters.n == 3

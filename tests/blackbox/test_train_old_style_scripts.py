@@ -1,10 +1,10 @@
-"""Programs as users of Ray 1.13's `ray.train` wrote them, in which only the imports were changed.
+"""Scripts for `ray.train` of Ray 1.13, with only the imports changed.
 
-Each has its training function first, and then, as a test, what the script did with its trainer.
-All but the last are run on the workers of one trainer, the one that kills a worker after those
-that may leave something in the processes, and the one that ends the workers after all of them.
+A training function is followed by a test, which does what the script did with its trainer. All
+tests but the last share one trainer. The test that kills a worker comes after those that may leave
+something in the processes. The test that ends the workers is the last on this trainer.
 
-Workers import this module: what takes long to import is imported where it is needed.
+Workers import this module, so it imports slow packages only in functions.
 """
 
 import json
@@ -50,7 +50,7 @@ def line(num_points=64):
     return TensorDataset(x, 2 * x + 1)
 
 
-# ---- a line, with the helpers for models and loaders
+# ---- linear regression, with the helpers for models and loaders
 
 
 def linear_epoch(loader, model, loss_fn, optimizer):
@@ -63,7 +63,7 @@ def linear_epoch(loader, model, loss_fn, optimizer):
 
 
 def linear_func(config):
-    # DistributedDataParallel makes the models one
+    # different weights, which DistributedDataParallel synchronizes
     torch.manual_seed(train.world_rank())
     loader = DataLoader(line(), batch_size=config.get("batch_size", 8), shuffle=True)
     loader = train.torch.prepare_data_loader(loader)
@@ -88,7 +88,7 @@ def test_linear(trainer):
     assert losses[-1] < 0.1 * losses[0]
 
 
-# ---- pictures, here digits; train and validate in each epoch
+# ---- images of digits; training and validation in each epoch
 
 
 def digits():
@@ -176,7 +176,7 @@ def test_an_iterator_over_results(trainer):
     assert list(forced) == []
 
 
-# ---- checkpoints, which of them stay, and going on from one
+# ---- checkpoints: keep some of them, and resume from one
 
 
 def run_number(trainer):
@@ -386,7 +386,7 @@ def metrics_func():
     from torchmetrics.classification import MulticlassAccuracy
 
     accuracy = MulticlassAccuracy(num_classes=2, average="micro")
-    # worker 0 sees four samples and worker 1 two, of which none is right
+    # all four samples of worker 0 are right, and both of worker 1 are wrong
     if train.world_rank() == 0:
         accuracy.update(torch.tensor([0, 1, 0, 1]), torch.tensor([0, 1, 0, 1]))
     else:
@@ -448,11 +448,11 @@ def test_a_class_on_every_worker_knows_its_rank_and_prepares_models(trainer):
 
 
 on_gpu = set()
-"""On a worker: where the memory of tensors is that count as those of a GPU."""
+"""On a worker: addresses of the tensors that count as tensors on a GPU."""
 
 
 def on_a_gpu(tensor):
-    """Give a tensor a location that is known in this process alone, as GPUs are where there are."""
+    """Give a tensor a location that exists only in this process, like that of a GPU."""
     if not on_gpu:
         torch.serialization.register_package(
             0,
@@ -477,7 +477,7 @@ def fragile_func(config):
 
 @pytest.mark.slow("both workers start anew, and import torch")
 def test_a_worker_dies_and_the_function_goes_on(trainer):
-    """The driver has neither the GPU of its tensors nor the process group of its model."""
+    """The driver has neither the GPU of the tensors nor the process group of the model."""
     seen = []
 
     class Callback(TrainingCallback):
@@ -494,7 +494,7 @@ def test_a_worker_dies_and_the_function_goes_on(trainer):
         assert isinstance(cloudpickle.load(file)["model"], nn.Linear)
 
 
-# ---- the end of the workers
+# ---- shutdown of busy workers
 
 
 class Busy:

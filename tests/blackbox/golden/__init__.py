@@ -1,1 +1,1 @@
-"""Golden orders: which sample goes to which worker, as it has been since they were written down."""
+"""Golden orders: a record of which sample goes to which worker at which step."""

@@ -1,9 +1,9 @@
-"""What is read for the golden orders: loaders, seeds, sizes, epochs, workers and offsets.
+"""The cases of the golden orders: loaders, seeds, sizes, epochs, workers, and offsets.
 
     python -m tests.blackbox.golden.cases
 
-writes them down anew. Do so only where an order shall change, and say in CHANGELOG that it does:
-a run that is resumed goes on in another order then.
+This records the orders again. Use it only to change an order, and announce the change in
+CHANGELOG: resumed runs then continue in another order.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ SEGMENTS = {
     "1 gains 2": [(1, 3), (3, None)],
     "3 to 2 to 4": [(3, 1), (2, 2), (4, None)],
 }
-"""Numbers of workers over an epoch, and the steps that each takes."""
+"""Pairs (number of workers, number of steps) within an epoch. None means all remaining steps."""
 
 
 def numbers(total):
@@ -44,7 +44,7 @@ def numbers(total):
 
 
 class Backwards(torch.utils.data.Sampler):
-    """A sampler as users write them, of another length than its data, which counts epochs."""
+    """A custom sampler, which uses the epoch and has another length than its data."""
 
     def __init__(self, total):
         self.total, self.epoch = total, 0
@@ -130,7 +130,7 @@ def read_operator(kind, total, size, segments, training=True, seed=0, epoch=0, g
 
 
 def operator_cases():
-    """Yield (name, how to read it) for loaders of operators."""
+    """Yield (name, function that reads the order) for loaders of operators."""
     sizes = [(23, 4), (8, 3), (3, 2), (1, 1)]
     for kind, segments, (total, size) in itertools.product(LOADERS, SEGMENTS, sizes):
         for seed, epoch in [(0, 0), (12345, 3)]:
@@ -166,17 +166,17 @@ def _digest_of_many(kind, segments):
 
 
 def function_cases():
-    """Yield (name, how to read it) for loaders that training functions have prepared."""
+    """Yield (name, function that reads the order) for loaders that training functions prepare."""
     for kind, world_size, seed in itertools.product(LOADERS, (1, 2, 3), (0, 9)):
         if world_size == 1 and kind not in ("in_order", "shuffled_by_generator", "own_sampler"):
-            continue  # left as it is: torch's own order, from the process's generator
+            continue  # unchanged: the order of PyTorch, from the global generator
         name = f"function, {kind} 23 by 4, seed {seed}, {world_size} workers, two passes"
         make = partial(LOADERS[kind], 23, 4)
         yield name, partial(seam.prepared_passes, make, world_size=world_size, seed=seed)
 
 
 def keras_cases():
-    """Yield (name, how to read it) for data of Keras operators."""
+    """Yield (name, function that reads the order) for data of Keras operators."""
     import numpy as np
     import tensorflow as tf
 
@@ -197,12 +197,12 @@ FAMILIES = {"operator": operator_cases, "function": function_cases, "keras": ker
 
 
 def kept(family):
-    """Return the orders of a family as they were written down."""
+    """Return the recorded orders of a family."""
     return json.loads((FOLDER / f"{family}.json").read_text())
 
 
 def write():
-    """Write all orders down, one a line."""
+    """Record all orders, one per line."""
     for family, cases in FAMILIES.items():
         lines = (f"{json.dumps(name)}: {json.dumps(read())}" for name, read in cases())
         (FOLDER / f"{family}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -1,7 +1,7 @@
-"""How an epoch is shared out, without a trainer, in today's words of the inside.
+"""Sharding of an epoch without a trainer. This file depends on internals.
 
-Each function returns, for each worker, its batches as lists of samples. A change of how loaders are
-shared out inside changes this file; the orders stay.
+Each function returns the batches of each worker as lists of samples. If the internals of sharding
+change, adapt this file and keep the recorded orders.
 """
 
 import itertools
@@ -16,16 +16,16 @@ def operator_epoch(make_loader, *, training, seed, epoch, segments, global_batch
     """Read an epoch of a loader that an operator registers.
 
     Args:
-        make_loader: returns the loader, given the batch size of a worker where the batch is global.
+        make_loader: returns the loader. Its argument is a worker's share of `global_batch`.
         training: whether it is the training loader.
-        seed: the trainer's.
+        seed: seed of the trainer.
         epoch: number of the epoch.
-        segments: pairs of the number of workers and the steps that they take; None: all that is
-            left. Each goes on where the one before ended. The full group has the largest number.
-        global_batch: ``config[BATCH_SIZE]``; None: the loader has a batch size of its own.
+        segments: pairs (number of workers, number of steps), one after the other. None means all
+            remaining steps. The full group has the largest number of workers.
+        global_batch: ``config[BATCH_SIZE]``, or None if the loader has its own batch size.
 
     Returns:
-        A list of the segments, each a list of the workers.
+        A list of segments, each a list of workers.
     """
     full_size = max(size for size, _ in segments)
     offset, share = 0, global_batch and global_batch // full_size
@@ -57,7 +57,7 @@ def operator_epoch(make_loader, *, training, seed, epoch, segments, global_batch
 
 
 def prepared_passes(make_loader, *, world_size, seed):
-    """Go twice through a loader that a training function has prepared."""
+    """Read a loader that a training function has prepared, twice."""
     workers = []
     for rank in range(world_size):
         loader = prepared_loader(
@@ -68,9 +68,9 @@ def prepared_passes(make_loader, *, world_size, seed):
 
 
 def keras_epoch(data, *, training, seed, epoch, segments, batch_size=None):
-    """Read an epoch of arrays (with a batch size) or of a ``tf.data.Dataset``, as Keras operators.
+    """Read an epoch of a Keras operator, from arrays (with a batch size) or a ``tf.data.Dataset``.
 
-    Segments are those of `operator_epoch`.
+    `segments` are like those of `operator_epoch`.
     """
     from raysgd.tf.loading import ArraySource, DatasetSource
 

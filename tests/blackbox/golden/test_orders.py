@@ -1,4 +1,4 @@
-"""Every sample goes to the same worker, at the same step, as it has since this was written down."""
+"""Every sample goes to the same worker at the same step as in the recorded orders."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_orders_are_those_that_were_written_down(family):
 
 
 class Reader(TrainingOperator):
-    """Keeps what it is given to train on and to validate."""
+    """Records the samples of its batches."""
 
     def setup(self, config):
         torch.manual_seed(12345)
@@ -42,7 +42,7 @@ class Reader(TrainingOperator):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind != "in_order"])
-def test_a_trainer_hands_them_out_by_the_seed_of_setup(kind):
+def test_a_trainer_orders_samples_by_the_seed_of_setup(kind):
     trainer = TorchTrainer(training_operator_cls=Reader, config={"kind": kind}, use_local=True)
     operator = trainer.get_local_operator()
     for _ in range(4):  # the last is epoch 3

@@ -1,1 +1,1 @@
-"""Checkpoints and run folders as an earlier version wrote them, which every later one reads."""
+"""Checkpoints and run folders of earlier versions, which each later version must read."""

@@ -1,9 +1,8 @@
-"""Runs whose files are kept.
+"""Write the files of a new folder.
 
     python -m tests.blackbox.written.runs FOLDER
 
-writes them into a new folder. After the first release, never rewrite a folder: add another one if
-the format changes.
+After the first release, never rewrite a folder: add another one if the format changes.
 """
 
 import json
@@ -19,11 +18,11 @@ from raysgd.callbacks import CheckpointCallback, EarlyStopping, JsonlLogger
 
 
 class Line(TrainingOperator):
-    """Learns y = 3 x - 1, with all that a state may hold."""
+    """Learns y = 3 x - 1. It has everything that a state can contain."""
 
     def setup(self, config):
         torch.manual_seed(7)
-        # no bias that the normalization takes away: its gradient would be noise
+        # no bias: the normalization would cancel it, and its gradient would be noise
         first, norm = torch.nn.Linear(1, 3, bias=False), torch.nn.BatchNorm1d(3)
         model = torch.nn.Sequential(first, norm, torch.nn.Linear(3, 1))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
@@ -61,7 +60,7 @@ def line_trainer(folder):
 
 
 def digits(trainer):
-    """Return what tells states apart, as numbers."""
+    """Return numbers that tell states apart."""
     state = trainer.state_dict()
     return {
         "epoch": state["epoch"],
@@ -80,7 +79,7 @@ def write(folder):
 
 
 def write_line(folder):
-    """Write a run that was cut off in its third epoch, and a state of its own."""
+    """Write a run that stops in its third epoch, and a separate state and model."""
     with line_trainer(folder / "run") as trainer:
         trainer.fit(2)
         trainer.train(num_steps=2)
@@ -89,7 +88,7 @@ def write_line(folder):
         (folder / "expected.json").write_text(json.dumps(digits(trainer), indent=1) + "\n")
         trainer.train()
         (folder / "next.json").write_text(json.dumps(digits(trainer), indent=1) + "\n")
-    (folder / "run" / "report.html").unlink(missing_ok=True)  # large, and only written
+    (folder / "run" / "report.html").unlink(missing_ok=True)  # large, and raysgd never reads it
 
 
 def write_keras(folder):

@@ -1,4 +1,4 @@
-"""What an earlier version wrote is read, and gone on from as if nothing had happened."""
+"""Files of an earlier version load, and training continues from them without a difference."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ FOLDERS = sorted(path for path in Path(__file__).parent.iterdir() if (path / "st
 
 @pytest.fixture(params=FOLDERS, ids=lambda folder: folder.name)
 def folder(request, tmp_path):
-    """A copy of what was written."""
+    """A copy of a folder of an earlier version."""
     return Path(shutil.copytree(request.param, tmp_path / "written"))
 
 
@@ -23,7 +23,7 @@ def said(folder, name):
     return json.loads((folder / name).read_text())
 
 
-def test_a_state_is_loaded_and_gone_on_from(folder, tmp_path):
+def test_training_continues_from_an_old_state(folder, tmp_path):
     with line_trainer(tmp_path / "new") as trainer:
         trainer.load(folder / "state.pt")
         assert digits(trainer) == pytest.approx(said(folder, "expected.json"), rel=1e-4)
@@ -31,14 +31,14 @@ def test_a_state_is_loaded_and_gone_on_from(folder, tmp_path):
         assert digits(trainer) == pytest.approx(said(folder, "next.json"), rel=1e-4)
 
 
-def test_a_run_goes_on_in_its_folder(folder):
+def test_an_old_run_continues_in_its_folder(folder):
     with line_trainer(folder / "run") as trainer:
         trainer.fit(3)
         assert trainer.epoch == 3
         assert digits(trainer) == pytest.approx(said(folder, "next.json"), rel=1e-4)
 
 
-def test_what_a_store_kept_is_restored(folder):
+def test_a_store_restores_an_old_checkpoint(folder):
     checkpoints = folder / "run" / "checkpoints"
     restored = CheckpointStore(checkpoints, job="Line").restore()
     assert restored.state["global_step"] == 16
@@ -47,7 +47,7 @@ def test_what_a_store_kept_is_restored(folder):
         assert (manifest.operator, manifest.job, manifest.world_size) == ("Line", "Line", 1)
 
 
-def test_arrays_of_keras_are_read_without_it(folder):
+def test_a_keras_state_loads_without_keras(folder):
     state = read_file(folder / "keras.state")
     assert (state["epoch"], state["global_step"]) == (1, 6)
     sums = {name: float(array.sum()) for name, array in state["models"][0].items()}
