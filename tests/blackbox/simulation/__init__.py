@@ -1,1 +1,1 @@
-"""A simulated cluster: ``world.py`` says what happens in it, ``seam.py`` how the driver sees it."""
+"""A simulated cluster: ``world.py`` simulates it, and ``seam.py`` connects it to the driver."""

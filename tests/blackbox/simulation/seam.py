@@ -1,6 +1,6 @@
-"""The simulated side of what the driver says to workers, in today's words of the inside.
+"""Simulated workers and resources. This file depends on internals.
 
-A change of the protocol between driver and workers changes this file, and no test beside it.
+If the protocol between the driver and the workers changes, adapt this file, but no test.
 """
 
 import pickle
@@ -32,7 +32,7 @@ POINTS = ("forward", "backward", "update", "after update", "commit")
 
 
 class LostError(ray.exceptions.RayActorError):
-    """What Ray says of a dead actor."""
+    """The error that Ray raises for a dead actor."""
 
     def __init__(self, cause):
         super().__init__()
@@ -51,7 +51,7 @@ class PartialStateError(Exception):
 
 
 class SimClock(Clock):
-    """While somebody waits by it, the world goes on."""
+    """A clock whose waits advance the simulated world."""
 
     def __init__(self, world):
         self._world = world
@@ -75,7 +75,7 @@ class SimClock(Clock):
 
 
 class Driver:
-    """What a trainer is to its tests: calls that train up to a step, events, and who is there."""
+    """A replacement for a trainer: it trains up to a step, and shows events and workers."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Driver:
         self.controller.start()
 
     def train(self, goal, max_losses=0):
-        """Train up to a step; return where each worker is then."""
+        """Train up to a step. Return the step of each worker."""
         self.call = Call(
             request=TrainRequest(call=0, until_step=goal),
             max_losses=max_losses,
@@ -115,7 +115,7 @@ class Driver:
         return [outcome.progress.global_step for outcome in outcomes]
 
     def train_further(self, num_steps):
-        """Train so many steps, in a call that makes its goal itself."""
+        """Train a number of steps, in a call that computes its goal itself."""
         call = TrainCall(
             request=TrainRequest(call=0),
             num_steps=num_steps,
@@ -165,15 +165,15 @@ class Driver:
 
 @dataclass
 class Task:
-    """One call that a worker has been given."""
+    """A call to a worker."""
 
     method: str
     arguments: tuple[Any, ...]
     future: Future = field(default_factory=Future)
     since: float = -1.0
-    """When it began; negative before."""
+    """Time when the task began; negative before."""
     request: Any = None
-    """What the runner is asked for, in a call."""
+    """The request to the runner, if the method is "call"."""
 
     def __post_init__(self):
         if self.method == "call":
@@ -182,17 +182,17 @@ class Task:
 
 @dataclass
 class Meeting:
-    """A rendezvous, as one worker is told of it."""
+    """A rendezvous, as one worker knows it."""
 
     token: int
     size: int
     context: Any
     leader: int | None
-    """Rank whose state all take; None where each has that of its setup."""
+    """Rank whose state all workers copy; None if each has the state of its setup."""
 
 
 class Slot:
-    """Room for one worker, which is there while the cluster has that much room."""
+    """Room for one worker, which is ready while the cluster has enough room."""
 
     strategy = node_id = last_node_id = None
 
@@ -225,7 +225,7 @@ class Reservation:
 
 
 class SimBackend:
-    """Gives each generation a rendezvous of its own."""
+    """A backend that gives each generation a new rendezvous."""
 
     def __init__(self, rejoins=True):
         self.rejoins = rejoins
@@ -243,7 +243,7 @@ class SimBackend:
 
 
 class SimMember(WorkerHandle):
-    """A worker that does one task after the other as the world ticks."""
+    """A simulated worker, which does its tasks in order as the world ticks."""
 
     remote = True
 
@@ -258,45 +258,45 @@ class SimMember(WorkerHandle):
         self.step = 0
         self.is_set_up = False
         self.generation = None
-        """The rendezvous that it is in; None before the first."""
+        """Token of the current rendezvous; None before the first."""
         self.context = None
         self.pause = None
         self.snapshot_step = None
         self.speed = 0.0
         """Samples per second."""
         self.silent = False
-        """Stopped: it answers nothing and does nothing."""
+        """Whether the process is stopped, so that it does and answers nothing."""
         self.deaf = False
-        """It does not come back when it is interrupted."""
+        """Whether it ignores interruptions."""
         self.error = None
-        """What its next training step raises."""
+        """The exception that its next training step raises."""
         self.work_s = 0.0
-        """How long a call takes that is no training."""
+        """Seconds that a call takes that does not train."""
         self.start_s = 0.0
-        """How long its process takes to come up."""
+        """Seconds that its process takes to start."""
         self.setup_s = 0.5
         self.setup_error = None
         self.join_error = None
         self.num_joins = 0
         self.is_from_setup = False
-        """Its state is that of its setup, until it trains or loads another."""
+        """Whether its state is that of its setup, and it has not trained since."""
         self.has_trained = False
         self.lacks_shards = False
-        """What was divided over the workers was lost with others."""
+        """Whether shards of the state were lost with other workers."""
         self.partial = False
-        """Its optimizer raised within a step."""
+        """Whether an optimizer raised within a step."""
         self.weights = [0, 0]
-        """How many updates each of its parameters has had."""
+        """Number of updates of each of its two parameters."""
         self.failure = None
         """The point at which its next step fails, and whether the process dies there."""
         self.divided = False
-        """It has a share of the state."""
+        """Whether it holds only a shard of the state."""
         self.held = []
-        """Whose shares it was given."""
+        """The shards of other workers that it has imported."""
         self.interruptions = 0
         self.terminated = False
 
-    # ---- what the driver calls
+    # ---- calls of the driver
 
     def work(self, method, *arguments):
         task = Task(method, arguments)
@@ -333,7 +333,7 @@ class SimMember(WorkerHandle):
             self.end("stopped", RuntimeError("stopped by the driver"))
 
     def fail_to_talk(self):
-        """End its step as one does whose peer is gone."""
+        """End its step like a worker that has lost a peer."""
         self.end("communication", ConnectionError("closed by peer"))
 
     def _progress(self):
@@ -367,7 +367,7 @@ class SimMember(WorkerHandle):
     def _stacks(self):
         return "in user code"
 
-    # ---- life
+    # ---- tasks
 
     def die(self, cause):
         if self.dead:
@@ -376,13 +376,13 @@ class SimMember(WorkerHandle):
         self.fail_all()
 
     def fail_all(self):
-        """Fail all that is asked of one that is dead."""
+        """Fail all tasks of the dead worker."""
         queue, self.queue = self.queue, []
         for task in queue:
             task.future.set_exception(self.dead)
 
     def end(self, kind, value=None):
-        """End the task under way, and begin the next."""
+        """End the current task and begin the next one."""
         task = self.queue.pop(0)
         task.future.set_result(Outcome(kind, value, self._progress()))
         self.go_on()
@@ -393,12 +393,12 @@ class SimMember(WorkerHandle):
 
     @property
     def meeting(self):
-        """The rendezvous that it has come to."""
+        """The rendezvous of the current task."""
         context, (token, size), leader = self.task.arguments
         return Meeting(token, size, context, leader)
 
     def is_meeting(self, token):
-        """Whether it waits at a rendezvous."""
+        """Whether it waits at this rendezvous."""
         in_it = self.is_at("enter") and len(self.task.arguments) == 3
         return in_it and self.meeting.token == token
 
@@ -409,7 +409,7 @@ class SimMember(WorkerHandle):
         return (task.request.name if task.method == "call" else task.method) == method
 
     def go_on(self):
-        """Do what takes no time, up to something that does."""
+        """Do tasks that take no time, up to the first one that does."""
         while (task := self.task) is not None and not self.dead and not self.silent:
             if task.since < 0:
                 task.since = self._world.now
@@ -458,7 +458,7 @@ class SimMember(WorkerHandle):
             self.end("paused")
 
     def tick(self):
-        """Let time pass for what is done alone."""
+        """Let time pass for a task that needs no other worker."""
         task = self.task
         if task is None or self.dead or self.silent:
             return
@@ -505,7 +505,7 @@ class SimMember(WorkerHandle):
             self._check_goal()
 
     def _take_step(self, failure):
-        """Do a step up to its failure; return whether it counts."""
+        """Do a step up to its failure. Return whether the step counts."""
         step = Step()
         step.optimizers = [self]
         step.draw(None)
@@ -532,7 +532,7 @@ class SimMember(WorkerHandle):
             self.snapshot_step = self.step
 
     def enter(self, token, context, leader):
-        """Enter a generation that all of its members have come to."""
+        """Enter a generation whose members have all arrived."""
         self.generation, self.context = token, context
         self.pause = None
         self.num_joins += 1
@@ -548,7 +548,7 @@ class SimMember(WorkerHandle):
 
 
 class SimGroup(WorkerGroup):
-    """The real group, with room and workers of the simulated world."""
+    """The real worker group, with simulated room and workers."""
 
     def __init__(self, world, options):
         super().__init__(options, clock=SimClock(world))

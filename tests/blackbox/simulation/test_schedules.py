@@ -1,8 +1,8 @@
-"""Random schedules of losses, newcomers and errors, in a simulated cluster.
+"""Random schedules of lost workers, new workers, and errors, in a simulated cluster.
 
-What must hold at any time is asserted by the simulation itself: no worker is a member twice,
-there are never more than ``num_workers``, the state that counts is that of the member with most
-committed steps, nothing is restarted while somebody who has trained is alive, and each call ends.
+The simulation itself asserts what must always hold. No worker is a member twice. There are at most
+``num_workers`` members. The member with the most committed steps provides the state. Training does
+not restart from a snapshot while a worker that has trained is alive. Each call ends.
 """
 
 import pytest
@@ -28,7 +28,7 @@ actions = st.one_of(
     st.tuples(st.just("bad_setup"), st.booleans()),
     st.tuples(st.just("bad_join"), st.booleans()),
 )
-# times in ticks of the simulation, of which a training step takes one
+# times in ticks of the simulation; a training step takes one tick
 schedules = st.lists(st.tuples(st.integers(0, 240), actions), min_size=1, max_size=10)
 calls = st.lists(
     st.tuples(st.sampled_from([150, 60, 20, 3]), st.sampled_from([9, 4, 2, 1, 0])),
@@ -38,7 +38,7 @@ calls = st.lists(
 
 
 class Run:
-    """One run of a trainer on a schedule, and what it did to the workers."""
+    """A run of a trainer with a schedule, and the effects on its workers."""
 
     def __init__(self, world, num_workers, schedule, **options):
         self.world = world
@@ -55,7 +55,7 @@ class Run:
     def _prepare(self, member):
         if self.setup_is_bad:
             member.setup_error = ValueError("bad setup")
-        if self.join_is_bad and self.world.driver.workers:  # a newcomer, and not a restart
+        if self.join_is_bad and self.world.driver.workers:  # a newcomer, not a restart
             member.join_error = ValueError("bad join")
 
     def member(self, rank):
@@ -112,7 +112,7 @@ class Run:
         self.join_is_bad = on
 
     def fail(self, among, point, dies):
-        """Let workers fail at a point of their next step, all of them at the same one."""
+        """Make workers fail at the same point of their next step."""
         for rank in among:
             if (member := self.member(rank)) is not None:
                 member.failure = point, dies
@@ -129,7 +129,7 @@ class Run:
     is_calling = False
 
     def call(self, goal, max_losses):
-        """Train up to a step; check what came of it, and return whether it was reached."""
+        """Train up to a step and check the result. Return whether the step was reached."""
         driver = self.driver
         seen, is_done = len(driver.events), False
         self.is_calling = True
@@ -185,15 +185,15 @@ class Run:
         assert all(not reservation.slots for reservation in self.world.reservations)
 
 
-# two workers, of which one dies with the other a step ahead, and then that one
+# a worker dies while the other is a step ahead, and later the other dies
 AHEAD = [(10, ("lose", 0, {1}, set())), (50, ("lose", 1, {0}, {0}))]
-# a newcomer dies as it joins, and a member too
+# a newcomer dies while it joins, and so does a member
 JOINING = [
     (10, ("lose", 1, set(), set())),
     (12, ("lose_newcomer_as_it_joins",)),
     (12, ("lose_as_all_join", 0)),
 ]
-# no room for a while, and newcomers that cannot set up
+# no room for a while, and newcomers whose setup fails
 NO_ROOM = [
     (6, ("room", 1)),
     (8, ("lose_all",)),
@@ -289,13 +289,13 @@ def test_changes_of_room_alone_cost_no_retry_and_redo_no_step(
     rejoins=st.booleans(),
     setup_s=st.sampled_from([0.1, 1.0]),
 )
-# in the wait between two tries of a restart, after which there would be room
+# between two attempts of a restart, before there is room
 @example(50, [(8, ("room", 0)), (10, ("lose_all",)), (52, ("room", 3))], True, True, 0.1)
 @example(60, [(8, ("room", 0)), (10, ("lose_all",)), (62, ("room", 3))], True, True, 0.1)
-# while a replacement worker comes up
+# while a replacement worker starts
 @example(14, [(10, ("lose", 0, set(), set()))], True, True, 1.0)
 def test_a_shutdown_is_final_whatever_is_under_way(ticks, schedule, can_join, rejoins, setup_s):
-    """By another thread, a signal handler or a callback."""
+    """The shutdown comes from another thread, a signal handler, or a callback."""
     world = World(room=3)
     world.on_new_worker.append(lambda member: setattr(member, "setup_s", setup_s))
     run = Run(world, 3, schedule, can_join=can_join, rejoins=rejoins, max_attempts=4)
@@ -317,7 +317,7 @@ def test_a_shutdown_is_final_whatever_is_under_way(ticks, schedule, can_join, re
         assert len(world.workers) == ended_at[0][1], "a worker is started after the shutdown"
     else:
         run.driver.shutdown()
-    for _ in range(200):  # what is still to come changes nothing
+    for _ in range(200):  # later events change nothing
         world.tick()
     assert all(worker.dead for worker in world.workers), "a worker is left behind"
     assert all(not reservation.slots for reservation in world.reservations)
@@ -333,7 +333,7 @@ def test_a_shutdown_is_final_whatever_is_under_way(ticks, schedule, can_join, re
     start_s=st.sampled_from([0.1, 0.3]),
     setup_s=st.sampled_from([0.1, 0.4]),
 )
-def test_whoever_is_killed_starting_or_training_nobody_else_starts_anew_and_nobody_waits(
+def test_killing_workers_makes_no_other_worker_restart_or_wait(
     num_workers, kills, is_function, start_s, setup_s
 ):
     world = World(room=num_workers)
@@ -353,7 +353,7 @@ def test_whoever_is_killed_starting_or_training_nobody_else_starts_anew_and_nobo
     kinds = [event.kind for event in driver.events]
     assert "waiting" not in kinds
     lost = kinds.count("lost")
-    # of a function all start anew, each time that one is lost which runs it
+    # for a training function, each loss of a member restarts all workers
     assert len(world.workers) <= num_workers * (1 + lost * is_function) + len(killed)
     assert world.now - 1000.0 < 300 * TICK_S + len(kills) * 3.0 + 2.0
     assert world.trained == list(range(1, 301))
@@ -390,13 +390,13 @@ def test_a_step_that_fails_anywhere_is_kept_or_redone_by_all_workers(
     for steps in calls:
         run.call(world.furthest + steps, max_losses=len(schedule))
     results = [run.call(world.furthest + 20, len(schedule)) for _ in range(len(schedule) + 2)]
-    if not any(results):  # an error says that the state is lost
+    if not any(results):  # the calls fail because the state is lost
         assert snapshot_every is None or not run.driver.has_snapshot
         assert all(worker.partial for worker in run.driver.workers)
     run.end()
 
 
-def test_a_call_counts_from_what_was_done_also_where_all_are_found_lost_before_it():
+def test_a_call_counts_from_the_last_step_after_the_loss_of_all_workers():
     world = World(room=2)
     driver = world.drive(2)
     driver.train(13)

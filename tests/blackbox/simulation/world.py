@@ -1,8 +1,8 @@
-"""A cluster that is simulated: a clock of its own, workers that train in step, and no threads.
+"""A simulated cluster, with its own clock and without threads.
 
-The driver's code runs as it is; only its clock and its workers are simulated. Wherever it waits,
-the world goes on by a tick: workers that train together do a step, and what the test planned for
-that time happens. So a run is the same each time, and takes no time.
+The code of the driver is real. Only its clock and its workers are simulated. Whenever the driver
+waits, the world advances by a tick: each group of workers trains a step, and the actions happen
+that the test has planned for this time. So runs are deterministic and fast.
 """
 
 import bisect
@@ -15,13 +15,13 @@ from tests.blackbox.simulation import seam
 TICK_S = 0.05
 """Simulated seconds of a tick, and of a step."""
 MAX_TICKS = 60_000
-"""After so many ticks, nearly an hour, a call counts as one that does not end."""
+"""Ticks after which a run counts as endless: nearly an hour."""
 MAX_LOOKS = 1_000_000
-"""So often may the clock be read."""
+"""Limit of clock reads."""
 
 
 class World:
-    """All that is simulated."""
+    """The simulated cluster."""
 
     def __init__(self, room):
         self.room = room
@@ -29,17 +29,17 @@ class World:
         self.step_s = TICK_S
         self.snapshot_every = 10
         self.join_s = 0.0
-        """How long a generation takes to begin when all of its members have come."""
+        """Seconds from the arrival of all members of a generation to its start."""
         self.workers = []
         self.on_new_worker = []
         self.on_meeting = []
-        """Functions that are called, once each, as all members of a generation have come."""
+        """Functions to call once, when all members of the next generation have arrived."""
         self.furthest = 0
-        """The most steps that a worker which is alive, or was when it mattered, has committed."""
+        """The most steps that any worker has committed."""
         self.trained = []
-        """Each step at the time when the first worker committed it."""
+        """The committed steps, in the order of their first commits."""
         self.kept_by_driver = 0
-        """Step of the newest snapshot that the driver has been given; 0, that of the setup."""
+        """Step of the newest snapshot that the driver has; 0 is the state of the setup."""
         self.reservations = []
         self.driver = None
         self._plan = []
@@ -49,14 +49,14 @@ class World:
         self.has_ctrl_c = False
         """Whether Ctrl-C ends the driver's wait at the next tick."""
 
-    # ---- what tests say
+    # ---- calls of tests
 
     def plan(self, after_s, action):
-        """Let something happen so many seconds from now."""
+        """Call `action` after this many simulated seconds."""
         bisect.insort(self._plan, (self.now + after_s, next(self._order), action))
 
     def at_step(self, step, action):
-        """Let something happen as soon as a worker has committed `step`."""
+        """Call `action` as soon as a worker has committed `step`."""
 
         def look():
             if self.furthest >= step:
@@ -73,9 +73,9 @@ class World:
         return self.driver
 
     def lose(self, rank, cause="OOM", ahead=(), noticing=()):
-        """Kill a worker in its step, which the ranks `ahead` have committed.
+        """Kill a worker in a step that the ranks `ahead` have committed.
 
-        The ranks `noticing` fail at once, the others wait for the dead one.
+        The ranks `noticing` fail immediately. The others wait for the dead worker.
         """
         members = self.driver.workers
         if rank >= len(members):
@@ -102,7 +102,7 @@ class World:
             self.tick()
 
     def tick_until(self, condition, timeout_s):
-        """Let time pass until a condition holds, or so many seconds are over."""
+        """Let time pass until a condition holds, or until the timeout."""
         end = self.now + timeout_s
         while not condition() and self.now < end:
             self.tick()
@@ -136,7 +136,7 @@ class World:
         return [worker for worker in self.workers if worker.generation == token]
 
     def _in_step(self, member):
-        """Whether the members of its generation are at the same step, so that all can do it."""
+        """Whether all members of its generation are at the same step."""
         members = self._members_of(member.generation)
         return len({worker.step for worker in members}) == 1
 
@@ -160,7 +160,7 @@ class World:
             self.trained.append(member.step)
 
     def meet(self, member):
-        """Note that a worker has come to a rendezvous; it is over when all have."""
+        """Record that a worker is at a rendezvous. When all are, start their generation."""
         meeting = member.meeting
         here = self._meetings.setdefault(meeting.token, {})
         here[meeting.context.world_rank] = member
@@ -176,7 +176,7 @@ class World:
         for action in actions:
             action()
         if any(not m.is_meeting(meeting.token) for m in here.values()):
-            return  # those that are left wait until they are interrupted
+            return  # the others wait until the driver interrupts them
         leader = None
         if meeting.leader is not None:
             leader = here[meeting.leader]
@@ -200,7 +200,7 @@ class World:
             assert len(members) <= self.driver.max_workers, "more members than num_workers"
 
     def find_room(self, num_workers, min_workers, timeout_s, is_wanted):
-        """Return for how many workers there is room, once there is for `min_workers`."""
+        """Wait for room for `min_workers`. Return the number of workers for which there is room."""
         self.tick_until(lambda: self.room >= min_workers or not is_wanted(), timeout_s)
         if not is_wanted():
             raise RuntimeError("The workers are shut down.")
@@ -209,14 +209,14 @@ class World:
         return min(num_workers, self.room)
 
     def begin(self, member):
-        """Take note of a worker that starts."""
+        """Record a worker that starts."""
         self.workers.append(member)
         for change in self.on_new_worker:
             change(member)
 
 
 class SimulatedQueue:
-    """A queue; while somebody waits for it, the world goes on."""
+    """A queue whose waits advance the simulated world."""
 
     def __init__(self, world):
         self._world = world
