@@ -16,7 +16,7 @@ from tests.operators import NUM_SAMPLES, fingerprint, make_data, make_model
 
 
 class Faulty(TrainingOperator):
-    """Obeys the order in a file, once, on one rank at one step: raise, die, or wait.
+    """An operator that obeys an order file once, on one rank at one step: raise, die, or wait.
 
     The first model is a classifier with batch normalization and momentum. The second model counts
     how often each sample was trained on.

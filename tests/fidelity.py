@@ -64,7 +64,7 @@ def make_parts(config, num_updates):
 
 
 class Exact(TrainingOperator):
-    """Trains with the helper methods. The config sets the samples and batches."""
+    """An operator that trains with the helper methods. The config sets the samples and batches."""
 
     def setup(self, config):
         data = make_data(config["num_samples"])

@@ -8,9 +8,9 @@ import psutil
 
 
 class Fire(threading.Thread):
-    """Kills a worker every 0.4 to 2.2 s, while it trains or starts. The seed sets when and which.
+    """A thread that kills a worker every 0.4 to 2.2 s, while it trains or starts.
 
-    The thread ends when `enough` returns True.
+    The seed decides when and which. The thread ends when `enough` returns True.
     """
 
     enough = staticmethod(lambda: False)

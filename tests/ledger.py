@@ -36,7 +36,7 @@ class Weights(torch.nn.Module):
 
 
 class Ledger(TrainingOperator):
-    """Adds 1 to the parameter of a sample whenever it trains on the sample."""
+    """An operator that adds 1 to the parameter of a sample whenever it trains on the sample."""
 
     def setup(self, config):
         model = Weights(config["num_samples"])
@@ -64,7 +64,7 @@ class Ledger(TrainingOperator):
 
 
 class PacedLedger(Ledger):
-    """Takes `step_s` seconds per step with any number of workers."""
+    """A ledger whose steps take `step_s` seconds with any number of workers."""
 
     def train_batch(self, batch, batch_info):
         time.sleep(self.config["step_s"])
@@ -72,7 +72,7 @@ class PacedLedger(Ledger):
 
 
 class SlowLedger(Ledger):
-    """Trains slowly until the group is full, and creates a file at the end of `setup`."""
+    """A ledger that trains slowly until the group is full, and creates a file after `setup`."""
 
     def setup(self, config):
         super().setup(config)

@@ -46,7 +46,7 @@ def test_an_epoch_trains_each_sample_once(three):
     assert three.kinds == []
 
 
-def test_a_run_goes_on_in_mid_epoch_with_another_number_of_workers(three, tmp_path):
+def test_a_run_resumes_in_mid_epoch_with_another_number_of_workers(three, tmp_path):
     config = {"num_samples": NUM_SAMPLES, "batch_size": 7, "loader_workers": 2, "until_size": 1}
     three.trainer.train(num_steps=50)
     many = three.trainer.save(tmp_path / "many.pt")
@@ -102,7 +102,7 @@ class OwnOrder(Ledger):
         self.register_data(train_loader=self.make_loader(self.config, seeded=True))
 
 
-def test_a_sampler_of_ones_own_gives_all_workers_one_order_or_is_refused(module_cluster):
+def test_a_custom_sampler_gives_all_workers_one_order_or_is_rejected(module_cluster):
     with TorchTrainer(
         training_operator_cls=OwnOrder,
         config={"num_samples": 48},

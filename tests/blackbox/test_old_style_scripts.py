@@ -139,7 +139,7 @@ def train_data_creator(config):
 
 
 class ClippingOperator(CreatorOperator):
-    """Has a custom `train_batch`, which uses the objects of the creators."""
+    """An operator whose own `train_batch` uses the objects of the creators."""
 
     def train_batch(self, batch, batch_info):
         features, target = batch
@@ -317,7 +317,7 @@ class TestLoopsOfOnesOwn:
 
 
 class AccumulatingOperator(TrainingOperator):
-    """Updates the weights every two batches."""
+    """An operator that updates the weights every two batches."""
 
     def setup(self, config):
         model = make_line_model()
@@ -505,7 +505,7 @@ class TestGan:
 
 
 class OwnDdpOperator(TrainingOperator):
-    """Wraps one model before `register`, and one after it."""
+    """An operator that wraps one model before `register`, and one after it."""
 
     def setup(self, config):
         torch.manual_seed(1)
@@ -640,7 +640,7 @@ def test_one_cycle_scheduler_steps_with_each_batch():
 
 
 class PlateauOperator(TrainingOperator):
-    """Has two optimizers, each with a scheduler. `train_batch` steps both optimizers."""
+    """An operator with two optimizers, each with a scheduler. `train_batch` steps both."""
 
     def setup(self, config):
         torch.manual_seed(1)

@@ -476,7 +476,7 @@ def fragile_func(config):
 
 
 @pytest.mark.slow("both workers start anew, and import torch")
-def test_a_worker_dies_and_the_function_goes_on(trainer):
+def test_a_function_continues_after_a_worker_dies(trainer):
     """The driver has neither the GPU of the tensors nor the process group of the model."""
     seen = []
 
@@ -503,7 +503,7 @@ class Busy:
         threading.Event().wait()
 
 
-def test_workers_that_stay_busy_are_killed_when_patience_is_at_its_end(trainer, tmp_path):
+def test_busy_workers_are_killed_after_patience_s(trainer, tmp_path):
     workers = trainer.to_worker_group(Busy)
     calls = [workers[i].wait_for_ever.remote(tmp_path / f"begun{i}") for i in range(2)]
     wait_until(lambda: len(list(tmp_path.iterdir())) == 2)

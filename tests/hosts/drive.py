@@ -17,7 +17,7 @@ STEP_S = 0.02
 
 
 class Logged(Ledger):
-    """Logs the time, the group size, and the number of each step, in a file per process.
+    """A ledger that logs the time, group size, and number of each step, in a file per process.
 
     While a file ``stubborn-PID`` exists, that process holds its exceptions back.
     """

@@ -293,7 +293,7 @@ def test_whatever_happens_each_sample_counts_once(run, seed):
     run.await_nobody_else()
 
 
-def test_announced_workers_leave_early_at_no_cost(run):
+def test_preempted_workers_leave_early_at_no_cost(run):
     """First Ray drains a node, with room elsewhere. Then a worker gets SIGTERM, without room."""
     began = time.time()
     drained = 1  # it has one CPU, and the other host has one free CPU

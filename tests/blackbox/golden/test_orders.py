@@ -21,7 +21,7 @@ def test_orders_are_those_that_were_written_down(family):
 
 
 class Reader(TrainingOperator):
-    """Records the samples of its batches."""
+    """An operator that records the samples of its batches."""
 
     def setup(self, config):
         torch.manual_seed(12345)

@@ -18,7 +18,7 @@ from raysgd.callbacks import CheckpointCallback, EarlyStopping, JsonlLogger
 
 
 class Line(TrainingOperator):
-    """Learns y = 3 x - 1. It has everything that a state can contain."""
+    """An operator that learns y = 3 x - 1. It has everything that a state can contain."""
 
     def setup(self, config):
         torch.manual_seed(7)
