@@ -350,6 +350,17 @@ def test_loss_without_the_weight_of_its_share_gets_a_warning(shares, function, w
     assert ("does not call self.backward(loss)" in caplog.text) == warns
 
 
+def test_gradients_stay_if_none_of_several_optimizers_steps():
+    class Late(Adversaries):
+        def train_batch(self, batch, batch_info):
+            self.backward(self.judge(batch[0]).mean())
+            return {}
+
+    with local(Late, {"batch_size": 5}) as trainer:
+        trainer.train(num_steps=1)
+        assert trainer.get_local_operator().judge.weight.grad is not None
+
+
 @pytest.mark.parametrize("helpers", [False, True])
 def test_loop_may_accumulate_by_itself(helpers):
     def accumulating_by_hand(self, batch, batch_info):

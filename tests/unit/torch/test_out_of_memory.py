@@ -293,8 +293,16 @@ def test_custom_loop_or_step_raises_the_error():
             self.optimizer.step()
             return {}
 
+    class Accumulates(Classifier):
+        def train_batch(self, batch, batch_info):
+            if len(batch[0]) > 4:
+                raise MemoryError
+            self.criterion(self.model(batch[0]), batch[1]).backward()
+            return {}
+
     for operator_cls, reason in (
         (Loop, "train_epoch is not the default one"),
+        (Accumulates, "not call self.backward(loss)"),
         (Steps, "train_batch calls optimizer.step()"),
     ):
         with local(operator_cls, {"room": 2}) as trainer:
