@@ -475,7 +475,7 @@ def fragile_func(config):
     return state["epoch"], state["weight"], type(state["model"]), on_a_gpu(torch.ones(2))
 
 
-@pytest.mark.slow("both workers start anew, and import torch")
+@pytest.mark.slow("both workers restart, and import torch")
 def test_a_function_continues_after_a_worker_dies(trainer):
     """The driver has neither the GPU of the tensors nor the process group of the model."""
     seen = []
