@@ -688,6 +688,16 @@ def test_items_are_joined_by_columns_and_downloaded_by_one_worker():
     assert sorted(downloads) == list(range(8))
 
 
+def test_items_may_have_numbers_and_text_but_must_have_equally_many_columns():
+    items = ItemDataset(range(3), batch_size=3, transform=lambda i: (torch.tensor(i), i, str(i)))
+    ((scalars, numbers, texts),) = wrap(items).batches(0, 0)
+    assert scalars.tolist() == numbers.tolist() == [0, 1, 2]
+    assert list(texts) == ["0", "1", "2"]
+    uneven = ItemDataset(range(1, 3), batch_size=2, transform=lambda i: (torch.ones(1),) * i)
+    with pytest.raises(ValueError, match="longer"):
+        list(wrap(uneven).batches(0, 0))
+
+
 class Stopping(Numbers):
     def __getitem__(self, index):
         if index == 5:

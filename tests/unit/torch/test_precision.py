@@ -134,6 +134,19 @@ def test_discarded_step_keeps_the_scale():
     assert models[0].weight.item() == before - 1
 
 
+def test_clipping_ignores_the_loss_scale(make_trainer):
+    class Clipping(Classifier):
+        def register(self, **given):
+            return super().register(max_grad_norm=0.1, **given)
+
+    trained = []
+    for options in ({}, HALF):
+        trainer = make_trainer(Clipping, {"shuffle": False}, **options)
+        trainer.train()
+        trained.append(parameters(trainer.get_local_operator()).clone())
+    torch.testing.assert_close(*trained, atol=1e-3, rtol=0.0)
+
+
 # ---- overflows
 
 
