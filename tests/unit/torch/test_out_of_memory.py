@@ -166,6 +166,24 @@ def test_batches_of_an_iterable_are_split(accumulated):
     assert after["num_samples"] == pytest.approx(before["num_samples"])
 
 
+def test_metrics_stay_if_a_later_batch_cannot_be_split():
+    class ByHandLater(Scarce):
+        def train_batch(self, batch, batch_info):
+            if batch_info["global_step"] < 3:
+                return super().train_batch(batch, batch_info)
+            features, ids, target = batch
+            loss = (self.model(features, ids) - target).square().mean()
+            loss.backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            return {"train_loss": loss.detach(), "num_samples": len(ids)}
+
+    with local(ByHandLater, {"faults": {1: "forward"}}) as trainer:
+        result = trainer.train()
+    assert (result["num_samples"], result["batch_count"]) == (61, 8)
+
+
 @pytest.mark.parametrize("splits_on_oom", [True, False])
 def test_training_continues_without_memory_for_a_snapshot(splits_on_oom, caplog):
     elastic = ElasticConfig(snapshot_every=1)

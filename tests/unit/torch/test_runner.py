@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from raysgd import ElasticConfig
 from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.context import PausedError, Progress, WorkerContext
 from raysgd.loop.requests import (
@@ -311,14 +312,15 @@ def test_random_states_of_another_number_of_workers_are_ignored():
 # ---- generations
 
 
-def test_worker_of_a_group_gets_its_batch_share():
+@pytest.mark.parametrize("global_batch", ["keep", "scale"])
+def test_worker_of_a_group_gets_its_batch_share(global_batch):
     config = {BATCH_SIZE: 16}
 
     class Sharing(Recorder):
         def make_loaders(self, config):
             return super().make_loaders({**config, "batch_size": config[BATCH_SIZE]})
 
-    runner = make_runner(Sharing, config)
+    runner = make_runner(Sharing, config, elastic=ElasticConfig(global_batch=global_batch))
     assert runner.operator.config[BATCH_SIZE] == 16
     runner.handle(TrainRequest(call=0, until_step=1))
     runner.rejoin(WorkerContext(world_rank=1, world_size=2, generation=2), leader=0)
