@@ -65,6 +65,12 @@ def test_user_state_that_would_not_load_is_refused_when_it_is_saved(tmp_path, va
     assert os.listdir(tmp_path) == ["state.pt"]
 
 
+def test_state_of_callbacks_that_would_not_load_is_refused_too(tmp_path):
+    with pytest.raises(CheckpointError, match=r"state_dict\(\) of the callbacks could not be"):
+        write_file({**STATE, "callbacks": {"Own": Code()}}, tmp_path / "state.pt")
+    assert os.listdir(tmp_path) == []
+
+
 def test_types_that_the_user_allows_are_saved_and_loaded(tmp_path):
     state = with_user_state({"day": datetime.date(2020, 1, 1)})
     with torch.serialization.safe_globals([datetime.date]):
