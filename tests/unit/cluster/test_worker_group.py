@@ -225,6 +225,14 @@ def test_room_on_a_draining_node_is_replaced(start):
     assert len(group.vacant_slots()) == 1
 
 
+def test_the_worker_in_the_drivers_process_needs_no_room():
+    group, asked = WorkerGroup(GroupOptions(num_workers=3, min_workers=2, use_local=True)), []
+    group._reserve = lambda *wanted: asked.append(wanted) or FakeReservation(1)
+    group.reserve(timeout_s=5)
+    assert asked == [(2, 1, 5)]
+    assert len(group.vacant_slots()) == 3  # its own, one reserved, and one requested
+
+
 def test_further_workers_get_the_highest_ranks(start):
     group = start(num_workers=2, room=2)
     group._reserve = lambda *wanted: FakeReservation(2)
@@ -264,6 +272,14 @@ def test_further_workers_that_do_not_start_are_killed(start, monkeypatch):
     assert group.members == before
     assert [member.killed for member in made] == [1, 1]
     assert [group.slot_of(member) for member in made] == [None, None]
+
+
+def test_room_for_further_workers_of_a_group_that_is_shut_down_is_released(start):
+    group, more = start(num_workers=1, room=1), FakeReservation(1)
+    group._reserve = lambda *wanted: group.shutdown() or more  # in another thread
+    with pytest.raises(RuntimeError, match="shut down"):
+        group.add(1)
+    assert more.released
 
 
 def test_a_worker_that_does_not_come_up_is_named(start, monkeypatch):

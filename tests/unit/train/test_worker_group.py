@@ -97,11 +97,12 @@ def test_wrong_amounts_are_refused(amounts, match):
         group_options(1, *amounts)
 
 
-def test_workers_are_packed_unless_the_environment_says_otherwise(monkeypatch):
+def test_workers_are_packed_unless_arguments_or_the_environment_say_otherwise(monkeypatch):
     monkeypatch.delenv("TRAIN_ENABLE_WORKER_SPREAD", raising=False)
     monkeypatch.setenv("TRAIN_PLACEMENT_GROUP_TIMEOUT_S", "7")
     options = group_options(2)
     assert (options.strategy, options.start_timeout_s) == ("PACK", 7)
+    assert group_options(2, strategy="STRICT_PACK").strategy == "STRICT_PACK"
     monkeypatch.setenv("TRAIN_ENABLE_WORKER_SPREAD", "1")
     assert group_options(2, strategy="PACK").strategy == "SPREAD"
 

@@ -10,7 +10,10 @@ from ray.tune import Trainable
 import raysgd.torch
 from raysgd import TorchTrainer
 from raysgd.callbacks import Callback
+from raysgd.train.configs import ScalingConfig
+from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.tune import BaseTorchTrainable
+from raysgd.tune.functions import trainer_trainable
 from raysgd.utils import BATCH_SIZE
 from tests.operators import Classifier
 from tests.unit.conftest import SMALL
@@ -134,6 +137,18 @@ WORKER = {"CPU": 1}
 )
 def test_a_trial_reserves_a_bundle_for_each_worker(arguments, config, expected):
     assert bundles(make_class(**arguments), **config) == expected
+
+
+@pytest.mark.parametrize("arguments", [{}, {"num_workers": 2}, {"use_local": True}])
+def test_the_process_of_a_trial_reserves_only_what_its_own_worker_needs(arguments):
+    room = make_class(**arguments).default_resource_request({})
+    assert room.head_bundle_is_empty == ("use_local" not in arguments)
+
+
+def test_a_trial_of_a_function_has_room_for_the_largest_group():
+    scaling = ScalingConfig(num_workers=(1, 3))
+    cls = trainer_trainable(DataParallelTrainer(print, scaling_config=scaling))
+    assert bundles(cls) == [WORKER] * 4  # one for the process of the trial
 
 
 @pytest.mark.parametrize(("gpus", "worker"), [(0, {"CPU": 1}), (2, {"CPU": 1, "GPU": 1})])
