@@ -135,6 +135,15 @@ def replacements():
 # ---- how many
 
 
+@pytest.mark.parametrize("present", [2, 3])
+def test_requests_are_given_back_when_no_worker_is_missing(make, present):
+    scale_up, group = make(num_workers=3, present=present)
+    given_back = []
+    group.give_back = lambda: given_back.append(True)
+    scale_up.tick()
+    assert bool(given_back) == (present == 3)
+
+
 @pytest.mark.parametrize("present", [0, 1, 2, 3, 4])
 def test_each_vacant_slot_gets_one_replacement(make, present):
     scale_up, _ = make(num_workers=4, present=present)
