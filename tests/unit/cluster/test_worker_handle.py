@@ -100,15 +100,15 @@ def test_work_and_control_are_calls_of_the_actor(member):
 
 
 def test_calls_of_a_worker_fail_when_its_host_is_lost(member, monkeypatch):
-    answers = [Future() for _ in range(3)]
+    answers = [Future() for _ in range(4)]
     monkeypatch.setattr(Method, "future", lambda method: answers[len(member.actor.calls) - 1])
     member.watch = object()
-    done, pending = member.work("call"), member.control("progress")
+    done, *pending = member.work("call"), member.control("progress"), member.control("stacks")
     answers[0].set_result(7)
     member._lose(LostError("gone"))
     answers[1].set_result(8)  # too late
     assert done.result() == 7
-    for answer in (pending, member.work("call")):
+    for answer in (*pending, member.work("call")):
         with pytest.raises(LostError, match="gone"):
             answer.result(0)
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
 from raysgd.comm import torch as torch_backend
+from raysgd.comm.gloo import Entry
 from raysgd.comm.network import listeners
 from raysgd.comm.torch import TorchStore
 from tests.conftest import Script, run_ranks, wait_until
@@ -86,6 +87,13 @@ def test_a_worker_that_waits_for_the_others_can_be_woken(backend, wake):
         with pytest.raises(dist.DistNetworkError, match="has ended") as caught:
             joins.result(10)
     assert backend.is_communication_error(caught.value)
+
+
+def test_an_interruption_ends_the_connecting_of_gloo(backend):
+    backend._entry = Entry()
+    backend.interrupt()
+    with pytest.raises(RuntimeError, match="interrupted"):
+        backend._entry.connect(dist.HashStore(), 0, 2, datetime.timedelta(seconds=1))
 
 
 def test_the_interface_that_the_user_chose_is_kept(monkeypatch):
