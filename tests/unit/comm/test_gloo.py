@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from raysgd.comm.gloo import Entry, GlooGroup
+from raysgd.comm.gloo import Entry, GlooGroup, _Running
 from tests.conftest import Script, run_ranks, wait_until
 
 TIMEOUT = datetime.timedelta(seconds=30)
@@ -107,6 +107,17 @@ def test_after_an_interruption_every_collective_fails(group):
     group.interrupt()
     with pytest.raises(RuntimeError, match=r"gloo/ The driver interrupted this collective"):
         dist.all_reduce(torch.ones(3))
+
+
+def test_the_last_operation_that_ends_wakes_the_wait_for_the_end():
+    running = _Running()
+    running.begin(0, print)
+    waits = threading.Thread(target=running.wait_for_end, daemon=True)
+    waits.start()
+    wait_until(lambda: running._changed._waiters)
+    running.finish(0)
+    waits.join(10)
+    assert not waits.is_alive()
 
 
 PEER = """
@@ -233,6 +244,9 @@ for op, expected in [("MIN", 1), ("MAX", 2), ("PRODUCT", 2)]:
     dist.all_reduce(number, op=getattr(dist.ReduceOp, op))
     assert number.item() == expected
 assert mesh._num_started == before + 4
+average = torch.tensor([rank + 1.0])
+dist.all_reduce(average, op=dist.ReduceOp.AVG)
+assert average.item() == 1.5
 
 # the other rank receives an operation that this rank does not wait for
 for _ in range(5):
@@ -282,7 +296,11 @@ SCATTERED = """
 import datetime, sys
 import torch, torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
+from torch.distributed._functional_collectives import (
+    all_gather_tensor,
+    reduce_scatter_tensor,
+    reduce_scatter_tensor_coalesced,
+)
 from raysgd.comm.gloo import GlooGroup
 
 store = TCPStore("127.0.0.1", int(sys.argv[-1]), is_master=False)
@@ -298,6 +316,9 @@ dist.reduce_scatter_tensor(part, rank * torch.arange(4.0), dist.ReduceOp.MAX)
 assert part.tolist() == [[0, 1], [2, 3]][rank]
 found = reduce_scatter_tensor(torch.arange(4.0), "sum", 0, group)
 assert found.tolist() == [[0, 2], [4, 6]][rank]
+given = [torch.arange(4.0), torch.ones(2)]
+found = reduce_scatter_tensor_coalesced(given, "sum", [0, 0], group)
+assert [each.tolist() for each in found] == [[[0, 2], [4, 6]][rank], [2]]
 work = dist.reduce_scatter(part, [torch.ones(2), torch.full((2,), 3.0)], async_op=True)
 assert work.get_future().wait()[0] is part and part.tolist() == [2.0 + 4 * rank] * 2
 
