@@ -2,13 +2,16 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd import TrainingOperator
+from raysgd.data.partition import MicroBatch
 from raysgd.torch import ddp
+from raysgd.torch.features.replication import Replication
 
 
 def test_forward_pass_without_gradients_does_not_communicate(process_group, monkeypatch):
@@ -67,6 +70,17 @@ def test_rebuild_keeps_the_wrapper_and_its_module(process_group, static):
     wrapped(torch.ones(2, 2)).sum().backward()
 
 
+def test_gradients_are_averaged_after_a_segment_that_ends_within_a_group(process_group):
+    """As where the first part of a batch shows that it cannot be split."""
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    replication = Replication(SimpleNamespace(models=[model], accumulation_steps=1), wraps=True)
+    replication.begin_batch(MicroBatch(planned=2, is_last=False, is_part=True))
+    assert not model.require_backward_grad_sync
+    replication.end_segment()
+    replication.begin_batch(MicroBatch())
+    assert model.require_backward_grad_sync
+
+
 @pytest.mark.parametrize("wrapper", [ddp.ReplicatedModel, DistributedDataParallel])
 def test_rebuild_averages_parameters_that_were_frozen_meanwhile(process_group, wrapper):
     """The parameters stay frozen. GAN code freezes the discriminator between batches."""
@@ -81,6 +95,12 @@ def test_rebuild_averages_parameters_that_were_frozen_meanwhile(process_group, w
         for name, parameter in model.named_parameters():
             assert parameter.requires_grad == (name not in frozen)
         assert wrapped._get_ddp_logging_data()["num_parameter_tensors"] == 3
+
+
+def test_parameters_that_were_frozen_in_a_wrapper_of_user_code_are_averaged(process_group):
+    wrapped = DistributedDataParallel(torch.nn.Linear(1, 1))
+    wrapped.module.bias.requires_grad_(False)
+    assert ddp.averaged_parameters(wrapped) == {"weight": True, "bias": True}
 
 
 def test_rebuild_keeps_hooks(process_group):
