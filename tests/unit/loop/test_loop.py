@@ -240,6 +240,15 @@ def test_validation_has_a_cursor_of_its_own(start, operator_cls, config, calls):
     trainer.shutdown()
 
 
+def test_segments_count_by_their_batches_without_num_samples(start):
+    class Lengths(Recorder):
+        def train_epoch(self, iterator, info):
+            return {"length": sum(1 for _ in map(self.train_batch, iterator, [info] * 9))}
+
+    trainer, _ = start(Lengths)
+    assert trainer.train(num_steps=7)["length"] == (5 * 5 + 2 * 2) / 7
+
+
 @KINDS
 def test_a_failed_validation_is_repeated_from_its_start(start, operator_cls, config):
     trainer, operator = start(operator_cls, config)
@@ -256,6 +265,17 @@ def test_a_failed_validation_is_repeated_from_its_start(start, operator_cls, con
     operator.validated.clear()
     assert trainer.validate()["num_samples"] == 32
     assert operator.validated == EPOCH[8:]
+
+
+def test_a_part_without_a_batch_does_not_count(start):
+    """The call begins where the iterable has ended."""
+
+    class Lengths(Streaming):
+        def validate(self, val_iterator, info):
+            return {"val_length": sum(1 for _ in val_iterator)}
+
+    trainer, _ = start(Lengths)
+    assert [trainer.validate(num_steps=n)["val_length"] for n in (5, 3)] == [5, 3]
 
 
 # ---- profile

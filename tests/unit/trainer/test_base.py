@@ -49,6 +49,18 @@ def test_metrics_have_the_names_that_users_know(make_trainer):
     }
 
 
+def test_metrics_of_workers_that_have_left_count(make_trainer, monkeypatch):
+    trainer = make_trainer()
+    run = trainer._calls.controller.run
+
+    def leave(call):
+        call.departed_results += run(call)
+        return call.departed_results
+
+    monkeypatch.setattr(trainer._calls.controller, "run", leave)
+    assert trainer.train()["num_samples"] == 80
+
+
 def test_reduce_results_false_returns_metrics_by_worker(make_trainer):
     trainer = make_trainer()
     (trained,) = trainer.train(reduce_results=False)
