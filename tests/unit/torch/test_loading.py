@@ -19,6 +19,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -710,6 +711,12 @@ def test_data_set_that_raises_stop_iteration_is_an_error():
     assert next(batches).tolist() == [0, 1]
     with pytest.raises(RuntimeError, match=r"The loader ended after 1 of 5 batches"):
         list(batches)
+
+
+def test_a_last_batch_that_is_missing_is_an_error():
+    loader = DataLoader(Subset(Stopping(), range(6)), batch_size=5)
+    with pytest.raises(RuntimeError, match=r"The loader ended after 1 of 2 batches"):
+        list(wrap(loader, training=False, world_size=1).batches(0, 0))
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -236,6 +236,18 @@ def test_stop_request_ends_a_validation_at_the_next_batch():
 # ---- state
 
 
+def test_an_iteration_begins_again_where_the_leader_is(monkeypatch):
+    """The leader has committed a step that this worker has not."""
+    runner = make_runner(Streaming)
+    runner.handle(TrainRequest(call=0, until_step=1))
+    state = runner.operator._train_state
+    monkeypatch.setattr(state, "enter", lambda *_: None)
+    monkeypatch.setattr(runner, "_follow", lambda _: vars(state).update(offset=2, global_step=2))
+    runner.rejoin(WorkerContext(distributed=True), 0)
+    runner.handle(TrainRequest(call=1, until_step=3))
+    assert runner.operator.trained == [*EPOCH[:8], *EPOCH[16:24]]
+
+
 class Unseeded(Recorder):
     """Shuffles with a generator whose seed differs between processes."""
 
