@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd._internal.nested import map_leaves
 from raysgd.errors import CheckpointError
+from raysgd.loop.signal import Signal
 from raysgd.torch.registration import register
 from raysgd.torch.train_state import OperatorSettings, TorchTrainState
 
@@ -188,6 +189,19 @@ def test_ctrl_c_ends_a_call_that_waits_for_data(start):
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert reached == []
+
+
+def test_ctrl_c_after_the_last_step_is_delivered_at_the_end_of_the_call():
+    reached = []
+
+    def call():
+        with Signal().deferring_ctrl_c():
+            ctrl_c()
+            reached.append("the end")
+
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    assert reached
 
 
 def test_signal_handler_is_restored_after_a_call(start):
