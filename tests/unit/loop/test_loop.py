@@ -706,3 +706,16 @@ def test_a_shuffle_by_generators_of_different_seeds_is_refused(loop_of, seed):
             match=r"RandomSampler gives the workers different orders .*same seed on all workers",
         ):
             train_state.data.source("train").agree_on_order(0, 0, train_state)
+
+
+def test_workers_that_join_a_worker_alone_take_its_order(loop_of):
+    _, operator = loop_of(OwnGenerator, {"generator_seed": 4})
+    train_state, given = operator._train_state, []
+    source = train_state.data.source("train")
+    source.agree_on_order(0, 0, train_state)
+    train_state.settings.context = dataclasses.replace(train_state.context, world_size=2)
+    others = iter([3, -3, 0, 2])  # the new one has another seed, and has drawn no order
+    train_state.minimum = lambda value: min(value, next(others))
+    train_state.from_rank = lambda make, rank: given.append(rank) or make()
+    source.agree_on_order(0, 0, train_state)
+    assert given == [0]
