@@ -362,6 +362,14 @@ def test_a_pause_is_neither_a_result_nor_a_failure(worker):
     assert call(worker, fail_with(PausedError())).kind == "paused"
 
 
+def test_the_next_generation_does_not_pause_where_the_last_had_to(worker):
+    worker.enter(WorkerContext(generation=1), None, 0)
+    worker.pause_at(1, 9)
+    worker.enter(WorkerContext(generation=2), None, 0)
+    pauses = [step for name, step, *_ in worker.runner.calls if name == "pause"]
+    assert pauses[-2:] == [9, None]
+
+
 def test_a_snapshot_is_pickled_if_there_is_one(worker):
     assert worker.snapshot() is None
     worker.runner.step = 4
