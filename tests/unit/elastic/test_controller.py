@@ -217,3 +217,10 @@ def test_calls_in_a_fork_of_the_driver_are_an_error(world):
     controller._pid += 1
     with pytest.raises(RuntimeError, match="This process was forked from the process of"):
         run(controller, "work")
+
+
+def test_a_fork_of_the_driver_leaves_the_workers_to_it(world):
+    controller = world.drive(3).controller
+    controller._pid += 1
+    controller.shutdown(force=True)  # as a forked process does when it exits
+    assert not any(member.dead for member in world.workers)
