@@ -74,6 +74,14 @@ def test_resources_of_the_caller_are_subtracted_from_their_bundle():
     assert left == [{"CPU": 1.0}, {"CPU": 2.0}]
 
 
+def test_room_of_the_caller_is_used_for_no_more_workers_than_asked_for(monkeypatch):
+    process = SimpleNamespace(core_worker=SimpleNamespace(resource_ids=dict))
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(worker=process))
+    group = SimpleNamespace(bundle_specs=[{"CPU": 1.0}] * 4)
+    room = placement._reserve_within(group, {"CPU": 1.0}, num_workers=2, min_workers=1)
+    assert len(room.slots) == 2
+
+
 def test_strict_strategy_gets_as_many_workers_as_fit(monkeypatch):
     monkeypatch.setattr(placement, "get_current_placement_group", lambda: None)
     monkeypatch.setattr(
