@@ -65,7 +65,7 @@ def test_user_state_that_would_not_load_is_refused_when_it_is_saved(tmp_path, va
     assert os.listdir(tmp_path) == ["state.pt"]
 
 
-def test_state_of_callbacks_that_would_not_load_is_refused_too(tmp_path):
+def test_a_state_of_callbacks_that_cannot_be_loaded_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"state_dict\(\) of the callbacks could not be"):
         write_file({**STATE, "callbacks": {"Own": Code()}}, tmp_path / "state.pt")
     assert os.listdir(tmp_path) == []

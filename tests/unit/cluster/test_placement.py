@@ -74,7 +74,7 @@ def test_resources_of_the_caller_are_subtracted_from_their_bundle():
     assert left == [{"CPU": 1.0}, {"CPU": 2.0}]
 
 
-def test_room_of_the_caller_is_used_for_no_more_workers_than_asked_for(monkeypatch):
+def test_no_more_workers_than_requested_start_in_the_group_of_the_caller(monkeypatch):
     process = SimpleNamespace(core_worker=SimpleNamespace(resource_ids=dict))
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(worker=process))
     group = SimpleNamespace(bundle_specs=[{"CPU": 1.0}] * 4)

@@ -362,7 +362,7 @@ def test_a_pause_is_neither_a_result_nor_a_failure(worker):
     assert call(worker, fail_with(PausedError())).kind == "paused"
 
 
-def test_the_next_generation_does_not_pause_where_the_last_had_to(worker):
+def test_a_pause_ends_with_its_generation(worker):
     worker.enter(WorkerContext(generation=1), None, 0)
     worker.pause_at(1, 9)
     worker.enter(WorkerContext(generation=2), None, 0)

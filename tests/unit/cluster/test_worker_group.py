@@ -225,12 +225,12 @@ def test_room_on_a_draining_node_is_replaced(start):
     assert len(group.vacant_slots()) == 1
 
 
-def test_the_worker_in_the_drivers_process_needs_no_room():
+def test_the_worker_in_the_drivers_process_needs_no_reservation():
     group, asked = WorkerGroup(GroupOptions(num_workers=3, min_workers=2, use_local=True)), []
     group._reserve = lambda *wanted: asked.append(wanted) or FakeReservation(1)
     group.reserve(timeout_s=5)
     assert asked == [(2, 1, 5)]
-    assert len(group.vacant_slots()) == 3  # its own, one reserved, and one requested
+    assert len(group.vacant_slots()) == 3  # the local one, one reserved, and one requested
 
 
 def test_further_workers_get_the_highest_ranks(start):
@@ -274,7 +274,7 @@ def test_further_workers_that_do_not_start_are_killed(start, monkeypatch):
     assert [group.slot_of(member) for member in made] == [None, None]
 
 
-def test_room_for_further_workers_of_a_group_that_is_shut_down_is_released(start):
+def test_a_reservation_is_released_if_the_group_is_shut_down_meanwhile(start):
     group, more = start(num_workers=1, room=1), FakeReservation(1)
     group._reserve = lambda *wanted: group.shutdown() or more  # in another thread
     with pytest.raises(RuntimeError, match="shut down"):

@@ -219,8 +219,8 @@ def test_calls_in_a_fork_of_the_driver_are_an_error(world):
         run(controller, "work")
 
 
-def test_a_fork_of_the_driver_leaves_the_workers_to_it(world):
+def test_a_fork_of_the_driver_does_not_end_the_workers(world):
     controller = world.drive(3).controller
     controller._pid += 1
-    controller.shutdown(force=True)  # as a forked process does when it exits
+    controller.shutdown(force=True)  # a forked process calls this when it exits
     assert not any(member.dead for member in world.workers)

@@ -714,7 +714,7 @@ def test_workers_that_join_a_worker_alone_take_its_order(loop_of):
     source = train_state.data.source("train")
     source.agree_on_order(0, 0, train_state)
     train_state.settings.context = dataclasses.replace(train_state.context, world_size=2)
-    others = iter([3, -3, 0, 2])  # the new one has another seed, and has drawn no order
+    others = iter([3, -3, 0, 2])  # the new worker has another seed, and has drawn no order
     train_state.minimum = lambda value: min(value, next(others))
     train_state.from_rank = lambda make, rank: given.append(rank) or make()
     source.agree_on_order(0, 0, train_state)

@@ -71,7 +71,7 @@ def test_rebuild_keeps_the_wrapper_and_its_module(process_group, static):
 
 
 def test_gradients_are_averaged_after_a_segment_that_ends_within_a_group(process_group):
-    """As where the first part of a batch shows that it cannot be split."""
+    """The first part of a batch may show that the batch cannot be split."""
     model = DistributedDataParallel(torch.nn.Linear(1, 1))
     replication = Replication(SimpleNamespace(models=[model], accumulation_steps=1), wraps=True)
     replication.begin_batch(MicroBatch(planned=2, is_last=False, is_part=True))
