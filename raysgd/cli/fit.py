@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from raysgd._internal.arguments import unknown_argument
 from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.nested import map_leaves
 from raysgd._internal.tracebacks import is_the_users
@@ -103,7 +104,9 @@ def fit(operator_cls: type[Any], settings: dict[str, dict[str, Any]]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     is_keras = issubclass(operator_cls, KerasOperator)
     trainer_cls: type[Any] = TFTrainer if is_keras else TorchTrainer
-    inspect.signature(trainer_cls.fit).bind(None, **settings["fit"])  # before workers start
+    known = inspect.signature(trainer_cls.fit).parameters
+    for name in settings["fit"].keys() - known.keys():  # check before workers start
+        raise unknown_argument("fit", name, known)
     with trainer_cls(
         training_operator_cls=operator_cls,
         config=settings["config"],
