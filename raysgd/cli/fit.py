@@ -105,8 +105,8 @@ def fit(operator_cls: type[Any], settings: dict[str, dict[str, Any]]) -> None:
     is_keras = issubclass(operator_cls, KerasOperator)
     trainer_cls: type[Any] = TFTrainer if is_keras else TorchTrainer
     known = inspect.signature(trainer_cls.fit).parameters
-    for name in settings["fit"].keys() - known.keys():  # check before workers start
-        raise unknown_argument("fit", name, known)
+    if unknown := settings["fit"].keys() - known.keys():  # check before workers start
+        raise unknown_argument("fit", min(unknown), known)
     with trainer_cls(
         training_operator_cls=operator_cls,
         config=settings["config"],
