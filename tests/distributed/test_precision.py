@@ -124,7 +124,7 @@ def test_replacement_has_the_scaler_of_the_survivors(two):
     assert scaler_of(trainer)["_growth_tracker"] > 2
 
 
-# ---- trainers of two workers, one of which is the driver
+# ---- trainers with two workers, the first in the driver's process
 
 
 def local(operator_cls, config, **arguments):

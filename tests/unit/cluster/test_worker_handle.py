@@ -55,7 +55,7 @@ class Method:
 
 @pytest.fixture
 def member(monkeypatch):
-    """A member with a fake actor, in a process in which Ray seems to be initialized."""
+    """A member with a fake actor. Ray seems to be initialized."""
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     member = ActorHandle(Actor())
     member.info = PLACE
