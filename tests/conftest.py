@@ -2,6 +2,8 @@
 
 import contextlib
 import gc
+import importlib.metadata
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -18,7 +20,24 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import psutil
 import pytest
 
+with contextlib.suppress(ImportError):  # see `load_triton_first`
+    import triton  # noqa: F401
+
 CI_EXAMPLES = 25
+
+
+def _version(name):
+    major, minor, *_ = importlib.metadata.version(name).split(".")
+    return int(major), int(minor)
+
+
+TORCH = _version("torch")
+RAY = _version("ray")
+HAS_FULL_SHARDING = TORCH >= (2, 13)
+needs_full_sharding = pytest.mark.skipif(
+    not HAS_FULL_SHARDING, reason='sharding="full" needs PyTorch 2.13'
+)
+SHARDINGS = ["optimizer", pytest.param("full", marks=needs_full_sharding)]
 
 IN_SOAK = "RAYSGD_SOAK" in os.environ
 """Whether this is a soak run, which includes slow tests of rare combinations."""
@@ -61,6 +80,14 @@ def own_memory():
     with open("/proc/self/status") as status:
         fields = dict(line.split(":", 1) for line in status)
     return sum(1024 * int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap"))
+
+
+needs_horovod = pytest.mark.skipif(
+    importlib.util.find_spec("horovod") is None, reason="Horovod is not installed"
+)
+needs_tensorflow = pytest.mark.skipif(
+    importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"
+)
 
 
 def import_horovod(module="horovod"):
@@ -112,10 +139,11 @@ class Script:
 
 def _run_script(code, arguments, environment, into, out):
     os.dup2(into.fileno(), 0)
-    os.dup2(out.fileno(), 1)
     into.close()
+    # Only what Python prints: gloo before PyTorch 2.10 writes to the file descriptor 1.
+    stdout = os.fdopen(os.dup(out.fileno()), "w")
     out.close()
-    sys.stdin, sys.stdout, sys.argv = os.fdopen(0, closefd=False), os.fdopen(1, "w"), arguments
+    sys.stdin, sys.stdout, sys.argv = os.fdopen(0, closefd=False), stdout, arguments
     os.environ.clear()
     os.environ.update(environment)
     try:
@@ -256,9 +284,16 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
-def pytest_configure():
+def pytest_configure(config):
     """Handle SIGINT here and in child processes, because shells ignore it in background jobs."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if RAY < (2, 60):  # it keeps child processes and files open, and warns of its next releases
+        for ignored in (
+            ":ResourceWarning",
+            ":pytest.PytestUnraisableExceptionWarning",
+            "Tip. In future versions of Ray:FutureWarning",
+        ):
+            config.addinivalue_line("filterwarnings", f"ignore:{ignored}")
     _register_profiles()
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 
@@ -25,6 +27,21 @@ def frozen_imports() -> Iterator[None]:
         gc.freeze()
         if gc.get_threshold()[0] == 0:
             gc.set_threshold(*threshold)
+
+
+def load_triton_first() -> None:
+    """Load Triton before TensorFlow. If TensorFlow is loaded already, make imports of Triton fail.
+
+    Ordinary builds of PyTorch for Linux bring Triton, and ``torch._dynamo`` imports it. If a
+    process loads TensorFlow 2.21 before Triton, LLVM ends the process.
+    """
+    if "triton" in sys.modules:
+        return
+    if "tensorflow" in sys.modules:
+        sys.modules["triton"] = None  # type: ignore[assignment]
+    elif importlib.util.find_spec("tensorflow") is not None:
+        with suppress(ImportError):  # this PyTorch has no Triton
+            importlib.import_module("triton")
 
 
 def import_extra(owner: str, module: str, extra: str) -> Any:

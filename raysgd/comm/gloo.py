@@ -104,6 +104,8 @@ class GlooGroup(ProcessGroup):
         entry, GlooGroup.entry = GlooGroup.entry, Entry()
         self._gloo: Any = entry.connect(store, rank, size, timeout)
         self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self._gloo)
+        # PyTorch 2.15 asks the default backend for its name.
+        self._set_default_backend(ProcessGroup.BackendType.GLOO)
         self._running = _Running()
 
     @staticmethod

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.context import WorkerContext
+from raysgd._internal.imports import load_triton_first
 from raysgd.comm.backend import Backend
 from raysgd.comm.connection import Address
 from raysgd.comm.network import LOOPBACK, driver_address, is_single_node
@@ -135,6 +136,8 @@ def _held_port() -> socket.socket:
 
 
 def check_tensorflow(asked_by: str) -> None:
+    """Call this before each import of TensorFlow."""
+    load_triton_first()
     if "tensorflow" not in sys.modules and importlib.util.find_spec("tensorflow") is None:
         raise ImportError(
             f"{asked_by} needs TensorFlow, which is not installed. Run "

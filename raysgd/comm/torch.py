@@ -199,7 +199,8 @@ class TorchBackend(Backend):
         else:
             rank, size, timeout = ranks
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl",  # gloo carries batch counts, Python objects, and CPU tensors
+                # gloo carries batch counts, Python objects, and CPU tensors.
+                f"cpu:gloo,cuda:{_nccl_name()}",
                 store=_store_of_nccl(rendezvous, self._timeout),
                 rank=rank,
                 world_size=size,
@@ -280,6 +281,15 @@ def _mesh(rank: int, key: str) -> Mesh | None:
         if name == chosen:
             return Mesh(rank, address, derived_key(key, "mesh"), 3 * _CONNECT.total_seconds())
     return None
+
+
+def _nccl_name() -> str:
+    """Return the name of the NCCL group that connects in its first collective.
+
+    In PyTorch 2.15, "nccl" is another implementation, which connects in ``init_process_group``.
+    There, `interrupt` could not end the wait for a lost worker.
+    """
+    return "nccl-legacy" if hasattr(dist, "ProcessGroupNCCL2") else "nccl"
 
 
 def _store_of_nccl(rendezvous: TorchRendezvous | None, timeout: datetime.timedelta) -> Any:

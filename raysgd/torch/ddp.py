@@ -117,11 +117,14 @@ def wrapped(
     ):
         return model  # DistributedDataParallel rejects a model without trainable parameters
     given = {"device_ids": None if device.index is None else [device.index], **arguments}
+    replica = ReplicatedModel(model, **given)
     # A criterion may run several times in a step, and a broadcast would modify its buffers.
     stays = is_criterion or only_running_statistics(model)
-    if stays and "broadcast_buffers" not in given:
-        given.setdefault("forward_sync_buffers", False)
-    return ReplicatedModel(model, **given)
+    if stays and not given.keys() & {"broadcast_buffers", "forward_sync_buffers"}:
+        # The argument of the constructor would also turn off the first broadcast before
+        # PyTorch 2.13.
+        replica.broadcast_buffers = False
+    return replica
 
 
 def check_exchanged(

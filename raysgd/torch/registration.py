@@ -166,7 +166,14 @@ def _replicate(
 
 
 def _shard_fully(state: TorchTrainState, arguments: dict[str, Any]) -> FullyShardedModel:
-    from raysgd.torch.features.fully_sharded import FullyShardedModel  # takes a second to import
+    from torch.distributed.fsdp import FSDPModule  # takes a second to import
+
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        raise ImportError(
+            'register(sharding="full") needs PyTorch 2.13 or newer, but this is PyTorch '
+            f'{torch.__version__}. Upgrade it, or use sharding="optimizer".'
+        )
+    from raysgd.torch.features.fully_sharded import FullyShardedModel
 
     precision, (optimizer,) = state.optimization.precision, state.optimizers
     dtype = precision.dtype if isinstance(precision, NativeAmp) else None

@@ -11,6 +11,7 @@ import torch
 from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.dynamo import postpone_dynamo
+from raysgd._internal.imports import load_triton_first
 from raysgd.loop.operator_base import check_registered, create_operator
 from raysgd.loop.runner import OperatorRunner
 from raysgd.torch.operator import TrainingOperator
@@ -34,6 +35,7 @@ class TorchRunner(OperatorRunner):
     # ---- lifecycle
 
     def prepare(self, context: WorkerContext) -> None:
+        load_triton_first()  # before the operator's modules, which may import TensorFlow
         if not context.in_driver:
             postpone_dynamo()
             torch.set_num_threads(max(1, int(context.num_cpus)))

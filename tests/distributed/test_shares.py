@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
 from raysgd.elastic.shares import Shares
 from raysgd.utils import BATCH_SIZE
+from tests.conftest import SHARDINGS
 
 NUM_SAMPLES, GLOBAL_BATCH = 960, 24
 
@@ -92,7 +93,7 @@ def test_measured_shares_change_no_result_through_losses_and_joins(module_cluste
         check(trainer, results, register)
 
 
-@pytest.mark.parametrize("sharding", ["optimizer", "full"])
+@pytest.mark.parametrize("sharding", SHARDINGS)
 def test_shares_of_a_mapping_change_no_result_of_sharding(sharding, module_cluster, monkeypatch):
     # All workers are on one node, so the mapping itself would give even shares.
     monkeypatch.setattr(Shares, "_by_node", lambda self, members, shares: (1.5, 0.5))

@@ -11,7 +11,7 @@ import pytest
 
 from raysgd import ElasticConfig
 from raysgd.utils import BATCH_SIZE
-from tests.conftest import IN_SOAK
+from tests.conftest import HAS_FULL_SHARDING, IN_SOAK
 from tests.fire import Fire
 from tests.ledger import PacedLedger, ledger_of, ledger_trainer
 from tests.operators import replica_hash
@@ -33,6 +33,8 @@ REGISTERED = [
     {"sharding": "optimizer", **COPY},
     {},
 ]
+if not HAS_FULL_SHARDING:
+    del REGISTERED[0]
 
 
 def num_losses(trainer):

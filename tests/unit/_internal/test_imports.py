@@ -1,6 +1,8 @@
 """Imports without garbage collection, and errors of missing packages."""
 
 import gc
+import subprocess
+import sys
 
 import pytest
 
@@ -61,3 +63,19 @@ def test_a_missing_package_names_its_extra(module):
         'pip install "raysgd[callbacks]"'
     )
     assert isinstance(caught.value.__cause__, ImportError)
+
+
+@pytest.mark.parametrize("first", ["tensorflow", "torch", "raysgd.tf"])
+def test_tensorflow_and_triton_do_not_end_the_process(first):
+    """Without `load_triton_first`, LLVM ends the process with SIGABRT."""
+    pytest.importorskip("triton", reason="this PyTorch has no Triton")
+    pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+    script = (
+        f"import {first}\n"
+        "from raysgd.comm.tensorflow import check_tensorflow\n"
+        "check_tensorflow('TFTrainer')\n"
+        "import tensorflow, torch, torch._dynamo\n"
+        "torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

@@ -12,6 +12,7 @@ from raysgd._internal.context import WorkerContext
 from raysgd.backends import create_backend
 from raysgd.comm import tensorflow as module
 from raysgd.comm.tensorflow import check_tensorflow, keras_environment
+from tests.conftest import needs_tensorflow
 
 
 @pytest.fixture
@@ -22,6 +23,7 @@ def environment(monkeypatch):
     return monkeypatch
 
 
+@needs_tensorflow
 def test_every_worker_knows_all_and_its_own_place(environment):
     driver = create_backend("tensorflow", 20)
     rendezvous = driver.prepare(["127.0.0.1"] * 2)

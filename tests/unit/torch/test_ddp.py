@@ -50,11 +50,11 @@ def test_rebuild_keeps_the_wrapper_and_its_module(process_group, static):
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     settings = {
         "find_unused_parameters": not static,
-        "forward_sync_buffers": False,
         "gradient_as_bucket_view": True,
         "static_graph": static,
     }
     wrapped = ddp.ReplicatedModel(module, bucket_cap_mb=3, **settings)
+    wrapped.broadcast_buffers = settings["broadcast_buffers"] = False
     wrapped(torch.ones(2, 2)).sum().backward()
     wrapped.eval()
     before = copy.deepcopy(module.state_dict())

@@ -628,6 +628,8 @@ def test_each_batch_of_a_custom_batch_sampler_goes_to_one_worker(training, num_w
     assert orders[0] != orders[1]
 
 
+# Before PyTorch 2.10, datasets calls `torch.tensor` with a tensor.
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
 @pytest.mark.parametrize("in_loader", [False, True])
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_hugging_face_stream_is_split_by_node(in_loader, num_shards):

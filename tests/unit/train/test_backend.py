@@ -16,6 +16,7 @@ from raysgd.train.executor import BackendExecutor
 from raysgd.train.horovod import HorovodConfig
 from raysgd.train.tensorflow import TensorflowConfig
 from raysgd.train.torch import TorchConfig
+from tests.conftest import needs_horovod
 
 
 class Mine(Backend):
@@ -84,6 +85,7 @@ def test_wrong_settings_of_a_backend_are_refused(installed, kind, arguments):
         kind(**arguments)
 
 
+@needs_horovod
 def test_a_horovod_config_takes_the_arguments_of_old_scripts(installed):
     transport = HorovodConfig(nics={"eth1", "eth0"}, placement_group_timeout_s=30).transport()
     assert transport._variables["HOROVOD_GLOO_IFACE"] == "eth0"

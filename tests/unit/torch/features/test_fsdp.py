@@ -10,6 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from raysgd.torch.sharding.fsdp import ShardedModels
+from tests.conftest import needs_full_sharding
+
+pytestmark = needs_full_sharding
 
 CPU = torch.device("cpu")
 

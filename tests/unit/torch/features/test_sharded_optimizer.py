@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.utils.checkpoint
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from torch.distributed.fsdp import FSDPModule
 
 from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.context import WorkerContext
@@ -23,7 +25,14 @@ from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import build_operator
 from raysgd.torch.sharding.shards import Layout, gather_state, transfers
 from raysgd.torch.train_state import OperatorSettings
-from tests.conftest import IN_SOAK, running_ranks
+from tests.conftest import (
+    HAS_FULL_SHARDING,
+    IN_SOAK,
+    SHARDINGS,
+    needs_full_sharding,
+    needs_horovod,
+    running_ranks,
+)
 from tests.operators import register_all
 from tests.unit.torch.rounds import (
     Round,
@@ -141,6 +150,8 @@ CHOSEN += [
     for kind, sharding in enumerate(["optimizer", "full"])
     if IN_SOAK or n // 2 % 2 == kind
 ]
+if not HAS_FULL_SHARDING:
+    CHOSEN = [each for each in CHOSEN if each.sharding != "full"]
 
 
 @pytest.mark.slow("four processes train and leave at each moment of a step")
@@ -159,7 +170,7 @@ def rounds(draw):
         leaves.append(
             (second, leaves[0][1] + draw(st.integers(1, 2)), draw(st.sampled_from(MOMENTS)))
         )
-    sharding = draw(st.sampled_from(["optimizer", "full"]))
+    sharding = draw(st.sampled_from(["optimizer", *["full"] * HAS_FULL_SHARDING]))
     num_optimizers = 1 if sharding == "full" else draw(st.integers(1, 2))
     return Round(
         sharding=sharding,
@@ -285,7 +296,7 @@ def whole_state(runner):
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # about operations in place
-@pytest.mark.parametrize("sharding", ["optimizer", "full"])
+@pytest.mark.parametrize("sharding", SHARDINGS)
 def test_a_state_can_be_loaded_between_two_groups(sharding):
     with group_of_one() as enter:
         runner = start(Round(sharding=sharding))
@@ -373,7 +384,13 @@ HALF = {"use_fp16": True, "amp_dtype": torch.float16}
         ),
         (wrapped, {}, ValueError, "does not work with DistributedDataParallel"),
         (FULL, {"elastic": ElasticConfig(shares="measured")}, ValueError, "mapping of shares"),
-        (FULL, {"backend": "horovod"}, ValueError, 'does not work with backend="horovod"'),
+        pytest.param(
+            FULL,
+            {"backend": "horovod"},
+            ValueError,
+            'does not work with backend="horovod"',
+            marks=needs_horovod,
+        ),
         ({**ON, "sharding_args": {"copies": -1}}, {}, ValueError, "at least 0"),
         (ON, {"wrap_ddp": False}, ValueError, "does not work with wrap_ddp=False"),
         (muon, {}, ValueError, "cannot shard Muon"),
@@ -406,6 +423,13 @@ def build(register, context, **options):
     return build_operator(Refused, {"register": register}, settings)
 
 
+def test_full_sharding_names_the_pytorch_that_it_needs(process_group, monkeypatch):
+    monkeypatch.delattr(FSDPModule, "reset_iter_state", raising=False)
+    with pytest.raises(ImportError, match=rf"needs PyTorch 2\.13 .*{re.escape(torch.__version__)}"):
+        build(lambda: FULL, WorkerContext(distributed=True))
+
+
+@needs_full_sharding
 def test_later_changes_that_sharding_does_not_support_raise(process_group):
     given = {**FULL, "gradient_accumulation_steps": 2}
     operator = build(lambda: given, WorkerContext(distributed=True))
