@@ -25,7 +25,7 @@ start_ray() { # the number of the node, and the arguments of ray start
     nodes+=($!)
 }
 start_ray 0 --head --port="$port"
-timeout 120 bash -c 'until ray health-check --address="$RAY_ADDRESS"; do sleep 1; done' 2>/dev/null
+timeout 120 bash -c "until ray health-check --address=$RAY_ADDRESS; do sleep 1; done" 2>/dev/null
 for ((node = 1; node < SLURM_JOB_NUM_NODES; node++)); do
     start_ray "$node" --address="$RAY_ADDRESS"
 done
