@@ -43,6 +43,7 @@ def commands(path):
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         text = "\n".join(re.findall(r"```(?:shell|text)\n(.*?)```", text, re.DOTALL))
+        text = re.sub(r"(\\)?\n\s+(?=--)", " ", text)  # join lines of one command
     if path.suffix == ".sh":
         text = re.sub(r"(^|\s)#.*", "", text)
     if path.suffix == ".yaml":  # one string per line
@@ -63,9 +64,11 @@ def test_the_commands_exist_with_their_options(path):
         command = ray_cli if program == "ray" else get_command(app)
         while hasattr(command, "commands"):
             name = rest.pop(0)
-            if name == "symmetric-run":  # not in Ray 2.44, and it takes options of ray start
-                name = "start"
-                rest = [word for word in rest if word != "--min-nodes"]
+            if name == "symmetric-run":  # it takes the options of ray start
+                name, rest = "start", [word for word in rest if word != "--min-nodes"]
+            if name == "get-auth-token" and name not in command.commands:  # Ray before 2.52
+                rest = []
+                break
             command = command.commands[name]
         own = rest[: rest.index("--")] if "--" in rest else rest
         options = {option for parameter in command.params for option in parameter.opts}
