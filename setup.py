@@ -15,13 +15,13 @@ class CompleteSdist(sdist):
 
     def make_release_tree(self, base_dir, files):
         """Write the files of the sdist, and the link `raysgd/operators`, into a folder."""
-        for folder in (".ci", "docs", "examples", "tests"):
+        for folder in (".ci", "docs", "examples", "operators", "tests"):
             self.filelist.graft(folder)
         for name in (".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"):
             self.filelist.append(name)
         self.filelist.extend(path.name for path in ROOT.glob("constraints*.txt"))
-        for generated in ("docs/_build", "docs/api"):
-            self.filelist.prune(generated)
+        for folder in ("docs/_build", "docs/api", "raysgd/operators"):
+            self.filelist.prune(folder)
         self.filelist.global_exclude("*.py[cod]")
         super().make_release_tree(base_dir, self.filelist.files)
         Path(base_dir, "raysgd", "operators").symlink_to("../operators")
