@@ -36,7 +36,7 @@ def sources(tmp_path_factory):
     for name in FOLDERS:
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=generated)
     for path in ROOT.iterdir():
-        if path.is_file():
+        if path.is_file() and path.name != ".git":
             shutil.copy(path, copy)
     return copy
 
