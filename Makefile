@@ -4,7 +4,7 @@ ARGS ?=
 BIN = $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check docs bench clean
+.PHONY: help demo test soak check docs bench dist clean
 # Two parallel runs of pip would break the environment.
 .NOTPARALLEL:
 # Without bytecode files, each worker compiles its imports again, which takes seconds.
@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## List these targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{printf "%-14s%s\n", $$1, $$2}'
 	@echo
-	@echo "Variables: ARGS (for demo, test, soak, bench), PYTHON (3.11 or newer; $(PYTHON)), VENV ($(VENV))"
+	@echo "Variables: ARGS (for demo, test, soak, bench), PYTHON (3.11 to 3.13; $(PYTHON)), VENV ($(VENV))"
 
 demo: $(VENV)/.demo-stamp ## Train a model on handwritten digits with two workers
 	$(BIN)/python examples/digits.py $(ARGS)
@@ -39,14 +39,27 @@ bench: ## Time raysgd beside plain DDP, Ray Train, Lightning and Accelerate
 	@$(MAKE) --no-print-directory VENV=$(VENV)-bench $(VENV)-bench/.bench-stamp
 	$(VENV)-bench/bin/python examples/benchmarks/all.py $(ARGS)
 
+# The version of setuptools that builds the package comes from constraints.txt, too.
+dist: $(VENV)/.dist-stamp ## Build the sdist and the wheel into dist, check both, and try the wheel
+	rm -rf dist
+	PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m build --quiet
+	$(BIN)/twine check --strict dist/*
+	.ci/try-wheel $(BIN)/python dist/*.whl
+
 clean: ## Remove caches and build outputs; the environment stays
 	rm -rf build dist docs/_build docs/api *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find raysgd operators examples tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.demo-stamp: EXTRAS = torch,examples
-$(VENV)/.test-stamp: EXTRAS = all,test
-$(VENV)/.docs-stamp: EXTRAS = all,docs
-$(VENV)/.bench-stamp: EXTRAS = all,bench
+# Each environment gets raysgd with these extras, and these dependency groups of pyproject.toml.
+$(VENV)/.demo-stamp: EXTRAS = torch
+$(VENV)/.demo-stamp: GROUPS = examples
+$(VENV)/.test-stamp: EXTRAS = all
+$(VENV)/.test-stamp: GROUPS = test
+$(VENV)/.docs-stamp: EXTRAS = all
+$(VENV)/.docs-stamp: GROUPS = docs
+$(VENV)/.bench-stamp: EXTRAS = all
+$(VENV)/.bench-stamp: GROUPS = bench
+$(VENV)/.dist-stamp: GROUPS = dist
 
 # Python compiles a module at its first import. Most installed modules are never imported.
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
@@ -67,9 +80,11 @@ $(VENV)/.test-stamp: BESIDE = $(TENSORFLOW) wheel
 $(VENV)/.test-stamp: AND_THEN = $(INSTALL_HOROVOD)
 $(VENV)/.test-stamp: .ci/horovod-wheel
 
-$(VENV)/.%-stamp: setup.py constraints.txt | $(BIN)/pip
-	@echo "Installing raysgd[$(EXTRAS)] into $(VENV): once, a minute or more"
-	$(INSTALL) -e ".[$(EXTRAS)]" $(BESIDE)
+# The pip of Python 3.11 does not know --group.
+$(VENV)/.%-stamp: pyproject.toml setup.py constraints.txt | $(BIN)/pip
+	@echo "Installing what make $* needs into $(VENV): once, a minute or more"
+	$(INSTALL) pip
+	$(INSTALL) $(if $(EXTRAS),-e ".[$(EXTRAS)]") --group $(GROUPS) $(BESIDE)
 	$(AND_THEN)
 	@touch $@
 

@@ -1,9 +1,9 @@
-from importlib.metadata import version as installed_version
+import raysgd
 
 project = "raysgd"
 author = "The raysgd authors"
 project_copyright = author
-release = version = installed_version("raysgd")
+release = version = raysgd.__version__
 
 extensions = [
     "myst_parser",
