@@ -2,6 +2,14 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 BIN = $(VENV)/bin
+CONSTRAINTS = constraints.txt
+ifneq ($(VERSIONS),)
+VENV := $(VENV)-$(VERSIONS)
+CONSTRAINTS = $(VENV)/constraints.txt
+# The tests that depend most on PyTorch and Ray.
+SELECTED = $(addprefix tests/unit/,_internal cluster comm torch train) \
+	$(patsubst %,tests/distributed/test_%.py,elastic exactness failures state tensorflow tune)
+endif
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test soak check docs bench dist clean
@@ -13,13 +21,13 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## List these targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{printf "%-14s%s\n", $$1, $$2}'
 	@echo
-	@echo "Variables: ARGS (for demo, test, soak, bench), PYTHON (3.11 to 3.13; $(PYTHON)), VENV ($(VENV))"
+	@echo "Variables: ARGS (for demo, test, soak, bench), VERSIONS (for test: oldest, newest), PYTHON (3.11 to 3.13; $(PYTHON)), VENV ($(VENV))"
 
 demo: $(VENV)/.demo-stamp ## Train a model on handwritten digits with two workers
 	$(BIN)/python examples/digits.py $(ARGS)
 
 test: $(VENV)/.test-stamp ## Run the tests on all cores; ARGS="-k name" selects some
-	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 $(ARGS)
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 $(SELECTED) $(ARGS)
 
 soak: $(VENV)/.test-stamp ## Look for rare failures; ARGS="--minutes 120" says for how long
 	$(BIN)/python -m tests.soak $(ARGS)
@@ -62,7 +70,7 @@ $(VENV)/.bench-stamp: GROUPS = bench
 $(VENV)/.dist-stamp: GROUPS = dist
 
 # Python compiles a module at its first import. Most installed modules are never imported.
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 
 define INSTALL_HOROVOD
 	@wheel=$$(.ci/horovod-wheel $(BIN)/python $(HOROVOD)); status=$$?; \
@@ -76,9 +84,17 @@ HOROVOD = $(shell sed -n 's/^horovod==//p' constraints.txt)
 
 # tensorflow-cpu exists only for Linux on x86_64. Elsewhere, tensorflow is for CPUs anyway.
 TENSORFLOW := $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && echo tensorflow-cpu || echo tensorflow)
+ifeq ($(VERSIONS),)
 $(VENV)/.test-stamp: BESIDE = $(TENSORFLOW) wheel
 $(VENV)/.test-stamp: AND_THEN = $(INSTALL_HOROVOD)
 $(VENV)/.test-stamp: .ci/horovod-wheel
+else
+$(VENV)/.test-stamp: BESIDE = $(shell sed -n 's/^tensorflow==.*/tensorflow/p' tests/versions/$(VERSIONS).txt)
+$(VENV)/.test-stamp: $(CONSTRAINTS)
+# The versions in tests/versions replace those in constraints.txt.
+$(CONSTRAINTS): tests/versions/$(VERSIONS).txt constraints.txt | $(BIN)/pip
+	@awk -F== 'NR == FNR { new[$$1] } NR == FNR || !($$1 in new)' $^ > $@
+endif
 
 # The pip of Python 3.11 does not know --group.
 $(VENV)/.%-stamp: pyproject.toml setup.py constraints.txt | $(BIN)/pip

@@ -13,7 +13,7 @@ from raysgd import ElasticConfig, TFTrainer
 from raysgd.callbacks import LearningRateLogger
 from raysgd.errors import CheckpointError
 from raysgd.testing import chaos
-from tests.conftest import IN_SOAK, import_horovod, wait_until
+from tests.conftest import IN_SOAK, import_horovod, needs_tensorflow, wait_until
 from tests.ends import by_timer, check_that_shutdown_ends, hold
 from tests.tf_operators import Digits, digits, pid, replica_hash, weights
 
