@@ -17,6 +17,8 @@ from tests.conftest import IN_SOAK, import_horovod, needs_tensorflow, wait_until
 from tests.ends import by_timer, check_that_shutdown_ends, hold
 from tests.tf_operators import Digits, digits, pid, replica_hash, weights
 
+pytestmark = needs_tensorflow
+
 QUICK = ElasticConfig(initial_s=0.2, max_s=2.0, resize_cooldown_s=0.0)
 STEPS = {"shuffle": False, "optimizer": "SGD", "lr": 0.1}
 """Config of steps that depend only on the data, not on random numbers."""
