@@ -20,7 +20,8 @@ from raysgd.checkpoint.manifest import Manifest, seal, sealed_size, verify
 from raysgd.errors import CheckpointError
 
 _ADVICE = (
-    "Turn it into numbers, strings, lists, dicts or torch tensors, or allow its type with "
+    "Turn it into numbers, strings, lists, dicts or torch tensors (a NumPy array: "
+    "torch.from_numpy(array) or array.tolist()), or allow its type with "
     "torch.serialization.add_safe_globals([...]) before saving and before loading."
 )
 
@@ -60,9 +61,10 @@ def write_file(
                 buffer.seek(0)
                 _load(buffer)
             except Exception as error:
+                refused = _refused(state.get(owner), "state_dict()", write)
                 raise CheckpointError(
                     f"Cannot save to {target.shown}: the result of state_dict() of the {owner} "
-                    f"could not be loaded again: {_reason(error)}. {_ADVICE}"
+                    f"could not be loaded again: {refused or _reason(error)}. {_ADVICE}"
                 ) from error
 
     def fill(file: IO[bytes]) -> None:
@@ -129,6 +131,20 @@ def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manif
             f"{', '.join(missing)}. Write a state with trainer.save(path)."
         )
     return state, manifest
+
+
+def _refused(tree: Any, key: str, write: Callable[[Any, IO[bytes]], None]) -> str:
+    """Return the key and the type of the first value that cannot be loaded again, or ""."""
+    if isinstance(tree, dict | list | tuple):
+        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        return next(filter(None, (_refused(v, f"{key}[{k!r}]", write) for k, v in items)), "")
+    try:
+        write(tree, buffer := io.BytesIO())
+        buffer.seek(0)
+        _load(buffer)
+    except Exception:
+        return f"{key} has the type {type(tree).__module__}.{type(tree).__qualname__}"
+    return ""
 
 
 def _reason(error: Exception) -> str:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import importlib.util
-import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import psutil
 import typer
 
 import raysgd
@@ -23,22 +18,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-_PACKAGES = {
-    "ray": "more than one worker",
-    "pyarrow": 'Ray Tune and Ray Data: pip install "raysgd[tune,data]"',
-    "torch": "TorchTrainer",
-    "tensorflow": "TFTrainer",
-    "horovod": 'backend="horovod"',
-    "apex": 'use_fp16="apex"',
-    "safetensors": "save_model",
-    "torchmetrics": "metric collections in operators",
-    "transformers": "operators for Hugging Face models",
-    "tensorboard": "TensorBoard logs",
-    "mlflow": "MLflow logs",
-    "wandb": "Weights & Biases logs",
-    "plotly": 'report.html: pip install "raysgd[callbacks]"',
-}
 
 
 @app.callback(invoke_without_command=True)
@@ -122,12 +101,9 @@ def doctor(
     ] = False,
 ) -> None:
     """Show the packages and resources of this machine and of a cluster."""
-    rows = [("Python", platform.python_version(), ""), ("raysgd", raysgd.__version__, "")]
-    rows += [(name, _installed_version(name) or "missing", use) for name, use in _PACKAGES.items()]
-    memory = psutil.virtual_memory()
-    rows += [("CPUs here", str(psutil.cpu_count()), "")]
-    rows += [("memory here", _gib(memory.total), f"{_gib(memory.available)} free")]
-    _show([*rows, *_torch_rows()])
+    from raysgd.cli import doctor as examination
+
+    examination.examine(typer.echo)
     if shares and not address:
         typer.echo("\nraysgd doctor --shares needs --address, for example auto.", err=True)
         raise typer.Exit(2)
@@ -136,15 +112,15 @@ def doctor(
     elif address and importlib.util.find_spec("ray") is not None:
         try:
             typer.echo(f"\nRay cluster at {address}:")
-            _show(list(_cluster_rows(address)))
+            examination.show(list(examination.cluster_rows(address)), typer.echo)
             if shares:
                 typer.echo(
                     "\nShares of the nodes by speed, and names for ElasticConfig(shares=...):"
                 )
-                _show(list(_node_rows(address)))
+                examination.show(list(examination.node_rows(address)), typer.echo)
         except Exception as error:  # Ray raises errors of many types
             advice = " Timing needs one free CPU or GPU on each node." * shares
-            typer.echo(f"No answer from a Ray cluster at {address!r}: {error}{advice}", err=True)
+            typer.echo(f"{error}{advice}", err=True)
             raise typer.Exit(1) from error
 
 
@@ -166,55 +142,3 @@ def bench(
         raise typer.Exit(2)
     command = [sys.executable, str(folder / f"{name}.py"), *context.args]
     raise typer.Exit(subprocess.run(command, check=False).returncode)
-
-
-def _show(rows: Sequence[tuple[str, str, str]]) -> None:
-    width = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    for name, found, use in rows:
-        note = f"for {use}" if found == "missing" else use if name not in _PACKAGES else ""
-        typer.echo(f"{name:{width[0]}}  {found:{width[1]}}  {note}".rstrip())
-
-
-def _installed_version(name: str) -> str | None:
-    """Return the version of a package without importing it, or None if it is missing."""
-    if importlib.util.find_spec(name) is None:
-        return None
-    for distribution in (name, f"{name}-cpu", f"{name}-skinny"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(distribution)
-    return "unknown version"
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
-
-
-def _torch_rows() -> Iterator[tuple[str, str, str]]:
-    if importlib.util.find_spec("torch") is None:
-        return
-    import torch
-    import torch.distributed as dist
-
-    cuda = torch.version.cuda
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    yield "CUDA", cuda or "missing", "GPUs" if cuda is None else ""
-    yield "GPUs here", str(gpus), ", ".join(torch.cuda.get_device_name(i) for i in range(gpus))
-    for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())):
-        yield name, "available" if there else "missing", "" if there else f'backend="{name}"'
-
-
-def _node_rows(address: str) -> Iterator[tuple[str, str, str]]:
-    from raysgd.cluster import ray_session
-
-    speeds = ray_session.node_speeds(address)
-    mean = sum(speed for _, speed, _ in speeds) / len(speeds)
-    for ip, speed, traits in speeds:
-        yield ip, f"{speed / mean:.2f}", ", ".join(sorted(traits))
-
-
-def _cluster_rows(address: str) -> Iterator[tuple[str, str, str]]:
-    from raysgd.cluster import ray_session
-
-    for name, (total, free) in ray_session.overview(address).items():
-        shown = _gib if "memory" in name else "{:g}".format
-        yield name, shown(total), f"{shown(free)} free"

@@ -5,17 +5,29 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import ray
+from ray._private import services  # Ray 2.60 has no public API for this
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 logger = logging.getLogger(__name__)
 
 _PROBE_S = 5.0
+_ANSWER_S = 15.0
+_ADVICE = "Start the cluster or correct the address. RAY_ADDRESS=local starts Ray here."
+_TOKEN_ADVICE = (
+    "If the cluster uses tokens, set RAY_AUTH_MODE=token here, and RAY_AUTH_TOKEN to the output of "
+    "`ray get-auth-token` on the head node."
+)
 _OF_EACH = ("node:", "ray.io/node-id=", "memory", "object_store_memory")
 """Prefixes of the resources and labels that every node has."""
 _SPEED_TEST_S = 1.0
@@ -23,17 +35,73 @@ _SPEED_TIMEOUT_S = 60.0
 
 
 def connect() -> None:
-    """Connect to Ray. Start it on this machine if there is no cluster."""
+    """Connect to Ray. Start it on this machine if there is no cluster.
+
+    Raise ConnectionError within 30 s if the cluster does not answer.
+    """
     if not ray.is_initialized():
-        ray.init()
+        _init(None)
+
+
+def _init(address: str | None, **options: Any) -> None:
+    """Call ``ray.init`` if the cluster answers, because Ray itself retries for minutes."""
+    variable, asks_head = os.environ.get("RAY_ADDRESS"), True
+    if address in (None, "auto"):
+        address = variable or address
+        asks_head = address not in (None, "auto")  # Ray loads the token of a local cluster later
+    origin = repr(address) if address else "the newest cluster of this machine"
+    if address and address == variable:
+        origin = f"RAY_ADDRESS={address}"
+    advice = _ADVICE
+    try:
+        target = address
+        if address is None or "://" not in address:
+            target = services.canonicalize_bootstrap_address(address)  # type: ignore[arg-type]
+            if target not in (None, address):
+                origin += f", which is {target}"
+        if target is not None:
+            _probe(target)
+            if asks_head and "://" not in target:
+                _ask_head(target)
+        advice = _TOKEN_ADVICE
+        ray.init(address, **options)
+    except (OSError, RayError) as error:
+        if target is None:  # Ray could not start here
+            raise
+        if "token" in str(error):
+            advice = _TOKEN_ADVICE
+        reason = getattr(error, "message", None) or str(error)
+        raise ConnectionError(
+            f"No answer from a Ray cluster at {origin}: {reason.rstrip('.')}. {advice}"
+        ) from error
 
 
 def _probe(address: str) -> None:
-    """Raise OSError if the port of `address` refuses a connection."""
-    host, _, port = address.rpartition("//")[2].rpartition(":")
-    if host and port.isdecimal():
-        with socket.create_connection((host, int(port)), timeout=_PROBE_S):
+    """Raise OSError if no server listens at `address`."""
+    scheme, _, location = address.rpartition("://")
+    host, _, port = location.rpartition(":")
+    if scheme in ("", "ray") and host and port.isdecimal():
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S):
             pass
+
+
+def _ask_head(address: str) -> None:
+    """Raise an error if the server at `address` does not answer as the head of a Ray cluster."""
+    errors = []
+
+    def ask() -> None:
+        try:
+            GcsClient(address=address)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_ANSWER_S)
+    if thread.is_alive():
+        raise TimeoutError(f"the server does not answer within {_ANSWER_S:g} s")
+    if errors:
+        raise errors[0]
 
 
 def overview(address: str) -> dict[str, tuple[float, float]]:
@@ -49,8 +117,7 @@ def overview(address: str) -> dict[str, tuple[float, float]]:
 
 @contextlib.contextmanager
 def _connected(address: str) -> Iterator[None]:
-    _probe(address)  # Ray itself would retry for minutes
-    ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    _init(address, log_to_driver=False, logging_level=logging.ERROR)
     try:
         yield
     finally:

@@ -139,6 +139,16 @@ def check_horovod() -> None:
         )
 
 
+def check_dtypes(names: Sequence[str]) -> None:
+    """Raise TypeError if Horovod cannot average tensors of one of these dtypes."""
+    if any(name.endswith("bfloat16") for name in names):
+        raise TypeError(
+            'backend="horovod": a parameter, gradient, or buffer is bfloat16, but Horovod averages '
+            'no bfloat16. Use float16 or float32, or backend="gloo". Mixed precision with '
+            "bfloat16 works, because parameters stay float32."
+        )
+
+
 def horovod_environment(
     context: WorkerContext, rendezvous: HorovodRendezvous | None, timeout_s: float
 ) -> dict[str, str]:

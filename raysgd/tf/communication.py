@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from raysgd._internal.context import WorkerContext
+from raysgd.comm.horovod import check_dtypes
 
 
 class Communication:
@@ -100,6 +101,7 @@ class HorovodGroup(Communication):
         self._mean = tf.function(self._mean_in_graph)
 
     def mean(self, tensors: Sequence[Any]) -> list[Any]:
+        check_dtypes([tensor.dtype.name for tensor in tensors])
         means: list[Any] = self._mean(list(tensors))
         return means
 

@@ -43,6 +43,7 @@ class TFRunner(OperatorRunner):
             import tensorflow as tf
 
             from raysgd.tf.communication import communication_of
+            from raysgd.tf.generators import KerasGenerators
             from raysgd.tf.registration import build_operator
             from raysgd.tf.train_state import TFSettings
 
@@ -63,6 +64,7 @@ class TFRunner(OperatorRunner):
         )
         communication = communication_of(context, options.use_horovod)
         operator = build_operator(operator_cls, config, settings, communication, options.seed)
+        self.generators = KerasGenerators(operator)
         self.host(operator)
 
     # ---- answers to requests

@@ -9,6 +9,7 @@ from typing import Self
 import torch
 
 from raysgd._internal.arguments import check_choice
+from raysgd._internal.versions import check_oldest
 from raysgd.backends import backend_names
 from raysgd.loop.options import Options
 from raysgd.torch.precision import PRECISIONS
@@ -27,6 +28,7 @@ class TorchOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_oldest(self.trainer, "torch", torch.__version__)
         frequencies = (None, "batch", "epoch", "manual")
         check_choice(self.trainer, "scheduler_step_freq", self.scheduler_step_freq, frequencies)
         dtypes = (None, torch.float16, torch.bfloat16)

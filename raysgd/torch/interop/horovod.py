@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from raysgd.comm.horovod import check_dtypes
 from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
 from raysgd.torch.register_checks import check_same_parameters
@@ -20,6 +21,10 @@ class HorovodGradients(StepFeature):
 
     def __init__(self, state: TorchTrainState, arguments: dict[str, Any]) -> None:
         self._state = state
+        buffers = [buffer for model in state.models for buffer in model.buffers()]
+        trained = [p for model in state.models for p in model.parameters() if p.requires_grad]
+        compressed = "compression" in arguments  # Horovod then averages another dtype
+        check_dtypes([str(t.dtype) for t in (buffers if compressed else [*buffers, *trained])])
         self._exchanges = {
             id(optimizer): HorovodExchange(
                 optimizer, state.models, arguments, state.accumulation_steps

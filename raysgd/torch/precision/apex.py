@@ -29,8 +29,9 @@ class ApexAmp(Precision):
         except ImportError as error:
             raise ImportError(
                 f'use_fp16="apex" needs NVIDIA Apex on every worker, but importing it failed here: '
-                f"{error}. Build it from https://github.com/NVIDIA/apex, or pass use_fp16=True for "
-                "the mixed precision of PyTorch."
+                f"{error}. The apex of the package index is another project: pip uninstall apex. "
+                "Build a version with apex.amp from https://github.com/NVIDIA/apex, or pass "
+                "use_fp16=True for the mixed precision of PyTorch."
             ) from error
         self._optimizers: list[torch.optim.Optimizer] = []
 

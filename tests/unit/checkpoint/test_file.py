@@ -4,6 +4,7 @@ import collections
 import datetime
 import json
 import os
+import pathlib
 import pickle
 import platform
 
@@ -22,6 +23,7 @@ from raysgd.checkpoint.file import read_checkpoint
 from raysgd.checkpoint.manifest import FORMAT
 from raysgd.errors import CheckpointError
 from raysgd.metrics import AverageMeterCollection
+from tests.conftest import assert_names
 from tests.unit.checkpoint.states import STATE, Code
 
 
@@ -30,6 +32,24 @@ def with_user_state(user_state):
 
 
 # ---- writing and reading
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (np.ones(3), "numpy.ndarray"),
+        (pathlib.PurePosixPath("a"), "pathlib.PurePosixPath"),
+        (datetime.date(2026, 1, 2), "datetime.date"),
+        (np.random.default_rng(1), "numpy.random._generator.Generator"),
+        (Code(), "tests.unit.checkpoint.states.Code"),
+    ],
+)
+def test_a_value_that_cannot_be_loaded_is_named_with_its_key(tmp_path, value, name):
+    user_state = collections.OrderedDict(good=1, mine=[{"bad": value}])
+    with pytest.raises(CheckpointError) as caught:
+        write_file(with_user_state(user_state), tmp_path / "state.pt")
+    key = f"state_dict()['mine'][0]['bad'] has the type {name}."
+    assert_names(caught.value, [key, "of the operator", "array.tolist()", "torch tensors"])
 
 
 @pytest.mark.parametrize("make", [dict, collections.OrderedDict])

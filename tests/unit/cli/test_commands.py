@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import raysgd
 from raysgd.cli import commands as cli
+from raysgd.cli import doctor
 from raysgd.cli.commands import app
 from tests.unit.callbacks.test_report import call, run, write
 
@@ -31,18 +32,53 @@ def test_the_doctor_lists_what_is_available_and_what_is_missing():
     result = invoke("doctor")
     assert result.exit_code == 0
     lines = {line.partition(" ")[0]: line for line in result.output.splitlines()}
-    assert torch.__version__ in lines["torch"]
+    assert re.fullmatch(f"torch +{re.escape(torch.__version__)} +tested", lines["torch"])
     assert "available" in lines["gloo"]
     assert re.fullmatch(r'apex +missing +for use_fp16="apex"', lines["apex"])
     assert re.fullmatch(r"CPUs here +\d+", lines["CPUs"])
     assert re.fullmatch(r"memory here +\S+ GiB +\S+ GiB free", lines["memory"])
 
 
+def install(folder, name, version, *files):
+    """Create the files of a package, and its version for `importlib.metadata`."""
+    for file in ("__init__.py", *files):
+        (folder / name / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name / file).write_text("raise RuntimeError")
+    (folder / f"{name}-{version}.dist-info").mkdir()
+    (folder / f"{name}-{version}.dist-info" / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "files", "row", "warning"),
+    [
+        ("apex", "0.9.10", (), r'apex +missing +for use_fp16="apex"', "apex has no apex.amp"),
+        ("apex", "0.1", ("amp/__init__.py",), r"apex +0\.1", ""),
+        ("numpy", "1.25.2", (), r"numpy +1\.25\.2 +not tested, unlike 1\.26 to 2\.4", ""),
+        ("numpy", "2.5.0", (), r"numpy +2\.5\.0 +not tested, unlike 1\.26 to 2\.4", ""),
+        ("numpy", "2.4.9", (), r"numpy +2\.4\.9 +tested", ""),
+        ("triton", "3.9.0", (), r"triton +3\.9\.0", "only if triton is imported first"),
+    ],
+)
+def test_the_doctor_judges_versions(monkeypatch, tmp_path, name, version, files, row, warning):
+    install(tmp_path, name, version, *files)
+    install(tmp_path, "tensorflow", "2.21.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in (name, "tensorflow"):  # a loaded module would be found first
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    found = {each: doctor.installed_version(each) for each in (name, "tensorflow")}
+    lines = []
+    doctor.show([doctor.package_row(name, found[name])], lines.append)
+    assert re.fullmatch(row, lines[0])
+    assert warning in "".join(doctor.problems({"triton": None, "apex": None, **found}))
+
+
 def test_the_doctor_names_a_cluster_that_is_not_there(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     result = invoke("doctor")
     assert result.exit_code == 1
-    assert "No answer from a Ray cluster at '127.0.0.1:1'" in result.stderr
+    assert "No answer from a Ray cluster at RAY_ADDRESS=127.0.0.1:1" in result.stderr
     assert "gloo" in result.stdout
 
 

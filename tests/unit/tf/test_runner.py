@@ -10,6 +10,7 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 keras = pytest.importorskip("keras")
 
+from raysgd import TFTrainer  # noqa: E402
 from raysgd._internal.context import WorkerContext  # noqa: E402
 from raysgd.elastic.config import ElasticConfig  # noqa: E402
 from raysgd.loop.requests import TrainRequest  # noqa: E402
@@ -108,3 +109,71 @@ def test_a_failed_step_restores_the_first_of_two_optimizers():
         failing.handle(TrainRequest(call=0, until_step=4))
     failing.handle(TrainRequest(call=0, until_step=4))
     assert_same(failing.state_dict(), undisturbed.state_dict())
+
+
+class Noise(keras.layers.Layer):
+    """Adds noise of generators in a list and a dict, and of the generator of Keras itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.seeds = [keras.random.SeedGenerator(4)]
+        self.named = {"a": keras.random.SeedGenerator(5)}
+
+    def call(self, inputs):
+        shape = (inputs.shape[-1],)
+        noise = keras.random.normal(shape)
+        for seed in (self.seeds[0], self.named["a"]):
+            noise += keras.random.normal(shape, seed=seed)
+        return inputs + 0.01 * noise
+
+
+class Drawing(TrainingOperator):
+    """Trains with layers that draw random numbers, in two models and outside of them."""
+
+    def setup(self, config):
+        init = keras.initializers.GlorotUniform
+        inner = keras.Sequential([keras.layers.GaussianNoise(0.1), Noise()])
+        first = [keras.Input((64,)), keras.layers.Dropout(0.5, seed=1), inner]
+        second = [keras.Input((64,)), keras.layers.Dropout(0.5)]
+        heads = [keras.layers.Dense(10, kernel_initializer=init(seed=s)) for s in (1, 2)]
+        models = [
+            keras.Sequential([*layers, head])
+            for layers, head in zip((first, second), heads, strict=True)
+        ]
+        self.models, _, self.criterion = self.register(
+            models,
+            keras.optimizers.SGD(0.1),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+        self.augmenting = [keras.layers.Dropout(0.1), keras.random.SeedGenerator(7)]
+        self.register_data(train_loader=digits()[0], shuffle=False)
+
+    def loss_of(self, images, labels):
+        layer, seed = self.augmenting
+        images = layer(images, training=True) + keras.random.normal((64,), seed=seed)
+        outputs = [model(images, training=True) for model in self.models]
+        return self.criterion(labels, sum(outputs))
+
+    def train_batch(self, batch, batch_info):
+        loss = self.minimize(self.loss_of, *batch, model=self.models)
+        return {"train_loss": loss, "num_samples": len(batch[-1])}
+
+
+def test_a_loaded_state_draws_the_same_numbers(tmp_path):
+    def make():
+        return TFTrainer(training_operator_cls=Drawing, use_local=True)
+
+    with make() as trainer:
+        trainer.train(num_steps=2)
+        path = trainer.save(tmp_path / "state")
+        expected = trainer.train(num_steps=2)["train_loss"]
+        keras.random.normal((1,))
+    with make() as trainer:
+        trainer.load(path)
+        assert trainer.train(num_steps=2)["train_loss"] == expected
+        trainer.load(path)
+        assert trainer.train(num_steps=2)["train_loss"] == expected
+        state = trainer.state_dict()
+        for generators in state["data"]["rng"]:  # as an old version saved it
+            del generators["keras"], generators["keras_global"]
+        trainer.load_state_dict(state)

@@ -31,6 +31,12 @@ def test_single_local_worker_has_no_process_group(make_trainer):
     assert trainer.num_workers == trainer.max_workers == 1
 
 
+def test_an_old_pytorch_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.8.1+cpu")
+    with pytest.raises(ImportError, match=r"needs torch 2\.9 or newer, but .* has 2\.8\.1"):
+        make()
+
+
 def test_initialization_hook_runs_before_setup(make_trainer):
     class Noting(Classifier):
         def setup(self, config):

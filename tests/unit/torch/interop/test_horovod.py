@@ -30,3 +30,34 @@ def test_graph_of_a_failed_step_exchanges_nothing(monkeypatch):
     # otherwise, Horovod exchanges nothing in a group of one
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     run_ranks(HELD, 1)
+
+
+TYPES = """
+import types, horovod.torch as hvd, pytest, torch
+from raysgd.torch.interop.horovod import HorovodGradients
+
+hvd.init()
+
+def build(dtype, **arguments):
+    model = torch.nn.Linear(3, 2, dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = types.SimpleNamespace(models=[model], optimizers=[optimizer], accumulation_steps=1)
+    HorovodGradients(state, arguments)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+        loss = model(torch.ones(1, 3, dtype=dtype)).sum()
+    loss.backward()
+    optimizer.step()
+
+with pytest.raises(TypeError, match='averages no bfloat16.*float32, or backend="gloo"'):
+    build(torch.bfloat16)
+build(torch.bfloat16, compression=hvd.Compression.fp16)
+build(torch.float32)
+hvd.shutdown()
+print("good")
+"""
+
+
+def test_bfloat16_parameters_are_an_error_and_autocast_is_not(monkeypatch):
+    import_horovod("horovod.torch")
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    run_ranks(TYPES, 1)

@@ -1,0 +1,40 @@
+"""The versions of other packages that the tests of raysgd cover."""
+
+from __future__ import annotations
+
+import re
+
+TESTED = {
+    "Python": ("3.11", "3.13"),
+    "ray": ("2.44", "2.60"),
+    "torch": ("2.9", "2.15"),
+    "numpy": ("1.26", "2.4"),
+    "tensorflow": ("2.21", "2.21"),
+    "horovod": ("0.28.1", "0.28.1"),
+}
+"""The oldest and the newest tested version of each package. Any patch release counts."""
+
+
+def is_tested(name: str, version: str) -> bool:
+    """Return whether `version` is in the tested range of a package of `TESTED`."""
+    oldest, newest = TESTED[name]
+    return _part(oldest, oldest) <= _part(version, oldest) and (
+        _part(version, newest) <= _part(newest, newest)
+    )
+
+
+def check_oldest(owner: str, name: str, version: str) -> None:
+    """Raise ImportError if `version` is older than `owner` supports."""
+    oldest, newest = TESTED[name]
+    if _part(version, oldest) < _part(oldest, oldest):
+        raise ImportError(
+            f"{owner} needs {name} {oldest} or newer, but this Python has {version}. The tests "
+            f'cover {oldest} to {newest}. Run pip install "{name}>={oldest}" on the driver and all '
+            "workers."
+        )
+
+
+def _part(version: str, precision: str) -> list[int]:
+    """Return the first numbers of a version, as many as `precision` has."""
+    numbers = [int(number) for number in re.findall(r"\d+", version)]
+    return numbers[: precision.count(".") + 1]

@@ -1,0 +1,68 @@
+"""Connecting to Ray clusters that do not answer."""
+
+import socket
+
+import pytest
+
+from raysgd.cluster import ray_session
+from tests.conftest import assert_names
+
+
+@pytest.fixture(autouse=True)
+def _outside(monkeypatch, tmp_path):
+    monkeypatch.setattr(ray_session, "_PROBE_S", 0.3)
+    monkeypatch.setattr(ray_session, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(ray_session.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray_session.ray, "init", lambda *a, **k: pytest.fail("asks Ray"))
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_an_address_that_drops_connections_is_an_error(monkeypatch, scheme):
+    with socket.create_server(("", 0), backlog=0) as server:
+        port = server.getsockname()[1]
+        fill = [socket.socket() for _ in range(3)]
+        for each in fill:
+            each.setblocking(False)
+            each.connect_ex(("127.0.0.1", port))
+        monkeypatch.setenv("RAY_ADDRESS", f"{scheme}127.0.0.1:{port}")
+        with pytest.raises(ConnectionError) as caught:
+            ray_session.connect()
+        for each in fill:
+            each.close()
+    assert_names(caught.value, [f"RAY_ADDRESS={scheme}127.0.0.1:{port}", "timed out", "=local"])
+
+
+def test_an_address_of_a_silent_server_is_an_error(monkeypatch):
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        with pytest.raises(ConnectionError) as caught:
+            ray_session.connect()
+    assert_names(caught.value, [f"RAY_ADDRESS=127.0.0.1:{port}", "not answer", "=local"])
+
+
+def test_an_address_without_a_server_is_an_error(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(ConnectionError) as caught:
+        ray_session.connect()
+    assert_names(caught.value, ["RAY_ADDRESS=127.0.0.1:1", "refused", "=local"])
+
+
+def test_a_crashed_cluster_of_this_machine_is_an_error(tmp_path):
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")
+    with pytest.raises(ConnectionError) as caught:
+        ray_session.connect()
+    assert_names(caught.value, ["the newest cluster of this machine", ":1: ", "=local"])
+
+
+@pytest.mark.parametrize("address", [None, "", "local"])
+def test_ray_starts_if_no_cluster_is_meant(monkeypatch, address):
+    started = []
+    monkeypatch.setattr(ray_session.ray, "init", lambda address, **k: started.append(address))
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    ray_session.connect()
+    assert started == [address or None]
