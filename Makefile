@@ -89,10 +89,10 @@ $(VENV)/.test-stamp: BESIDE = $(TENSORFLOW) wheel
 $(VENV)/.test-stamp: AND_THEN = $(INSTALL_HOROVOD)
 $(VENV)/.test-stamp: .ci/horovod-wheel
 else
-$(VENV)/.test-stamp: BESIDE = $(shell sed -n 's/^tensorflow==.*/tensorflow/p' tests/versions/$(VERSIONS).txt)
+$(VENV)/.test-stamp: BESIDE = $(shell sed -n 's/^tensorflow==.*/tensorflow/p' tests/versions/requirements-$(VERSIONS).txt)
 $(VENV)/.test-stamp: $(CONSTRAINTS)
 # The versions in tests/versions replace those in constraints.txt.
-$(CONSTRAINTS): tests/versions/$(VERSIONS).txt constraints.txt | $(BIN)/pip
+$(CONSTRAINTS): tests/versions/requirements-$(VERSIONS).txt constraints.txt | $(BIN)/pip
 	@awk -F== 'NR == FNR { new[$$1] } NR == FNR || !($$1 in new)' $^ > $@
 endif
 
