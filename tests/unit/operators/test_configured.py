@@ -1,5 +1,6 @@
 """Optimizers, schedulers, data, and other options, by config or by subclass."""
 
+import inspect
 import re
 
 import numpy as np
@@ -175,7 +176,7 @@ OPERATORS = [
 @pytest.mark.parametrize("operator_cls", OPERATORS, ids=lambda cls: cls.__name__)
 def test_the_table_of_an_operator_lists_its_options_with_their_defaults(operator_cls):
     inherited = getattr(operator_cls.__mro__[1], "OPTIONS", {})
-    listed = dict(re.findall(r"^ {4}``(\w+)``  +(\S+)", operator_cls.__doc__, re.MULTILINE))
+    listed = dict(re.findall(r"^``(\w+)``  +(\S+)", inspect.getdoc(operator_cls), re.MULTILINE))
     own = {
         key: repr(default).replace("'", '"')
         for key, default in operator_cls.OPTIONS.items()
