@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import raysgd
+from raysgd._internal.versions import TESTED
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -115,3 +116,20 @@ def test_the_pages_state_the_ranges_of_the_package():
         assert {"ray", "torch", "tensorflow", "numpy"} <= {package for package, _ in stated}, name
         assert [each for each in stated if ranges[each[0]] != each[1]] == [], name
         assert f"Python {pythons[0]} to {pythons[-1]}" in text, name
+
+
+def test_the_table_of_tested_versions_spans_the_ranges_that_doctor_reports():
+    text = (ROOT / "docs/versioning.md").read_text(encoding="utf-8")
+    header, _, *rows = (
+        [cell.strip() for cell in line.strip("| \n").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    )
+    names = {"PyTorch": "torch"}
+    for column, title in enumerate(header):
+        if tested := TESTED.get(names.get(title, title if title == "Python" else title.lower())):
+            shown = [re.findall(r"\d+", row[column]) for row in rows]
+            versions = sorted(tuple(map(int, version)) for version in shown if version)
+            for version, stated in zip((versions[0], versions[-1]), tested, strict=True):
+                assert ".".join(map(str, version)).startswith(stated), title
+    assert {"Python", "Ray", "PyTorch", "NumPy", "TensorFlow", "Horovod"} <= set(header)
