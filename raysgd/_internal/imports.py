@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -35,13 +34,20 @@ def load_triton_first() -> None:
     Ordinary builds of PyTorch for Linux bring Triton, and ``torch._dynamo`` imports it. If a
     process loads TensorFlow 2.21 before Triton, LLVM ends the process.
     """
-    if "triton" in sys.modules:
-        return
     if "tensorflow" in sys.modules:
-        sys.modules["triton"] = None  # type: ignore[assignment]
-    elif importlib.util.find_spec("tensorflow") is not None:
+        refuse_triton()
+    else:
         with suppress(ImportError):  # this PyTorch has no Triton
             importlib.import_module("triton")
+
+
+def refuse_triton() -> None:
+    """Make imports of Triton fail, unless it is loaded. See `load_triton_first`.
+
+    Triton 3.9 prints its objects at the end of a process that called ``gc.freeze``. So workers do
+    not load it first.
+    """
+    sys.modules.setdefault("triton", None)  # type: ignore[arg-type]
 
 
 def import_extra(owner: str, module: str, extra: str) -> Any:

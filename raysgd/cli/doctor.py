@@ -90,8 +90,8 @@ def problems(found: dict[str, str | None]) -> Iterator[str]:
             f"tensorflow {found['tensorflow']} and triton {found['triton']} work in one process "
             "only if triton is imported first. Otherwise, the process aborts with 'LLVM ERROR: "
             "inconsistency in registered CommandLine options' when it loads triton, for example "
-            "in torch.compile. raysgd imports them in this order. If your script imports "
-            "tensorflow, write `import triton` above that line."
+            "in torch.compile. TFTrainer avoids this. If your code imports tensorflow and uses "
+            "torch.compile, write `import triton` above the import of tensorflow."
         )
     if importlib.util.find_spec("apex") is not None and not found["apex"]:
         yield (
@@ -108,9 +108,12 @@ def _gib(num_bytes: float) -> str:
 def _torch_rows() -> Iterator[Row]:
     if importlib.util.find_spec("torch") is None:
         return
-    import torch
-    import torch.distributed as dist
-
+    try:
+        import torch
+        import torch.distributed as dist
+    except Exception as error:  # a broken installation is what doctor is for
+        yield "torch", "broken", f"its import fails: {error!r}"
+        return
     cuda = torch.version.cuda
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     yield "CUDA", cuda or "missing", "for GPUs" if cuda is None else ""

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import socket
 import threading
 import time
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _PROBE_S = 5.0
 _ANSWER_S = 15.0
+_ADDRESS = re.compile(r"\w+://\S+|[^\s/]+:\d+")
 _ADVICE = "Start the cluster or correct the address. RAY_ADDRESS=local starts Ray here."
 _TOKEN_ADVICE = (
     "If the cluster uses tokens, set RAY_AUTH_MODE=token here, and RAY_AUTH_TOKEN to the output of "
@@ -45,13 +47,16 @@ def connect() -> None:
 
 def _init(address: str | None, **options: Any) -> None:
     """Call ``ray.init`` if the cluster answers, because Ray itself retries for minutes."""
-    variable, asks_head = os.environ.get("RAY_ADDRESS"), True
+    variable = os.environ.get("RAY_ADDRESS")
     if address in (None, "auto"):
         address = variable or address
-        asks_head = address not in (None, "auto")  # Ray loads the token of a local cluster later
     origin = repr(address) if address else "the newest cluster of this machine"
     if address and address == variable:
         origin = f"RAY_ADDRESS={address}"
+    if address not in (None, "auto", "local") and not _ADDRESS.fullmatch(address):
+        raise ValueError(
+            f'{origin}: must be "HOST:PORT", "ray://HOST:PORT", "auto", or "local", without spaces.'
+        )
     advice = _ADVICE
     try:
         target = address
@@ -61,7 +66,8 @@ def _init(address: str | None, **options: Any) -> None:
                 origin += f", which is {target}"
         if target is not None:
             _probe(target)
-            if asks_head and "://" not in target:
+            if "://" not in target:
+                _load_token(address)
                 _ask_head(target)
         advice = _TOKEN_ADVICE
         ray.init(address, **options)
@@ -83,6 +89,17 @@ def _probe(address: str) -> None:
     if scheme in ("", "ray") and host and port.isdecimal():
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S):
             pass
+
+
+def _load_token(address: str | None) -> None:
+    """Load the token as ``ray.init`` does. Without this, `GcsClient` would end the process."""
+    try:
+        from ray._private.authentication import authentication_token_setup as setup
+    except ImportError:  # this Ray has no tokens
+        return
+    if address in (None, "auto") and hasattr(setup, "maybe_enable_token_auth_if_token_available"):
+        setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    setup.ensure_token_if_auth_enabled(None, create_token_if_missing=False)
 
 
 def _ask_head(address: str) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd._internal.context import WorkerContext
-from raysgd._internal.imports import load_triton_first
+from raysgd._internal.imports import refuse_triton
 from raysgd.comm.backend import Backend
 from raysgd.comm.connection import Address
 from raysgd.comm.network import LOOPBACK, driver_address, is_single_node
@@ -65,6 +65,7 @@ class TensorflowBackend(Backend):
     def setup(self, context: WorkerContext, rendezvous: TensorflowRendezvous | None) -> None:
         """Set the variables that TensorFlow reads on import and when it creates the strategy."""
         check_tensorflow("backend='tensorflow'")
+        refuse_triton()
         if "tensorflow" in sys.modules:
             raise RuntimeError(
                 "TensorFlow was imported on this worker before TF_CONFIG was set. Import it in the "
@@ -136,8 +137,6 @@ def _held_port() -> socket.socket:
 
 
 def check_tensorflow(asked_by: str) -> None:
-    """Call this before each import of TensorFlow."""
-    load_triton_first()
     if "tensorflow" not in sys.modules and importlib.util.find_spec("tensorflow") is None:
         raise ImportError(
             f"{asked_by} needs TensorFlow, which is not installed. Run "

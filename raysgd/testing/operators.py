@@ -49,9 +49,11 @@ def run_operator(
 
 
 def _keras_operator(operator_cls: Any, config: dict[str, Any], use_fp16: bool | str) -> Any:
+    from raysgd._internal.imports import load_triton_first
     from raysgd.comm.tensorflow import check_tensorflow
 
     check_tensorflow("run_operator")
+    load_triton_first()
     from raysgd._internal.context import WorkerContext
     from raysgd.tf.communication import Communication
     from raysgd.tf.options import TFOptions

@@ -20,25 +20,27 @@ class KerasGenerators(Generators):
         self._operator = operator
 
     def state(self) -> dict[str, Any]:
-        seeds = [np.array(variable.numpy()) for variable in self._seeds()]
-        state = {**super().state(), "keras": seeds}
+        state = super().state()
+        for name, seeds in self._seeds().items():
+            state[name] = [np.array(variable.numpy()) for variable in seeds]
         if (shared := global_state.get_global_attribute("global_seed_generator")) is not None:
             state["keras_global"] = np.array(shared.state.numpy())
         return state
 
     def set(self, state: Mapping[str, Any]) -> None:
         super().set(state)
-        own, seeds = self._seeds(), state.get("keras", ())
-        if len(own) == len(seeds):  # a model with other layers draws its own numbers
-            for variable, seed in zip(own, seeds, strict=True):
-                variable.assign(np.asarray(seed))
+        for name, own in self._seeds().items():
+            if len(own) == len(state.get(name, ())):  # other layers draw their own numbers
+                for variable, seed in zip(own, state[name], strict=True):
+                    variable.assign(np.asarray(seed))
         if "keras_global" in state:
             global_seed_generator().state.assign(np.asarray(state["keras_global"]))
 
-    def _seeds(self) -> list[Any]:
-        held = [self._operator._train_state.models, *vars(self._operator).values()]
-        found = {id(seed): seed for each in held for seed in _seeds_of(each)}
-        return list(found.values())
+    def _seeds(self) -> dict[str, list[Any]]:
+        models = {id(seed): seed for seed in _seeds_of(self._operator._train_state.models)}
+        held = (seed for each in vars(self._operator).values() for seed in _seeds_of(each))
+        others = {id(seed): seed for seed in held if id(seed) not in models}
+        return {"keras_models": list(models.values()), "keras_others": list(others.values())}
 
 
 def _seeds_of(held: Any) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.context import WorkerContext
-from raysgd._internal.imports import frozen_imports
+from raysgd._internal.imports import frozen_imports, refuse_triton
 from raysgd.comm.tensorflow import check_tensorflow
 from raysgd.loop.runner import OperatorRunner
 from raysgd.tf.options import TFOptions
@@ -25,6 +25,7 @@ class TFRunner(OperatorRunner):
         check_tensorflow("TFTrainer")
         if context.in_driver:
             return
+        refuse_triton()
         os.environ.update(self._options.environment)
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         if context.gpu_index is not None:

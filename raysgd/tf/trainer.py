@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 from raysgd._internal.arguments import check_flags
+from raysgd._internal.imports import load_triton_first
 from raysgd.callbacks.base import Callback
 from raysgd.checkpoint.location import Location
 from raysgd.comm.tensorflow import check_tensorflow
@@ -112,6 +113,7 @@ class TFTrainer(OperatorTrainer):
         logdir: str | os.PathLike[str] | None = None,
     ) -> None:
         check_tensorflow("TFTrainer")
+        load_triton_first()
         check_flags("TFTrainer", verbose=verbose, use_tqdm=use_tqdm)
         operator_cls = _operator(training_operator_cls, model_creator, data_creator)
         made_from_functions = issubclass(operator_cls, CreatorOperator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.dynamo import postpone_dynamo
-from raysgd._internal.imports import load_triton_first
+from raysgd._internal.imports import refuse_triton
 from raysgd.loop.operator_base import check_registered, create_operator
 from raysgd.loop.runner import OperatorRunner
 from raysgd.torch.operator import TrainingOperator
@@ -35,7 +36,6 @@ class TorchRunner(OperatorRunner):
     # ---- lifecycle
 
     def prepare(self, context: WorkerContext) -> None:
-        load_triton_first()  # before the operator's modules, which may import TensorFlow
         if not context.in_driver:
             postpone_dynamo()
             torch.set_num_threads(max(1, int(context.num_cpus)))
@@ -55,6 +55,8 @@ class TorchRunner(OperatorRunner):
     def setup(self, context: WorkerContext) -> None:
         options = self._options
         operator_cls, config, global_batch = self._worker_arguments(context)
+        if "tensorflow" in sys.modules:  # a module of the operator has imported it
+            refuse_triton()
         settings = OperatorSettings(
             options=options,
             context=context,

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import tomllib
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -36,6 +37,14 @@ CLUSTERS = ROOT / "examples" / "clusters"
 PAGES = [ROOT / "docs" / f"{name}.md" for name in ("kubernetes", "slurm", "spot")]
 
 # ---- commands
+
+
+def test_the_files_name_extras_that_exist():
+    text = "".join(path.read_text(encoding="utf-8") for path in CLUSTERS.iterdir())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = ",".join(re.findall(r"raysgd\[([\w,]+)\]", text)).split(",")
+    assert named != [""]
+    assert set(named) <= set(project["optional-dependencies"])
 
 
 def commands(path):

@@ -72,8 +72,8 @@ def test_tensorflow_and_triton_do_not_end_the_process(first):
     pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
     script = (
         f"import {first}\n"
-        "from raysgd.comm.tensorflow import check_tensorflow\n"
-        "check_tensorflow('TFTrainer')\n"
+        "from raysgd._internal.imports import load_triton_first\n"
+        "load_triton_first()\n"
         "import tensorflow, torch, torch._dynamo\n"
         "torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1)\n"
     )

@@ -1,11 +1,14 @@
 """Connecting to Ray clusters that do not answer."""
 
+import os
 import socket
+import subprocess
+import sys
 
 import pytest
 
 from raysgd.cluster import ray_session
-from tests.conftest import assert_names
+from tests.conftest import RAY, assert_names
 
 
 @pytest.fixture(autouse=True)
@@ -15,6 +18,7 @@ def _outside(monkeypatch, tmp_path):
     monkeypatch.setattr(ray_session.ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray_session.ray, "init", lambda *a, **k: pytest.fail("asks Ray"))
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
@@ -41,6 +45,52 @@ def test_an_address_of_a_silent_server_is_an_error(monkeypatch):
         with pytest.raises(ConnectionError) as caught:
             ray_session.connect()
     assert_names(caught.value, [f"RAY_ADDRESS=127.0.0.1:{port}", "not answer", "=local"])
+
+
+def test_a_silent_cluster_of_this_machine_is_an_error(tmp_path):
+    with socket.create_server(("", 0)) as server:
+        (tmp_path / "ray").mkdir()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+        with pytest.raises(ConnectionError) as caught:
+            ray_session.connect()
+    assert_names(
+        caught.value,
+        ["the newest cluster of this machine", address.removeprefix("127.0.0.1"), "not answer"],
+    )
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:", "127.0.0.1:6379 ", "host:abc"])
+def test_a_malformed_address_is_an_error(monkeypatch, address):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ValueError, match=r'RAY_ADDRESS=.*: must be "HOST:PORT"'):
+        ray_session.connect()
+
+
+TOKEN_IS_MISSING = """
+from raysgd.cluster import ray_session
+try:
+    ray_session.connect()
+except ConnectionError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(RAY < (2, 60), reason="this Ray has no tokens")
+@pytest.mark.parametrize("missing", [{}, {"RAY_AUTH_TOKEN_PATH": "/no/such/file"}])
+def test_a_missing_token_is_an_error(tmp_path, missing):
+    """Ray itself would end the process."""
+    with socket.create_server(("", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        own = {"HOME": str(tmp_path), "RAY_AUTH_MODE": "token", "RAY_ADDRESS": address}
+        run = subprocess.run(
+            [sys.executable, "-c", TOKEN_IS_MISSING],
+            env={**os.environ, **own, **missing},
+            capture_output=True,
+            text=True,
+        )
+    assert "RAY_AUTH_TOKEN" in run.stdout, run.stderr
+    assert "get-auth-token" in run.stdout
 
 
 def test_an_address_without_a_server_is_an_error(monkeypatch):
