@@ -113,7 +113,7 @@ class TorchTrainState(TrainState):
         expected = collectives.broadcast_object(own, leader)
         lacks = follows and own != expected
         if self.minimum(-int(lacks)) < 0:
-            state = collectives.broadcast_state(self.training_state, leader, device)
+            state = collectives.broadcast_state(self.training_state, leader, device, lacks)
         # Receive shards last, because they are valid from then on.
         received = [feature.receive(leader) for feature in reversed(self.features)]
         # Apply the state only if all of it has arrived: `leader` may be lost meanwhile.
