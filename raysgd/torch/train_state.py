@@ -139,8 +139,8 @@ class TorchTrainState(TrainState):
         with self.evaluating():
             return [copy_to_cpu(ddp.plain(model)) for model in self.given_models]
 
-    def copy_leaf(self, leaf: Any) -> Any:
-        return copy_leaf(leaf)
+    def copy_leaf(self, leaf: Any, on_host: bool = False) -> Any:
+        return copy_leaf(leaf, on_host)
 
     def to_cpu(self, state: Any) -> Any:
         # No copy is needed for another process, because pickling copies the state.
