@@ -9,7 +9,7 @@ turns, so that the load of the machine is the same for all. Their losses must ag
 *By hand* uses PyTorch's ``fully_shard`` in the loop of its tutorial. *Lightning* uses its
 ``ModelParallelStrategy`` (left out if it is not installed). *Full* and *optimizer* are
 ``register(sharding=...)`` of raysgd, without and with one replica of each shard. *DDP* is raysgd's
-too. raysgd takes a snapshot after each epoch, unlike the loop by hand. ``--steps`` sets the length
+too. raysgd takes snapshots if 1 % of the time pays for them. ``--steps`` sets the length
 of an epoch, and ``--no-snapshots`` disables snapshots. (Accelerate 1.15 does not shard models on
 CPUs.)
 """
@@ -181,7 +181,7 @@ class Language(TrainingOperator):
 
 
 class Raysgd:
-    snapshot_every = "epoch"
+    snapshot_every = "auto"
 
     def __init__(self, floats, num_steps, **register):
         self.trainer = TorchTrainer(

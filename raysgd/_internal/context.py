@@ -121,7 +121,13 @@ class Runner(Protocol):
         """
 
     def snapshot(self) -> dict[str, Any] | None:
-        """Return the newest snapshot, for a restart after the loss of all workers."""
+        """Return the newest snapshot, for a restart after the loss of all workers.
+
+        Return None if there is none, or if it was sent.
+        """
+
+    def snapshot_sent(self, snapshot: dict[str, Any], seconds: float) -> None:
+        """Release a snapshot that was sent within `seconds`."""
 
     def warm_up(self) -> None:
         """Prepare a replacement worker for its first step in the group, after ``setup``."""

@@ -12,10 +12,11 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from raysgd._internal.context import (
     OutOfMemoryError,
@@ -28,9 +29,9 @@ from raysgd._internal.context import (
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.tracebacks import is_the_users, stacks
 from raysgd.cluster.host_monitor import DriverWatch
-from raysgd.cluster.serialization import Packed, dumps, pack
+from raysgd.cluster.serialization import Packed, Stream, pack
 from raysgd.comm.backend import Backend
-from raysgd.comm.connection import Address
+from raysgd.comm.connection import Address, connect
 from raysgd.errors import RemoteError, RemoteTraceback
 
 
@@ -82,10 +83,20 @@ class Outcome:
         return error
 
 
+class Outgoing(NamedTuple):
+    """A large snapshot that the driver fetches."""
+
+    stream: Stream
+    packed: Packed
+    state: dict[str, Any]
+    began: float
+
+
 class CarriedError(Exception):
     """Carries an exception such as KeyboardInterrupt, which Ray would treat as a cancellation."""
 
 
+_CONNECT_S = 30.0
 _is_worker_process = False
 
 
@@ -100,6 +111,7 @@ CONTROL_METHODS = (
     "progress",
     "pause_at",
     "snapshot",
+    "send_snapshot",
     "stacks",
 )
 """Methods that run in parallel with the work of a worker."""
@@ -130,6 +142,7 @@ class Worker:
         self._terminated = False
         if catches_sigterm:
             _catch_sigterm(self._note_sigterm)
+        self._outgoing: Outgoing | None = None
         self._generation = 0
         self._generation_lock = threading.RLock()
         """Held while the worker handles a message to this generation, so that the next one cannot
@@ -258,12 +271,39 @@ class Worker:
                 return self._hosted.progress().global_step
             return self._hosted.pause_at(step)
 
-    def snapshot(self, step: int | None = None) -> bytes | None:
-        """Return the newest snapshot, pickled. None if it is of another step than `step`."""
+    def snapshot(self, step: int | None = None) -> Stream | None:
+        """Return the newest snapshot. `send_snapshot` sends the buffers of a large one.
+
+        Return None if it was sent, or is of another step than `step`.
+        """
         state = None if self.runner is None else self.runner.snapshot()
         if state is None or (step is not None and state["global_step"] != step):
             return None
-        return dumps(state)
+        stream = Stream.of(packed := pack(state))
+        self._outgoing = outgoing = Outgoing(stream, packed, state, time.monotonic())
+        if not stream.sizes:
+            self._release_snapshot(outgoing)
+        return stream
+
+    def send_snapshot(self, key: bytes, address: Address) -> bool:
+        """Send the buffers of a snapshot and release it. Return False if it was released before."""
+        outgoing = self._outgoing
+        if outgoing is None or outgoing.stream.key != key:
+            return False
+        try:
+            with connect(address, _CONNECT_S) as connection:
+                for part in outgoing.stream.parts(outgoing.packed.buffers):
+                    connection.sendall(part)
+                    self._hosted.snapshot()  # shows that the driver still fetches it
+                if not connection.recv(1):
+                    raise ConnectionAbortedError("the driver did not store the snapshot")
+        finally:
+            self._release_snapshot(outgoing)
+        return True
+
+    def _release_snapshot(self, outgoing: Outgoing) -> None:
+        self._outgoing = None
+        self._hosted.snapshot_sent(outgoing.state, time.monotonic() - outgoing.began)
 
     def stacks(self) -> str:
         return stacks()

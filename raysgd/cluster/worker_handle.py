@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import threading
 from abc import ABC, abstractmethod
@@ -291,6 +292,17 @@ def _is_here(info: WorkerInfo) -> bool:
 
 def loss_cause(error: BaseException, info: WorkerInfo) -> str:
     """Return one line from a Ray error that says why a process ended."""
+    import ray.exceptions
+
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        figures = re.search(r"was ([\d.]+ ?GB\b.*? / [\d.]+ ?GB)", str(error))
+        said = (
+            "Ray killed it because the memory of its node was nearly full"
+            f"{f' ({figures[1]})' if figures else ''}. Give the node more memory or fewer "
+            "workers, or reduce what a worker needs: batches, loader processes, or its state "
+            "(register(sharding=...))"
+        )
+        return f"process {info.pid}: {said}" if info.pid else said
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = next((x for x in reversed(lines) if not x.startswith(_WHICH)), type(error).__name__)
     said = said.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0]

@@ -39,9 +39,10 @@ class ElasticConfig:
     """Seconds that driver and workers wait for each other when the driver can reach no worker."""
     grow: bool = True
     """Whether to replace lost workers, and to add missing ones when resources become free."""
-    snapshot_every: Literal["epoch"] | int | None = "epoch"
-    """How often the driver copies the state, in case all workers are lost: at the start of each
-    epoch, after a number of steps, or never (None)."""
+    snapshot_every: Literal["auto", "epoch"] | int | None = "auto"
+    """How often the driver copies the state, in case all workers are lost. ``"auto"``: as often as
+    1 % of the training time allows, and at the start of each epoch if the state is small (16 MiB).
+    Otherwise at the start of each epoch, after a number of steps, or never (None)."""
     global_batch: Literal["keep", "scale"] = "keep"
     """``"keep"``: steps have the global batch size of the full group. ``"scale"``: steps have one
     batch for each present worker."""
@@ -59,12 +60,13 @@ class ElasticConfig:
         check_flags(where, grow=self.grow)
         check_choice(where, "global_batch", self.global_batch, ("keep", "scale"))
         _check_shares(self.shares)
-        if isinstance(self.snapshot_every, str) and self.snapshot_every != "epoch":
+        names = ("auto", "epoch")
+        if isinstance(self.snapshot_every, str) and self.snapshot_every not in names:
             raise ValueError(
-                f'{where}(snapshot_every={self.snapshot_every!r}): must be "epoch", a number of '
-                "steps, or None."
+                f'{where}(snapshot_every={self.snapshot_every!r}): must be "auto", "epoch", a '
+                "number of steps, or None."
             )
-        if self.snapshot_every not in ("epoch", None):
+        if self.snapshot_every not in (*names, None):
             every = check_int(where, "snapshot_every", self.snapshot_every, 1)
             set_fields(self, snapshot_every=every)
 

@@ -80,8 +80,7 @@ class GroupForming:
             progress=[self._answers[member] for member in members],
             leaving=frozenset(rank for rank, m in enumerate(members) if m in leaving),
             # Without a snapshot, remote workers start again from `setup`.
-            can_restart=self._context.snapshots.state() is not None
-            or not self._group.options.inline,
+            can_restart=self._context.snapshots.exists or not self._group.options.inline,
         )
 
     def _note_lost(self, lost: Mapping[WorkerHandle, BaseException]) -> Event:

@@ -128,7 +128,10 @@ class Loop:
 
     def state_with_call(self) -> dict[str, Any]:
         """Return the state for a process that continues the current call."""
-        return {**self.state(), "call": self.call_state()}
+        batching = self.train_state.data.batching()
+        # Shares of the global batch follow from the new number of workers.
+        own = {name: each for name, each in batching.items() if not each[1]}
+        return {**self.state(), "call": self.call_state(), "batching": own}
 
     def call_state(self) -> dict[str, Any]:
         return dict(vars(self.call))
@@ -210,7 +213,7 @@ class Loop:
     def _train_segment(self, source: BatchSource, limit: int | None, request: TrainRequest) -> None:
         train_state, operator = self.train_state, self.operator
         started_at, train_state.counted = train_state.global_step, {}
-        self.snapshots.maybe_take(self.state_with_call)
+        self.snapshots.maybe_take(self.state_with_call, begins=True)
         info = request.info or {}
         positional, named = _arguments_of(operator, info, limit, train_state.epoch)
         segment = train_state.segment = self._new_segment(source, limit)

@@ -177,6 +177,10 @@ class OperatorRunner(ABC):
     def snapshot(self) -> dict[str, Any] | None:
         return None if self._loop is None else self._loop.snapshots.get()
 
+    def snapshot_sent(self, snapshot: dict[str, Any], seconds: float) -> None:
+        if self._loop is not None:
+            self._loop.snapshots.sent(snapshot, seconds)
+
     # ---- requests
 
     def handle(self, request: Request) -> Any:
@@ -243,13 +247,13 @@ class OperatorRunner(ABC):
     def _apply_operator(self, function: Callable[[Any], Any]) -> Any:
         """Call a function with the operator. Take a new snapshot if it changed the state."""
         train_state, loop = self._train_state, self._running
-        before = train_state.settable()
+        before = train_state.settable(), train_state.data.batching()
         try:
             return function(self.operator)
         finally:
-            if train_state.settable() != before:
+            if (train_state.settable(), train_state.data.batching()) != before:
                 has_snapshot = loop.snapshots.step is not None
-                loop.snapshots.clear()  # the next segment takes a new snapshot
+                loop.snapshots.clear(outdated=True)  # the next segment takes a new snapshot
                 if not has_snapshot:
                     loop.snapshots.maybe_take(loop.state_with_call)
 
@@ -287,6 +291,7 @@ class OperatorRunner(ABC):
         self._running.snapshots.clear()
         if "call" in state:  # the state is a snapshot, from which the call continues
             self._running.join_call(state["call"])
+            train_state.data.set_batch_size(state["batching"])
         else:
             train_state.warn_of_other_steps(position)
         train_state.move_to(position, state.get("global_step", 0))

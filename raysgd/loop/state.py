@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,47 +14,100 @@ from raysgd._internal.nested import map_leaves
 from raysgd.errors import CheckpointError
 from raysgd.loop.train_state import TrainState
 
+_BUDGET = 0.01
+"""Share of the training time that snapshots may take."""
+_SMALL_BYTES = 16 * 2**20
+"""Size of a state that has a snapshot at each epoch, because it costs milliseconds."""
+_S_PER_BYTE = 2e-9
+"""Expected cost of a snapshot, until one was measured."""
+_PAUSE_S = 60.0
+"""Seconds between two snapshots within an epoch."""
+_SEND_S = 60.0
+"""Seconds after which a worker assumes that the driver no longer fetches a snapshot."""
+
 
 class Snapshots:
     """Holds the newest copy of one worker's state, in case all workers are lost.
 
-    The training thread copies the state on the device. Another thread sends the copy to the driver
-    while training continues.
+    The training thread copies the state to the memory of the host. Another thread sends the copy to
+    the driver while training continues, and releases it.
+
+    By default, the cost of snapshots has a limit. The cost is the time to copy the state and to
+    send it, although training continues meanwhile. The next snapshot is due when the cost is at
+    most `_BUDGET` of the training time since the last one.
     """
 
     def __init__(self, state: TrainState) -> None:
+        self.clock = time.monotonic
         self._state = state
         self._every = state.settings.options.elastic.snapshot_every
-        # The newest copy: its epoch, committed steps, and state.
-        self._held: tuple[int, int, dict[str, Any]] | None = None
+        self._held: tuple[int, int] | None = None  # epoch and committed steps of the newest copy
+        self._copy: dict[str, Any] | None = None  # until it is sent
+        self._asked_at = -_SEND_S  # when the driver last asked for the copy
+        self._is_outdated = False
+        self._size, self._copy_s, self._s_per_byte = 0, 0.0, _S_PER_BYTE
+        self._trained_s = self._looked_at = 0.0
+        self._wait_s, self._looked_in = 0.0, -1  # training time that pays for the next one
 
     @property
     def each_step(self) -> bool:
         """Whether to call `maybe_take` after each step, and not only before each segment."""
-        return isinstance(self._every, int)
+        return self._every == "auto" or isinstance(self._every, int)
 
     @property
     def step(self) -> int | None:
         held = self._held
         return None if held is None else held[1]
 
-    def maybe_take(self, state: Callable[[], dict[str, Any]]) -> None:
+    def maybe_take(self, state: Callable[[], dict[str, Any]], begins: bool = False) -> None:
         """Copy the result of `state` if a snapshot is due.
 
-        Rank 0 holds the copy. If the state is sharded, every rank copies its shards.
+        Rank 0 holds the copy, unless it runs in the driver's process and ends with the driver. If
+        the state is sharded, every rank copies its shards. `begins`: whether a segment begins,
+        which all ranks do together.
         """
-        train_state = self._state
-        is_holder = train_state.context.world_rank == 0 or train_state.sharded
-        if self._every is None or not is_holder or not train_state.ranks_in_sync:
+        train_state, context, now = self._state, self._state.context, self.clock()
+        if not begins:
+            self._trained_s += now - self._looked_at
+        self._looked_at = now
+        ends_with_driver = context.in_driver and context.world_size == 1
+        is_sharded = bool(train_state.sharded) and not ends_with_driver
+        if not is_sharded and (context.world_rank != 0 or context.in_driver):
+            self._trained_s = 0.0
             return
-        epoch, step = train_state.epoch, train_state.global_step
-        if self._held is not None:
-            held_epoch, held_step, _ = self._held
-            due = step - held_step >= self._every if self.each_step else epoch != held_epoch
-            if not due:
-                return
+        if self._every is None:
+            return
+        due = train_state.ranks_in_sync and self._is_due(state)
+        if is_sharded and self._every == "auto" and not self._is_outdated:
+            # The clocks of the ranks differ, but all shards must be of one step.
+            due = begins and bool(train_state.minimum(int(due)) if context.distributed else due)
+        is_sent = self._copy is not None and now - self._asked_at < _SEND_S
+        if due and (is_sharded or not is_sent):
+            self._take(state)
+
+    def _is_due(self, state: Callable[[], dict[str, Any]]) -> bool:
+        epoch, step, held = self._state.epoch, self._state.global_step, self._held
+        if self._every != "auto":
+            if held is None:
+                return True
+            return step - held[1] >= self._every if self.each_step else epoch != held[0]
+        if self._is_outdated:
+            return True
+        if self._trained_s < max(self._wait_s, _PAUSE_S if epoch == self._looked_in else 0.0):
+            return False
+        self._looked_in = epoch
+        self._set_wait(_num_bytes(state()))
+        return self._trained_s >= self._wait_s
+
+    def _set_wait(self, size: int) -> None:
+        self._wait_s = 0.0 if size <= _SMALL_BYTES else size * self._s_per_byte / _BUDGET
+
+    def _take(self, state: Callable[[], dict[str, Any]]) -> None:
+        train_state, began = self._state, self.clock()
+        self._copy, self._trained_s = None, 0.0  # release its memory first
+        self._asked_at, self._is_outdated = -_SEND_S, False
         try:
-            self._held = epoch, step, map_leaves(state(), train_state.copy_leaf)
+            copy = map_leaves(state(), lambda leaf: train_state.copy_leaf(leaf, on_host=True))
         except Exception as error:
             if not train_state.parts.is_tolerable(error):
                 raise
@@ -61,18 +115,39 @@ class Snapshots:
                 "snapshot",
                 "Memory is too small for a snapshot at step %d: %r. If all workers are lost, "
                 "training restarts from an older state.",
-                step,
+                train_state.global_step,
                 error,
             )
+            return
+        self._looked_at = self.clock()
+        self._size, self._copy_s = max(_num_bytes(copy), 1), self._looked_at - began
+        self._copy, self._held = copy, (train_state.epoch, train_state.global_step)
 
-    def clear(self) -> None:
-        """Discard the copy, because the state was replaced or resharded."""
-        self._held = None
+    def clear(self, outdated: bool = False) -> None:
+        """Discard the copy, because the state was replaced or resharded.
+
+        If it is `outdated`, the next snapshot is due immediately: the driver has no newer state.
+        """
+        self._held = self._copy = None
+        self._looked_in, self._is_outdated = -1, outdated
 
     def get(self) -> dict[str, Any] | None:
-        """Return the newest copy on the CPU. Called from another thread."""
-        held = self._held
-        return None if held is None else self._state.to_cpu(held[2])
+        """Return the newest copy, or None if it was sent. Called from another thread."""
+        self._asked_at = self.clock()
+        return self._copy
+
+    def sent(self, copy: dict[str, Any], seconds: float) -> None:
+        """Release a copy after it was sent within `seconds`. Called from another thread."""
+        if self._copy is copy:
+            self._copy = None
+            self._s_per_byte = (self._copy_s + seconds) / self._size
+            self._set_wait(self._size)
+
+
+def _num_bytes(state: Any) -> int:
+    sizes: list[int] = []
+    map_leaves(state, lambda leaf: sizes.append(getattr(leaf, "nbytes", 0)))
+    return sum(sizes)
 
 
 class Generators:

@@ -247,8 +247,8 @@ class TrainState(ABC):
         """Load the result of `training_state`."""
 
     @abstractmethod
-    def copy_leaf(self, leaf: Any) -> Any:
-        """Return a copy of a leaf of a state, on its device."""
+    def copy_leaf(self, leaf: Any, on_host: bool = False) -> Any:
+        """Return a copy of a leaf of a state, on its device or in the memory of the host."""
 
     @abstractmethod
     def to_cpu(self, state: Any) -> Any:

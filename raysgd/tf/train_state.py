@@ -134,7 +134,7 @@ class KerasTrainState(TrainState):
 
     # ---- state
 
-    def copy_leaf(self, leaf: Any) -> Any:
+    def copy_leaf(self, leaf: Any, on_host: bool = False) -> Any:
         return copy_leaf_to_arrays(leaf)
 
     def to_cpu(self, state: Any) -> Any:

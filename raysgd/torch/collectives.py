@@ -81,24 +81,48 @@ def broadcast_object(thing: Any, source: int) -> Any:
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor], source: int) -> None:
     """Overwrite `tensors` with the tensors of rank `source`, grouped by dtype and device."""
+    _broadcast_all([(tensor.device, tensor) for tensor in tensors], source)
+
+
+def _broadcast_all(tensors: Sequence[tuple[torch.device, torch.Tensor]], source: int) -> None:
+    """Broadcast tensors of the given devices. What arrives for a meta tensor is discarded."""
     groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for members in groups.values():
-        start, size = 0, 0
-        for stop, tensor in enumerate(members, start=1):
-            size += tensor.numel() * tensor.element_size()
-            if size >= _MESSAGE_BYTES or stop == len(members):
-                _broadcast_flat(members[start:stop], source)
-                start, size = stop, 0
+    for device, tensor in tensors:
+        groups.setdefault((tensor.dtype, device), []).append(tensor.detach())
+    for (_, device), members in groups.items():
+        message: list[torch.Tensor] = []
+        size = 0
+        for tensor in members:
+            if tensor.nbytes >= _MESSAGE_BYTES:
+                _broadcast_large(tensor, device, source)
+                continue
+            message.append(tensor)
+            size += tensor.nbytes
+            if size >= _MESSAGE_BYTES:
+                _broadcast_flat(message, device, source)
+                message, size = [], 0
+        if message:
+            _broadcast_flat(message, device, source)
 
 
-def _broadcast_flat(tensors: list[torch.Tensor], source: int) -> None:
+def _broadcast_flat(tensors: list[torch.Tensor], device: torch.device, source: int) -> None:
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    if flat.is_meta:
+        broadcast(torch.empty_like(flat, device=device), source)
+        return
     broadcast(flat, source)
     if rank() != source:
         for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
+
+
+def _broadcast_large(tensor: torch.Tensor, device: torch.device, source: int) -> None:
+    """Broadcast a tensor in parts, which arrive in its memory if it is contiguous."""
+    flat = tensor.reshape(-1)
+    for part in flat.split(_MESSAGE_BYTES // tensor.element_size()):
+        broadcast(torch.empty_like(part, device=device) if part.is_meta else part, source)
+    if not tensor.is_contiguous() and rank() != source:
+        tensor.copy_(flat.view_as(tensor))
 
 
 class _Slot(NamedTuple):
@@ -107,33 +131,36 @@ class _Slot(NamedTuple):
     on_cpu: bool
 
 
-def broadcast_state(make_state: Callable[[], Any], source: int, device: torch.device) -> Any:
+def broadcast_state(
+    make_state: Callable[[], Any], source: int, device: torch.device, wanted: bool = True
+) -> Any:
     """Return rank `source`'s state on every rank: nested dicts, lists, and tuples with tensors.
 
     Only rank `source` calls `make_state`. Tensors from a CPU arrive on the CPU, and other tensors
-    on `device`.
+    on `device`. If the state is not `wanted`, it arrives with meta tensors, which need no memory.
     """
-    tensors: list[torch.Tensor] = []
+    tensors: list[tuple[torch.device, torch.Tensor]] = []
 
     def take(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        tensors.append(leaf)
+        tensors.append((leaf.device, leaf))
         return _Slot(tuple(leaf.shape), leaf.dtype, leaf.device.type == "cpu")
 
     def make(leaf: Any) -> Any:
         if not isinstance(leaf, _Slot):
             return leaf
         target = torch.device("cpu") if leaf.on_cpu else device
-        tensors.append(torch.empty(leaf.shape, dtype=leaf.dtype, device=target))
-        return tensors[-1]
+        made = torch.empty(leaf.shape, dtype=leaf.dtype, device=target if wanted else "meta")
+        tensors.append((target, made))
+        return made
 
     if rank() == source:
         state = make_state()
         broadcast_object(map_leaves(state, take), source)
     else:
         state = map_leaves(broadcast_object(None, source), make)
-    broadcast_tensors(tensors, source)
+    _broadcast_all(tensors, source)
     return state
 
 

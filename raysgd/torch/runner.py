@@ -77,7 +77,7 @@ class TorchRunner(OperatorRunner):
             return  # the schedulers have already stepped in the loaded state
         self._train_state.schedules.step_with(metric)
         loop.call.scheduled = call
-        loop.snapshots.clear()
+        loop.snapshots.clear(outdated=True)
         loop.snapshots.maybe_take(loop.state_with_call)
 
     def models(self) -> Any:

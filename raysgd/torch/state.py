@@ -33,10 +33,13 @@ def to_cpu(tree: Any, shares: bool = False) -> Any:
     return map_leaves(tree, move)
 
 
-def copy_leaf(leaf: Any) -> Any:
-    """Return a copy of a leaf of a state. Tensors stay on their device."""
+def copy_leaf(leaf: Any, on_host: bool = False) -> Any:
+    """Return a copy of a leaf of a state. Tensors stay on their device, unless `on_host`.
+
+    A copy to the host waits for the GPU, and needs no memory there for contiguous tensors.
+    """
     if isinstance(leaf, torch.Tensor):
-        return leaf.detach().clone()
+        return leaf.detach().to("cpu" if on_host else leaf.device, copy=True)
     # Copying a scheduler inside another one's state, or its method, would copy the optimizer.
     is_data = not (callable(leaf) or hasattr(leaf, "optimizer"))
     return deep_copied(leaf) if is_data else leaf

@@ -113,7 +113,7 @@ class TorchTrainState(TrainState):
         expected = collectives.broadcast_object(own, leader)
         lacks = follows and own != expected
         if self.minimum(-int(lacks)) < 0:
-            state = collectives.broadcast_state(self.training_state, leader, device)
+            state = collectives.broadcast_state(self.training_state, leader, device, lacks)
         # Receive shards last, because they are valid from then on.
         received = [feature.receive(leader) for feature in reversed(self.features)]
         # Apply the state only if all of it has arrived: `leader` may be lost meanwhile.
@@ -139,8 +139,8 @@ class TorchTrainState(TrainState):
         with self.evaluating():
             return [copy_to_cpu(ddp.plain(model)) for model in self.given_models]
 
-    def copy_leaf(self, leaf: Any) -> Any:
-        return copy_leaf(leaf)
+    def copy_leaf(self, leaf: Any, on_host: bool = False) -> Any:
+        return copy_leaf(leaf, on_host)
 
     def to_cpu(self, state: Any) -> Any:
         # No copy is needed for another process, because pickling copies the state.

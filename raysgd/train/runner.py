@@ -81,6 +81,9 @@ class FunctionRunner(Runner):
     def snapshot(self) -> dict[str, Any] | None:
         return None  # the driver holds the checkpoints
 
+    def snapshot_sent(self, snapshot: dict[str, Any], seconds: float) -> None:
+        pass  # there are none
+
     def warm_up(self) -> None:
         pass  # no worker joins while a function runs
 

@@ -22,6 +22,9 @@ from raysgd.trainer.fit import FitLoop
 
 logger = logging.getLogger(__name__)
 
+_OF_CALL = ("call", "batching")
+"""Keys of a snapshot that a state lacks: the unfinished call, and changes to the loaders."""
+
 
 @dataclass(eq=False)
 class TrainerState:
@@ -58,7 +61,9 @@ class TrainerState:
         if not controller.members and (snapshot := controller.snapshots.state()):
             # Copy the state, because it may be one that the user loaded.
             state = self.assemble(snapshot)
-            return copy.deepcopy({key: value for key, value in state.items() if key != "call"})
+            return copy.deepcopy(
+                {key: value for key, value in state.items() if key not in _OF_CALL}
+            )
         generators = self.calls.make(Call(request=RngStateRequest(), max_losses=3, any_size=True))
         rank = None if controller.progress.divided else 0
         call = Call(request=StateRequest(), rank=rank, max_losses=3, any_size=True)
@@ -106,11 +111,14 @@ class TrainerState:
             if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
                 raise CheckpointError(f"state[{key!r}] must be a dict, but it is {value!r}.")
         # Ignore the unfinished call in a snapshot of another run.
-        of_workers = {key: v for key, v in state.items() if key not in (*of_driver, "call")}
+        of_workers = {key: v for key, v in state.items() if key not in (*of_driver, *_OF_CALL)}
         with self.calls.callback_list.loading(copy.deepcopy(of_driver["callbacks"])):
             call = Call(request=LoadRequest(state=of_workers), max_losses=3)
             self.calls.make(call, moves=True)
-        self.calls.controller.snapshots.set(of_workers)
+        snapshots = self.calls.controller.snapshots
+        is_local = not any(member.remote for member in self.calls.controller.members)
+        keep = snapshots.set if is_local else snapshots.store  # packing needs Ray
+        keep(of_workers)
         self.calls.latest.update(of_driver["validation_due"])
         # An empty dict counts too: the state was saved before any metric.
         self.fit_loop.note_owed("validation_due" in state)

@@ -119,7 +119,7 @@ ELASTIC_FIELDS = {
     "max_s": 60.0,
     "resize_cooldown_s": 10.0,
     "grow": True,
-    "snapshot_every": "epoch",
+    "snapshot_every": "auto",
 }
 
 

@@ -5,8 +5,9 @@ import traceback
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from raysgd import ElasticConfig
+from raysgd import ElasticConfig, TorchTrainer
 from raysgd.callbacks import Callback
 from raysgd.errors import RemoteTraceback, WorkerLostError
 from raysgd.testing import chaos
@@ -14,7 +15,7 @@ from tests.conftest import SOON_S, wait_until
 from tests.ends import by_signal, by_timer, check_that_shutdown_ends, hold
 from tests.faulty import check_epoch, faulty_trainer, fingerprints, interrupted_when, order, pids_of
 from tests.ledger import ledger_of, ledger_trainer
-from tests.operators import NUM_SAMPLES
+from tests.operators import NUM_SAMPLES, Classifier, make_data
 from tests.shared import Shared
 
 
@@ -190,6 +191,39 @@ def test_steps_lost_with_all_workers_run_again_before_any_call(module_cluster, t
 def kill_all(trainer):
     for rank in range(2):
         chaos.kill(trainer, rank)
+
+
+class Large(Classifier):
+    """An operator whose state is sent in several pieces."""
+
+    def setup(self, config):
+        model = torch.nn.Sequential(torch.nn.Linear(8, 500_000), torch.nn.Linear(500_000, 2))
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.Adam(model.parameters()),
+            criterion=torch.nn.CrossEntropyLoss(),
+        )
+        self.register_data(train_loader=DataLoader(make_data(32), batch_size=8))
+
+
+@pytest.mark.slow("a worker starts twice")
+def test_a_large_state_is_restored_from_its_snapshot(module_cluster):
+    elastic = ElasticConfig(snapshot_every=2)
+    with TorchTrainer(training_operator_cls=Large, num_workers=1, elastic=elastic) as trainer:
+        trainer.train(num_steps=2)
+        controller, expected = trainer._controller, trainer.state_dict()
+
+        def has_arrived():
+            controller.snapshots.poll(controller.ask_progress())
+            return snapshot_step(trainer) == 2
+
+        wait_until(has_arrived)
+        chaos.kill(trainer, 0)
+        torch.testing.assert_close(
+            trainer.state_dict()["optimizers"], expected["optimizers"], rtol=0, atol=0
+        )
+        assert trainer.events[-1].step == 2
+        assert trainer.train()["num_samples"] == 16  # the rest of the epoch
 
 
 @pytest.mark.slow("a worker starts")

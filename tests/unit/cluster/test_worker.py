@@ -58,6 +58,9 @@ class FakeRunner:
     def snapshot(self):
         return {"step": self.step} if self.step else None
 
+    def snapshot_sent(self, snapshot, seconds):
+        self.calls.append(("sent", snapshot))
+
     def teardown(self):
         self.calls.append(("teardown",))
 
@@ -373,7 +376,8 @@ def test_a_pause_ends_with_its_generation(worker):
 def test_a_snapshot_is_pickled_if_there_is_one(worker):
     assert worker.snapshot() is None
     worker.runner.step = 4
-    assert pickle.loads(worker.snapshot()) == {"step": 4}
+    assert worker.snapshot().packed.value() == {"step": 4}
+    assert worker.runner.calls[-1] == ("sent", {"step": 4})
     assert Worker().snapshot() is None
 
 

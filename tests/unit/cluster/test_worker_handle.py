@@ -191,6 +191,19 @@ def test_loss_cause_is_one_line_of_the_error_of_ray():
     assert loss_cause(RuntimeError(), unknown) == "RuntimeError"
 
 
+def test_loss_cause_says_that_ray_killed_a_worker_for_memory():
+    said = (
+        "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: "
+        "10.0.0.2, ID: 7ffe) was 9.03GB used / 9.50GB limit (0.951)\nOOM kill reason: Memory "
+        "usage exceeded threshold\nRefer to the documentation on how to address the issue: https"
+    )
+    cause = loss_cause(ray.exceptions.OutOfMemoryError(said), PLACE)
+    assert cause.startswith("process 77: Ray killed it because the memory of its node was nearly")
+    assert "full (9.03GB used / 9.50GB). Give the node more memory" in cause
+    other = loss_cause(ray.exceptions.OutOfMemoryError("Task was killed"), PLACE)
+    assert "was nearly full. Give" in other
+
+
 @pytest.mark.parametrize(
     ("error", "lost"),
     [

@@ -15,7 +15,7 @@ DEFAULTS = {
     "resize_cooldown_s": 10.0,
     "driver_grace_s": 60.0,
     "grow": True,
-    "snapshot_every": "epoch",
+    "snapshot_every": "auto",
     "global_batch": "keep",
 }
 
@@ -35,6 +35,7 @@ def test_the_defaults_are_as_promised():
         ("max_s", 0),
         ("resize_cooldown_s", 0),
         ("snapshot_every", 1),
+        ("snapshot_every", "epoch"),
         ("snapshot_every", None),
         ("global_batch", "scale"),
     ],
@@ -62,7 +63,7 @@ def test_a_value_out_of_its_range_is_an_error(name, values):
 
 
 def test_the_error_about_snapshot_every_names_a_number_of_steps():
-    with pytest.raises(ValueError, match='must be "epoch", a number of steps, or None'):
+    with pytest.raises(ValueError, match='must be "auto", "epoch", a number of steps, or None'):
         ElasticConfig(snapshot_every="step")
 
 

@@ -1,17 +1,23 @@
 """Snapshots on the driver: which one it keeps, and failures while it fetches one."""
 
-import pickle
-from concurrent.futures import Future
+import tempfile
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 from raysgd._internal.context import Progress, WorkerContext
+from raysgd.cluster.serialization import Stream, pack
+from raysgd.cluster.worker import Worker, WorkerInfo
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.snapshots import SnapshotKeeper
 from raysgd.loop.requests import TrainRequest
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
+from tests.conftest import wait_until
 from tests.unit.recorder import Recorder
 
 
@@ -28,7 +34,7 @@ class FakeMember:
         return self.asked[-1]
 
     def send(self, state):
-        self.asked[-1].set_result(pickle.dumps(state))
+        self.asked[-1].set_result(Stream.of(pack(state)))
 
 
 def at(step):
@@ -115,6 +121,101 @@ def test_a_loaded_state_replaces_snapshots_even_those_being_fetched(keeper):
     assert keeper.state() == {"step": 3}
 
 
+class LargeMember(FakeMember):
+    """A real worker, whose runner has one large snapshot."""
+
+    info = WorkerInfo(node_id="", node_ip="127.0.0.1")
+
+    def __init__(self, state):
+        super().__init__()
+        self.worker, self.sent = Worker(), []
+        self.worker.runner = SimpleNamespace(
+            snapshot=lambda: state, snapshot_sent=lambda state, seconds: self.sent.append(seconds)
+        )
+        self.thread = ThreadPoolExecutor(1)
+
+    def control(self, method, *arguments):
+        return self.thread.submit(getattr(self.worker, method), *arguments)
+
+
+def fetch_all(keeper, member, step):
+    keeper.poll({member: at(step)})
+    wait_until(lambda: (keeper.exists, keeper._coming)[1] is None)
+
+
+def test_the_driver_stores_large_states_in_a_file_without_a_name(keeper, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    torch.manual_seed(0)
+    state = {
+        "halves": torch.randn(3_000_001).to(torch.bfloat16),
+        "floats": [torch.randn(5_000, 1_001), torch.arange(3)],
+        "array": np.arange(1e5).reshape(10, -1).T,
+    }
+    member = LargeMember(state)
+    fetch_all(keeper, member, 5)
+    assert len(member.sent) == 1  # so it is released
+    stored = keeper.state()
+    torch.testing.assert_close(stored["halves"], state["halves"], rtol=0, atol=0)
+    torch.testing.assert_close(stored["floats"], state["floats"], rtol=0, atol=0)
+    np.testing.assert_array_equal(stored["array"], state["array"])
+    stored["halves"].zero_()  # changes no file
+    assert keeper.state()["halves"].abs().sum() > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loaded_large_state_leaves_the_memory_of_the_driver(keeper):
+    state = {"a": torch.arange(5e6), "step": 3}
+    keeper.store(state)
+    loaded = weakref.ref(state["a"])
+    expected = state.pop("a").clone()
+    assert loaded() is None
+    assert torch.equal(keeper.state()["a"], expected)
+
+
+def test_a_full_disk_costs_the_new_snapshot_but_not_the_previous_one(keeper, monkeypatch, caplog):
+    member = FakeMember()
+    keeper.poll({member: at(0)})
+    member.send({"step": 0})
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr(tempfile, "TemporaryFile", lambda **named: full)
+        for step in (5, 10):
+            large = LargeMember({"a": torch.zeros(5_000_000)})
+            fetch_all(keeper, large, step)
+            assert len(large.sent) == 1
+    assert keeper.state() == {"step": 0}
+    assert caplog.text.count("No space left on device") == 1
+    assert "Set TMPDIR" in caplog.text
+
+
+class Unreadable:
+    def __reduce__(self):
+        return (int, ("this is read only for a restart",))
+
+
+def test_a_snapshot_is_not_read_to_know_that_it_exists(keeper):
+    member = FakeMember()
+    assert not keeper.exists
+    keeper.poll({member: at(5)})
+    member.send(Unreadable())
+    assert keeper.exists
+    with pytest.raises(ValueError, match="read only for a restart"):
+        keeper.state()
+
+
+def test_a_missed_answer_of_rank_0_does_not_repeat_a_snapshot():
+    keeper = make_keeper(2)
+    first, second = FakeMember(), FakeMember()
+    for answers in (
+        {first: at(5), second: at(None)},
+        {second: at(None)},
+        {first: at(5), second: at(None)},
+    ):
+        keeper.poll(answers)
+        if not keeper.exists:
+            first.send({"step": 5})
+    assert len(first.asked) == 1
+
+
 class RunnerMember(FakeMember):
     """A worker whose snapshots are those of a real runner."""
 
@@ -125,7 +226,7 @@ class RunnerMember(FakeMember):
     def control(self, method, step=None):
         future = Future()
         state = self.runner.snapshot()
-        future.set_result(None if state is None else pickle.dumps(state))
+        future.set_result(None if state is None else Stream.of(pack(state)))
         return future
 
 
@@ -140,6 +241,7 @@ def test_a_snapshot_from_before_a_state_was_loaded_does_not_come_back(keeper, ev
     runner = TorchRunner(options)
     runner.prepare(WorkerContext(in_driver=True))
     runner.setup(WorkerContext(in_driver=True))
+    runner.operator._train_state.settings.context = WorkerContext()  # takes snapshots
     member = RunnerMember(runner)
     loaded = runner.state_dict()
     runner.handle(TrainRequest(call=0, until_step=8))

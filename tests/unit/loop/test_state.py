@@ -1,6 +1,8 @@
 """Snapshots for restarts, and checks of the counts in a loaded state."""
 
 import copy
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +11,11 @@ from raysgd._internal.context import WorkerContext
 from raysgd.elastic.config import ElasticConfig
 from raysgd.errors import CheckpointError
 from raysgd.loop.requests import ApplyOperatorRequest, TrainRequest
-from raysgd.loop.state import check_position
+from raysgd.loop.state import Snapshots, check_position
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner
+from raysgd.torch.state import copy_leaf
+from tests.operators import on_gpu
 from tests.unit.recorder import Recorder
 
 EPOCH = list(range(40))
@@ -28,9 +32,9 @@ def make_runner(every, config=None, context=None, operator_cls=Recorder, **optio
             **options,
         )
     )
-    context = context or WorkerContext(in_driver=True)
-    runner.prepare(context)
-    runner.setup(context)
+    runner.setup(context or WorkerContext(in_driver=True))
+    if context is None:  # a worker in the driver's process takes no snapshots
+        runner.operator._train_state.settings.context = WorkerContext()
     return runner
 
 
@@ -93,7 +97,7 @@ def test_a_snapshot_does_not_change_as_training_goes_on():
     held = runner.snapshot()
     before = copy.deepcopy(held)
     assert held["global_step"] == 2
-    runner._loop.snapshots.maybe_take = lambda *arguments: None
+    runner._loop.snapshots.maybe_take = lambda *arguments, **named: None
     runner.handle(TrainRequest(call=1, until_step=9))
     for snapshot in (held, runner.snapshot()):
         torch.testing.assert_close(snapshot, before, rtol=0, atol=0)
@@ -205,6 +209,21 @@ def test_a_snapshot_has_what_was_changed_between_calls(change, until_step):
         assert state["optimizers"][0]["param_groups"][0]["lr"] == 0.125
 
 
+def test_a_snapshot_has_batch_sizes_that_were_changed_between_calls():
+    def halve(operator):
+        operator.register_data(**operator.make_loaders({"num_samples": 40, "batch_size": 4}))
+
+    runner = make_runner("epoch")
+    taken(runner, 6)
+    runner.handle(ApplyOperatorRequest(function=halve))
+    assert runner.progress().snapshot is None
+    taken(runner, 7)
+    restarted = make_runner("epoch")
+    restarted.load_state_dict(runner.snapshot())
+    taken(restarted, 7)
+    assert restarted.operator.trained == list(range(8, 12))
+
+
 def test_a_snapshot_stays_if_a_function_changes_nothing():
     runner = make_runner("epoch")
     taken(runner, 7)
@@ -212,6 +231,140 @@ def test_a_snapshot_stays_if_a_function_changes_nothing():
         ApplyOperatorRequest(function=lambda operator: operator.optimizer.param_groups[0]["lr"])
     )
     assert runner.progress().snapshot == 5
+
+
+# ---- the budget
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Return a function that trains steps of one second, and returns the steps with snapshots.
+
+    Copying takes one second, and sending three. The expected cost is 1.7 seconds.
+    """
+    monkeypatch.setattr("raysgd.loop.state._SMALL_BYTES", 0)
+    monkeypatch.setattr("raysgd.loop.state._S_PER_BYTE", 0.01)
+    runner = make_runner("auto")
+    snapshots = runner._loop.snapshots
+    clock = snapshots.clock = Clock()
+    copy_leaf, taken = runner.operator._train_state.copy_leaf, []
+
+    def copy(leaf, on_host=False):
+        if not taken or taken[-1] != runner.progress().global_step:
+            taken.append(runner.progress().global_step)
+            clock.now += 1
+        return copy_leaf(leaf, on_host)
+
+    def step(batch_info, when):
+        clock.now += when == "before"
+        if (snapshot := runner.snapshot()) is not None:
+            runner.snapshot_sent(snapshot, 3.0)
+
+    runner.operator._train_state.copy_leaf, runner.operator.fail = copy, step
+
+    def train(until_step):
+        runner.handle(TrainRequest(call=runner.progress().global_step, until_step=until_step))
+        return taken
+
+    train.runner, train.clock = runner, clock
+    return train
+
+
+def test_snapshots_cost_at_most_one_percent_of_the_training_time(timed):
+    first, *others = timed(1500)
+    assert 172 <= first < 180
+    assert [step - first for step in others] == [400, 800, 1200]
+
+
+def test_time_between_calls_pays_for_no_snapshot(timed):
+    before = list(timed(200))
+    timed.clock.now += 1e6
+    assert timed(300) == before != []
+
+
+def test_a_changed_learning_rate_is_in_a_snapshot_at_once(timed):
+    timed(200)
+    timed.runner.handle(ApplyOperatorRequest(function=set_rate))
+    assert timed(201)[-1] == 200
+
+
+def test_the_time_before_a_worker_becomes_rank_0_pays_for_no_snapshot(timed):
+    settings = timed.runner.operator._train_state.settings
+    settings.context = WorkerContext(world_rank=1)
+    timed(150)
+    settings.context = WorkerContext()
+    assert timed(300) == []
+    assert timed(340) != []
+
+
+def test_ranks_take_snapshots_of_their_shards_at_one_step():
+    """Their clocks differ, so they agree when a segment begins."""
+    answers = []
+    state = SimpleNamespace(
+        settings=SimpleNamespace(options=SimpleNamespace(elastic=ElasticConfig())),
+        context=WorkerContext(world_rank=1, distributed=True),
+        sharded=["feature"],
+        ranks_in_sync=True,
+        epoch=0,
+        global_step=7,
+        minimum=lambda value: min(value, answers.pop()),
+        copy_leaf=lambda leaf, on_host: leaf,
+    )
+    snapshots = Snapshots(state)
+    snapshots.maybe_take(dict)
+    assert snapshots.step is None
+    for answer, expected in ((0, None), (1, 7)):
+        answers.append(answer)
+        snapshots.clear()
+        snapshots.maybe_take(dict, begins=True)
+        assert (snapshots.step, answers) == (expected, [])
+
+
+def test_a_small_state_has_a_snapshot_at_each_epoch():
+    assert taken(make_runner("auto"), 11) == [0] * 5 + [5] * 5 + [10] * 2
+
+
+def test_a_worker_that_ends_with_the_driver_takes_no_snapshot():
+    runner = make_runner("auto", context=WorkerContext(in_driver=True))
+    assert taken(runner, 11) == [None] * 12
+    assert runner.snapshot() is None
+
+
+def test_a_snapshot_that_was_sent_is_released():
+    runner = make_runner("epoch")
+    taken(runner, 2)
+    released = weakref.ref(runner.snapshot()["models"][0]["0.weight"])
+    runner.snapshot_sent(runner.snapshot(), 0.0)
+    assert runner.snapshot() is None
+    assert released() is None
+    assert runner.progress().snapshot == 0  # the driver does not ask for it again
+
+
+def test_no_snapshot_is_taken_while_the_driver_fetches_one():
+    """Otherwise the worker would hold two copies."""
+    runner = make_runner(1)
+    taken(runner, 2)
+    fetched = runner.snapshot()
+    assert taken(runner, 4)[-1] == 2
+    runner.snapshot_sent(fetched, 0.0)
+    assert taken(runner, 6)[-1] == 6
+
+
+@on_gpu
+def test_a_snapshot_needs_no_memory_on_the_gpu():
+    tensor = torch.zeros(2**24, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.max_memory_allocated()
+    assert copy_leaf(tensor, on_host=True).device.type == "cpu"
+    assert torch.cuda.max_memory_allocated() == before
 
 
 # ---- checks

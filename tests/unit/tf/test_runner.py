@@ -29,6 +29,7 @@ def make_runner(lr=0.1):
     options = TFOptions(training_operator_cls=Digits, config=config, seed=3, elastic=elastic)
     runner = TFRunner(options)
     runner.setup(WorkerContext(in_driver=True))
+    runner.operator._train_state.settings.context = WorkerContext()  # takes snapshots
     return runner
 
 

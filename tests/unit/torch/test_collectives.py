@@ -103,7 +103,23 @@ def test_broadcast_state_keeps_structure_and_tensors(link):
     assert fingerprint(got) == fingerprint(state)
 
 
-def test_broadcast_overwrites_tensors_in_place(link):
+def test_a_rank_that_has_the_state_receives_it_without_memory(link, monkeypatch):
+    monkeypatch.setattr(collectives, "_MESSAGE_BYTES", 64)
+    state = {"large": torch.rand(5, 11), "small": [torch.rand(3), torch.rand(2)], "step": 4}
+    broadcast_state(lambda: state, 0, CPU)
+    sizes = [each.nbytes for each in link["messages"] if isinstance(each, torch.Tensor)]
+    assert max(sizes) <= 64
+    link["rank"] = 1
+    got = broadcast_state(dict, 0, CPU, wanted=False)
+    assert not link["messages"]
+    assert got["step"] == 4
+    assert got["large"].is_meta
+
+
+@pytest.mark.parametrize("message_bytes", [8, 64 * 2**20])
+def test_broadcast_overwrites_tensors_in_place(link, monkeypatch, message_bytes):
+    monkeypatch.setattr(collectives, "_MESSAGE_BYTES", message_bytes)
+
     def tensors(value):
         strided = torch.full((4, 3), value).t()
         return [

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import ElasticConfig, TorchTrainer, TrainingOperator
+from raysgd._internal.context import WorkerContext
 from raysgd.callbacks import Callback
 from raysgd.errors import CheckpointError
 from raysgd.torch.features.micro_batches import batch_parts, num_rows, ran_out_of_memory
@@ -189,6 +190,7 @@ def test_training_continues_without_memory_for_a_snapshot(splits_on_oom, caplog)
     elastic = ElasticConfig(snapshot_every=1)
     with local(split_on_oom=splits_on_oom, elastic=elastic) as trainer:
         train_state = trainer.get_local_operator()._train_state
+        train_state.settings.context = WorkerContext()  # a remote worker, which takes snapshots
         train_state.copy_leaf = Mock(side_effect=RuntimeError(MESSAGE))
         if not splits_on_oom:
             with pytest.raises(RuntimeError, match="can't allocate memory"):
