@@ -86,7 +86,7 @@ class BackendExecutor:
                 "label, accelerator type, or resource."
             )
         # The newest checkpoint of the run is its snapshot.
-        self._elastic = dataclasses.replace(elastic, snapshot_every="epoch")
+        self._elastic = dataclasses.replace(elastic, snapshot_every="auto")
         self._controller: Controller | None = None
         self._workers: WorkerGroup | None = None
         self._checkpoints = self._earlier = RunCheckpoints()
