@@ -23,10 +23,16 @@ def is_tested(name: str, version: str) -> bool:
     )
 
 
+def is_too_old(name: str, version: str) -> bool:
+    """Return whether `version` is older than raysgd supports."""
+    oldest, _ = TESTED[name]
+    return _part(version, oldest) < _part(oldest, oldest)
+
+
 def check_oldest(owner: str, name: str, version: str) -> None:
     """Raise ImportError if `version` is older than `owner` supports."""
     oldest, newest = TESTED[name]
-    if _part(version, oldest) < _part(oldest, oldest):
+    if is_too_old(name, version):
         raise ImportError(
             f"{owner} needs {name} {oldest} or newer, but this Python has {version}. The tests "
             f'cover {oldest} to {newest}. Run pip install "{name}>={oldest}" on the driver and all '

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 import raysgd
-from raysgd._internal.versions import TESTED, is_tested
+from raysgd._internal.versions import TESTED, is_tested, is_too_old
 
 Row = tuple[str, str, str]
 
@@ -64,6 +64,8 @@ def package_row(name: str, version: str | None) -> Row:
         return name, version, ""
     oldest, newest = TESTED[name]
     tested = oldest if oldest == newest else f"{oldest} to {newest}"
+    if is_too_old(name, version):
+        return name, version, f"too old: raysgd needs {oldest} or newer"
     return name, version, "tested" if is_tested(name, version) else f"not tested, unlike {tested}"
 
 

@@ -55,7 +55,7 @@ def install(folder, name, version, *files):
     [
         ("apex", "0.9.10", (), r'apex +missing +for use_fp16="apex"', "apex has no apex.amp"),
         ("apex", "0.1", ("amp/__init__.py",), r"apex +0\.1", ""),
-        ("numpy", "1.25.2", (), r"numpy +1\.25\.2 +not tested, unlike 1\.26 to 2\.5", ""),
+        ("numpy", "1.25.2", (), r"numpy +1\.25\.2 +too old: raysgd needs 1\.26 or newer", ""),
         ("numpy", "2.6.0", (), r"numpy +2\.6\.0 +not tested, unlike 1\.26 to 2\.5", ""),
         ("numpy", "2.4.9", (), r"numpy +2\.4\.9 +tested", ""),
         ("triton", "3.9.0", (), r"triton +3\.9\.0", "only if triton is imported first"),
