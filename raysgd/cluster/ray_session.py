@@ -39,7 +39,7 @@ _SPEED_TIMEOUT_S = 60.0
 def connect() -> None:
     """Connect to Ray. Start it on this machine if there is no cluster.
 
-    Raise ConnectionError within 30 s if the cluster does not answer.
+    Raise ConnectionError within 31 s if the cluster does not answer.
     """
     if not ray.is_initialized():
         _init(None)
