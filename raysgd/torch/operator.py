@@ -128,8 +128,8 @@ class TrainingOperator(OperatorBase):
         batch = self.to_device(batch)
         given = read_batch(batch, model)
         with timers.record("fwd"), self.autocast():
-            output = model(*given.arguments, **given.keywords)
-            loss = loss_of(self, output, given)
+            # Without a name, the output needs no memory in the backward pass.
+            loss = loss_of(self, model(*given.arguments, **given.keywords), given)
         with timers.record("grad"):
             num_items = self._count_items(batch, given.num_samples)
             self.backward(loss, num_samples=num_items)

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -52,6 +53,25 @@ def test_train_batch_equals_a_plain_step():
 
 
 # ---- validate
+
+
+class Watched(TrainingOperator):
+    """Notes whether the output of the model still exists in the backward pass."""
+
+    def setup(self, config):
+        register_all(self, criterion=self.sum_of)
+        self.exists = []
+
+    def sum_of(self, output, target):
+        loss, output = output.sum(), weakref.ref(output)
+        loss.register_hook(lambda gradient: self.exists.append(output() is not None))
+        return loss
+
+
+def test_the_output_needs_no_memory_in_the_backward_pass():
+    operator = run_operator(Watched)
+    operator.train_batch(BATCH, {})
+    assert operator.exists == [False]
 
 
 class Distilled(TrainingOperator):
