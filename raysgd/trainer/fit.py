@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raysgd._internal.arguments import check_int, checked_dict, set_fields
 from raysgd.callbacks.base import Callback, History, Trainer, adds_metrics
@@ -19,9 +19,6 @@ from raysgd.loop.options import Options
 from raysgd.loop.requests import ApplyOperatorRequest, RehearseRequest
 from raysgd.metrics import merge_workers
 from raysgd.trainer.calls import CallResult, Calls
-
-if TYPE_CHECKING:
-    from raysgd.trainer.base import OperatorTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +78,7 @@ class FitLoop:
 
     def run(
         self,
-        trainer: OperatorTrainer,
+        trainer: Trainer,
         options: FitOptions,
         callbacks: Iterable[Callback],
         verbose: bool,
@@ -117,7 +114,7 @@ class FitLoop:
                 self.note_owed(self.lacks_validation)
                 self.num_epochs = self._every = None
 
-    def _train_epochs(self, trainer: OperatorTrainer, options: FitOptions) -> History:
+    def _train_epochs(self, trainer: Trainer, options: FitOptions) -> History:
         history, num_epochs = History(), options.num_epochs
 
         def end() -> str | None:
