@@ -36,11 +36,11 @@ from raysgd.train.api import (
     world_rank,
     world_size,
 )
-from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.checkpoint import Checkpoint, CheckpointStrategy
 from raysgd.train.configs import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
+from raysgd.train.framework import BackendConfig
 from raysgd.train.result import Result
 from raysgd.train.trainer import Trainer, TrainingIterator
 

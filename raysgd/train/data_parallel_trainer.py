@@ -19,11 +19,11 @@ from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
 from raysgd.cluster.serialization import unpicklable_key
 from raysgd.train.arguments import bound_function, make_folder, run_folder
-from raysgd.train.backend import BackendConfig
 from raysgd.train.callbacks.callback import CallbackHandler
 from raysgd.train.configs import checked_run, checked_scaling
 from raysgd.train.datasets import Datasets
 from raysgd.train.executor import BackendExecutor, executor_for
+from raysgd.train.framework import BackendConfig
 from raysgd.train.result import REPORTS, ReportLog, Result
 from raysgd.train.run_checkpoints import RunCheckpoints
 

@@ -22,7 +22,11 @@ from raysgd.elastic.events import Event
 from raysgd.elastic.machine import Ready
 from raysgd.errors import WorkerLostError
 from raysgd.train.arguments import pickled_function, worker_resources
-from raysgd.train.backend import (
+from raysgd.train.checkpoint import CheckpointStrategy
+from raysgd.train.configs import FailureConfig, ScalingConfig
+from raysgd.train.constants import TRAIN_CHECKPOINT_SUBDIR
+from raysgd.train.datasets import Datasets
+from raysgd.train.framework import (
     Backend,
     BackendConfig,
     InactiveWorkerGroupError,
@@ -30,10 +34,6 @@ from raysgd.train.backend import (
     TrainingWorkerError,
     backend_class,
 )
-from raysgd.train.checkpoint import CheckpointStrategy
-from raysgd.train.configs import FailureConfig, ScalingConfig
-from raysgd.train.constants import TRAIN_CHECKPOINT_SUBDIR
-from raysgd.train.datasets import Datasets
 from raysgd.train.function_run import FunctionRun, repair
 from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
 from raysgd.train.runner import EndRunRequest, FunctionRunner

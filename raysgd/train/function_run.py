@@ -14,8 +14,8 @@ from raysgd.elastic.call import Call
 from raysgd.elastic.controller import Controller
 from raysgd.errors import WorkerLostError
 from raysgd.train import session
-from raysgd.train.backend import TrainingWorkerError
 from raysgd.train.datasets import Datasets
+from raysgd.train.framework import TrainingWorkerError
 from raysgd.train.report_queue import Turn
 from raysgd.train.run_checkpoints import RunCheckpoints
 from raysgd.train.runner import BeginRequest, EndRunRequest, NextRequest

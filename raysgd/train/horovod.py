@@ -12,8 +12,8 @@ from raysgd._internal.context import WorkerContext
 from raysgd.backends import Backend as Transport
 from raysgd.comm.horovod import HorovodBackend as HorovodGroup
 from raysgd.comm.horovod import HorovodRendezvous, check_horovod
-from raysgd.train.backend import Backend, BackendConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
+from raysgd.train.framework import Backend, BackendConfig
 
 __all__ = ["HorovodConfig", "HorovodTrainer"]
 

@@ -9,8 +9,8 @@ from raysgd._internal.arguments import check_timeout
 from raysgd.backends import Backend as Transport
 from raysgd.comm.tensorflow import TensorflowBackend as CollectiveGroup
 from raysgd.comm.tensorflow import check_tensorflow
-from raysgd.train.backend import BackendConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
+from raysgd.train.framework import BackendConfig
 
 __all__ = ["TensorflowConfig", "TensorflowTrainer", "prepare_dataset_shard"]
 

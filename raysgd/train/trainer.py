@@ -12,11 +12,11 @@ from typing import Any
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.events import Event
 from raysgd.train.arguments import bound_function, make_folder, run_folder
-from raysgd.train.backend import BackendConfig, checked_config
 from raysgd.train.callbacks.callback import CallbackHandler, TrainingCallback
 from raysgd.train.checkpoint import CheckpointStrategy, load_checkpoint_from_path
 from raysgd.train.configs import FailureConfig, ScalingConfig
 from raysgd.train.executor import BackendExecutor, executor_for
+from raysgd.train.framework import BackendConfig, checked_config
 from raysgd.train.worker_group import TrainWorkerGroup
 
 __all__ = ["TrainWorkerGroup", "Trainer", "TrainingIterator"]

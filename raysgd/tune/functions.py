@@ -20,11 +20,11 @@ from ray.tune.result import DONE, RESULT_DUPLICATE, SHOULD_CHECKPOINT
 
 from raysgd.checkpoint.file import read_pickle, write_pickle
 from raysgd.checkpoint.manifest import Manifest
-from raysgd.train.backend import BackendConfig
 from raysgd.train.checkpoint import Checkpoint
 from raysgd.train.configs import FailureConfig, RunConfig, ScalingConfig, checked_scaling
 from raysgd.train.constants import TUNE_CHECKPOINT_FILE_NAME
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
+from raysgd.train.framework import BackendConfig
 from raysgd.train.run_checkpoints import RunCheckpoints, packed_checkpoint
 
 _NOTHING = pickle.dumps(None)

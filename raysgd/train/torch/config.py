@@ -14,8 +14,8 @@ from raysgd._internal.dynamo import postpone_dynamo
 from raysgd.backends import Backend as Transport
 from raysgd.comm.torch import TorchBackend as ProcessGroup
 from raysgd.comm.torch import TorchRendezvous
-from raysgd.train.backend import Backend, BackendConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
+from raysgd.train.framework import Backend, BackendConfig
 
 
 class TorchBackend(Backend):

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 
 from raysgd.train import horovod, tensorflow
-from raysgd.train.backend import (
+from raysgd.train.executor import BackendExecutor
+from raysgd.train.framework import (
     Backend,
     BackendConfig,
     InactiveWorkerGroupError,
     backend_class,
     checked_config,
 )
-from raysgd.train.executor import BackendExecutor
 from raysgd.train.horovod import HorovodConfig
 from raysgd.train.tensorflow import TensorflowConfig
 from raysgd.train.torch import TorchConfig

@@ -5,24 +5,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raysgd.backends import Backend as Transport
 from raysgd.errors import RaySGDError, WorkerLostError
 from raysgd.train.worker_group import WorkerGroup
-
-if TYPE_CHECKING:
-    from raysgd.train.executor import BackendExecutor
-
-__all__ = [
-    "Backend",
-    "BackendConfig",
-    "BackendExecutor",
-    "InactiveWorkerGroupError",
-    "TrainBackendError",
-    "TrainingWorkerError",
-    "WorkerGroup",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -123,9 +110,3 @@ def checked_config(backend: Any) -> BackendConfig:
     module, _, name = CONFIGS[backend].partition(":")
     config: BackendConfig = getattr(importlib.import_module(module), name)()
     return config
-
-
-def __getattr__(name: str) -> Any:
-    if name == "BackendExecutor":  # not at the top, because the executor imports this module
-        return importlib.import_module("raysgd.train.executor").BackendExecutor
-    raise AttributeError(f"module 'raysgd.train.backend' has no attribute {name!r}")
