@@ -405,3 +405,21 @@ def merge_workers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     merged = _merge(parts, combine, raises=True)
     return {name: float(n) if isinstance(n, Computed) else n for name, n in merged.items()}
+
+
+def learning_rates(optimizers: Sequence[Any]) -> dict[str, float]:
+    """Return the learning rates of optimizers, under the names of `LearningRateLogger`."""
+    rates = {}
+    for number, optimizer in enumerate(optimizers):
+        name = "lr" if len(optimizers) == 1 else f"lr-{number}"
+        found = _rates_of(optimizer)
+        for index, rate in enumerate(found):
+            rates[name if len(found) == 1 else f"{name}/group{index}"] = rate
+    return rates
+
+
+def _rates_of(optimizer: Any) -> list[float]:
+    if hasattr(optimizer, "param_groups"):
+        return [float(group["lr"]) for group in optimizer.param_groups]
+    rate = optimizer.learning_rate  # in Keras with several workers, float() rejects the variable
+    return [float(rate.numpy() if hasattr(rate, "numpy") else rate)]

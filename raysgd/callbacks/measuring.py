@@ -12,6 +12,7 @@ import psutil
 
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.errors import WorkerLostError
+from raysgd.metrics import learning_rates
 
 logger = logging.getLogger(__name__)
 
@@ -79,26 +80,12 @@ class LearningRateLogger(_Measuring):
     """
 
     def measure(self, trainer: Trainer) -> dict[str, float]:
-        rates: dict[str, float] = trainer.apply_all_operators(learning_rates)[0]
+        rates: dict[str, float] = trainer.apply_all_operators(_rates)[0]
         return rates
 
 
-def learning_rates(operator: Any) -> dict[str, float]:
-    """Return the learning rates of an operator. Runs on the worker."""
-    optimizers, rates = operator._train_state.optimizers, {}
-    for number, optimizer in enumerate(optimizers):
-        name = "lr" if len(optimizers) == 1 else f"lr-{number}"
-        found = _rates_of(optimizer)
-        for index, rate in enumerate(found):
-            rates[name if len(found) == 1 else f"{name}/group{index}"] = rate
-    return rates
-
-
-def _rates_of(optimizer: Any) -> list[float]:
-    if hasattr(optimizer, "param_groups"):
-        return [float(group["lr"]) for group in optimizer.param_groups]
-    rate = optimizer.learning_rate  # in Keras with several workers, float() rejects the variable
-    return [float(rate.numpy() if hasattr(rate, "numpy") else rate)]
+def _rates(operator: Any) -> dict[str, float]:
+    return learning_rates(operator._train_state.optimizers)
 
 
 class ModelSummary(Callback):

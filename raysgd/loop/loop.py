@@ -43,7 +43,6 @@ from typing import Any
 
 from raysgd._internal.context import OutOfMemoryError, PausedError
 from raysgd._internal.nested import unchanged
-from raysgd.callbacks.measuring import learning_rates
 from raysgd.data.source import BatchSource
 from raysgd.loop.evaluation import Evaluation, no_batch
 from raysgd.loop.feature import IndivisibleError
@@ -54,7 +53,7 @@ from raysgd.loop.state import Snapshots
 from raysgd.loop.step import WarmedUp
 from raysgd.loop.step_iterator import StepIterator
 from raysgd.loop.train_state import TrainState
-from raysgd.metrics import merge_segments, weighted
+from raysgd.metrics import learning_rates, merge_segments, weighted
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +195,7 @@ class Loop:
         if since is None:
             return self.result()
         found = merge_segments([metrics for start, metrics in self.results if start >= since])
-        found |= learning_rates(self.operator)
+        found |= learning_rates(self.train_state.optimizers)
         for feature in self.train_state.features:
             found |= feature.step_metrics()
         return found
