@@ -16,7 +16,7 @@ from raysgd._internal.imports import import_extra
 from raysgd._internal.nested import map_leaves
 from raysgd.checkpoint import arrays
 from raysgd.checkpoint.location import Location, first_line
-from raysgd.checkpoint.manifest import Manifest, seal, sealed_size, verify
+from raysgd.checkpoint.manifest import HashingFile, Manifest, seal, sealed_size, verify
 from raysgd.errors import CheckpointError
 
 _ADVICE = (
@@ -68,8 +68,9 @@ def write_file(
                 ) from error
 
     def fill(file: IO[bytes]) -> None:
-        write(state, file)
-        seal(file, manifest)
+        hashing: Any = HashingFile(file)
+        write(state, hashing)
+        seal(hashing, manifest)
 
     return target.write(fill)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd import checkpoint
+from raysgd._internal.context import Request
 from raysgd.callbacks.values import scalars, shown_config
 from raysgd.checkpoint.location import Location
 from raysgd.elastic.call import Call, LoadRequest
@@ -44,10 +45,9 @@ class TrainerState:
 
     # ---- collection from the workers
 
-    def collect(self, own: bool) -> dict[str, Any]:
-        """Return the state. With `own`, the caller may change its tensors and arrays."""
+    def collect(self) -> dict[str, Any]:
         callbacks = self.calls.callback_list.state_dict()
-        state = self._collect_from_workers(own)
+        state = self._collect_from_workers()
         if callbacks:
             state["callbacks"] = callbacks
         state["config"] = scalars(shown_config(self.options.config))
@@ -56,7 +56,7 @@ class TrainerState:
             state["validation_due"] = scalars(self.calls.metrics)
         return state
 
-    def _collect_from_workers(self, own: bool) -> dict[str, Any]:
+    def _collect_from_workers(self) -> dict[str, Any]:
         controller = self.calls.controller
         if not controller.members and (snapshot := controller.snapshots.state()):
             # Copy the state, because it may be one that the user loaded.
@@ -65,23 +65,26 @@ class TrainerState:
                 {key: value for key, value in state.items() if key not in _OF_CALL}
             )
         generators = self.calls.make(Call(request=RngStateRequest(), max_losses=3, any_size=True))
-        rank = None if controller.progress.divided else 0
-        call = Call(request=StateRequest(), rank=rank, max_losses=3, any_size=True)
-        state = self.assemble(with_shares(self.calls.make(call, own=own)))
+        state = self.assemble(with_shares(self._fetch(StateRequest())))
         state["data"]["rng"] = generators
         return state
 
     def models(self) -> Any:
+        return self._fetch(ModelsRequest())[0]
+
+    def _fetch(self, request: Request) -> list[Any]:
         rank = None if self.calls.controller.progress.divided else 0
-        call = Call(request=ModelsRequest(), rank=rank, max_losses=3, any_size=True)
-        return self.calls.make(call)[0]
+        call = Call(
+            request=request, rank=rank, returns_state=True, max_losses=3, any_size=True
+        )
+        return self.calls.make(call)
 
     # ---- files
 
     def save(self, path: str | os.PathLike[str]) -> str:
         self.calls.check_open()
         target = Location(path)
-        state = self.collect(own=False)
+        state = self.collect()
         name = self.options.training_operator_cls.__qualname__
         num_workers = len(self.calls.controller.members)
         manifest = checkpoint.Manifest(world_size=num_workers, operator=name)
@@ -116,9 +119,10 @@ class TrainerState:
             call = Call(request=LoadRequest(state=of_workers), max_losses=3)
             self.calls.make(call, moves=True)
         snapshots = self.calls.controller.snapshots
-        is_local = not any(member.remote for member in self.calls.controller.members)
-        keep = snapshots.set if is_local else snapshots.store  # packing needs Ray
-        keep(of_workers)
+        if any(member.remote for member in self.calls.controller.members):
+            snapshots.store(of_workers)
+        else:  # packing needs Ray
+            snapshots.keep(lambda: of_workers)
         self.calls.latest.update(of_driver["validation_due"])
         # An empty dict counts too: the state was saved before any metric.
         self.fit_loop.note_owed("validation_due" in state)

@@ -1,0 +1,184 @@
+"""Connections that carry large values between the driver and its workers.
+
+The object store of Ray would copy a value, and release it late. Here, a message with the pickled
+value and the sizes of its buffers comes first. The buffers follow, without copies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import mmap
+import os
+import pickle
+import socket
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from raysgd.cluster.serialization import Packed
+from raysgd.comm import connection as messages
+from raysgd.comm.connection import Address, Listener
+from raysgd.comm.network import driver_address
+
+_SMALL_BYTES = 1 << 24
+"""Size up to which Ray carries the buffers of a value."""
+_CONNECT_S = 30.0
+_CHUNK_BYTES = 1 << 20
+_ALIGNMENT = 64
+
+
+def is_small(packed: Packed) -> bool:
+    return sum(_sizes(packed)) <= _SMALL_BYTES
+
+
+def _sizes(packed: Packed) -> list[int]:
+    return [memoryview(buffer).nbytes for buffer in packed.buffers]
+
+
+class Ticket(NamedTuple):
+    """Stands for a large value that a worker sends to an `Inbox`."""
+
+    key: bytes
+
+
+def new_ticket() -> Ticket:
+    return Ticket(os.urandom(16))
+
+
+def send(
+    packed: Packed, ticket: Ticket, address: Address, on_part: Callable[[], Any] = lambda: None
+) -> None:
+    """Send a value to an `Inbox`, and wait until the driver has it."""
+    with messages.connect(address, _CONNECT_S) as connection:
+        header = pickle.dumps((ticket, bytes(packed.data), _sizes(packed)))
+        connection.sendall(messages.framed(header))
+        for buffer in packed.buffers:
+            connection.sendall(pickle.PickleBuffer(buffer).raw())
+            on_part()
+        if not connection.recv(1):
+            raise ConnectionAbortedError("the driver did not receive the value")
+
+
+class StorageError(Exception):
+    """The driver cannot write a state to its disk."""
+
+
+class StoredState:
+    """A packed value in a temporary file without a name.
+
+    The file disappears with the driver, even if the driver is killed.
+    """
+
+    def __init__(self, data: bytes, sizes: Sequence[int]) -> None:
+        self._data, self._sizes = data, sizes
+        with _storing():
+            self._file = tempfile.TemporaryFile(prefix="raysgd-", buffering=0)  # noqa: SIM115
+        weakref.finalize(self, self._file.close)
+
+    @classmethod
+    def of(cls, packed: Packed) -> StoredState:
+        stored = cls(bytes(packed.data), _sizes(packed))
+        for buffer in packed.buffers:
+            stored.add(pickle.PickleBuffer(buffer).raw())
+            stored.align()
+        return stored
+
+    def add(self, part: memoryview) -> None:
+        with _storing():
+            while part:
+                part = part[self._file.write(part) :]
+
+    def align(self) -> None:
+        self.add(memoryview(bytes(-self._file.tell() % _ALIGNMENT)))
+
+    async def receive(self, connection: socket.socket) -> None:
+        chunk = memoryview(bytearray(_CHUNK_BYTES))
+        for size in self._sizes:
+            for start in range(0, size, _CHUNK_BYTES):
+                part = chunk[: size - start]
+                await _receive(connection, part)
+                self.add(part)
+            self.align()
+
+    def value(self) -> Any:
+        """Return the value. Its large arrays are pages of the file, copied if they change."""
+        content = memoryview(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY))
+        buffers, start = [], 0
+        for size in self._sizes:
+            buffers.append(content[start : start + size])
+            start += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return pickle.loads(self._data, buffers=buffers)
+
+
+@contextlib.contextmanager
+def _storing() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(error) from error
+
+
+class ReceivedValue:
+    """A packed value in the memory of this process."""
+
+    def __init__(self, data: bytes, sizes: Sequence[int]) -> None:
+        self._data = data
+        # Memory is used when a buffer arrives. Separate buffers can be released separately.
+        self.buffers = [np.empty(size, np.uint8) for size in sizes]
+
+    async def receive(self, connection: socket.socket) -> None:
+        for buffer in self.buffers:
+            await _receive(connection, memoryview(buffer))
+
+    def value(self) -> Any:
+        return pickle.loads(self._data, buffers=self.buffers)
+
+
+async def _receive(connection: socket.socket, place: memoryview) -> None:
+    loop = asyncio.get_running_loop()
+    while place:
+        received = await loop.sock_recv_into(connection, place)
+        if not received:
+            raise EOFError("the worker closed the connection")
+        place = place[received:]
+
+
+class Inbox:
+    """Receives large values of workers on these hosts, while the context lasts.
+
+    `kind` is `StoredState` or `ReceivedValue`.
+    """
+
+    def __init__(self, hosts: Sequence[str], kind: Callable[..., Any]) -> None:
+        self._kind = kind
+        self._received: dict[Ticket, Any] = {}
+        self._error: StorageError | None = None
+        self._listener = Listener(driver_address(hosts), "raysgd-inbox")
+        self.address = self._listener.expect(self._talk)
+
+    async def _talk(self, connection: socket.socket) -> None:
+        try:
+            ticket, data, sizes = pickle.loads(await messages.receive(connection))
+            received = self._kind(data, sizes)
+            await received.receive(connection)
+        except StorageError as error:
+            self._error = error
+            raise EOFError from error
+        self._received[ticket] = received
+        await asyncio.get_running_loop().sock_sendall(connection, b"1")
+
+    def take(self, ticket: Ticket) -> Any:
+        return self._received.pop(ticket)
+
+    def __enter__(self) -> Inbox:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._listener.close()
+        if error is not None and self._error is not None:
+            raise self._error from None
