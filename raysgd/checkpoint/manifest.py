@@ -91,8 +91,8 @@ class HashingFile:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
-    def write(self, part: Any) -> int:
-        start, part = self._file.tell(), memoryview(part)
+    def write(self, content: Any) -> int:
+        start, part = self._file.tell(), memoryview(content)
         if start < self._hashed:
             self._hash, self._hashed, self._is_ordered = hashlib.sha256(), 0, False
         if part.nbytes < _CHUNK or not self._is_ordered:

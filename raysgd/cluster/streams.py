@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import mmap
 import os
 import pickle
 import socket
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,7 +128,7 @@ class ReceivedValue:
     def __init__(self, data: bytes, sizes: Sequence[int]) -> None:
         self._data = data
         # Memory is used when a buffer arrives. Separate buffers can be released separately.
-        self.buffers = [np.empty(size, np.uint8) for size in sizes]
+        self.buffers: list[Any] = [np.empty(size, np.uint8) for size in sizes]
 
     async def receive(self, connection: socket.socket) -> None:
         for buffer in self.buffers:
@@ -146,6 +145,66 @@ async def _receive(connection: socket.socket, place: memoryview) -> None:
         if not received:
             raise EOFError("the worker closed the connection")
         place = place[received:]
+
+
+class Incoming:
+    """A large value whose buffers are still to come. `value` has arrays without content."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._receive(length := memoryview(bytearray(8)))
+        self._receive(header := memoryview(bytearray(int.from_bytes(length))))
+        received = ReceivedValue(*pickle.loads(header))
+        self._buffers, self.value = received.buffers, received.value()
+
+    @property
+    def addresses(self) -> set[int]:
+        return {buffer.ctypes.data for buffer in self._buffers}
+
+    def fill(self, places: Mapping[int, Any], before: bool = False) -> None:
+        """Receive the buffers, in `places` by their addresses.
+
+        With `before`, only receive the buffers before the first one with a place.
+        """
+        while self._buffers:
+            place = places.get(self._buffers[0].ctypes.data)
+            if before and place is not None:
+                return
+            buffer = self._buffers.pop(0)
+            self._receive(memoryview(buffer if place is None else place))
+
+    def _receive(self, place: memoryview) -> None:
+        while place:
+            received = self._connection.recv_into(place, 0, socket.MSG_WAITALL)
+            if not received:
+                raise EOFError("the driver closed the connection")
+            place = place[received:]
+
+
+@contextlib.contextmanager
+def incoming(address: Address) -> Iterator[Incoming]:
+    with messages.connect(address, _CONNECT_S) as connection:
+        yield Incoming(connection)
+
+
+@contextlib.contextmanager
+def offered(packed: Packed, hosts: Sequence[str]) -> Iterator[Packed | Address]:
+    """Yield what the workers need: a small value itself, or the address of a large value."""
+    if is_small(packed):
+        yield packed
+        return
+
+    async def talk(connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        await messages.send(connection, pickle.dumps((bytes(packed.data), _sizes(packed))))
+        for buffer in packed.buffers:
+            await loop.sock_sendall(connection, pickle.PickleBuffer(buffer).raw())
+
+    listener = Listener(driver_address(hosts), "raysgd-outbox")
+    try:
+        yield listener.expect(talk)
+    finally:
+        listener.close()
 
 
 class Inbox:
@@ -172,8 +231,9 @@ class Inbox:
         self._received[ticket] = received
         await asyncio.get_running_loop().sock_sendall(connection, b"1")
 
-    def take(self, ticket: Ticket) -> Any:
-        return self._received.pop(ticket)
+    def take(self, answer: Any) -> Any:
+        """Return the value that a ticket stands for, or any other answer itself."""
+        return self._received.pop(answer) if isinstance(answer, Ticket) else answer
 
     def __enter__(self) -> Inbox:
         return self

@@ -30,7 +30,7 @@ from raysgd._internal.imports import frozen_imports
 from raysgd._internal.tracebacks import is_the_users, stacks
 from raysgd.cluster.host_monitor import DriverWatch
 from raysgd.cluster.serialization import Packed, pack
-from raysgd.cluster.streams import ReceivedValue, Ticket, is_small, new_ticket, send
+from raysgd.cluster.streams import ReceivedValue, Ticket, incoming, is_small, new_ticket, send
 from raysgd.comm.backend import Backend
 from raysgd.comm.connection import Address
 from raysgd.errors import RemoteError, RemoteTraceback
@@ -215,9 +215,15 @@ class Worker:
 
         return self._attempt(enter)
 
-    def call(self, request: Request | Packed, inbox: Address | None = None) -> Outcome:
-        """Handle a request. Send a large answer to `inbox`, if it is given."""
+    def call(self, request: Request | Packed | Address, inbox: Address | None = None) -> Outcome:
+        """Handle a request, or the large request at an address.
+
+        Send a large answer to `inbox`, if it is given.
+        """
         try:
+            if isinstance(request, Address):
+                with incoming(request) as found:
+                    return self._success(self._hosted.handle(replace(found.value, incoming=found)))
             return self._success(self._hosted.handle(_unpacked(request)), inbox)
         except BaseException as error:
             return self._failure(error)

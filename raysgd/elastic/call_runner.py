@@ -11,10 +11,10 @@ from typing import Any
 
 from raysgd._internal.context import Progress
 from raysgd.cluster.serialization import sendable
-from raysgd.cluster.streams import Inbox, ReceivedValue, Ticket
+from raysgd.cluster.streams import Inbox, ReceivedValue, offered
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_handle import WorkerHandle
-from raysgd.elastic.call import Call
+from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.commands import Attempt
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.health import HealthMonitor
@@ -109,8 +109,10 @@ class CallRunner:
         self._context.check_open()
         with contextlib.ExitStack() as stack:
             arguments, inbox = [packed], None
+            hosts = [member.info.node_ip for member in members]
+            if isinstance(call.request, LoadRequest) and not group.options.inline:
+                arguments = [stack.enter_context(offered(packed, hosts))]
             if call.returns_state and not group.options.inline:
-                hosts = [member.info.node_ip for member in members]
                 inbox = stack.enter_context(Inbox(hosts, ReceivedValue))
                 arguments.append(inbox.address)
             self.sent = {}
@@ -120,9 +122,8 @@ class CallRunner:
             self._watch(call, attempt)
             if attempt.failed:
                 self._commands.stop(attempt)
-        for outcome in attempt.outcomes.values() if inbox else ():
-            if isinstance(outcome.payload, Ticket):
-                outcome.payload = inbox.take(outcome.payload)
+        for outcome in attempt.outcomes.values() if inbox is not None else ():
+            outcome.payload = inbox.take(outcome.payload)
         # Sort by rank, because only the snapshot of rank 0 has more than a shard.
         returned = [member for member in self._group.members if member in attempt.outcomes]
         progress = {member: attempt.outcomes[member].progress for member in returned}

@@ -32,10 +32,11 @@ def fetch(member: WorkerHandle, step: int | None) -> Future[Read | None]:
         if (error := answer.exception()) is not None:
             fetched.set_exception(error)
         elif isinstance(found := answer.result(), Ticket):
-            threading.Thread(target=receive, args=(found,), name="raysgd-fetch", daemon=True).start()
+            name = "raysgd-snapshot"
+            threading.Thread(target=receive, args=(found,), name=name, daemon=True).start()
         else:
             # Copy the snapshot, because Ray's object store has the buffers.
-            fetched.set_result(found and found.copy().value)
+            fetched.set_result(None if found is None else found.copy().value)
 
     def receive(ticket: Ticket) -> None:
         try:

@@ -331,7 +331,7 @@ class OperatorTrainer(TrainerInfo):
         Raises:
             CheckpointError: if the file is missing, damaged, or not a state of this trainer.
         """
-        self.load_state_dict(self._state.read(path))
+        self._state.load_file(path)
 
     # ---- workers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,14 @@ from raysgd.trainer.fit import FitLoop
 
 logger = logging.getLogger(__name__)
 
+_OF_DRIVER = ("callbacks", "config", "validation_due")
 _OF_CALL = ("call", "batching")
 """Keys of a snapshot that a state lacks: the unfinished call, and changes to the loaders."""
+
+
+def _of_workers(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a state for the workers, without the unfinished call of a snapshot."""
+    return {key: value for key, value in state.items() if key not in (*_OF_DRIVER, *_OF_CALL)}
 
 
 @dataclass(eq=False)
@@ -74,9 +80,7 @@ class TrainerState:
 
     def _fetch(self, request: Request) -> list[Any]:
         rank = None if self.calls.controller.progress.divided else 0
-        call = Call(
-            request=request, rank=rank, returns_state=True, max_losses=3, any_size=True
-        )
+        call = Call(request=request, rank=rank, returns_state=True, max_losses=3, any_size=True)
         return self.calls.make(call)
 
     # ---- files
@@ -94,13 +98,15 @@ class TrainerState:
         self.calls.check_open()
         return checkpoint.save_model(self.weights(), path)
 
-    def read(self, path: str | os.PathLike[str]) -> Mapping[str, Any]:
-        self.calls.check_open(moves=True)
-        return checkpoint.read_file(path)
-
     # ---- loading
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load_file(self, path: str | os.PathLike[str]) -> None:
+        self.calls.check_open(moves=True)
+        file = checkpoint.OpenFile(path)
+        self.load(file.read(), again=file.read)
+
+    def load(self, state: Mapping[str, Any], again: Callable[[], Any] | None = None) -> None:
+        """Load a state. `again` reads it from a file, so that it need not be kept."""
         self.calls.check_open(moves=True)
         missing = [
             key
@@ -109,17 +115,18 @@ class TrainerState:
         ]
         if missing:
             raise CheckpointError(f"This is not a trainer state: it lacks {', '.join(missing)}.")
-        of_driver = {key: state.get(key, {}) for key in ("callbacks", "config", "validation_due")}
+        of_driver = {key: state.get(key, {}) for key in _OF_DRIVER}
         for key, value in of_driver.items():
             if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
                 raise CheckpointError(f"state[{key!r}] must be a dict, but it is {value!r}.")
-        # Ignore the unfinished call in a snapshot of another run.
-        of_workers = {key: v for key, v in state.items() if key not in (*of_driver, *_OF_CALL)}
+        of_workers = _of_workers(state)
         with self.calls.callback_list.loading(copy.deepcopy(of_driver["callbacks"])):
-            call = Call(request=LoadRequest(state=of_workers), max_losses=3)
+            call = Call(request=LoadRequest.of(of_workers), max_losses=3)
             self.calls.make(call, moves=True)
         snapshots = self.calls.controller.snapshots
-        if any(member.remote for member in self.calls.controller.members):
+        if again is not None:
+            snapshots.keep(lambda: _of_workers(again()))
+        elif any(member.remote for member in self.calls.controller.members):
             snapshots.store(of_workers)
         else:  # packing needs Ray
             snapshots.keep(lambda: of_workers)
