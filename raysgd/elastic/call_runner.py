@@ -110,11 +110,11 @@ class CallRunner:
         with contextlib.ExitStack() as stack:
             arguments, inbox = [packed], None
             hosts = [member.info.node_ip for member in members]
-            if isinstance(call.request, LoadRequest) and not group.options.inline:
-                arguments = [stack.enter_context(offered(packed, hosts))]
             if call.returns_state and not group.options.inline:
                 inbox = stack.enter_context(Inbox(hosts, ReceivedValue))
-                arguments.append(inbox.address)
+                arguments = [packed, inbox.address]
+            elif isinstance(call.request, LoadRequest) and not group.options.inline:
+                arguments = [stack.enter_context(offered(packed, hosts))]
             self.sent = {}
             for member in members:  # one by one, because Ctrl-C must find the calls that were sent
                 self.sent[member] = member.work("call", *arguments)
@@ -122,8 +122,9 @@ class CallRunner:
             self._watch(call, attempt)
             if attempt.failed:
                 self._commands.stop(attempt)
-        for outcome in attempt.outcomes.values() if inbox is not None else ():
-            outcome.payload = inbox.take(outcome.payload)
+        if inbox is not None:
+            for outcome in attempt.outcomes.values():
+                outcome.payload = inbox.take(outcome.payload)
         # Sort by rank, because only the snapshot of rank 0 has more than a shard.
         returned = [member for member in self._group.members if member in attempt.outcomes]
         progress = {member: attempt.outcomes[member].progress for member in returned}
