@@ -5,12 +5,14 @@
     python examples/benchmarks/large_state.py --num-workers 2 --save
 
 The state is a perceptron with AdamW. Each side runs in a new process, one after the other. Memory
-is the peak of the process, ``VmHWM`` of Linux. ``--save`` also compares ``save`` and ``load`` with
-``torch.save`` and ``torch.load``.
+is the peak of the process, ``VmHWM`` of Linux. ``--save`` also compares ``save`` with
+``torch.save`` and ``fsync``, and ``load`` with ``torch.load`` and ``load_state_dict``. Memory is
+then what each process needs in addition.
 """
 
 import argparse
 import json
+import operator
 import os
 import statistics
 import subprocess
@@ -30,10 +32,16 @@ SIDES = ("by hand", "auto", "none")
 """By hand, and raysgd with each of these values of ``snapshot_every``. "epoch" is another one."""
 
 
-def peak_mb():
+def peak_mb(name="VmHWM"):
     """Return the most memory that this process has used, in megabytes."""
     status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024 / 1e6
+    return int(status.split(f"{name}:")[1].split()[0]) * 1024 / 1e6
+
+
+def used_mb():
+    """Return the memory that this process uses now, and measure its peak from now on."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_mb("VmRSS")
 
 
 def make(megabytes, num_steps):
@@ -77,10 +85,20 @@ def by_hand(args):
         with tempfile.TemporaryDirectory() as folder:
             state = {"models": model.state_dict(), "optimizers": optimizer.state_dict()}
             path = f"{folder}/state"
-            result["save_s"] = timed(lambda: torch.save(state, path))
-            result["load_s"] = timed(lambda: load_by_hand(model, optimizer, path))
-            result["saving_mb"] = [peak_mb()]
+            for name, function in (
+                ("save", lambda: save_by_hand(state, path)),
+                ("load", lambda: load_by_hand(model, optimizer, path)),
+            ):
+                before = used_mb()
+                result[name] = {"seconds": timed(function), "process_mb": peak_mb() - before}
     return result
+
+
+def save_by_hand(state, path):
+    with open(path, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def load_by_hand(model, optimizer, path):
@@ -109,10 +127,20 @@ def raysgd(args):
     result["driver_mb"] = peak_mb()
     if args.save:
         with tempfile.TemporaryDirectory() as folder:
-            result["save_s"] = timed(lambda: trainer.save(f"{folder}/state"))
-            result["saving_mb"] = [max(trainer.apply_all_workers(peak_mb)), peak_mb()]
-            result["load_s"] = timed(lambda: trainer.load(f"{folder}/state"))
-            result["loading_mb"] = [max(trainer.apply_all_workers(peak_mb)), peak_mb()]
+            path = f"{folder}/state"
+            for name, function in (
+                ("save", lambda: trainer.save(path)),
+                ("load", lambda: trainer.load(path)),
+                ("get_model", trainer.get_model),
+            ):
+                of_workers, of_driver = trainer.apply_all_workers(used_mb), used_mb()
+                seconds, peaks = timed(function), trainer.apply_all_workers(peak_mb)
+                result[name] = {
+                    "seconds": seconds,
+                    "worker_mb": max(map(operator.sub, peaks, of_workers)),
+                    "driver_mb": peak_mb() - of_driver,
+                    "kept_mb": peak_mb("VmRSS") - of_driver,
+                }
     trainer.shutdown()
     ray.shutdown()
     return result
@@ -144,7 +172,7 @@ def main():
         return
     rows = {}
     print(f"state of {args.megabytes} MB, {args.num_workers} workers, {args.num_steps} steps")
-    print(f"{'':10}{'epoch':>9}{'(first)':>10}{'worker':>10}{'driver':>10}   save, load")
+    print(f"{'':10}{'epoch':>9}{'(first)':>10}{'worker':>10}{'driver':>10}")
     for side in args.sides:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "result.json")
@@ -152,13 +180,16 @@ def main():
             subprocess.run([sys.executable, *sys.argv, *options], check=True)
             row = rows[side] = json.loads(path.read_text())
         first, *others = row["epochs_s"]
-        saved = "".join(f"{row[key]:8.2f} s" for key in ("save_s", "load_s") if key in row)
         print(
             f"{side:10}{statistics.mean(others):7.2f} s{first:8.2f} s{row['worker_mb']:7.0f} MB"
-            f"{row.get('driver_mb', 0):7.0f} MB{saved} {row.get('saving_mb', '')} "
-            f"{row.get('loading_mb', '')}",
+            f"{row.get('driver_mb', 0):7.0f} MB",
             flush=True,
         )
+        for name in ("save", "load", "get_model"):
+            found = dict(row.get(name, {}))
+            memory = ", ".join(f"{key} {value:.0f}" for key, value in list(found.items())[1:])
+            if found:
+                print(f"  {name:10}{found['seconds']:6.2f} s   {memory}", flush=True)
     if args.json:
         args.json.write_text(json.dumps({"args": {**vars(args), "json": None}, "rows": rows}))
 

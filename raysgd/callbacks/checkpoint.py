@@ -172,7 +172,7 @@ class CheckpointCallback(Callback):
         self._wait()  # wait before copying the state, to hold one copy at a time
         if self.monitor is not None:
             metrics = {self.monitor: math.nan, **metrics}  # the metric is unknown within an epoch
-        state = trainer.state_dict(copy=False)
+        state = trainer.state_dict()
         self._saved_at = trainer.global_step
         store, labels = self._store, (trainer.num_workers, trainer.operator_name)
 

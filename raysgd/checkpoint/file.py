@@ -7,6 +7,7 @@ import io
 import os
 import re
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
@@ -16,7 +17,7 @@ from raysgd._internal.imports import import_extra
 from raysgd._internal.nested import map_leaves
 from raysgd.checkpoint import arrays
 from raysgd.checkpoint.location import Location, first_line
-from raysgd.checkpoint.manifest import Manifest, seal, sealed_size, verify
+from raysgd.checkpoint.manifest import HashingFile, Manifest, is_archive, seal, sealed_size, verify
 from raysgd.errors import CheckpointError
 
 _ADVICE = (
@@ -68,8 +69,9 @@ def write_file(
                 ) from error
 
     def fill(file: IO[bytes]) -> None:
-        write(state, file)
-        seal(file, manifest)
+        hashing: Any = HashingFile(file)
+        write(state, hashing)
+        seal(hashing, manifest)
 
     return target.write(fill)
 
@@ -109,25 +111,45 @@ def read_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Manif
     """Read a state as `read_file` does, and its manifest."""
     source = Location(path)
     with source.open() as file:
-        manifest = verify(file, source.shown)
-        # Load from the open file, because the path may lead to another file by now.
-        read = arrays.read if arrays.is_ours(file) else _load
-        file.seek(0)
-        try:
-            state = read(file)
-        except Exception as error:
-            reason = _reason(error)
-            raise CheckpointError(
-                f"Cannot load {source.shown}: {reason}. Loading never runs code. {_ADVICE}"
-                if "not allowed" in reason
-                else f"Cannot load {source.shown}: the file is damaged or is not a checkpoint "
-                f"({reason})."
-            ) from error
+        return _read(file, source.shown, _load)
+
+
+class OpenFile:
+    """A file with a state. It can be read again, even if another file has its name by then."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        source = Location(path)
+        self._shown = source.shown
+        with source.open() as file:
+            self._file = os.fdopen(os.dup(file.fileno()), "rb")
+        weakref.finalize(self, self._file.close)
+
+    def read(self) -> dict[str, Any]:
+        """Read the state as `read_file` does. Its tensors are pages of the file."""
+        return _read(self._file, self._shown, _map)[0]
+
+
+def _read(
+    file: IO[bytes], shown: str, load: Callable[[IO[bytes]], Any]
+) -> tuple[dict[str, Any], Manifest | None]:
+    manifest = verify(file, shown)
+    # Load from the open file, because the path may lead to another file by now.
+    read = arrays.read if arrays.is_ours(file) else load
+    file.seek(0)
+    try:
+        state = read(file)
+    except Exception as error:
+        reason = _reason(error)
+        raise CheckpointError(
+            f"Cannot load {shown}: {reason}. Loading never runs code. {_ADVICE}"
+            if "not allowed" in reason
+            else f"Cannot load {shown}: the file is damaged or is not a checkpoint ({reason})."
+        ) from error
     content = state if isinstance(state, dict) else {}
     missing = [key for key in ("models", "optimizers", "epoch") if key not in content]
     if missing:
         raise CheckpointError(
-            f"Cannot load {source.shown}: it is not the state of a trainer, because it has no "
+            f"Cannot load {shown}: it is not the state of a trainer, because it has no "
             f"{', '.join(missing)}. Write a state with trainer.save(path)."
         )
     return state, manifest
@@ -196,5 +218,12 @@ def _torch() -> Any:
     return import_extra("This checkpoint", "torch", "torch")
 
 
-def _load(file: IO[bytes]) -> Any:
-    return _torch().load(file, map_location="cpu", weights_only=True)
+def _load(file: Any, **options: Any) -> Any:
+    return _torch().load(file, map_location="cpu", weights_only=True, **options)
+
+
+def _map(file: IO[bytes]) -> Any:
+    if not is_archive(file):  # a file of an old PyTorch
+        file.seek(0)
+        return _load(file)
+    return _load(f"/proc/self/fd/{file.fileno()}", mmap=True)  # only a path can be mapped

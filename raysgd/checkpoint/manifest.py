@@ -15,10 +15,11 @@ import importlib.metadata
 import json
 import platform
 import re
+import threading
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, Any
 
 from raysgd.errors import CheckpointError
 
@@ -75,7 +76,51 @@ class Manifest:
         return cls(**{entry.name: content[entry.name] for entry in dataclasses.fields(cls)})
 
 
-def seal(file: IO[bytes], manifest: Manifest) -> None:
+class HashingFile:
+    """A file that is open for reading and writing, and hashes its content while it is written.
+
+    Large parts are hashed in another thread. `digest` reads the rest, or everything if a hashed
+    part was overwritten.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._hash, self._hashed = hashlib.sha256(), 0  # hash of the first bytes, and their number
+        self._is_ordered = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, content: Any) -> int:
+        start, part = self._file.tell(), memoryview(content)
+        if start < self._hashed:
+            self._hash, self._hashed, self._is_ordered = hashlib.sha256(), 0, False
+        if part.nbytes < _CHUNK or not self._is_ordered:
+            return self._file.write(part)
+        self._read(start)
+        self._file.seek(start)
+        hashing = threading.Thread(target=self._hash.update, args=(part,))
+        hashing.start()
+        try:
+            self._file.write(part)
+        finally:
+            hashing.join()
+        self._hashed += part.nbytes
+        return part.nbytes
+
+    def digest(self, size: int) -> str:
+        """Return the SHA-256 of the first `size` bytes."""
+        self._read(size)
+        return self._hash.hexdigest()
+
+    def _read(self, end: int) -> None:
+        self._file.seek(self._hashed)
+        while (left := end - self._hashed) > 0 and (part := self._file.read(min(left, _CHUNK))):
+            self._hash.update(part)
+            self._hashed += len(part)
+
+
+def seal(file: Any, manifest: Manifest) -> None:
     """Append a manifest and a hash to a file that is open for reading and writing."""
     is_zip = is_archive(file)
     file.seek(0, 2)
@@ -83,7 +128,8 @@ def seal(file: IO[bytes], manifest: Manifest) -> None:
         folder = archive.namelist()[0].split("/")[0] if is_zip else "raysgd"
         archive.writestr(zipfile.ZipInfo(f"{folder}/{_RECORD}"), manifest.to_json())
         archive.comment = bytes(_SEAL_SIZE)
-    digest = _sha256(file, file.seek(-_SEAL_SIZE, 2))
+    hashing = file if isinstance(file, HashingFile) else HashingFile(file)
+    digest = hashing.digest(file.seek(-_SEAL_SIZE, 2))
     file.write(f"raysgd-checkpoint sha256={digest}\n".encode())
 
 
@@ -95,7 +141,7 @@ def verify(file: IO[bytes], shown: str, whole: bool = True) -> Manifest | None:
     """
     try:
         digest = _digest_in(file)
-        if digest and whole and _sha256(file, file.seek(-_SEAL_SIZE, 2)) != digest:
+        if digest and whole and HashingFile(file).digest(file.seek(-_SEAL_SIZE, 2)) != digest:
             raise CheckpointError("the file is damaged: its SHA-256 has changed.")
         if not digest and not is_archive(file):
             return None
@@ -135,12 +181,3 @@ def _digest_in(file: IO[bytes]) -> str | None:
     file.seek(max(0, file.seek(0, 2) - _SEAL_SIZE))
     match = _SEAL.fullmatch(file.read())
     return match and match[1].decode()
-
-
-def _sha256(file: IO[bytes], size: int) -> str:
-    digest = hashlib.sha256()
-    file.seek(0)
-    while size > 0 and (chunk := file.read(min(size, _CHUNK))):
-        digest.update(chunk)
-        size -= len(chunk)
-    return digest.hexdigest()

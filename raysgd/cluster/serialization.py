@@ -6,20 +6,16 @@ import functools
 import importlib
 import io
 import operator
-import os
 import pickle
 import sys
 import types
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 _LARGE_BYTES = 1 << 14
 _STORED_BYTES = 1 << 20
-_WHOLE_BYTES = 1 << 24
-"""Size up to which the buffers of a `Stream` come with the stream."""
-_ALIGNMENT = 64
 
 
 @dataclass
@@ -44,6 +40,9 @@ class Packed:
             self.data, self.buffers = b"", ()
         return self if self.reference is None else self.reference
 
+    def copy(self) -> Packed:
+        return Packed(bytes(self.data), [bytearray(buffer) for buffer in self.buffers])
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         data = pickle.PickleBuffer(self.data) if protocol >= 5 else self.data
         return Packed, (data, self.buffers)
@@ -57,45 +56,6 @@ class Packed:
             return stored.value(own)
         buffers = [bytearray(buffer) for buffer in self.buffers] if own else self.buffers
         return pickle.loads(self.data, buffers=buffers)
-
-
-@dataclass(frozen=True)
-class Stream:
-    """A packed value whose buffers follow, if they are large. Zeros align their starts."""
-
-    packed: Packed
-    sizes: Sequence[int] = ()
-    """Sizes of the buffers in bytes, or () if `packed` has the buffers."""
-    key: bytes = b""
-
-    @classmethod
-    def of(cls, packed: Packed) -> Stream:
-        sizes = [memoryview(buffer).nbytes for buffer in packed.buffers]
-        if sum(sizes) <= _WHOLE_BYTES:
-            return cls(packed)
-        return cls(Packed(packed.data), sizes, os.urandom(16))
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(_aligned, self.sizes))
-
-    def parts(self, buffers: Sequence[Any]) -> Iterator[memoryview]:
-        """Iterate over the content of the buffers, without copies."""
-        for buffer, size in zip(buffers, self.sizes, strict=True):
-            yield pickle.PickleBuffer(buffer).raw()
-            yield memoryview(bytes(_aligned(size) - size))
-
-    def value(self, content: Any) -> Any:
-        """Return the value, whose arrays share the memory of `content`."""
-        buffers, start = [], 0
-        for size in self.sizes:
-            buffers.append(content[start : start + size])
-            start += _aligned(size)
-        return pickle.loads(self.packed.data, buffers=buffers)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def dumps(

@@ -29,9 +29,10 @@ from raysgd._internal.context import (
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.tracebacks import is_the_users, stacks
 from raysgd.cluster.host_monitor import DriverWatch
-from raysgd.cluster.serialization import Packed, Stream, pack
+from raysgd.cluster.serialization import Packed, pack
+from raysgd.cluster.streams import ReceivedValue, Ticket, incoming, is_small, new_ticket, send
 from raysgd.comm.backend import Backend
-from raysgd.comm.connection import Address, connect
+from raysgd.comm.connection import Address
 from raysgd.errors import RemoteError, RemoteTraceback
 
 
@@ -69,9 +70,10 @@ class Outcome:
     note: str = ""  # note for the exception: the location in user code that raised it
     split: int = 0  # parts per batch for repeating the call, or 0 if more parts would not help
 
-    def value(self, own: bool = True) -> Any:
-        """Return the value or the exception. See `Packed.value` for `own`."""
-        return self.payload.value(own) if isinstance(self.payload, Packed) else self.payload
+    def value(self) -> Any:
+        """Return the value or the exception."""
+        is_packed = isinstance(self.payload, Packed | ReceivedValue)
+        return self.payload.value() if is_packed else self.payload
 
     def exception(self) -> BaseException:
         """Return the exception, with the worker's traceback as its cause."""
@@ -84,9 +86,9 @@ class Outcome:
 
 
 class Outgoing(NamedTuple):
-    """A large snapshot that the driver fetches."""
+    """A snapshot that the driver fetches."""
 
-    stream: Stream
+    ticket: Ticket
     packed: Packed
     state: dict[str, Any]
     began: float
@@ -96,7 +98,6 @@ class CarriedError(Exception):
     """Carries an exception such as KeyboardInterrupt, which Ray would treat as a cancellation."""
 
 
-_CONNECT_S = 30.0
 _is_worker_process = False
 
 
@@ -214,9 +215,16 @@ class Worker:
 
         return self._attempt(enter)
 
-    def call(self, request: Request | Packed) -> Outcome:
+    def call(self, request: Request | Packed | Address, inbox: Address | None = None) -> Outcome:
+        """Handle a request, or the large request at an address.
+
+        Send a large answer to `inbox`, if it is given.
+        """
         try:
-            return self._success(self._hosted.handle(_unpacked(request)))
+            if isinstance(request, Address):
+                with incoming(request) as found:
+                    return self._success(self._hosted.handle(replace(found.value, incoming=found)))
+            return self._success(self._hosted.handle(_unpacked(request)), inbox)
         except BaseException as error:
             return self._failure(error)
 
@@ -271,32 +279,28 @@ class Worker:
                 return self._hosted.progress().global_step
             return self._hosted.pause_at(step)
 
-    def snapshot(self, step: int | None = None) -> Stream | None:
-        """Return the newest snapshot. `send_snapshot` sends the buffers of a large one.
+    def snapshot(self, step: int | None = None) -> Packed | Ticket | None:
+        """Return the newest snapshot, or a ticket for `send_snapshot` if it is large.
 
         Return None if it was sent, or is of another step than `step`.
         """
         state = None if self.runner is None else self.runner.snapshot()
         if state is None or (step is not None and state["global_step"] != step):
             return None
-        stream = Stream.of(packed := pack(state))
-        self._outgoing = outgoing = Outgoing(stream, packed, state, time.monotonic())
-        if not stream.sizes:
-            self._release_snapshot(outgoing)
-        return stream
+        outgoing = Outgoing(new_ticket(), pack(state), state, time.monotonic())
+        self._outgoing = outgoing
+        if not is_small(outgoing.packed):
+            return outgoing.ticket
+        self._release_snapshot(outgoing)
+        return outgoing.packed
 
-    def send_snapshot(self, key: bytes, address: Address) -> bool:
-        """Send the buffers of a snapshot and release it. Return False if it was released before."""
+    def send_snapshot(self, ticket: Ticket, inbox: Address) -> bool:
+        """Send a snapshot and release it. Return False if it was released before."""
         outgoing = self._outgoing
-        if outgoing is None or outgoing.stream.key != key:
+        if outgoing is None or outgoing.ticket != ticket:
             return False
-        try:
-            with connect(address, _CONNECT_S) as connection:
-                for part in outgoing.stream.parts(outgoing.packed.buffers):
-                    connection.sendall(part)
-                    self._hosted.snapshot()  # shows that the driver still fetches it
-                if not connection.recv(1):
-                    raise ConnectionAbortedError("the driver did not store the snapshot")
+        try:  # asking for the snapshot shows that the driver still fetches it
+            send(outgoing.packed, ticket, inbox, on_part=self._hosted.snapshot)
         finally:
             self._release_snapshot(outgoing)
         return True
@@ -330,8 +334,11 @@ class Worker:
         except BaseException as error:
             return self._failure(error)
 
-    def _success(self, value: Any) -> Outcome:
+    def _success(self, value: Any, inbox: Address | None = None) -> Outcome:
         payload = _packed(value) if self._remote else value
+        if inbox is not None and isinstance(payload, Packed) and not is_small(payload):
+            send(payload, ticket := new_ticket(), inbox)
+            payload = ticket
         return Outcome("ok", payload, self._safe_progress())
 
     def _failure(self, error: BaseException) -> Outcome:

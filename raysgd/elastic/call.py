@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd._internal.context import Progress, Request
+from raysgd.cluster.streams import Incoming
 
 
 @dataclass(kw_only=True)
@@ -21,6 +22,8 @@ class Call:
     rank: int | None = None
     max_losses: float = 0
     """Maximum number of lost workers. ``math.inf`` means no limit."""
+    returns_state: bool = False
+    """Whether answers are large, so that workers send them through connections."""
     any_size: bool = False
     """Whether the call can run with fewer than ``min_workers`` workers."""
     has_batches: bool = False
@@ -46,9 +49,15 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRequest(Request):
-    """Load a state."""
+    """Load a state. Its models and optimizers are the last items."""
 
     state: dict[str, Any]
+    incoming: Incoming | None = None  # receives the content of large arrays
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> LoadRequest:
+        last = {key: state[key] for key in ("optimizers", "models") if key in state}
+        return cls(state={key: state[key] for key in state if key not in last} | last)
 
 
 @dataclass(frozen=True, kw_only=True)

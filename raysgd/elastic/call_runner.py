@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -10,9 +11,10 @@ from typing import Any
 
 from raysgd._internal.context import Progress
 from raysgd.cluster.serialization import sendable
+from raysgd.cluster.streams import Inbox, ReceivedValue, offered
 from raysgd.cluster.worker import Outcome
 from raysgd.cluster.worker_handle import WorkerHandle
-from raysgd.elastic.call import Call
+from raysgd.elastic.call import Call, LoadRequest
 from raysgd.elastic.commands import Attempt
 from raysgd.elastic.driver_context import DriverContext
 from raysgd.elastic.health import HealthMonitor
@@ -105,13 +107,24 @@ class CallRunner:
         if not group.options.inline:
             packed = sendable(f"the arguments of {call.request.name}", packed)
         self._context.check_open()
-        self.sent = {}
-        for member in members:  # send one by one, because Ctrl-C must find the calls that were sent
-            self.sent[member] = member.work("call", packed)
-        self._attempt = attempt = Attempt(self.sent, self._clock)
-        self._watch(call, attempt)
-        if attempt.failed:
-            self._commands.stop(attempt)
+        with contextlib.ExitStack() as stack:
+            arguments, inbox = [packed], None
+            hosts = [member.info.node_ip for member in members]
+            if call.returns_state and not group.options.inline:
+                inbox = stack.enter_context(Inbox(hosts, ReceivedValue))
+                arguments = [packed, inbox.address]
+            elif isinstance(call.request, LoadRequest) and not group.options.inline:
+                arguments = [stack.enter_context(offered(packed, hosts))]
+            self.sent = {}
+            for member in members:  # one by one, because Ctrl-C must find the calls that were sent
+                self.sent[member] = member.work("call", *arguments)
+            self._attempt = attempt = Attempt(self.sent, self._clock)
+            self._watch(call, attempt)
+            if attempt.failed:
+                self._commands.stop(attempt)
+        if inbox is not None:
+            for outcome in attempt.outcomes.values():
+                outcome.payload = inbox.take(outcome.payload)
         # Sort by rank, because only the snapshot of rank 0 has more than a shard.
         returned = [member for member in self._group.members if member in attempt.outcomes]
         progress = {member: attempt.outcomes[member].progress for member in returned}

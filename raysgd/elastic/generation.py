@@ -9,6 +9,7 @@ from typing import Any
 
 from raysgd._internal.context import Progress, WorkerContext
 from raysgd.cluster.serialization import sendable
+from raysgd.cluster.streams import offered
 from raysgd.cluster.worker_handle import WorkerHandle, cause_of
 from raysgd.elastic.call import ExportReplicaRequest, ImportReplicaRequest, LoadRequest
 from raysgd.elastic.commands import ANSWER_S, Attempt, value_of
@@ -234,8 +235,9 @@ class GroupForming:
         self._journal.progress = Progress()
         if state is None:
             return
-        packed = sendable("the snapshot", LoadRequest(state=dict(state)))
-        attempt = self._step("call", [(packed,)] * len(members), "load", members)
+        packed = sendable("the snapshot", LoadRequest.of(state))
+        with offered(packed, [member.info.node_ip for member in members]) as given:
+            attempt = self._step("call", [(given,)] * len(members), "load", members)
         self._raise_failure(attempt)
         self._journal.progress = next(iter(attempt.outcomes.values())).progress
 

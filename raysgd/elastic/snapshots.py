@@ -2,138 +2,53 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
-import mmap
-import socket
 import tempfile
 import threading
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from raysgd._internal.context import Progress
-from raysgd.cluster.serialization import Packed, Stream, pack
+from raysgd.cluster.serialization import Packed, pack
+from raysgd.cluster.streams import Inbox, StorageError, StoredState, Ticket, is_small
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle
-from raysgd.comm.connection import Listener
-from raysgd.comm.network import driver_address
 from raysgd.elastic.call import RestartStateRequest
 from raysgd.elastic.commands import Commands
 
 logger = logging.getLogger(__name__)
 
-_RECEIVE_BYTES = 1 << 20
+
+Read = Callable[[], Any]
+"""Returns a stored state."""
 
 
-class StorageError(Exception):
-    """The driver cannot write a state to its disk."""
-
-
-class StoredState:
-    """A state in a temporary file without a name, or in memory if it is small.
-
-    The file disappears with the driver, even if the driver is killed.
-    """
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        self._file: Any = None
-        if stream.sizes:
-            with _storing():
-                self._file = tempfile.TemporaryFile(prefix="raysgd-", buffering=0)  # noqa: SIM115
-            weakref.finalize(self, self._file.close)
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> StoredState:
-        stored = cls(stream := Stream.of(packed := pack(state)))
-        for part in stream.parts(packed.buffers) if stream.sizes else ():
-            stored.add(part)
-        return stored
-
-    def add(self, part: memoryview) -> None:
-        with _storing():
-            while part:
-                part = part[self._file.write(part) :]
-
-    async def receive(self, connection: socket.socket) -> None:
-        """Store what a worker sends, and confirm it."""
-        loop, missing = asyncio.get_running_loop(), self._stream.num_bytes
-        buffer = memoryview(bytearray(_RECEIVE_BYTES))
-        while missing:
-            received = await loop.sock_recv_into(connection, buffer[:missing])
-            if not received:
-                raise EOFError("the worker closed the connection")
-            self.add(buffer[:received])
-            missing -= received
-        await loop.sock_sendall(connection, b"1")
-
-    def value(self) -> Any:
-        """Return the state. Its large arrays are pages of the file, copied if they change."""
-        if self._file is None:
-            return self._stream.packed.value()
-        content = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return self._stream.value(memoryview(content))
-
-
-@contextlib.contextmanager
-def _storing() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(error) from error
-
-
-def fetch(member: WorkerHandle, step: int | None) -> Future[StoredState | None]:
+def fetch(member: WorkerHandle, step: int | None) -> Future[Read | None]:
     """Fetch the snapshot of a member, or None if it has none of this step."""
-    stored: Future[StoredState | None] = Future()
+    fetched: Future[Read | None] = Future()
 
-    def begin(answer: Future[Stream | None]) -> None:
+    def begin(answer: Future[Packed | Ticket | None]) -> None:
         if (error := answer.exception()) is not None:
-            stored.set_exception(error)
-        elif (stream := answer.result()) is None:
-            stored.set_result(None)
-        elif not stream.sizes:
-            packed = stream.packed  # copied, because Ray's object store has the buffers
-            own = Packed(bytes(packed.data), [bytearray(buffer) for buffer in packed.buffers])
-            stored.set_result(StoredState(Stream(own)))
-        else:
+            fetched.set_exception(error)
+        elif isinstance(found := answer.result(), Ticket):
             name = "raysgd-snapshot"
-            threading.Thread(target=receive, args=(stream,), name=name, daemon=True).start()
+            threading.Thread(target=receive, args=(found,), name=name, daemon=True).start()
+        else:
+            # Copy the snapshot, because Ray's object store has the buffers.
+            fetched.set_result(None if found is None else found.copy().value)
 
-    def receive(stream: Stream) -> None:
+    def receive(ticket: Ticket) -> None:
         try:
-            stored.set_result(_receive(member, stream))
+            with Inbox([member.info.node_ip], StoredState) as inbox:
+                sent = member.control("send_snapshot", ticket, inbox.address).result()
+                fetched.set_result(inbox.take(ticket).value if sent else None)
         except BaseException as error:
-            stored.set_exception(error)
+            fetched.set_exception(error)
 
     given = () if step is None else (step,)
     member.control("snapshot", *given).add_done_callback(begin)
-    return stored
-
-
-def _receive(member: WorkerHandle, stream: Stream) -> StoredState | None:
-    """Receive the buffers of a snapshot through a connection of the worker."""
-    state, errors = StoredState(stream), []
-
-    async def talk(connection: socket.socket) -> None:
-        try:
-            await state.receive(connection)
-        except StorageError as error:
-            errors.append(error)
-
-    listener = Listener(driver_address([member.info.node_ip]), "raysgd-snapshots")
-    try:
-        sent = member.control("send_snapshot", stream.key, listener.expect(talk)).result()
-        return state if sent else None
-    except Exception:
-        if errors:
-            raise errors[0] from None
-        raise
-    finally:
-        listener.close()
+    return fetched
 
 
 class SnapshotKeeper:
@@ -144,24 +59,26 @@ class SnapshotKeeper:
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
-        self._stored: list[StoredState] = []
-        self._state: Mapping[str, Any] | StoredState | None = None
+        self._shards: Sequence[Read] = ()  # one for each rank if the state is sharded
         self._step = -1
-        self._coming: tuple[int, list[Future[StoredState | None]]] | None = None
+        self._coming: tuple[int, list[Future[Read | None]]] | None = None
         self._has_warned = False
 
-    def set(self, state: Mapping[str, Any], step: int = -1) -> None:
-        """Store a state. Only snapshots with more than `step` committed steps replace it."""
-        self._state, self._stored, self._coming = state, [], None
-        self._step = step
+    def keep(self, *shards: Read, step: int = -1) -> None:
+        """Keep a state. Only snapshots with more than `step` committed steps replace it."""
+        self._shards, self._step, self._coming = shards, step, None
 
-    def store(self, state: Mapping[str, Any], step: int = -1) -> None:
-        """Store a state as `set` does, in a file if it is large."""
-        self.set(state, step)
+    def store(self, *states: Mapping[str, Any], step: int = -1) -> None:
+        """Keep copies of states, in files if they are large."""
+        self.keep(*map(self._stored, states), step=step)
+
+    def _stored(self, state: Mapping[str, Any]) -> Read:
+        packed = pack(state)
         try:
-            self._state = StoredState.of(state)
+            return packed.value if is_small(packed) else StoredState.of(packed).value
         except StorageError as error:
-            self._warn_of_disk([error])  # the state stays in memory
+            self._warn_of_disk([error])
+            return lambda: state  # stays in memory
 
     def outdate(self) -> None:
         """Fetch the next snapshot even if it has the same step."""
@@ -195,20 +112,18 @@ class SnapshotKeeper:
         for members in [list(reached)] if is_divided else each:
             states = commands.ask_all(members, RestartStateRequest(num_workers=len(members)))
             if states and len({state.get("global_step") for state in states}) == 1:
-                self.store(with_shares(states), reached[members[0]].global_step)
+                self.store(*states, step=reached[members[0]].global_step)
                 return reached[members[0]]
         return None
 
     @property
     def exists(self) -> bool:
         self._receive()
-        return bool(self._stored) or self._state is not None
+        return bool(self._shards)
 
     def state(self) -> Mapping[str, Any] | None:
         self._receive()
-        if self._stored:
-            return with_shares([each.value() for each in self._stored])
-        return self._state.value() if isinstance(self._state, StoredState) else self._state
+        return with_shares([read() for read in self._shards]) if self._shards else None
 
     def _receive(self) -> None:
         if self._coming is None or not all(future.done() for future in self._coming[1]):
@@ -219,9 +134,9 @@ class SnapshotKeeper:
         if errors:
             self._warn_of_disk(errors)
             return
-        stored = [each for future in futures if (each := future.result()) is not None]
-        if len(stored) == len(futures):
-            self._stored, self._step = stored, step
+        shards = [read for future in futures if (read := future.result()) is not None]
+        if len(shards) == len(futures):
+            self._shards, self._step = shards, step
 
     def _warn_of_disk(self, errors: Sequence[BaseException]) -> None:
         error = next((each for each in errors if isinstance(each, StorageError)), None)

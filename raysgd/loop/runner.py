@@ -15,6 +15,7 @@ from raysgd._internal.context import Progress, Request, WorkerContext
 from raysgd._internal.imports import frozen_imports
 from raysgd._internal.nested import loading, map_leaves
 from raysgd.cluster.serialization import unpicklable_key
+from raysgd.cluster.streams import Incoming
 from raysgd.elastic import call
 from raysgd.loop import requests
 from raysgd.loop.loop import Loop
@@ -203,7 +204,7 @@ class OperatorRunner(ABC):
                 case requests.StateRequest():
                     return self.state_dict()
                 case call.LoadRequest():
-                    return self.load_state_dict(request.state)
+                    return self.load_state_dict(request.state, request.incoming)
                 case requests.RngStateRequest():
                     return self.generators.state()
                 case requests.ModelsRequest():
@@ -271,13 +272,18 @@ class OperatorRunner(ABC):
         state: dict[str, Any] = self._train_state.to_cpu(self._running.state())
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], incoming: Incoming | None = None) -> None:
+        """Load a state. Receive its large arrays late, in the memory of the training state."""
         train_state = self._train_state
-        if train_state.context.in_driver:
+        if train_state.context.in_driver and incoming is None:
             # Copy the state, because training would change the caller's tensors.
             state = copy.deepcopy(state)
         check_position(state)
         train_state.check_training_state(state)
+        places: dict[int, Any] = {}
+        if incoming is not None:
+            state, places = train_state.places_of(state, incoming.addresses)
+            incoming.fill(places, before=True)
         position = state.get("data") or {"epoch": state["epoch"], "offset": 0}
         context = train_state.context
         generators = self.generators.checked(position.get("rng", ()), context.world_size)
@@ -285,6 +291,9 @@ class OperatorRunner(ABC):
             if "operator" in state:
                 own = map_leaves(self.operator.state_dict(), train_state.copy_leaf)
                 undoing.enter_context(loading(self.operator, own, state["operator"], "operator"))
+            if places and incoming is not None:
+                train_state.step.is_partial = True
+                incoming.fill(places)
             train_state.load_training_state(state)
         self._running.forget_iteration()
         self._running.call.validation = None

@@ -44,10 +44,10 @@ class Snapshots:
         self._held: tuple[int, int] | None = None  # epoch and committed steps of the newest copy
         self._copy: dict[str, Any] | None = None  # until it is sent
         self._asked_at = -_SEND_S  # when the driver last asked for the copy
-        self._is_outdated = False
-        self._size, self._copy_s, self._s_per_byte = 0, 0.0, _S_PER_BYTE
+        self._is_needed = self._every != "auto"  # whether a snapshot is due in any case
+        self._copy_s, self._s_per_byte = 0.0, _S_PER_BYTE
         self._trained_s = self._looked_at = 0.0
-        self._wait_s, self._looked_in = 0.0, -1  # training time that pays for the next one
+        self._wait_s = 0.0  # training time that pays for the next snapshot
 
     @property
     def each_step(self) -> bool:
@@ -75,27 +75,26 @@ class Snapshots:
         if not is_sharded and (context.world_rank != 0 or context.in_driver):
             self._trained_s = 0.0
             return
-        if self._every is None:
+        must_agree = is_sharded and self._every == "auto" and not self._is_needed
+        if self._every is None or (must_agree and not begins):
             return
-        due = train_state.ranks_in_sync and self._is_due(state)
-        if is_sharded and self._every == "auto" and not self._is_outdated:
+        due = train_state.ranks_in_sync and (self._is_needed or self._is_due(state))
+        if must_agree and context.distributed:
             # The clocks of the ranks differ, but all shards must be of one step.
-            due = begins and bool(train_state.minimum(int(due)) if context.distributed else due)
+            due = bool(train_state.minimum(int(due)))
         is_sent = self._copy is not None and now - self._asked_at < _SEND_S
         if due and (is_sharded or not is_sent):
             self._take(state)
 
     def _is_due(self, state: Callable[[], dict[str, Any]]) -> bool:
-        epoch, step, held = self._state.epoch, self._state.global_step, self._held
-        if self._every != "auto":
-            if held is None:
-                return True
-            return step - held[1] >= self._every if self.each_step else epoch != held[0]
-        if self._is_outdated:
-            return True
-        if self._trained_s < max(self._wait_s, _PAUSE_S if epoch == self._looked_in else 0.0):
+        epoch, step = self._held or (-1, 0)
+        if isinstance(self._every, int):
+            return self._state.global_step - step >= self._every
+        is_new_epoch = epoch != self._state.epoch
+        if self._every == "epoch":
+            return is_new_epoch
+        if self._trained_s < max(self._wait_s, 0.0 if is_new_epoch else _PAUSE_S):
             return False
-        self._looked_in = epoch
         self._set_wait(_num_bytes(state()))
         return self._trained_s >= self._wait_s
 
@@ -105,7 +104,7 @@ class Snapshots:
     def _take(self, state: Callable[[], dict[str, Any]]) -> None:
         train_state, began = self._state, self.clock()
         self._copy, self._trained_s = None, 0.0  # release its memory first
-        self._asked_at, self._is_outdated = -_SEND_S, False
+        self._asked_at, self._is_needed = -_SEND_S, False
         try:
             copy = map_leaves(state(), lambda leaf: train_state.copy_leaf(leaf, on_host=True))
         except Exception as error:
@@ -120,8 +119,8 @@ class Snapshots:
             )
             return
         self._looked_at = self.clock()
-        self._size, self._copy_s = max(_num_bytes(copy), 1), self._looked_at - began
-        self._copy, self._held = copy, (train_state.epoch, train_state.global_step)
+        self._copy, self._copy_s = copy, self._looked_at - began
+        self._held = train_state.epoch, train_state.global_step
 
     def clear(self, outdated: bool = False) -> None:
         """Discard the copy, because the state was replaced or resharded.
@@ -129,7 +128,7 @@ class Snapshots:
         If it is `outdated`, the next snapshot is due immediately: the driver has no newer state.
         """
         self._held = self._copy = None
-        self._looked_in, self._is_outdated = -1, outdated
+        self._is_needed = outdated or self._every != "auto"
 
     def get(self) -> dict[str, Any] | None:
         """Return the newest copy, or None if it was sent. Called from another thread."""
@@ -139,9 +138,9 @@ class Snapshots:
     def sent(self, copy: dict[str, Any], seconds: float) -> None:
         """Release a copy after it was sent within `seconds`. Called from another thread."""
         if self._copy is copy:
-            self._copy = None
-            self._s_per_byte = (self._copy_s + seconds) / self._size
-            self._set_wait(self._size)
+            self._copy, size = None, _num_bytes(copy)
+            self._s_per_byte = (self._copy_s + seconds) / max(size, 1)
+            self._set_wait(size)
 
 
 def _num_bytes(state: Any) -> int:

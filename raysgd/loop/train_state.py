@@ -246,6 +246,15 @@ class TrainState(ABC):
     def load_training_state(self, state: dict[str, Any]) -> None:
         """Load the result of `training_state`."""
 
+    def places_of(
+        self, state: dict[str, Any], addresses: set[int]
+    ) -> tuple[dict[str, Any], dict[int, Any]]:
+        """Replace arrays at `addresses` in a state by equal ones of the training state.
+
+        Also return where to write the content of these arrays.
+        """
+        return state, {}
+
     @abstractmethod
     def copy_leaf(self, leaf: Any, on_host: bool = False) -> Any:
         """Return a copy of a leaf of a state, on its device or in the memory of the host."""

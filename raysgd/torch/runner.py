@@ -13,6 +13,7 @@ from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.context import WorkerContext
 from raysgd._internal.dynamo import postpone_dynamo
 from raysgd._internal.imports import refuse_triton
+from raysgd.cluster.streams import Incoming
 from raysgd.loop.operator_base import check_registered, create_operator
 from raysgd.loop.runner import OperatorRunner
 from raysgd.torch.operator import TrainingOperator
@@ -68,8 +69,10 @@ class TorchRunner(OperatorRunner):
 
     # ---- answers to requests
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(gather_state(state))
+    def load_state_dict(self, state: dict[str, Any], incoming: Incoming | None = None) -> None:
+        if "shares" in state and incoming is not None:
+            incoming.fill({})
+        super().load_state_dict(gather_state(state), incoming)
 
     def update_schedulers(self, call: int, metric: float) -> None:
         loop = self._running

@@ -23,6 +23,7 @@ from raysgd.torch.optimization import Optimization
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.precision import create_precision
 from raysgd.torch.state import (
+    Places,
     copy_leaf,
     copy_to_cpu,
     load_optimizer,
@@ -183,6 +184,15 @@ class TorchTrainState(TrainState):
             )
         for feature in self.features:
             feature.check_state(state)
+
+    def places_of(
+        self, state: dict[str, Any], addresses: set[int]
+    ) -> tuple[dict[str, Any], dict[int, Any]]:
+        if self.sharded:
+            return state, {}
+        places, own = Places(addresses), self.training_state()
+        adopted = {key: places.adopt(state[key], own[key]) for key in ("optimizers", "models")}
+        return state | adopted, places.found
 
     def load_training_state(self, state: dict[str, Any]) -> None:
         shared: Mapping[str, Any] = state

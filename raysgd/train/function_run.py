@@ -47,7 +47,7 @@ class FunctionRun:
     def start(self, max_attempts: int) -> None:
         """Start the function on all workers. Tolerate losses of workers before it begins."""
         with self._as_training_errors():
-            self.controller.snapshots.set({"plan": self.plan})
+            self.controller.snapshots.keep(lambda: {"plan": self.plan})
             repair(self.controller, max_attempts)
             try:
                 self.share_data()
@@ -102,7 +102,7 @@ class FunctionRun:
         self.plan = dataclasses.replace(
             self.plan, checkpoint=self.checkpoints.blob, iteration=turn.iteration
         )
-        self.controller.snapshots.set({"plan": self.plan})
+        self.controller.snapshots.keep(lambda: {"plan": self.plan})
         self.controller.grow()
 
     def _send(self, request: Request) -> list[Any]:

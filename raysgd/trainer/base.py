@@ -277,14 +277,14 @@ class OperatorTrainer(TrainerInfo):
         scaler), and ``validation_due`` (the newest metrics, before a validation of `fit`).
 
         Args:
-            copy: False leaves large tensors and arrays in the shared memory of Ray. Do not change
-                these, and release the state soon.
+            copy: for older scripts; without effect.
 
         Raises:
             CallbackError: if the ``state_dict`` of a callback raised.
         """
+        del copy
         self._calls.check_open()
-        return self._state.collect(own=copy)
+        return self._state.collect()
 
     def load_state_dict(self, state: Mapping[str, Any], blocking: bool = False) -> None:
         """Load a state on any number of workers.
@@ -331,7 +331,7 @@ class OperatorTrainer(TrainerInfo):
         Raises:
             CheckpointError: if the file is missing, damaged, or not a state of this trainer.
         """
-        self.load_state_dict(self._state.read(path))
+        self._state.load_file(path)
 
     # ---- workers
 

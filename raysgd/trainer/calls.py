@@ -135,14 +135,14 @@ class Calls:
         """Return a number by which workers recognize a repeated call."""
         return next(self._numbers)
 
-    def make(self, call: Call, own: bool = True, moves: bool = False) -> list[Any]:
-        """Run a call, and return the answers by rank. With `own`, the caller may change them."""
+    def make(self, call: Call, moves: bool = False) -> list[Any]:
+        """Run a call, and return the answers by rank."""
         self.check_open(moves)
         if isinstance(call.request, LoadRequest):
             self._changed_at = 0
         else:
             call.catch_up = self._catch_up
-        return [outcome.value(own) for outcome in self.controller.run(call)]
+        return [outcome.value() for outcome in self.controller.run(call)]
 
     def _catch_up(self, reached: Progress) -> Call | None:
         """Return the call that repeats training up to `reached`."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from raysgd import checkpoint
+from raysgd._internal.context import Request
 from raysgd.callbacks.values import scalars, shown_config
 from raysgd.checkpoint.location import Location
 from raysgd.elastic.call import Call, LoadRequest
@@ -22,8 +23,14 @@ from raysgd.trainer.fit import FitLoop
 
 logger = logging.getLogger(__name__)
 
+_OF_DRIVER = ("callbacks", "config", "validation_due")
 _OF_CALL = ("call", "batching")
 """Keys of a snapshot that a state lacks: the unfinished call, and changes to the loaders."""
+
+
+def _of_workers(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a state for the workers, without the unfinished call of a snapshot."""
+    return {key: value for key, value in state.items() if key not in (*_OF_DRIVER, *_OF_CALL)}
 
 
 @dataclass(eq=False)
@@ -44,10 +51,9 @@ class TrainerState:
 
     # ---- collection from the workers
 
-    def collect(self, own: bool) -> dict[str, Any]:
-        """Return the state. With `own`, the caller may change its tensors and arrays."""
+    def collect(self) -> dict[str, Any]:
         callbacks = self.calls.callback_list.state_dict()
-        state = self._collect_from_workers(own)
+        state = self._collect_from_workers()
         if callbacks:
             state["callbacks"] = callbacks
         state["config"] = scalars(shown_config(self.options.config))
@@ -56,7 +62,7 @@ class TrainerState:
             state["validation_due"] = scalars(self.calls.metrics)
         return state
 
-    def _collect_from_workers(self, own: bool) -> dict[str, Any]:
+    def _collect_from_workers(self) -> dict[str, Any]:
         controller = self.calls.controller
         if not controller.members and (snapshot := controller.snapshots.state()):
             # Copy the state, because it may be one that the user loaded.
@@ -65,23 +71,24 @@ class TrainerState:
                 {key: value for key, value in state.items() if key not in _OF_CALL}
             )
         generators = self.calls.make(Call(request=RngStateRequest(), max_losses=3, any_size=True))
-        rank = None if controller.progress.divided else 0
-        call = Call(request=StateRequest(), rank=rank, max_losses=3, any_size=True)
-        state = self.assemble(with_shares(self.calls.make(call, own=own)))
+        state = self.assemble(with_shares(self._fetch(StateRequest())))
         state["data"]["rng"] = generators
         return state
 
     def models(self) -> Any:
+        return self._fetch(ModelsRequest())[0]
+
+    def _fetch(self, request: Request) -> list[Any]:
         rank = None if self.calls.controller.progress.divided else 0
-        call = Call(request=ModelsRequest(), rank=rank, max_losses=3, any_size=True)
-        return self.calls.make(call)[0]
+        call = Call(request=request, rank=rank, returns_state=True, max_losses=3, any_size=True)
+        return self.calls.make(call)
 
     # ---- files
 
     def save(self, path: str | os.PathLike[str]) -> str:
         self.calls.check_open()
         target = Location(path)
-        state = self.collect(own=False)
+        state = self.collect()
         name = self.options.training_operator_cls.__qualname__
         num_workers = len(self.calls.controller.members)
         manifest = checkpoint.Manifest(world_size=num_workers, operator=name)
@@ -91,13 +98,15 @@ class TrainerState:
         self.calls.check_open()
         return checkpoint.save_model(self.weights(), path)
 
-    def read(self, path: str | os.PathLike[str]) -> Mapping[str, Any]:
-        self.calls.check_open(moves=True)
-        return checkpoint.read_file(path)
-
     # ---- loading
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load_file(self, path: str | os.PathLike[str]) -> None:
+        self.calls.check_open(moves=True)
+        file = checkpoint.OpenFile(path)
+        self.load(file.read(), again=file.read)
+
+    def load(self, state: Mapping[str, Any], again: Callable[[], Any] | None = None) -> None:
+        """Load a state. `again` reads it from a file, so that it need not be kept."""
         self.calls.check_open(moves=True)
         missing = [
             key
@@ -106,19 +115,21 @@ class TrainerState:
         ]
         if missing:
             raise CheckpointError(f"This is not a trainer state: it lacks {', '.join(missing)}.")
-        of_driver = {key: state.get(key, {}) for key in ("callbacks", "config", "validation_due")}
+        of_driver = {key: state.get(key, {}) for key in _OF_DRIVER}
         for key, value in of_driver.items():
             if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
                 raise CheckpointError(f"state[{key!r}] must be a dict, but it is {value!r}.")
-        # Ignore the unfinished call in a snapshot of another run.
-        of_workers = {key: v for key, v in state.items() if key not in (*of_driver, *_OF_CALL)}
+        of_workers = _of_workers(state)
         with self.calls.callback_list.loading(copy.deepcopy(of_driver["callbacks"])):
-            call = Call(request=LoadRequest(state=of_workers), max_losses=3)
+            call = Call(request=LoadRequest.of(of_workers), max_losses=3)
             self.calls.make(call, moves=True)
         snapshots = self.calls.controller.snapshots
-        is_local = not any(member.remote for member in self.calls.controller.members)
-        keep = snapshots.set if is_local else snapshots.store  # packing needs Ray
-        keep(of_workers)
+        if again is not None:
+            snapshots.keep(lambda: _of_workers(again()))
+        elif any(member.remote for member in self.calls.controller.members):
+            snapshots.store(of_workers)
+        else:  # packing needs Ray
+            snapshots.keep(lambda: of_workers)
         self.calls.latest.update(of_driver["validation_due"])
         # An empty dict counts too: the state was saved before any metric.
         self.fit_loop.note_owed("validation_due" in state)

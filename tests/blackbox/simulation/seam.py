@@ -12,7 +12,7 @@ import ray.exceptions
 from raysgd._internal.context import Progress
 from raysgd.cluster.clock import Clock
 from raysgd.cluster.group_options import GroupOptions
-from raysgd.cluster.serialization import Stream, pack
+from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Outcome, WorkerInfo
 from raysgd.cluster.worker_group import WorkerGroup
 from raysgd.cluster.worker_handle import WorkerHandle
@@ -362,7 +362,7 @@ class SimMember(WorkerHandle):
         if self.snapshot_step is None:
             return None
         self._world.kept_by_driver = self.snapshot_step
-        return Stream(pack({"step": self.snapshot_step}))
+        return pack({"step": self.snapshot_step})
 
     def _stacks(self):
         return "in user code"

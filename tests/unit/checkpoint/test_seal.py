@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raysgd.checkpoint import Manifest, write_file
-from raysgd.checkpoint.manifest import seal, verify
+from raysgd.checkpoint.manifest import HashingFile, seal, verify
 from raysgd.errors import CheckpointError
 from tests.unit.checkpoint.states import STATE, flip, state_at
 
@@ -124,6 +124,26 @@ def test_damage_to_the_content_is_found_where_all_of_it_is_checked(path):
     with pytest.raises(CheckpointError, match=r"Cannot load .*state\.pt: the file is damaged: "):
         manifest_of(path)
     assert manifest_of(path, whole=False).operator == "Digits"
+
+
+@pytest.mark.parametrize("is_overwritten", [False, True])
+def test_large_parts_are_hashed_while_they_are_written(is_overwritten):
+    class Counting(io.BytesIO):
+        num_read = 0
+
+        def read(self, *arguments):
+            found = super().read(*arguments)
+            self.num_read += len(found)
+            return found
+
+    file = HashingFile(inner := Counting())
+    torch.save({"a": torch.arange(1e6), "b": torch.arange(2e6)}, file)
+    if is_overwritten:
+        file.seek(0)
+        file.write(b"PK\x03\x04")
+    seal(file, Manifest(operator="Digits"))
+    assert (inner.num_read < 100_000) == (not is_overwritten)
+    assert verify(inner, "state.pt").operator == "Digits"
 
 
 def test_damage_to_the_manifest_is_found_either_way(path):

@@ -376,7 +376,7 @@ def test_a_pause_ends_with_its_generation(worker):
 def test_a_snapshot_is_pickled_if_there_is_one(worker):
     assert worker.snapshot() is None
     worker.runner.step = 4
-    assert worker.snapshot().packed.value() == {"step": 4}
+    assert worker.snapshot().value() == {"step": 4}
     assert worker.runner.calls[-1] == ("sent", {"step": 4})
     assert Worker().snapshot() is None
 

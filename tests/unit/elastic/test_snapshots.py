@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from raysgd._internal.context import Progress, WorkerContext
-from raysgd.cluster.serialization import Stream, pack
+from raysgd.cluster.serialization import pack
 from raysgd.cluster.worker import Worker, WorkerInfo
 from raysgd.elastic.config import ElasticConfig
 from raysgd.elastic.snapshots import SnapshotKeeper
@@ -34,7 +34,7 @@ class FakeMember:
         return self.asked[-1]
 
     def send(self, state):
-        self.asked[-1].set_result(Stream.of(pack(state)))
+        self.asked[-1].set_result(pack(state))
 
 
 def at(step):
@@ -115,7 +115,7 @@ def test_a_loaded_state_replaces_snapshots_even_those_being_fetched(keeper):
     keeper.poll({member: at(5)})
     member.send({"step": 5})
     keeper.poll({member: at(10)})
-    keeper.set({"step": 3})
+    keeper.store({"step": 3})
     assert keeper.state() == {"step": 3}
     member.send({"step": 10})
     assert keeper.state() == {"step": 3}
@@ -226,7 +226,7 @@ class RunnerMember(FakeMember):
     def control(self, method, step=None):
         future = Future()
         state = self.runner.snapshot()
-        future.set_result(None if state is None else Stream.of(pack(state)))
+        future.set_result(None if state is None else pack(state))
         return future
 
 
@@ -248,7 +248,7 @@ def test_a_snapshot_from_before_a_state_was_loaded_does_not_come_back(keeper, ev
     keeper.poll({member: runner.progress()})
     assert keeper.state()["global_step"] > 1
     runner.load_state_dict(loaded)
-    keeper.set(loaded)
+    keeper.keep(lambda: loaded)
     if train_after:
         runner.handle(TrainRequest(call=1, until_step=train_after))
     for _ in range(2):

@@ -12,10 +12,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from raysgd import ElasticConfig
 from raysgd._internal.config import BATCH_SIZE
 from raysgd._internal.context import PausedError, Progress, WorkerContext
-from raysgd.loop.requests import (
-    TrainRequest,
-    ValidateRequest,
-)
+from raysgd.cluster import streams
+from raysgd.cluster.serialization import pack
+from raysgd.cluster.worker import Worker
+from raysgd.comm.network import LOOPBACK
+from raysgd.elastic.call import LoadRequest
+from raysgd.loop.requests import TrainRequest, ValidateRequest
 from raysgd.loop.runner import LossReader
 from raysgd.torch import collectives
 from raysgd.torch.options import TorchOptions
@@ -295,6 +297,66 @@ def test_training_continues_exactly_from_a_state(num_steps):
     assert same_parameters(runner, other)
     other.handle(ValidateRequest(call=1, num_steps=1))
     assert other.operator.validated == EPOCH[16:24]
+
+
+class Wide(Recorder):
+    """Has weights that do not travel within a pickle."""
+
+    def setup(self, config):
+        torch.manual_seed(config.get("seed", 0))
+        model = torch.nn.Sequential(torch.nn.Linear(1, 5000), torch.nn.Linear(5000, 1))
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.Adam(model.parameters(), lr=1e-4),
+            criterion=torch.nn.MSELoss(),
+        )
+        self.register_data(**self.make_loaders(config))
+        self.trained, self.validated, self.infos = [], [], []
+        self.fail = lambda batch_info, when: None
+
+    def load_state_dict(self, state):
+        if self.config.get("refuses"):
+            raise ValueError("not this state")
+
+
+def addresses_of(runner):
+    state = runner.operator._train_state.training_state()
+    moments = [each["exp_avg"] for each in state["optimizers"][0]["state"].values()]
+    tensors = (*state["models"][0].values(), *moments)
+    return [tensor.data_ptr() for tensor in tensors if tensor.numel() == 5000]
+
+
+def load_from_a_connection(runner, state, monkeypatch):
+    monkeypatch.setattr(streams, "_SMALL_BYTES", 0)
+    worker = Worker()
+    worker.runner = runner
+    with streams.offered(pack(LoadRequest.of(state)), [LOOPBACK]) as address:
+        return worker.call(address)
+
+
+@pytest.mark.parametrize("has_trained", [True, False])
+def test_a_large_state_arrives_in_the_memory_of_models_and_optimizers(monkeypatch, has_trained):
+    runner, other = make_runner(Wide), make_runner(Wide, {"seed": 9})
+    runner.handle(TrainRequest(call=0, until_step=3))
+    state = copy.deepcopy(full_state(runner))
+    if has_trained:
+        other.handle(TrainRequest(call=0, until_step=6))
+    before = addresses_of(other)
+    assert load_from_a_connection(other, state, monkeypatch).kind == "ok"
+    assert addresses_of(other)[: len(before)] == before
+    torch.testing.assert_close(full_state(other)["models"], state["models"], rtol=0, atol=0)
+    torch.testing.assert_close(full_state(other)["optimizers"], state["optimizers"], rtol=0, atol=0)
+    for each in (runner, other):
+        each.handle(TrainRequest(call=1, until_step=8))
+    assert same_parameters(runner, other)
+
+
+def test_a_refused_large_state_changes_nothing(monkeypatch):
+    runner, other = make_runner(Wide), make_runner(Wide, {"seed": 9, "refuses": True})
+    before = copy.deepcopy(other.operator.model.state_dict())
+    outcome = load_from_a_connection(other, runner.state_dict(), monkeypatch)
+    assert "not this state" in str(outcome.exception())
+    torch.testing.assert_close(other.operator.model.state_dict(), before, rtol=0, atol=0)
 
 
 def test_old_states_without_data_and_steps_load():

@@ -19,7 +19,7 @@ class Controller:
     def __init__(self, *rounds):
         self.rounds = list(rounds)
         self.requests, self.states = [], []
-        self.snapshots = SimpleNamespace(set=self.states.append)
+        self.snapshots = SimpleNamespace(keep=self.states.append)
 
     def run(self, call):
         self.requests.append(call.request)
@@ -51,7 +51,7 @@ def test_a_restart_begins_from_the_kept_checkpoint(tmp_path):
     saved = Turn("checkpoint", checkpoint=blob, has_checkpoint=True, iteration=3)
     controller = Controller([saved], [Turn("checkpoint")], [Turn("end")])
     assert run_on(controller, tmp_path).next_result(dict) is None
-    (plan,) = [state["plan"] for state in controller.states]
+    (plan,) = [read()["plan"] for read in controller.states]
     assert (plan.checkpoint, plan.iteration) == (blob, 3)
 
 

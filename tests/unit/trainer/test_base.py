@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from raysgd import TorchTrainer
 from raysgd._internal.context import Progress
 from raysgd.callbacks import Callback, CheckpointCallback
-from raysgd.checkpoint import read_manifest
+from raysgd.checkpoint import OpenFile, read_manifest
 from raysgd.errors import CheckpointError
 from tests.operators import Classifier, make_model, parameters
 from tests.unit.recorder import Recorder
@@ -260,6 +260,29 @@ def test_a_loaded_state_becomes_the_snapshot(make_trainer):
     trainer.load_state_dict(state)
     kept = trainer._controller.snapshots.state()
     assert kept["global_step"] == state["global_step"] == 5
+
+
+def test_a_loaded_file_is_the_snapshot_even_if_another_file_replaces_it(
+    make_trainer, tmp_path, monkeypatch
+):
+    trainer, loaded = make_trainer(Recorder), []
+    trainer.train(num_steps=3)
+    path = trainer.save(tmp_path / "state.pt")
+    expected = state_of(trainer)["0.weight"].clone()
+    read = OpenFile.read
+
+    def noted(file):
+        loaded.append(weakref.ref((state := read(file))["models"][0]["0.weight"]))
+        return state
+
+    monkeypatch.setattr(OpenFile, "read", noted)
+    trainer.load(path)
+    assert loaded[0]() is None  # the driver holds no copy
+    trainer.train()
+    trainer.save(path)
+    kept = trainer._controller.snapshots.state()
+    assert kept["global_step"] == 3
+    assert torch.equal(kept["models"][0]["0.weight"], expected)
 
 
 def test_the_manifest_says_which_trainer_wrote_a_file(make_trainer, tmp_path):
