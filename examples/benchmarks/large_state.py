@@ -193,7 +193,7 @@ def make_trainer(args, **config):
 def raysgd(args):
     import ray
 
-    os.environ["RAY_worker_niceness"] = "0"  # the priority of the other sides
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (as the other sides)
     # One process must not get the cores of the other side.
     ray.init("local", num_cpus=args["num_workers"], include_dashboard=False, log_to_driver=False)
     with make_trainer(args) as trainer:
