@@ -133,6 +133,15 @@ def report_rows(result):
     yield what, {FIGURE: ms(result["report"])}
 
 
+def large_state_rows(result):
+    rows, megabytes = result["rows"], result["args"]["megabytes"]
+    means = {side: f"{statistics.mean(row['epochs_s'][1:]):.2f}" for side, row in rows.items()}
+    yield f"mean epoch with a state of {megabytes} MB, s", means
+    for key, what in (("worker_mb", "a worker"), ("driver_mb", "the driver")):
+        figures = {side: f"{row[key]:.0f}" if key in row else "" for side, row in rows.items()}
+        yield f"peak memory of {what}, MB", figures
+
+
 def sharding_rows(result):
     workers, floats = result["workers"], result["floats"]
     for side, row in result["epoch"].items():
@@ -164,6 +173,7 @@ ROWS = {
     "fidelity": fidelity_rows,
     "report": report_rows,
     "sharding": sharding_rows,
+    "large_state": large_state_rows,
 }
 
 

@@ -104,15 +104,17 @@ class TorchTrainState(TrainState):
         Parameters and optimizer states are sent only if they differ. After a worker loss, the other
         workers usually differ only in buffers.
         """
-        device = self.settings.device
-        state = self.training_state()
-        state["models"] = [
-            ddp.without_buffers(model, held)
-            for model, held in zip(self.models, state["models"], strict=True)
-        ]
-        own = collectives.fingerprint((self.global_step, state))
-        expected = collectives.broadcast_object(own, leader)
-        lacks = follows and own != expected
+        device, lacks = self.settings.device, follows
+        # Do not read a large state if no other worker can have it.
+        if self.minimum(-int(follows and self.global_step > 0)) < 0:
+            state = self.training_state()
+            state["models"] = [
+                ddp.without_buffers(model, held)
+                for model, held in zip(self.models, state["models"], strict=True)
+            ]
+            own = collectives.fingerprint((self.global_step, state))
+            expected = collectives.broadcast_object(own, leader)
+            lacks = follows and own != expected
         if self.minimum(-int(lacks)) < 0:
             state = collectives.broadcast_state(self.training_state, leader, device, lacks)
         # Receive shards last, because they are valid from then on.

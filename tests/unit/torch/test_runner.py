@@ -129,6 +129,15 @@ def test_state_of_the_leader_is_loaded_whole_or_not_at_all(monkeypatch, is_lost)
     torch.testing.assert_close(runner.operator.model.state_dict(), expected, rtol=0, atol=0)
 
 
+def test_a_survivor_does_not_read_its_state_if_no_other_worker_has_one(monkeypatch):
+    runner = make_runner()
+    runner.handle(TrainRequest(call=0, until_step=1))
+    monkeypatch.setattr(collectives, "minimum", lambda value, device: value)
+    monkeypatch.setattr(collectives, "fingerprint", lambda state: pytest.fail("read"))
+    runner._train_state.from_rank = lambda make, rank: make()
+    runner._train_state.share_training_state(0, follows=False)
+
+
 def test_copy_of_a_partial_state_is_partial():
     runner = make_runner()
     runner._train_state.from_rank = lambda make, rank: {**make(), "partial": True}
