@@ -7,7 +7,7 @@
 The state is a perceptron with AdamW. Each side runs in new processes, one side after the other.
 "auto", "none", and "epoch" are raysgd with these values of ``snapshot_every``. A side whose package
 is missing is skipped. Memory is the peak of a process, ``VmHWM`` of Linux. ``--save`` also compares
-``save`` with ``torch.save`` and ``fsync``, and ``load`` with ``torch.load`` and ``load_state_dict``.
+``save`` with ``torch.save`` and fsync, and ``load`` with ``torch.load`` and ``load_state_dict``.
 Memory is then what each process needs in addition. ``--kill`` also kills workers:
 
 - *next step*: from the SIGKILL to the begin of the next step. If all workers die, new workers start
