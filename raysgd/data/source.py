@@ -33,6 +33,7 @@ class BatchSource:
     """
 
     sharded = False
+    counts_samples = False  # batches and offsets consist of samples
     keeps_step = False  # the samples of a step do not depend on the number of workers
     shuffles = False  # the order of an epoch is known to be random
     partitioned_by = ""  # empty if each worker reads all data
@@ -151,6 +152,7 @@ class PartitionedSource(BatchSource):
     """
 
     sharded = True
+    counts_samples = True
     partitioned_by = "raysgd"
 
     def __init__(

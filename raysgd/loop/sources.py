@@ -156,6 +156,12 @@ class DataSources(ABC):
         return None if source is None else source.global_batch
 
     @property
+    def counts_samples(self) -> bool:
+        """Whether the sizes of all batches of training are known, unless there is no loader."""
+        source = self._sources.get(self.trains_on)
+        return source is None or source.counts_samples
+
+    @property
     def keeps_global_batch(self) -> bool:
         """Whether each step has exactly ``config[BATCH_SIZE]`` samples."""
         source, given = self._sources.get("train"), self._state.settings.global_batch

@@ -91,9 +91,9 @@ class TrainState(ABC):
         found = (each for each in self.features if type(each).__name__ == name)
         return next(found, None)
 
-    def say(self, key: str, message: str, *values: Any) -> None:
-        """Log a warning, once for each `key`, on rank 0."""
-        if self.context.world_rank == 0 and key not in self._logged:
+    def say(self, key: str, message: str, *values: Any, anywhere: bool = False) -> None:
+        """Log a warning, once for each `key`, on rank 0 or `anywhere`."""
+        if (anywhere or self.context.world_rank == 0) and key not in self._logged:
             self._logged.add(key)
             logger.warning(message, *values)
 

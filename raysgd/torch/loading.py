@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import importlib
 import itertools
@@ -29,6 +30,7 @@ from raysgd.data import Dataset as ItemDataset
 from raysgd.data.partition import EpochPartition
 from raysgd.data.source import BatchSource, PartitionedSource, own_split
 from raysgd.loop.sources import DataSources
+from raysgd.torch.losses import IGNORED
 from raysgd.torch.orders import Order, drawn_order, is_plain_shuffle, picked
 
 if TYPE_CHECKING:
@@ -56,6 +58,11 @@ class TorchSources(DataSources):
                 "The train loader does not shuffle, and RaySGD v1 did. Write DataLoader(..., "
                 "shuffle=True), unless you want the order of the data set.",
             )
+
+    @property
+    def ignores_targets(self) -> bool:
+        sources = self._sources.values()
+        return any(isinstance(each, ShardedLoader) and each.ignores_targets for each in sources)
 
     def wrap(self, loader: Any, training: bool) -> BatchSource:
         settings = self._state.settings
@@ -110,6 +117,8 @@ class ShardedLoader(PartitionedSource):
         )
         super().__init__(loader, shard, follows_share, global_batch if training else None)
         self.reseed(seed)
+        # An item of a `raysgd.data.Dataset` can have several rows.
+        self.counts_samples = loader.batch_size is not None and loader.collate_fn != _join_samples
         self._tensors = None if self._deals_batches else _tensors_of(loader)
         self._kept_loader: DataLoader[Any] | None = None
         self._order: tuple[tuple[int, int], Order] | None = None
@@ -238,6 +247,12 @@ class ShardedLoader(PartitionedSource):
         self._orders_agreed = True
 
     # ---- for messages and comparisons
+
+    @functools.cached_property
+    def ignores_targets(self) -> bool:
+        """Whether a data set in memory has targets that losses of PyTorch ignore by default."""
+        data = self.loader.dataset
+        return isinstance(data, TensorDataset) and bool((data.tensors[-1] == IGNORED).any())
 
     def fingerprint(self) -> str:
         shard = self.shard

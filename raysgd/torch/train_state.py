@@ -43,6 +43,7 @@ class TorchTrainState(TrainState):
     models: list[torch.nn.Module]
     optimizers: list[torch.optim.Optimizer]
     parts: TorchMicroBatches
+    data: TorchSources
 
     def __init__(self, settings: OperatorSettings) -> None:
         super().__init__(settings, seed=torch.initial_seed() % 2**62)
@@ -88,9 +89,14 @@ class TorchTrainState(TrainState):
     def minimum(self, value: int) -> int:
         return collectives.minimum(value, self.settings.device)
 
+    @property
+    def num_averaged(self) -> int:
+        """Number of workers that average their gradients."""
+        return self.context.world_size if self.context.distributed and self.replicated else 1
+
     def mean_over_workers(self, value: float) -> float:
         """Return the mean of a number over the workers that average their gradients."""
-        if not self.context.distributed or not self.replicated:
+        if self.num_averaged == 1:
             return value
         return collectives.mean(value, self.settings.device)
 
