@@ -39,6 +39,7 @@ class BatchSource:
     partitioned_by = ""  # empty if each worker reads all data
     own_seed: int | None = None  # seed of the loader's generator, if it has one
     global_batch: int | None = None  # samples per step, if raysgd partitions by samples
+    num_drawn: int | None = None  # samples that the loader joined in the newest batch, if known
 
     def __init__(
         self, loader: Any, has_length: bool = True, by_user: bool = False, why_whole: str = ""
@@ -186,7 +187,7 @@ class PartitionedSource(BatchSource):
         return self._shard.stride
 
     def __len__(self) -> int:
-        return sum(1 for _ in self.shard.batches())
+        return self.shard.num_batches()
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over this worker's batches of the first epoch."""

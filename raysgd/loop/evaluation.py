@@ -57,7 +57,7 @@ class Evaluation:
         while left is None or left > 0:
             num_left = source.steps_left(offset)
             limit = min((n for n in (left, num_left) if n is not None), default=None)
-            batches = _Counted(source.batches(0, offset, limit), self._loop.signal)
+            batches = _Counted(source, source.batches(0, offset, limit), self._loop.signal)
             self.batches, self.total, train_state.meters = batches, limit, None
             try:
                 with train_state.timers.record("validation"):
@@ -110,7 +110,7 @@ class Evaluation:
         source.agree_on_order(0, 0, train_state)
         places, found = source.places_of_batches(), []
         with train_state.evaluating():
-            batches = self.batches = _Counted(source.batches(0, 0), self._loop.signal)
+            batches = self.batches = _Counted(source, source.batches(0, 0), self._loop.signal)
             try:
                 for output in operator._predictions(batches):
                     found.append((next(places), train_state.to_cpu(output)))
@@ -147,11 +147,16 @@ class Evaluation:
 class _Counted:
     """An iterator that counts its batches and can be stopped."""
 
-    def __init__(self, batches: Iterator[Any], signal: Signal) -> None:
-        self._batches = batches
+    def __init__(self, source: BatchSource, batches: Iterator[Any], signal: Signal) -> None:
+        self._source, self._batches = source, batches
         self.signal = signal
         self.count = 0
         self.exhausted = False
+
+    @property
+    def num_drawn(self) -> int | None:
+        """Samples of the newest batch, if known."""
+        return self._source.num_drawn
 
     def __iter__(self) -> _Counted:
         return self

@@ -25,12 +25,28 @@ class Batch(NamedTuple):
     """None if the model computes its loss."""
 
     @property
-    def num_samples(self) -> int:
-        """The length of the target, or of the first tensor; 1 if all tensors are 0-dimensional."""
+    def lengths(self) -> set[int]:
+        return {len(tensor) for tensor in _tensors_in(list(self)) if tensor.dim()}
+
+    def count_samples(self, drawn: int | None = None) -> tuple[int, bool]:
+        """Return the number of samples, and whether it is clear.
+
+        If all tensors have the same length, this is the number. Otherwise, use `drawn`, the number
+        that the loader knows, or else the length of the target, or of the first tensor.
+        """
         held = (self.arguments, self.keywords) if self.target is None else self.target
-        tensors = list(_tensors_in(held))
-        lengths = [len(tensor) for tensor in tensors if tensor.dim()]
-        return lengths[0] if lengths else 1 if tensors else len(held)
+        tensors, lengths = list(_tensors_in(held)), self.lengths
+        rows = next((len(t) for t in tensors if t.dim()), 1 if tensors else len(held))
+        if drawn is None:
+            inputs = _tensors_in([self.arguments, self.keywords])
+            is_like = isinstance(self.target, torch.Tensor) and len(next(inputs, held)) == rows
+            return rows, len(lengths) < 2 or is_like
+        is_list = any(
+            isinstance(x, list | tuple) and len(x) == drawn for x in (*self.arguments, held)
+        )
+        widths = {t.shape[1] if t.dim() > 1 else 0 for t in _tensors_in(list(self))}
+        is_known = len(lengths) != 1 or is_list or widths == {drawn}  # or dimension 0 is the time
+        return drawn if is_known else rows, is_known or rows == drawn
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from raysgd.torch.train_state import TorchTrainState
 
 
+_MISSING = object()
+
+
 class TorchSources(DataSources):
     def register(self, train_loader: Any, validation_loader: Any) -> None:
         super().register(train_loader, validation_loader)
@@ -151,16 +154,36 @@ class ShardedLoader(PartitionedSource):
         self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
     ) -> Iterator[Any]:
         order, shard = self._order_of(epoch), self.shard
-        spans = [*shard.batches(offset, num_steps, in_parts)]
+        first, again = itertools.tee(shard.batches(offset, num_steps, in_parts))
         if self._tensors is not None:
-            keys = torch.arange(shard.total) if order is None else torch.as_tensor(order)
-            return ([each[keys[start:stop]] for each in self._tensors] for start, stop in spans)
+            return self._complete((self._rows(order, *span) for span in first), order, again)
         loader = self._reader()
-        loader._index_sampler.begin(order, spans)
+        loader._index_sampler.begin(order, first)
         # The seeds of loader processes come from this generator, not from generators of the user.
         seed = self._seed + (epoch + 1) * shard.world_size + shard.rank
         loader.generator = torch.Generator().manual_seed(seed)
-        return _complete(iter(loader), len(spans))
+        return self._complete(iter(loader), order, again)
+
+    def _rows(self, order: Order, start: int, stop: int) -> list[torch.Tensor]:
+        keys = torch.arange(start, stop) if order is None else torch.as_tensor(order[start:stop])
+        return [each[keys] for each in self._tensors or ()]
+
+    def _complete(
+        self, batches: Iterator[Any], order: Order, spans: Iterator[tuple[int, int]]
+    ) -> Iterator[Any]:
+        """Yield the batches of a loader. Raise an error if samples are missing at the end."""
+        for number, (start, stop) in enumerate(spans):
+            if (batch := next(batches, _MISSING)) is _MISSING:
+                expected = number + 1 + sum(1 for _ in itertools.islice(spans, 10**6))
+                raise RuntimeError(
+                    f"The loader ended after {number} of {expected} batches. Its data set must not "
+                    "raise StopIteration."
+                )
+            self.num_drawn = stop - start if self.counts_samples else None
+            if self._deals_batches:
+                self.num_drawn = sum(map(len, picked(order, start, stop)))
+            yield batch
+        next(batches, None)  # ends the loader's processes
 
     def indices(self, epoch: int) -> Iterator[Any]:
         """Iterate over the indices, or other keys, of this worker's samples in `epoch`."""
@@ -302,24 +325,12 @@ class _Indices:
     def __init__(self, flat: bool) -> None:
         self._flat = flat
 
-    def begin(self, order: Order, spans: list[tuple[int, int]]) -> None:
+    def begin(self, order: Order, spans: Iterator[tuple[int, int]]) -> None:
         self._order, self._spans = order, spans
 
     def __iter__(self) -> Iterator[Any]:
         batches = (picked(self._order, start, stop) for start, stop in self._spans)
         return itertools.chain.from_iterable(batches) if self._flat else batches
-
-
-def _complete(batches: Iterator[Any], expected: int) -> Iterator[Any]:
-    """Yield the batches of a loader. Raise an error if samples are missing at the end."""
-    number = 0
-    for number, batch in enumerate(batches, start=1):  # noqa: B007
-        yield batch
-    if number < expected:
-        raise RuntimeError(
-            f"The loader ended after {number} of {expected} batches. Its data set must not raise "
-            "StopIteration."
-        )
 
 
 def wrap_loader(

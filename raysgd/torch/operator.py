@@ -94,7 +94,7 @@ class TrainingOperator(OperatorBase):
         train_state, meters = self._train_state, self._new_meters()
         per_batch = self.scheduler_step_freq == "batch"
         for batch in self._in_parts(iterator):
-            batch_info = self._batch_info(info, meters.num_batches, epoch_idx)
+            batch_info = self._batch_info(info, meters.num_batches, epoch_idx, iterator)
             batch_info["info"] = given
             try:
                 self._measure(meters, self.train_batch(batch, batch_info))
@@ -116,8 +116,8 @@ class TrainingOperator(OperatorBase):
                 arguments of ``forward`` by name, and one other key, the target. The model's output
                 may have ``logits`` for losses of PyTorch. Without a target or criterion, the output
                 must have ``loss``.
-            batch_info: ``batch_idx``, ``global_step``, ``epoch_idx``, ``info``, and the keys of
-                ``info``.
+            batch_info: ``batch_idx``, ``global_step``, ``epoch_idx``, ``info``, ``num_samples``
+                (the samples that the loader joined, or None), and the keys of ``info``.
 
         Returns:
             ``train_loss``, the mean over the batch, and ``num_samples``. If raysgd or `num_items`
@@ -132,11 +132,12 @@ class TrainingOperator(OperatorBase):
             output = model(*given.arguments, **given.keywords)
             loss = loss_of(self, output, given)
         with timers.record("grad"):
-            num_items = self._count_items(batch, given.num_samples, given.target)
+            num_samples = self._count_samples(given, batch_info)
+            num_items = self._count_items(batch, num_samples, given.target)
             self.backward(loss, num_samples=num_items)
         with timers.record("apply"):
             self.optimizer_step(optimizer)
-        return {"train_loss": self._mean(loss, num_items), NUM_SAMPLES: given.num_samples}
+        return {"train_loss": self._mean(loss, num_items), NUM_SAMPLES: num_samples}
 
     def num_items(self, batch: Any) -> float | torch.Tensor | None:
         """Return the number of items over which the loss of a batch is a mean.
@@ -152,6 +153,22 @@ class TrainingOperator(OperatorBase):
         ``self.criterion`` is a loss of PyTorch, raysgd counts what it weights, ignores, or sums.
         """
         return None
+
+    def _count_samples(self, batch: Batch, batch_info: Mapping[str, Any] | None) -> int:
+        drawn = (batch_info or {}).get(NUM_SAMPLES)
+        count, is_clear = batch.count_samples(drawn)
+        if not is_clear:
+            self._train_state.say(
+                "samples",
+                "The number of samples in a batch is not clear: its tensors have %s rows, and the "
+                "loader joined %s samples. raysgd counts %d samples. If losses are means over "
+                "something else, override num_items(batch).",
+                sorted(batch.lengths),
+                "unknown" if drawn is None else drawn,
+                count,
+                anywhere=True,
+            )
+        return count
 
     def _count_items(self, batch: Any, num_samples: int, target: Any = None) -> float | None:
         """Return the weight of a loss, or None for samples. A `target` is that of the criterion."""
@@ -182,7 +199,8 @@ class TrainingOperator(OperatorBase):
         meters = self._new_meters()
         with torch.no_grad():
             for batch_idx, batch in enumerate(val_iterator):
-                batch_info = self._batch_info(info, batch_idx, self._train_state.epoch)
+                epoch = self._train_state.epoch
+                batch_info = self._batch_info(info, batch_idx, epoch, val_iterator)
                 metrics = self.validate_batch(batch, batch_info)
                 meters.update(*checked_metrics(self.validate_batch, metrics))
         return meters.summary()
@@ -201,8 +219,9 @@ class TrainingOperator(OperatorBase):
             output = model(*given.arguments, **given.keywords)
             loss = loss_of(self, output, given)
         batch_info["output"] = output
-        num_items = self._count_items(batch, given.num_samples, given.target)
-        metrics = {"val_loss": self._mean(loss, num_items), NUM_SAMPLES: given.num_samples}
+        num_samples = self._count_samples(given, batch_info)
+        num_items = self._count_items(batch, num_samples, given.target)
+        metrics = {"val_loss": self._mean(loss, num_items), NUM_SAMPLES: num_samples}
         target = given.keywords.get("labels") if given.target is None else given.target
         if (accuracy := accuracy_of(scores_in(output), target)) is not None:
             metrics["val_accuracy"] = accuracy
