@@ -262,7 +262,7 @@ class Loop:
         if not source.sharded and train_state.context.world_size > 1:
             # The workers' own loaders can differ in length. The shortest one ends the epoch.
             if left is not None:
-                left = self._least(left)
+                left = self._least(min(left, 2**40))  # the product must fit into 64 bits
             else:
                 go_on = self._least
         if self._batches is None:
