@@ -54,6 +54,21 @@ def join_outputs(parts: Sequence[Any], concatenate: Callable[[Sequence[Any]], An
     )
 
 
+def check_rows(output: Any, num_samples: int | None) -> None:
+    """Check that the results for a batch have a row for each sample, if their number is known."""
+    if isinstance(output, dict | tuple):
+        for each in output.values() if isinstance(output, dict) else output:
+            check_rows(each, num_samples)
+        return
+    shape = (len(output),) if isinstance(output, list) else tuple(getattr(output, "shape", ()))
+    if num_samples is not None and shape and shape[0] != num_samples:
+        raise ValueError(
+            f"predict_batch returned a result of shape {shape} for a batch of {num_samples} "
+            "samples. The first dimension must be that of the samples: use transpose(0, 1), or "
+            "return a list with an item for each sample."
+        )
+
+
 def deep_copied(leaf: Any) -> Any:
     """Return a deep copy, or `leaf` itself if it cannot be copied, such as a lock."""
     try:

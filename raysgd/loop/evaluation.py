@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from raysgd._internal.nested import unchanged
+from raysgd._internal.nested import check_rows, unchanged
 from raysgd.data.source import BatchSource
 from raysgd.loop.operator_base import checked_result
 from raysgd.loop.requests import RehearseRequest, ValidateRequest
@@ -98,7 +98,7 @@ class Evaluation:
         if source.shuffles:
             raise ValueError(
                 "predict(): the loader shuffles, so results would have no order. Pass a loader "
-                "with shuffle=False."
+                "with shuffle=False, and without a sampler that draws random numbers."
             )
         if not source.sharded and train_state.context.world_size > 1:
             raise TypeError(
@@ -113,6 +113,7 @@ class Evaluation:
             batches = self.batches = _Counted(source, source.batches(0, 0), self._loop.signal)
             try:
                 for output in operator._predictions(batches):
+                    check_rows(output, batches.num_drawn)
                     found.append((next(places), train_state.to_cpu(output)))
             finally:
                 self.batches = None

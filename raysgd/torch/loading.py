@@ -140,9 +140,9 @@ class ShardedLoader(PartitionedSource):
     @property
     def shuffles(self) -> bool:  # type: ignore[override]
         sampler = self.order_sampler
-        return type(sampler) is RandomSampler or (
-            isinstance(sampler, DistributedSampler) and sampler.shuffle
-        )
+        if isinstance(sampler, SequentialSampler | RandomSampler | DistributedSampler):
+            return bool(getattr(sampler, "shuffle", isinstance(sampler, RandomSampler)))
+        return len({repr(drawn_order(sampler, seed)) for seed in range(3)}) > 1
 
     def __iter__(self) -> Iterator[Any]:
         # Use a copy, so that a running iteration keeps its worker processes.

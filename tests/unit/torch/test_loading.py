@@ -287,7 +287,7 @@ def test_huge_data_sets_start_immediately(kind, size):
     ranks = [wrap(loader(), world_size=2, rank=rank) for rank in range(2)]
     found = [next(source.batches(1, size - 9)).tolist() for source in ranks]
     assert len(ranks[0]) == ranks[0].steps_left(0) == -(-size // 8)
-    found = sum(found, [])
+    found = list(itertools.chain(*found))
     assert all(0 <= index < size for index in found)
     assert len(set(found)) == 8
     assert (found == list(range(size - 9, size - 1))) == (kind == "order")
