@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from raysgd._internal.paths import without_secrets
@@ -78,18 +80,63 @@ def deep_copied(leaf: Any) -> Any:
 
 
 @contextlib.contextmanager
-def unchanged(held: Any) -> Iterator[None]:
-    """Restore an object's attributes at the end, and the content of its lists, dicts, and sets."""
+def unchanged(held: Any, known: Iterable[Any] | None = None) -> Iterator[None]:
+    """Restore an object's attributes at the end, and the content of its lists, dicts, and sets.
+
+    With `known`, also restore what these contain, such as tensors and metrics, except the `known`
+    objects, models, and data of more than 64 MiB or 10 000 items.
+    """
     attributes = dict(vars(held))
-    contents = [(v, v.copy()) for v in attributes.values() if type(v) in (list, dict, set)]
+    seen, parts, restore = {*map(id, known or ())}, [*attributes.values()], []
+    while parts:
+        part = parts.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if function := _restoring(part):
+            restore.append(function)
+        if known is None:
+            continue
+        if isinstance(part, list | tuple | set | deque | dict):
+            if len(part) <= _MANY:
+                parts += part.values() if isinstance(part, dict) else part
+        elif _is_own(part):
+            parts.append(vars(part))
     try:
         yield
     finally:
         vars(held).clear()
         vars(held).update(attributes)
-        for container, content in contents:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
+        for function in restore:
+            function()
+
+
+_LARGE_BYTES, _MANY = 2**26, 10_000
+
+
+def _restoring(part: Any) -> Callable[[], Any] | None:
+    """Return a function that restores the content of an object, or None."""
+    if type(part) in (list, dict, set, deque, Counter, OrderedDict, defaultdict):
+        content = part.copy()
+        fill = "extend" if isinstance(part, list | deque) else "update"
+        return lambda: (part.clear(), getattr(part, fill)(content))
+    if getattr(part, "nbytes", math.inf) <= _LARGE_BYTES and hasattr(part, "__setitem__"):
+        values = part.detach().clone() if hasattr(part, "detach") else part.copy()
+        return lambda: getattr(part, "detach", lambda: part)().__setitem__(..., values)
+    return None
+
+
+_FOREIGN = ("builtins", "torch", "tensorflow", "keras", "ray", "raysgd")
+
+
+def _is_own(part: Any) -> bool:
+    """Return whether an object may hold totals: a metric, or an object of user code."""
+    if not hasattr(part, "__dict__") or isinstance(part, type):
+        return False
+    if hasattr(part, "named_parameters"):
+        return not any(True for _ in part.named_parameters())
+    modules = {kind.__module__ for kind in type(part).__mro__[:-1]} - {"raysgd.metrics"}
+    return not any(module.split(".")[0] in _FOREIGN for module in modules)
 
 
 @contextlib.contextmanager

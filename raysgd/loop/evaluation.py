@@ -136,7 +136,7 @@ class Evaluation:
         with (
             unchanged(self._loop),
             unchanged(self),
-            unchanged(self._loop.operator),
+            unchanged(self._loop.operator, [train_state]),
             unchanged(train_state),
             train_state.rehearsing(),
         ):

@@ -216,6 +216,7 @@ class Loop:
         self.snapshots.maybe_take(self.state_with_call, begins=True)
         info = request.info or {}
         positional, named = _arguments_of(operator, info, limit, train_state.epoch)
+        train_state.resume_modes()
         segment = train_state.segment = self._new_segment(source, limit)
         if segment.total_batches == 0 and segment.start == 0:
             raise no_batch("train", source, self._shortest)
@@ -339,7 +340,7 @@ class Loop:
         source.reshard(settings.options.num_workers, 0, settings.batch_share)
         positional, named = _arguments_of(operator, {}, 1, 0)
         with (
-            unchanged(operator),
+            unchanged(operator, [train_state]),
             unchanged(train_state),
             train_state.rehearsing(),
             contextlib.suppress(WarmedUp),

@@ -74,14 +74,22 @@ class TorchTrainState(TrainState):
             place = replace(place, share=1.0)  # gradients are not averaged
         super().begin_batch(place)
 
+    def _current_modes(self) -> list[tuple[torch.nn.Module, bool]]:
+        return [(module, module.training) for each in self.models for module in each.modules()]
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        self.modes = self.modes or self._current_modes()
+        with super().evaluating():
+            yield
+
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
-        modes = [(module, module.training) for each in self.models for module in each.modules()]
+        self.modes = self._current_modes()
         try:
             yield
         finally:
-            for module, training in modes:
-                module.training = training
+            self.resume_modes()
             self.roll_back()
 
     # ---- the other workers
