@@ -39,6 +39,7 @@ class BatchSource:
     partitioned_by = ""  # empty if each worker reads all data
     own_seed: int | None = None  # seed of the loader's generator, if it has one
     global_batch: int | None = None  # samples per step, if raysgd partitions by samples
+    current_epoch: int | None = None  # the epoch in progress; None for validation data
     num_drawn: int | None = None  # samples that the loader joined in the newest batch, if known
 
     def __init__(
@@ -55,8 +56,8 @@ class BatchSource:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over this worker's batches, for loops in user code."""
-        return iter(self._part(None))
+        """Iterate over this worker's batches of the current epoch, for loops in user code."""
+        return iter(self._part(self.current_epoch))
 
     def _part(self, epoch: int | None) -> Any:
         """Return the iterable of this worker, in the order of `epoch` if given."""
@@ -190,8 +191,7 @@ class PartitionedSource(BatchSource):
         return self.shard.num_batches()
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over this worker's batches of the first epoch."""
-        return self.batches(0, 0)
+        return self.batches(self.current_epoch or 0, 0)
 
     def places(self, offset: int, num_steps: int, in_parts: bool) -> Sequence[MicroBatch]:
         shard = self.shard

@@ -257,6 +257,7 @@ class Loop:
 
     def _new_segment(self, source: BatchSource, limit: int | None) -> StepIterator:
         train_state = self.train_state
+        source.current_epoch = train_state.epoch
         left = source.steps_left(train_state.offset)
         go_on: Callable[[int], int] | None = None
         self._shortest = None

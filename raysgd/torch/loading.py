@@ -148,7 +148,7 @@ class ShardedLoader(PartitionedSource):
         # Use a copy, so that a running iteration keeps its worker processes.
         apart = copy.copy(self)
         apart._kept_loader = None
-        return apart.batches(epoch=0, offset=0)
+        return apart.batches(self.current_epoch or 0, 0)
 
     def batches(
         self, epoch: int, offset: int, num_steps: int | None = None, in_parts: bool = False
