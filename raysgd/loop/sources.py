@@ -23,6 +23,8 @@ class DataSources(ABC):
     def __init__(self, state: TrainState) -> None:
         self._state = state
         self._sources: dict[str, BatchSource] = {}  # keys: train, validation, dataset UID
+        self.given: list[Any] = []
+        """The registered loaders, as user code passed them."""
         self.trains_on = "train"
 
     @abstractmethod
@@ -30,6 +32,7 @@ class DataSources(ABC):
         """Return the source for a loader, or for a `Dataset` that was passed to a call."""
 
     def register(self, train_loader: Any, validation_loader: Any) -> None:
+        self.given += [train_loader, validation_loader]
         given = {"train": train_loader, "validation": validation_loader}
         for name, loader in given.items():
             if loader is not None:

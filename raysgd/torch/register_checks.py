@@ -10,8 +10,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 
 from raysgd._internal.arguments import check_int, checked_dict
+from raysgd.data.source import own_split
 from raysgd.loop.train_state import listed
 from raysgd.torch import ddp
 from raysgd.torch.features.sharded_optimizer import ELEMENTWISE
@@ -268,6 +270,24 @@ def warn_of_unregistered(operator: Any, registered: Sequence[Any]) -> None:
             "checkpoints do not contain them. Pass modules and optimizers to self.register(...). "
             "If a module is not trained, call requires_grad_(False) on it.",
             type(operator).__name__,
+            ", ".join(found),
+        )
+
+
+def warn_of_other_loaders(operator: Any, registered: Sequence[Any]) -> None:
+    """Warn about DataLoaders in attributes that every worker reads whole."""
+    known = {*map(id, registered), *map(id, operator.config.values())}
+    found = [
+        place
+        for name, value in vars(operator).items()
+        for place, held in _places(f"self.{name}", value)
+        if isinstance(held, DataLoader) and id(held) not in known and own_split(held) is None
+    ]
+    if found:
+        logger.warning(
+            "Every worker reads all of %s, because raysgd partitions only the loaders of "
+            "register_data. To split another loader, give it the sampler DistributedSampler("
+            "data, self.world_size, self.world_rank) in on_world_change(self).",
             ", ".join(found),
         )
 

@@ -17,7 +17,11 @@ from raysgd.loop.operator_base import check_registered, create_operator
 from raysgd.loop.runner import OperatorRunner
 from raysgd.torch.operator import TrainingOperator
 from raysgd.torch.options import TorchOptions
-from raysgd.torch.register_checks import warn_of_own_schedulers, warn_of_unregistered
+from raysgd.torch.register_checks import (
+    warn_of_other_loaders,
+    warn_of_own_schedulers,
+    warn_of_unregistered,
+)
 from raysgd.torch.registration import adopt_wrappers
 from raysgd.torch.sharding.shards import gather_state
 from raysgd.torch.state import TorchGenerators
@@ -101,6 +105,8 @@ def build_operator(
     if settings.context.world_rank == 0:
         warn_of_own_schedulers(operator, state.schedulers, settings.options.scheduler_step_freq)
         warn_of_unregistered(operator, [*state.models, *state.criteria, *state.optimizers])
+        if settings.options.num_workers > 1 and settings.options.add_dist_sampler:
+            warn_of_other_loaders(operator, state.data.given)
     # Reseed after setup, so that torch.manual_seed in setup decides the order of the epochs.
     state.reseed(torch.initial_seed() % 2**62)
     operator._seed_worker()

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from raysgd import ElasticConfig, TrainingOperator
 from raysgd._internal.context import WorkerContext
@@ -15,7 +15,9 @@ from raysgd.testing import run_operator
 from raysgd.torch import collectives, registration
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.register_checks import check_step_freq
+from raysgd.torch.runner import build_operator
 from raysgd.torch.train_state import OperatorSettings, TorchTrainState
+from tests.operators import Classifier
 
 
 def linear():
@@ -305,3 +307,24 @@ def test_registered_or_frozen_objects_cause_no_warning(caplog):
         operator.metrics = {"similarity": Similarity()}
 
     assert not set_up(add, caplog)
+
+
+class TwoLoaders(Classifier):
+    def setup(self, config):
+        super().setup(config)
+        self.labelled, self.shared = (DataLoader(range(8)) for _ in "ab")
+        self.register_data(train_loader=self.labelled)
+        self.unlabelled = {"images": DataLoader(range(8), batch_size=2, shuffle=True)}
+        self.own = DataLoader(range(8), sampler=DistributedSampler(range(8), 2, 0))
+        self.config["loader"] = self.shared
+
+
+@pytest.mark.parametrize(("num_workers", "partitions"), [(1, True), (2, True), (2, False)])
+def test_warning_names_loaders_that_every_worker_reads(num_workers, partitions, caplog):
+    options = TorchOptions(num_workers=num_workers, add_dist_sampler=partitions)
+    build_operator(TwoLoaders, {}, OperatorSettings(options=options))
+    found = [record.message for record in caplog.records if "Every worker reads" in record.message]
+    assert len(found) == (num_workers == 2 and partitions)
+    for message in found:
+        assert "all of self.unlabelled['images'], because" in message
+        assert "DistributedSampler(data, self.world_size, self.world_rank)" in message
