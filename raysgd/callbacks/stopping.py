@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from raysgd._internal.arguments import check_choice, check_int, check_number
+from raysgd._internal.arguments import check_int, check_number, checked_mode
 from raysgd.callbacks.base import Callback, Trainer
 from raysgd.callbacks.values import missing_metric, numbers_in
 
@@ -19,7 +19,8 @@ class EarlyStopping(Callback):
     Args:
         monitor: name of a metric of training or validation. If both have it, the one of validation
             counts.
-        mode: "min" if smaller values are better, or "max".
+        mode: "min" if smaller values are better, or "max". None: from the name of the metric, as
+            "max" for ``val_accuracy``.
         patience: number of values without improvement.
         min_delta: smallest change that counts as an improvement.
 
@@ -32,11 +33,11 @@ class EarlyStopping(Callback):
     def __init__(
         self,
         monitor: str = "val_loss",
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         patience: int = 3,
         min_delta: float = 0.0,
     ) -> None:
-        check_choice("EarlyStopping", "mode", mode, ("min", "max"))
+        mode = checked_mode("EarlyStopping", monitor, mode)
         check_number("EarlyStopping", "min_delta", min_delta)
         self.monitor: str = monitor
         self._sign = 1.0 if mode == "min" else -1.0

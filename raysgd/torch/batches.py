@@ -220,10 +220,11 @@ def mean_of(loss: torch.Tensor, num_items: float | None) -> Any:
     return Sums(ratio, total=loss.detach() * num_items if num_items else 0.0, weight=num_items)
 
 
-def accuracy_of(output: Any, target: Any) -> torch.Tensor | None:
+def accuracy_of(output: Any, target: Any, ignored: int) -> torch.Tensor | Sums | None:
     """Return the share of positions whose argmax along dimension 1 equals the target.
 
-    None if the output is not (batch, classes, ...), or the target does not hold class indices.
+    Targets that are `ignored` or negative do not count. None if the output is not (batch, classes,
+    ...), or the target does not hold class indices.
     """
     if not (isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)):
         return None
@@ -233,7 +234,13 @@ def accuracy_of(output: Any, target: Any) -> torch.Tensor | None:
     batch, _, *rest = output.shape
     if list(target.shape) not in ([batch, *rest], [batch, 1, *rest]):
         return None
-    return (output.argmax(dim=1).reshape(target.shape) == target).double().mean()
+    hits = output.argmax(dim=1).reshape(target.shape) == target
+    counts = (target >= 0) & (target != ignored)
+    if counts.all():
+        return hits.double().mean()
+    num_positions = target.numel() / batch  # the weight of a sample is 1
+    total = (hits & counts).sum() / num_positions
+    return Sums(ratio, total=total, weight=counts.sum() / num_positions)
 
 
 def _shapes_of(value: Any) -> str:

@@ -68,8 +68,10 @@ def num_counted(criterion: Any, target: Any, state: TorchTrainState) -> float | 
     index, weight = ignored_index(criterion), setting("weight")
     is_plain = weight is None and index == IGNORED and target.dim() < 2
     if is_plain and not state.data.ignores_targets:
-        if target.device.type == "cpu" and bool((target == index).any()):  # a GPU would wait
+        if target.device.type != "cpu" or not bool((target == index).any()):  # a GPU would wait
+            return None
+        if torch.is_grad_enabled():
             state.say("ignored", _UNCOUNTED, index, anywhere=True)
-        return None
+            return None
     counted = target[target != index]
     return float(counted.numel() if weight is None else weight[counted].sum())

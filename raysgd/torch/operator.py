@@ -37,7 +37,7 @@ from raysgd.torch.batches import (
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.ddp import plain
 from raysgd.torch.interop.creators import CreatorMethods, creator_operator
-from raysgd.torch.losses import is_sum, num_counted
+from raysgd.torch.losses import ignored_index, is_sum, num_counted
 from raysgd.torch.optimization import as_count
 from raysgd.torch.registration import register
 from raysgd.torch.train_state import OperatorSettings, TorchTrainState
@@ -210,8 +210,9 @@ class TrainingOperator(OperatorBase):
 
         Returns:
             ``val_loss`` and ``num_samples``. ``val_accuracy``, the share of positions whose argmax
-            along dimension 1 equals the target, if the output is (batch, classes, ...) and the
-            target holds class indices of shape (batch, ...) or (batch, 1, ...).
+            along dimension 1 equals the target, without negative and ignored targets, if the output
+            is (batch, classes, ...) and the target holds class indices of shape (batch, ...) or
+            (batch, 1, ...).
         """
         model, batch = self._default("model"), self.to_device(batch)
         given = read_batch(batch, model)
@@ -223,7 +224,8 @@ class TrainingOperator(OperatorBase):
         num_items = self._count_items(batch, num_samples, given.target)
         metrics = {"val_loss": self._mean(loss, num_items), NUM_SAMPLES: num_samples}
         target = given.keywords.get("labels") if given.target is None else given.target
-        if (accuracy := accuracy_of(scores_in(output), target)) is not None:
+        ignored = ignored_index(getattr(self, "criterion", None))
+        if (accuracy := accuracy_of(scores_in(output), target, ignored)) is not None:
             metrics["val_accuracy"] = accuracy
         return metrics
 

@@ -43,6 +43,7 @@ class TorchRunner(OperatorRunner):
         if not context.in_driver:
             postpone_dynamo()
             torch.set_num_threads(max(1, int(context.num_cpus)))
+            torch.set_default_dtype(self._options.default_dtype)
         if context.visible_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(context.visible_gpus)
         if self._options.use_gpu:

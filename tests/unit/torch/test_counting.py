@@ -130,3 +130,43 @@ def test_batch_info_has_the_number_of_samples(make_trainer):
     trainer = make_trainer(Notes, {"collate": time_major, "criterion": squares})
     trainer.train()
     assert counts == [4, 4, 2]
+
+
+class Classes(TrainingOperator):
+    def setup(self, config):
+        torch.manual_seed(0)
+        model = config["model"].double()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
+            criterion=config["criterion"],
+        )
+        self.register_data(validation_loader=DataLoader(config["data"], batch_size=4))
+
+
+IGNORED = {
+    "classes": (torch.nn.CrossEntropyLoss(), (23,), -100),
+    "pixels": (torch.nn.CrossEntropyLoss(ignore_index=2), (23, 5), 2),
+    "no class": (lambda output, target: output.square().mean(), (23,), -1),
+}
+
+
+@pytest.mark.parametrize("kind", IGNORED)
+def test_ignored_targets_do_not_count_in_the_accuracy(make_trainer, kind):
+    criterion, shape, ignored = IGNORED[kind]
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(*shape, 3, generator=generator).double().movedim(-1, 1)
+    target = torch.randint(0, 3, shape, generator=generator)
+    target[torch.rand(shape, generator=generator) < 0.5] = ignored
+    target[4:8], target[20:] = ignored, 0
+    data = list(zip(features, target, strict=True))
+    config = {"model": torch.nn.Conv1d(3, 3, 1), "criterion": criterion, "data": data}
+    if len(shape) == 1:
+        config["model"] = torch.nn.Linear(3, 3)
+    trainer = make_trainer(Classes, config)
+    found = trainer.validate()
+    with torch.no_grad():
+        output = trainer.get_model()(features)
+    hits = (output.argmax(1) == target)[target != ignored]
+    assert found["val_accuracy"] == pytest.approx(hits.double().mean().item())
+    assert found["val_loss"] == pytest.approx(criterion(output, target).item())

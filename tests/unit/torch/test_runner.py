@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import os
+import pickle
 import threading
 
 import pytest
@@ -467,3 +468,15 @@ def test_call_stops_for_a_callback_or_earlier_for_the_driver(operator_cls):
     result = runner.handle(TrainRequest(call=0, until_epoch=1, callback_pause=9))
     assert result == plain.handle(TrainRequest(call=0, until_epoch=1))
     assert runner.operator.trained == EPOCH
+
+
+def test_workers_use_the_default_dtype_of_the_script(monkeypatch):
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    torch.set_default_dtype(torch.float64)
+    try:
+        options = TorchOptions(training_operator_cls=Recorder)
+        torch.set_default_dtype(torch.float32)
+        TorchRunner(pickle.loads(pickle.dumps(options))).prepare(WorkerContext(in_driver=False))
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
