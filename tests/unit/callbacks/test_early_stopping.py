@@ -68,6 +68,23 @@ def test_mode_follows_from_the_name(make_trainer, tmp_path, name, values, best, 
     assert all('pass mode="max"' in message for message in said)
 
 
+def test_several_validations_of_an_epoch_count_once(make_trainer, tmp_path):
+    class Validating(Callback):
+        def on_epoch_end(self, trainer, metrics):
+            trainer.validate()
+            trainer.validate()
+
+    values = [1, 2, 3, 4]
+    trainer = make_trainer(callbacks=[Scripted(values), Validating()])
+    stopping = EarlyStopping("score", patience=3)
+    assert len(trainer.fit(9, callbacks=[stopping], verbose=False)) == 4
+    again = EarlyStopping("score", patience=4)
+    again.load_state_dict(stopping.state_dict())
+    trainer.validate()
+    again.on_validation_end(trainer, {"score": 4})
+    assert again.num_waited == 3
+
+
 def test_it_watches_metrics_of_training_as_well(make_trainer):
     stopping = EarlyStopping("num_workers_seen", patience=1)
 
