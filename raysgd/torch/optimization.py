@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from raysgd.data.partition import MicroBatch
 from raysgd.loop.feature import StepFeature
 from raysgd.torch import ddp
 from raysgd.torch.precision import Precision
+from raysgd.torch.register_checks import required_arguments
 from raysgd.torch.state import multiply_all, version_of
 
 if TYPE_CHECKING:
@@ -295,6 +297,11 @@ class Optimization(StepFeature):
         if id(optimizer) in self._stepped:
             self._reject(f"train_batch steps the same {type(optimizer).__name__} twice")
         self._stepped.add(id(optimizer))
+        if _needs_closure(type(optimizer).step):
+            raise TypeError(
+                f"{type(optimizer).__name__}.step() needs a closure, which optimizer_step() does "
+                "not have. Override train_batch, and call self.optimizer.step(closure) in it."
+            )
         self._check_unchanged(optimizer)
         group = self.group
         needs_backward = _has_gradients(optimizer) or (group.holds and group.is_last)
@@ -424,6 +431,11 @@ def _zero_gradients_of(loss: torch.Tensor) -> None:
         seen.add(node)
         node.register_hook(zeros)
         nodes += [parent for parent, _ in node.next_functions]
+
+
+@functools.cache
+def _needs_closure(step: Any) -> bool:
+    return "closure" in required_arguments(step)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,21 @@ from raysgd.torch.options import TorchOptions
 logger = logging.getLogger(__name__)
 
 
+_SCRIPTED = "Register the module itself. For speed, register torch.compile(module)."
+_INSTEAD = {
+    "RecursiveScriptModule": _SCRIPTED,
+    "TopLevelTracedModule": _SCRIPTED,
+    "ZeroRedundancyOptimizer": "Register the optimizer itself, with "
+    'register(..., sharding="optimizer").',
+}
+
+
+def required_arguments(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments without which a function cannot be called."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
+
+
 def checked(name: str, given: Any, kind: type | None) -> list[Any]:
     """Return the arguments as a list. Without a `kind`, each must have a method ``step``."""
     members = listed(given)
@@ -32,6 +48,8 @@ def checked(name: str, given: Any, kind: type | None) -> list[Any]:
             raise TypeError(
                 f"register({name}=...) got {repr(member)[:200]}. Pass {expected}, or a list."
             )
+        if instead := _INSTEAD.get(type(member).__name__):
+            raise TypeError(f"register({name}=...) cannot use a {type(member).__name__}. {instead}")
     if not members:
         raise ValueError(f"register({name}=...) is empty. Pass at least one.")
     return members
@@ -59,6 +77,13 @@ def check_step_freq(schedulers: Sequence[Any], frequency: str | None) -> None:
             'Pass scheduler_step_freq="manual" to the trainer, and call '
             "trainer.update_scheduler(metric)."
         )
+    for each in schedulers if frequency != "manual" else ():
+        if names := required_arguments(each.step):
+            raise ValueError(
+                f"{type(each).__name__}.step() needs {', '.join(names)}, but raysgd calls step() "
+                'without arguments. Override step, or pass scheduler_step_freq="manual" to the '
+                "trainer, and call trainer.update_scheduler(value) after each epoch."
+            )
 
 
 def is_trained(

@@ -17,6 +17,7 @@ from raysgd.torch.options import TorchOptions
 from raysgd.torch.register_checks import check_step_freq
 from raysgd.torch.runner import build_operator
 from raysgd.torch.train_state import OperatorSettings, TorchTrainState
+from tests.conftest import assert_names
 from tests.operators import Classifier
 
 
@@ -328,3 +329,57 @@ def test_warning_names_loaders_that_every_worker_reads(num_workers, partitions, 
     for message in found:
         assert "all of self.unlabelled['images'], because" in message
         assert "DistributedSampler(data, self.world_size, self.world_rank)" in message
+
+
+class Timm:
+    """A scheduler of timm, which wants the number of the epoch."""
+
+    def step(self, epoch, metric=None):
+        pass
+
+
+def zero_redundancy(model):
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns that it is deprecated
+
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD)
+
+
+def register_all(**given):
+    model = linear()
+    given = {"models": model, "optimizers": sgd(model), **given}
+    return registration.register(make_registration(scheduler_step_freq="epoch"), **given)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        (lambda: {"models": torch.jit.script(linear())}, TypeError, ["RecursiveScriptModule"]),
+        (
+            lambda: {"models": [torch.jit.trace(linear(), torch.ones(1, 2))]},
+            TypeError,
+            ["TopLevelTracedModule", "torch.compile(module)"],
+        ),
+        (
+            lambda: {"optimizers": zero_redundancy(linear())},
+            TypeError,
+            ["ZeroRedundancyOptimizer", 'sharding="optimizer"'],
+        ),
+        (
+            lambda: {"schedulers": Timm()},
+            ValueError,
+            ["Timm.step() needs epoch", 'scheduler_step_freq="manual"', "update_scheduler"],
+        ),
+    ],
+    ids=["script", "trace", "zero", "timm"],
+)
+def test_objects_that_cannot_work_are_refused_with_the_way(process_group, given, error, words):
+    with pytest.raises(error) as caught:
+        register_all(**given())
+    assert_names(caught.value, words)
+
+
+def test_error_of_a_compiled_wrapper_names_the_way():
+    error = torch._dynamo.exc.InternalTorchDynamoError("value=<raysgd.comm.gloo.GlooGroup object>")
+    make_registration().parts.explain(error)
+    assert "register(models=torch.compile(model)" in error.__notes__[0]
