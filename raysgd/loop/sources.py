@@ -144,8 +144,10 @@ class DataSources(ABC):
                 raise ValueError(
                     f"The workers registered different data as {name}_loader: {own[name]} on "
                     f"worker {rank}, and {expected[name]} on another. Register the same data set "
-                    "on every worker, and pass seeded generators to random_split and the like. If "
-                    "each worker reads its own part, pass add_dist_sampler=False to the trainer."
+                    "on every worker, and pass seeded generators to random_split and the like. "
+                    "Register data that changes later in on_world_change(self), by a value of "
+                    "state_dict(), because new workers call both. If each worker reads its own "
+                    "part, pass add_dist_sampler=False to the trainer."
                 )
 
     def set_batch_size(self, batching: dict[str, tuple[int, bool]]) -> None:

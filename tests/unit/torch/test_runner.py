@@ -22,7 +22,7 @@ from raysgd.torch import collectives
 from raysgd.torch.options import TorchOptions
 from raysgd.torch.runner import TorchRunner, _device
 from raysgd.torch.train_state import TorchTrainState
-from tests.conftest import wait_until
+from tests.conftest import run_ranks, wait_until
 from tests.unit.recorder import Recorder, Streaming, Unsized, batches_of
 
 SMALL = {"num_samples": 40, "batch_size": 8}
@@ -365,6 +365,52 @@ def test_workers_compare_their_batch_sizes_at_the_start(monkeypatch):
     monkeypatch.setattr(TorchTrainState, "from_rank", from_rank)
     make_runner(context=WorkerContext(world_size=2, in_driver=True))
     assert "batch size 8" in str(sent)
+
+
+class Staged(Recorder):
+    """Trains on other data from the second stage on."""
+
+    stage = 1
+
+    def state_dict(self):
+        return {"stage": self.stage}
+
+    def load_state_dict(self, state):
+        self.stage = state["stage"]
+
+    def on_world_change(self):
+        if self.stage == 2:
+            self.register_data(**self.make_loaders({**self.config, "num_samples": 32}))
+
+
+JOIN_LATER = """
+from tests.unit.torch.test_runner import *
+
+runner = make_runner(Staged, num_workers=2)
+operator = runner.operator
+if rank == 0:
+    runner.handle(TrainRequest(call=0, until_epoch=1))
+    operator.stage = 2
+    operator.on_world_change()
+join()
+runner.rejoin(WorkerContext(world_rank=rank, world_size=2, distributed=True), leader=0)
+operator.trained.clear()
+result = runner.handle(TrainRequest(call=1, until_epoch=2))
+assert result["num_samples"] == 16, result
+assert sorted(operator.trained) == [i for i in range(32) if i // 8 % 2 == rank], operator.trained
+operator.stage, operator.config["num_samples"] = 1, 40 + rank
+operator.register_data(**operator.make_loaders(operator.config))
+if rank:
+    with pytest.raises(ValueError, match=r"on_world_change\\(self\\), by a value of state_dict"):
+        runner.rejoin(WorkerContext(world_rank=1, world_size=2, distributed=True), leader=0)
+else:
+    runner.rejoin(WorkerContext(world_rank=0, world_size=2, distributed=True), leader=0)
+print("good")
+"""
+
+
+def test_a_worker_that_joins_registers_the_data_of_the_current_stage():
+    run_ranks(JOIN_LATER, 2)
 
 
 class Following(Recorder):
