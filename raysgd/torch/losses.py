@@ -28,29 +28,26 @@ _UNCOUNTED = (
 )
 
 
-def _parts(criterion: Any) -> tuple[Any, Any]:
-    """Return the function that computes a loss, and a function that returns its settings."""
+def _parts(criterion: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the function that computes a loss, and its settings."""
     if isinstance(criterion, functools.partial):
-        return criterion.func, criterion.keywords.get
+        return criterion.func, criterion.keywords
     if isinstance(criterion, torch.nn.Module):
         criterion = plain(criterion)
-        return type(criterion).forward, functools.partial(_attribute, criterion)
-    return criterion, lambda name, default=None: default
-
-
-def _attribute(held: Any, name: str, default: Any = None) -> Any:
-    return getattr(held, name, default)
+        return type(criterion).forward, {**vars(criterion), **dict(criterion.named_buffers())}
+    return criterion, {}
 
 
 def is_sum(criterion: Any) -> bool:
     """Return whether a loss of PyTorch is a sum over the batch."""
-    function, setting = _parts(criterion)
-    return getattr(function, "__module__", "") in _PYTORCH and setting("reduction") == "sum"
+    function, settings = _parts(criterion)
+    is_known = getattr(function, "__module__", "") in _PYTORCH
+    return is_known and settings.get("reduction") == "sum"
 
 
 def ignored_index(criterion: Any) -> int:
-    index: int = _parts(criterion)[1]("ignore_index", IGNORED)
-    return index
+    index = _parts(criterion)[1].get("ignore_index")
+    return index if isinstance(index, int) else IGNORED
 
 
 def num_counted(criterion: Any, target: Any, state: TorchTrainState) -> float | None:
@@ -60,12 +57,12 @@ def num_counted(criterion: Any, target: Any, state: TorchTrainState) -> float | 
     exchange counts costs time, so plain classes count as samples, unless a data set is known to
     have targets to leave out.
     """
-    function, setting = _parts(criterion)
-    if function not in _OF_CLASSES or setting("reduction", "mean") != "mean":
+    function, settings = _parts(criterion)
+    if function not in _OF_CLASSES or settings.get("reduction", "mean") != "mean":
         return None
     if not isinstance(target, torch.Tensor) or target.is_floating_point():
         return None  # class probabilities
-    index, weight = ignored_index(criterion), setting("weight")
+    index, weight = ignored_index(criterion), settings.get("weight")
     is_plain = weight is None and index == IGNORED and target.dim() < 2
     if is_plain and not state.data.ignores_targets:
         if target.device.type != "cpu" or not bool((target == index).any()):  # a GPU would wait
