@@ -34,12 +34,15 @@ class Batch(NamedTuple):
         If all tensors have the same length, this is the number. Otherwise, use `drawn`, the number
         that the loader knows, or else the length of the target, or of the first tensor.
         """
-        held = (self.arguments, self.keywords) if self.target is None else self.target
+        target = self.target
+        if drawn and isinstance(target, torch.Tensor) and target.shape[:1] == (drawn,):
+            return drawn, True  # saves time
+        held = (self.arguments, self.keywords) if target is None else target
         tensors, lengths = list(_tensors_in(held)), self.lengths
         rows = next((len(t) for t in tensors if t.dim()), 1 if tensors else len(held))
         if drawn is None:
             inputs = _tensors_in([self.arguments, self.keywords])
-            is_like = isinstance(self.target, torch.Tensor) and len(next(inputs, held)) == rows
+            is_like = isinstance(target, torch.Tensor) and len(next(inputs, held)) == rows
             return rows, len(lengths) < 2 or is_like
         is_list = any(
             isinstance(x, list | tuple) and len(x) == drawn for x in (*self.arguments, held)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,25 +29,24 @@ _UNCOUNTED = (
 )
 
 
-def _parts(criterion: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the function that computes a loss, and its settings."""
+def _parts(criterion: Any) -> tuple[Any, Callable[..., Any]]:
+    """Return the function that computes a loss, and a function that returns its settings."""
     if isinstance(criterion, functools.partial):
-        return criterion.func, criterion.keywords
+        return criterion.func, criterion.keywords.get
     if isinstance(criterion, torch.nn.Module):
-        criterion = plain(criterion)
-        return type(criterion).forward, {**vars(criterion), **dict(criterion.named_buffers())}
-    return criterion, {}
+        module = plain(criterion)
+        return type(module).forward, lambda name, default=None: getattr(module, name, default)
+    return criterion, lambda name, default=None: default
 
 
 def is_sum(criterion: Any) -> bool:
     """Return whether a loss of PyTorch is a sum over the batch."""
-    function, settings = _parts(criterion)
-    is_known = getattr(function, "__module__", "") in _PYTORCH
-    return is_known and settings.get("reduction") == "sum"
+    function, setting = _parts(criterion)
+    return setting("reduction") == "sum" and getattr(function, "__module__", "") in _PYTORCH
 
 
 def ignored_index(criterion: Any) -> int:
-    index = _parts(criterion)[1].get("ignore_index")
+    index = _parts(criterion)[1]("ignore_index")
     return index if isinstance(index, int) else IGNORED
 
 
@@ -57,12 +57,12 @@ def num_counted(criterion: Any, target: Any, state: TorchTrainState) -> float | 
     exchange counts costs time, so plain classes count as samples, unless a data set is known to
     have targets to leave out.
     """
-    function, settings = _parts(criterion)
-    if function not in _OF_CLASSES or settings.get("reduction", "mean") != "mean":
+    function, setting = _parts(criterion)
+    if function not in _OF_CLASSES or setting("reduction", "mean") != "mean":
         return None
     if not isinstance(target, torch.Tensor) or target.is_floating_point():
         return None  # class probabilities
-    index, weight = ignored_index(criterion), settings.get("weight")
+    index, weight = setting("ignore_index", IGNORED), setting("weight")
     is_plain = weight is None and index == IGNORED and target.dim() < 2
     if is_plain and not state.data.ignores_targets:
         if target.device.type != "cpu" or not bool((target == index).any()):  # a GPU would wait
