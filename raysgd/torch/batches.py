@@ -42,8 +42,8 @@ class Batch(NamedTuple):
         rows = next((len(t) for t in tensors if t.dim()), 1 if tensors else len(held))
         if drawn is None:
             inputs = _tensors_in([self.arguments, self.keywords])
-            is_like = isinstance(target, torch.Tensor) and len(next(inputs, held)) == rows
-            return rows, len(lengths) < 2 or is_like
+            first = next((len(t) for t in inputs if t.dim()), rows)
+            return rows, len(lengths) < 2 or (isinstance(target, torch.Tensor) and first == rows)
         is_list = any(
             isinstance(x, list | tuple) and len(x) == drawn for x in (*self.arguments, held)
         )
